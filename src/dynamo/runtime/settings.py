@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 logger = logging.getLogger(__name__)
@@ -71,3 +72,39 @@ def env_float(
         logger.warning("%s=%r is below %s; using %s", name, value, minimum, minimum)
         return minimum
     return number
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlaneSettings:
+    """`DYN_TCP_*` and the request limits of the worker's side (spec names; sizes in bytes, times in seconds)."""
+
+    rpc_host: str | None = None  # None: the detected address of this machine
+    rpc_port: int = 0  # 0: the system chooses
+    max_message_bytes: int = 32 * 1024 * 1024
+    worker_pool_size: int = 10_000
+    work_queue_size: int = 40_000
+    engine_request_limit: int | None = None  # set: it and `engine_queue_limit` replace the two sizes above
+    engine_queue_limit: int = 16
+    listen_backlog: int = 1024
+    connect_timeout_seconds: float = 5.0
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> RequestPlaneSettings:
+        """The settings of this process."""
+        default = cls()
+        limit = env_int("DYN_ENGINE_REQUEST_LIMIT", 0, minimum=0, env=env)
+        return cls(
+            rpc_host=env_str("DYN_TCP_RPC_HOST", env=env),
+            rpc_port=env_int("DYN_TCP_RPC_PORT", 0, minimum=0, env=env),
+            max_message_bytes=env_int("DYN_TCP_MAX_MESSAGE_SIZE", default.max_message_bytes, minimum=1024, env=env),
+            worker_pool_size=env_int("DYN_TCP_WORKER_POOL_SIZE", default.worker_pool_size, minimum=1, env=env),
+            work_queue_size=env_int("DYN_TCP_WORK_QUEUE_SIZE", default.work_queue_size, minimum=0, env=env),
+            engine_request_limit=limit or None,
+            engine_queue_limit=env_int(
+                "DYN_DYNAMO_REQUEST_QUEUE_LIMIT", default.engine_queue_limit, minimum=0, env=env
+            ),
+            listen_backlog=env_int("DYN_TCP_LISTEN_BACKLOG", default.listen_backlog, minimum=1, env=env),
+            connect_timeout_seconds=env_float(
+                "DYN_TCP_CONNECT_TIMEOUT", default.connect_timeout_seconds, minimum=0.1, env=env
+            ),
+        )

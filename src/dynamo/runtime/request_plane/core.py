@@ -1,0 +1,214 @@
+"""What a worker does with a request, whichever wire it came in on: look up, admit, run, end.
+
+One core serves every listener of a process, so the limits hold over all wires together. Admission is first come,
+first served: a request starts at once only when nobody waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from dynamo.errors import (
+    Cancelled,
+    DynamoException,
+    EngineShutdown,
+    HttpError,
+    InvalidArgument,
+    Overloaded,
+    ResponseTimeout,
+    Unknown,
+    WorkerUnavailable,
+)
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import Handler, ResponseSink
+from dynamo.runtime.settings import RequestPlaneSettings
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_SECONDS: Final = 5.0
+"""How long `close` waits for handlers whose context was killed before it cancels them, and again after that: an engine
+that ignores both would otherwise hold the process for ever."""
+
+AT_CAPACITY: Final = "Server overloaded: worker at capacity"
+
+
+class ServerCore:
+    """Paths, admission and the running requests of one process. Use it on one event loop only."""
+
+    def __init__(self, settings: RequestPlaneSettings | None = None) -> None:
+        settings = settings or RequestPlaneSettings.from_env()
+        if settings.engine_request_limit is not None:
+            self._run_limit, self._queue_limit = settings.engine_request_limit, settings.engine_queue_limit
+        else:
+            self._run_limit, self._queue_limit = settings.worker_pool_size, settings.work_queue_size
+        self._handlers: dict[str, Handler] = {}
+        self._running: dict[asyncio.Task[None], _Request] = {}
+        self._waiting: dict[_Request, Callable[[], None]] = {}  # in order of arrival; value: forgets `on_cancel`
+        self._closed = False
+        self.rejected_total = 0
+
+    @property
+    def running(self) -> int:
+        """Requests whose handler runs."""
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        """Requests that were accepted and wait for a place."""
+        return len(self._waiting)
+
+    def register(self, path: str, handler: Handler) -> None:
+        """Serve `path`. Raises ValueError if it is taken."""
+        if path in self._handlers:
+            raise ValueError(f"request path {path!r} is already served; unregister it first")
+        self._handlers[path] = handler
+
+    def unregister(self, path: str) -> None:
+        """Decline new requests for `path`; those accepted go on. Absent is fine."""
+        self._handlers.pop(path, None)
+
+    def dispatch(self, path: str, body: Any, context: Context, sink: ResponseSink) -> None:
+        """Start one request, or queue it; it is the sink that tells how it went.
+
+        Raises `WorkerUnavailable` for an unknown path and `Overloaded` when the queue is full; the sink is then
+        untouched. A context with a deadline is killed at that time and its sink ended with `ResponseTimeout`.
+        """
+        if self._closed:
+            raise WorkerUnavailable("Server unavailable: worker is shutting down")
+        handler = self._handlers.get(path)
+        if handler is None:
+            raise WorkerUnavailable(f"Server unavailable: unknown endpoint {path}")
+        has_place = not self._waiting and len(self._running) < self._run_limit
+        if not has_place and len(self._waiting) >= self._queue_limit:
+            self.rejected_total += 1
+            raise Overloaded(AT_CAPACITY)
+        if context.is_stopped():
+            sink.end(_never_started())
+            return
+        timer = None
+        if context.deadline is not None:
+            timer = asyncio.get_running_loop().call_at(context.deadline, _expire, context, sink)
+        request = _Request(handler, body, context, sink, timer)
+        if has_place:
+            self._start(request)
+        else:
+            self._enqueue(request)
+
+    async def close(self, timeout: float = CLOSE_TIMEOUT_SECONDS) -> None:
+        """Decline everything from now on, end what is open with `EngineShutdown`, and wait for the handlers.
+
+        Their contexts are killed first; after `timeout` seconds their tasks are cancelled, and after as long again the
+        rest is given up on. Idempotent.
+        """
+        self._closed = True
+        stopping = EngineShutdown("the worker is shutting down")
+        for request in list(self._waiting):
+            self._leave_queue(request, stopping)
+        for request in list(self._running.values()):
+            request.sink.end(stopping)
+            request.context.kill()
+        for patience in ("kill", "cancel"):
+            tasks = set(self._running)
+            if not tasks:
+                return
+            if patience == "cancel":
+                for task in tasks:
+                    task.cancel()
+            await asyncio.wait(tasks, timeout=timeout)
+        for request in self._running.values():
+            logger.warning("request %s ignored its kill and its cancellation; leaving it behind", request.context.id())
+
+    def _start(self, request: _Request) -> None:
+        # The task is held by `_running` and awaited by `close`; its end is handled in `_finished`.
+        task = asyncio.get_running_loop().create_task(request.run(), name=f"request {request.context.id()}")
+        self._running[task] = request
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        request = self._running.pop(task)
+        if request.timer is not None:
+            request.timer.cancel()
+        if task.cancelled():  # perhaps before its first step, when `run` had no chance to say so
+            request.sink.end(EngineShutdown("the worker is shutting down"))
+        while self._waiting and len(self._running) < self._run_limit:
+            following = next(iter(self._waiting))
+            self._waiting.pop(following)()
+            self._start(following)
+
+    def _enqueue(self, request: _Request) -> None:
+        loop, home = asyncio.get_running_loop(), threading.get_ident()
+
+        def cancelled(_killed: bool) -> None:
+            # A context may be stopped from an engine's thread, and the queue belongs to the loop.
+            if threading.get_ident() == home:
+                self._leave_queue(request, _never_started())
+            else:
+                loop.call_soon_threadsafe(self._leave_queue, request, _never_started())
+
+        self._waiting[request] = request.context.on_cancel(cancelled)
+
+    def _leave_queue(self, request: _Request, error: DynamoException) -> None:
+        forget = self._waiting.pop(request, None)
+        if forget is None:
+            return  # it was started, or had left, in the meantime
+        forget()
+        if request.timer is not None:
+            request.timer.cancel()
+        request.sink.end(error)
+
+
+class _Request:
+    """One accepted request: all that its task, its place in the queue and its deadline need."""
+
+    __slots__ = ("body", "context", "handler", "sink", "timer")
+
+    def __init__(
+        self, handler: Handler, body: Any, context: Context, sink: ResponseSink, timer: asyncio.TimerHandle | None
+    ) -> None:
+        self.handler, self.body, self.context, self.sink, self.timer = handler, body, context, sink, timer
+
+    async def run(self) -> None:
+        sink = self.sink
+        try:
+            await self.handler(self.body, self.context, sink)
+        except asyncio.CancelledError:
+            sink.end(EngineShutdown("the worker is shutting down"))
+            raise
+        except GeneratorExit:
+            sink.end(EngineShutdown("engine shutting down"))
+        except Exception as error:
+            typed = typed_error(error)
+            if not isinstance(error, DynamoException | HttpError):
+                logger.error("request %s failed", self.context.id(), exc_info=error)
+            sink.end(typed)
+        else:
+            sink.end()
+
+
+def typed_error(error: Exception) -> DynamoException:
+    """A handler's exception as one of ours: itself, an asserted HTTP status, or `Unknown` caused by it."""
+    if isinstance(error, DynamoException):
+        return error
+    typed: DynamoException
+    if isinstance(error, HttpError):
+        text = json.dumps({"message": error.message, "code": error.code})
+        typed = InvalidArgument(text) if 400 <= error.code < 500 else Unknown(text)
+    else:
+        typed = Unknown(f"{type(error).__name__}: {error}")
+    typed.__cause__ = error
+    return typed
+
+
+def _expire(context: Context, sink: ResponseSink) -> None:
+    # End before kill: what a sink is told after a kill is dropped.
+    sink.end(ResponseTimeout("the request's deadline passed"))
+    context.kill()
+
+
+def _never_started() -> Cancelled:
+    return Cancelled("cancelled before the request was started")
