@@ -173,6 +173,11 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def observe_many(self, value: float, count: int) -> None:
+        """Observe the same value `count` times: a batch of tokens is one call."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
     @property
     def count(self) -> int:
         return sum(self._counts)

@@ -1,0 +1,87 @@
+"""How many requests may be in flight, and whether new ones are welcome at all.
+
+There is no queue here on purpose: a request that finds no place is told so within microseconds, with Retry-After, and the
+engine's own bounded queue is the only place where requests wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Mapping
+from typing import Final
+
+from dynamo.errors import DynamoException, Overloaded
+
+__all__ = ["TRANSITIONS", "Admission", "NotReady", "Stage"]
+
+
+class Stage(enum.Enum):
+    """Where a frontend is in its life."""
+
+    SERVING = "serving"
+    DRAINING = "draining"  # no new request; what is in flight goes on
+    STOPPING = "stopping"  # the listener is about to close
+
+
+TRANSITIONS: Final[Mapping[Stage, frozenset[Stage]]] = {
+    Stage.SERVING: frozenset({Stage.DRAINING, Stage.STOPPING}),
+    Stage.DRAINING: frozenset({Stage.STOPPING}),
+    Stage.STOPPING: frozenset(),  # nothing leaves it
+}
+
+
+class NotReady(DynamoException):
+    """The frontend is draining or stopping: another one should be asked (503)."""
+
+    def __init__(self) -> None:
+        super().__init__("Service is not ready")
+
+
+class Admission:
+    """Counts places. Used on the event loop only.
+
+    `enter` takes a place or raises; whoever took one gives it back with `leave`, once, on every path.
+    """
+
+    def __init__(self, limit: int) -> None:
+        if limit < 1:
+            raise ValueError(f"limit must be at least 1, got {limit}")
+        self.limit = limit
+        self.in_flight = 0
+        self.stage = Stage.SERVING
+        self._idle: asyncio.Event | None = None
+
+    def enter(self) -> None:
+        """Take a place. Raises `NotReady` once draining began, `Overloaded` when all places are taken."""
+        if self.stage is not Stage.SERVING:
+            raise NotReady
+        if self.in_flight >= self.limit:
+            raise Overloaded
+        self.in_flight += 1
+
+    def leave(self) -> None:
+        """Give the place back."""
+        self.in_flight -= 1
+        if self.in_flight == 0 and self._idle is not None:
+            self._idle.set()
+
+    def move(self, stage: Stage) -> None:
+        """Go on to `stage`; staying where it is does nothing. Raises ValueError for a move the table does not know."""
+        if stage is self.stage:
+            return
+        if stage not in TRANSITIONS[self.stage]:
+            raise ValueError(f"a frontend cannot go from {self.stage.value} to {stage.value}")
+        self.stage = stage
+
+    async def wait_idle(self, timeout_seconds: float) -> bool:
+        """Whether nothing was in flight any more within the time."""
+        if self.in_flight == 0:
+            return True
+        self._idle = asyncio.Event()
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,289 @@
+"""The command line of `python -m dynamo.frontend`: the native flags, served, harmless, or refused by name."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from dynamo.frontend.settings import FrontendSettings
+
+__all__ = ["parse_args"]
+
+ROUTER_MODES: Final = ("round-robin", "random", "power-of-two", "least-loaded", "direct", "device-aware-weighted")
+MAX_MIGRATIONS: Final = 2**32 - 1
+
+# Native flags whose meaning does not exist yet. Naming one is an error: a flag that is silently ignored is a trap.
+_LATER_WITH_VALUE: Final = (
+    "--tcp-tls-cert-path", "--tcp-tls-key-path", "--tcp-tls-ca-cert-path", "--tcp-tls-client-cert-path",
+    "--tcp-tls-client-key-path", "--tcp-tls-client-ca-cert-path",
+    "--nats-tls-ca-cert-path", "--nats-tls-client-cert-path", "--nats-tls-client-key-path",
+    "--model-name", "--model-path", "--grpc-metrics-port", "--frontend-route-extension", "--reasoning-field-name",
+    "--router-min-initial-workers", "--router-session-affinity-ttl-secs", "--router-session-affinity-mode",
+    "--active-decode-blocks-threshold", "--active-prefill-tokens-threshold", "--active-prefill-tokens-threshold-frac",
+    "--router-policy-config", "--router-conditional-disagg-config", "--router-prefill-policy",
+    "--router-decode-policy", "--router-prefill-load-model", "--router-tracking-key-file", "--router-tracking-key-id",
+    "--tool-call-parser", "--reasoning-parser",
+)  # fmt: skip
+_LATER_SWITCHES: Final = (
+    "--interactive", "--serve-indexer", "--use-remote-indexer", "--nats-tls-insecure", "--kserve-grpc-server",
+    "--enable-anthropic-api", "--enable-streaming-tool-dispatch", "--enable-streaming-reasoning-dispatch",
+    "--load-aware", "--router-conditional-disagg", "--router-replica-sync", "--enable-session-prefix-index",
+)  # fmt: skip
+
+# Native flags without an effect here, accepted because leaving them out of a script would change nothing: most tune a
+# mode that is refused by `--router-mode` itself.
+_INERT_WITH_VALUE: Final = (
+    "--kv-cache-block-size", "--router-kv-overlap-score-credit", "--router-kv-overlap-score-credit-decay",
+    "--router-prefill-load-scale", "--router-decode-active-request-weight", "--router-host-cache-hit-weight",
+    "--router-disk-cache-hit-weight", "--router-temperature", "--router-tracking-hash", "--router-ttl-secs",
+    "--router-approximate-cache-policy", "--router-queue-threshold", "--router-event-threads",
+    "--router-queue-policy", "--shared-cache-multiplier", "--shared-cache-type", "--router-predicted-ttl-secs",
+)  # fmt: skip
+_INERT_SWITCHES: Final = (
+    "--enforce-disagg", "--dyn-debug-perf", "--tokenizer-fallback", "--trust-remote-code",
+    "--strip-anthropic-preamble", "--router-kv-events", "--kv-events", "--router-track-active-blocks",
+    "--track-active-blocks", "--router-track-output-blocks", "--track-output-blocks", "--router-assume-kv-reuse",
+    "--assume-kv-reuse", "--router-track-prefill-tokens",
+)  # fmt: skip
+
+_EPILOG: Final = """\
+every flag has an environment variable, shown in brackets; a flag wins over its variable.
+flags of the native frontend that tune the kv router are accepted without effect; flags of features that this
+version does not have end with an error that names them.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line on stderr and exit status 2: an error of use needs no page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {message}", file=sys.stderr)  # noqa: T201 - the command line's own voice
+        raise SystemExit(2)
+
+
+class _NotInThisVersion(argparse.Action):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if option is not None and not option.startswith("--no-"):  # switching off what does not exist is fine
+            parser.error(f"{option} is not in this version")
+
+
+def parse_args(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> FrontendSettings:
+    """The settings of a command line over its environment.
+
+    Leaves the process as argparse does: status 0 after `--help` and `--version`, 2 with one line after an error of use.
+    """
+    env = os.environ if env is None else env
+    base = FrontendSettings.from_env(env)
+    parser = _build(base)
+    given = vars(parser.parse_args(argv))
+    dump_to = given.pop("dump_config_to") or env.get("DYN_DUMP_CONFIG_TO", "").strip()
+    settings = dataclasses.replace(base, **given)
+    _check(parser, settings)
+    if dump_to:
+        _dump(parser, settings, Path(dump_to))
+    return settings
+
+
+def _build(base: FrontendSettings) -> _Parser:
+    parser = _Parser(
+        prog="python -m dynamo.frontend",
+        description="Serve the models that workers register behind an OpenAI-compatible HTTP API.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--version", action="version", version=_version())
+
+    http = parser.add_argument_group("http").add_argument
+    http("--http-host", default=base.http_host, help="address to listen on (%(default)s) [DYN_HTTP_HOST]")
+    http("--http-port", type=_port, default=base.http_port, help="port to listen on (%(default)s) [DYN_HTTP_PORT]")
+    http("--tls-cert-path", default=base.tls_cert_path, help="serve HTTPS with this certificate [DYN_TLS_CERT_PATH]")
+    http("--tls-key-path", default=base.tls_key_path, help="the certificate's key [DYN_TLS_KEY_PATH]")
+    http(
+        "--tls-client-ca-cert-path",
+        default=base.tls_client_ca_cert_path,
+        help="ask clients for a certificate of this authority [DYN_TLS_CLIENT_CA_CERT_PATH]",
+    )
+    http(
+        "--max-requests-in-flight",
+        type=_positive,
+        default=base.max_requests_in_flight,
+        help="requests at once; more are declined with Retry-After (%(default)s) [DYN_HTTP_MAX_REQUESTS_IN_FLIGHT]",
+    )
+
+    where = parser.add_argument_group("cluster").add_argument
+    where("--namespace", default=base.namespace, help="serve models of this namespace only [DYN_NAMESPACE]")
+    where(
+        "--namespace-prefix",
+        default=base.namespace_prefix,
+        help="serve models of namespaces that begin so; wins over --namespace [DYN_NAMESPACE_PREFIX]",
+    )
+    where(
+        "--discovery-backend",
+        default=base.discovery_backend,
+        help="file, mem, etcd or kubernetes (etcd when ETCD_ENDPOINTS is set, else file) [DYN_DISCOVERY_BACKEND]",
+    )
+    where("--request-plane", choices=("tcp", "nats"), default=base.request_plane, help="(tcp) [DYN_REQUEST_PLANE]")
+    where(
+        "--response-plane",
+        action=_Inert,
+        choices=("tcp",),
+        default=argparse.SUPPRESS,
+        help="only tcp is in this version",
+    )
+    where("--event-plane", choices=("nats", "zmq"), default=base.event_plane, help="(zmq) [DYN_EVENT_PLANE]")
+    where(
+        "--router-mode",
+        default=base.router_mode,
+        metavar="MODE",
+        help=f"how a worker is chosen: {', '.join(ROUTER_MODES)} (%(default)s) [DYN_ROUTER_MODE]",
+    )
+    where(
+        "--migration-limit",
+        type=_migrations,
+        default=base.migration_limit,
+        help="how often a request may be tried on another worker (the model card's value) [DYN_MIGRATION_LIMIT]",
+    )
+    where(
+        "--migration-max-seq-len",
+        type=_positive,
+        default=base.migration_max_seq_len,
+        help="no other worker for a sequence longer than this [DYN_MIGRATION_MAX_SEQ_LEN]",
+    )
+
+    text = parser.add_argument_group("requests").add_argument
+    text(
+        "--exclude-tools-when-tool-choice-none",
+        action=argparse.BooleanOptionalAction,
+        default=base.exclude_tools_when_tool_choice_none,
+        help="leave tools out of the prompt [DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE]",
+    )
+    text(
+        "--dyn-preprocess-workers",
+        dest="preprocess_workers",
+        type=_not_negative,
+        default=base.preprocess_workers,
+        metavar="N",
+        help="threads for long prompts; 0 chooses by the number of processors [DYN_PREPROCESS_WORKERS]",
+    )
+    text(
+        "--chat-template",
+        dest="custom_jinja_template",
+        default=base.custom_jinja_template,
+        metavar="FILE",
+        help="a Jinja template that replaces every model's own [DYN_CUSTOM_JINJA_TEMPLATE]",
+    )
+    text(
+        "--dyn-chat-processor",
+        action=_Inert,
+        choices=("dynamo",),
+        default=argparse.SUPPRESS,
+        help="only dynamo is in this version",
+    )
+    text(
+        "--tokenizer",
+        action=_Inert,
+        choices=("default",),
+        default=argparse.SUPPRESS,
+        help="only default is in this version",
+    )
+
+    other = parser.add_argument_group("other").add_argument
+    other("--metrics-prefix", default=base.metrics_prefix, help="(%(default)s) [DYN_METRICS_PREFIX]")
+    other("--dump-config-to", default=None, metavar="FILE", help="write the settings as JSON [DYN_DUMP_CONFIG_TO]")
+
+    hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+    for flag in _LATER_WITH_VALUE:
+        add(flag, action=_NotInThisVersion, **hidden)
+    for flag in _LATER_SWITCHES:
+        names = [flag, f"--no-{flag[2:]}"] + (["-i"] if flag == "--interactive" else [])
+        add(*names, action=_NotInThisVersion, nargs=0, **hidden)
+    for flag in _INERT_WITH_VALUE:
+        add(flag, action=_Inert, **hidden)
+    for flag in _INERT_SWITCHES:
+        add(flag, f"--no-{flag[2:]}", action=_Inert, nargs=0, **hidden)
+    return parser
+
+
+class _Inert(argparse.Action):
+    """Accept and forget."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        return None
+
+
+def _version() -> str:
+    try:
+        return version("dynamo-unified")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "unknown"
+
+
+def _port(text: str) -> int:
+    number = _not_negative(text)
+    if number > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port: use 0..65535")
+    return number
+
+
+def _not_negative(text: str) -> int:
+    return _at_least(text, 0)
+
+
+def _positive(text: str) -> int:
+    return _at_least(text, 1)
+
+
+def _migrations(text: str) -> int:
+    number = _not_negative(text)
+    if number > MAX_MIGRATIONS:
+        raise argparse.ArgumentTypeError(f"{text} is above {MAX_MIGRATIONS}")
+    return number
+
+
+def _at_least(text: str, minimum: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+    if number < minimum:
+        raise argparse.ArgumentTypeError(f"{text} is below {minimum}")
+    return number
+
+
+def _check(parser: _Parser, settings: FrontendSettings) -> None:
+    if settings.router_mode == "kv":
+        parser.error("--router-mode kv is not in this version")
+    if settings.router_mode not in ROUTER_MODES:
+        parser.error(f"--router-mode {settings.router_mode!r} is unknown; use one of {', '.join(ROUTER_MODES)}")
+    if (settings.tls_cert_path is None) != (settings.tls_key_path is None):
+        parser.error("--tls-cert-path and --tls-key-path need each other")
+    if settings.tls_client_ca_cert_path is not None and settings.tls_cert_path is None:
+        parser.error("--tls-client-ca-cert-path needs --tls-cert-path and --tls-key-path")
+    for flag, path in {
+        "--tls-cert-path": settings.tls_cert_path,
+        "--tls-key-path": settings.tls_key_path,
+        "--tls-client-ca-cert-path": settings.tls_client_ca_cert_path,
+        "--chat-template": settings.custom_jinja_template,
+    }.items():
+        if path is not None and not Path(path).is_file():
+            parser.error(f"{flag}: there is no file {path}")
+
+
+def _dump(parser: _Parser, settings: FrontendSettings, path: Path) -> None:
+    try:
+        path.write_text(json.dumps(dataclasses.asdict(settings), default=str, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        parser.error(f"--dump-config-to: {error}")

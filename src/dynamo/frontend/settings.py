@@ -1,0 +1,165 @@
+"""What a frontend is told once, at start: environment and flags, read at the edge into one frozen value."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from dynamo.runtime.settings import env_bool, env_float, env_int, env_str
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_OVERLOAD_STATUS: Final = 529
+
+DEFAULT_MAX_REQUESTS_IN_FLIGHT: Final = 4096
+"""Ours: the native frontend has no bound. One request in flight holds its prompt ids and one window of tokens, some tens
+of KiB, so this many stay well below a GiB; the engine's own queue is shorter anyway."""
+
+DEFAULT_PEEK_SECONDS: Final = 1.0
+"""How long HTTP 200 is held back for the engine's first event, so that an early typed error gets its real status. Longer
+than any healthy first token of a short prompt, shorter than the patience of a proxy that wants to see headers."""
+
+KEEP_ALIVE_SECONDS: Final = 15.0  # ours: the native default is off, and then a proxy cuts a long prefill
+
+INLINE_TOKENIZE_CHARACTERS: Final = 2048
+"""A prompt up to this long is tokenised on the loop (about 0.5 ms); a longer one in the executor, which releases the
+interpreter lock. The hand-over costs about 60 us, so short prompts must not pay it."""
+
+_ROUTE_VARIABLES: Final[Mapping[str, tuple[str, str]]] = {
+    # route name: (variable, default path)
+    "chat": ("DYN_HTTP_SVC_CHAT_PATH", "/v1/chat/completions"),
+    "completions": ("DYN_HTTP_SVC_CMP_PATH", "/v1/completions"),
+    "models": ("DYN_HTTP_SVC_MODELS_PATH", "/v1/models"),
+    "health": ("DYN_HTTP_SVC_HEALTH_PATH", "/health"),
+    "live": ("DYN_HTTP_SVC_LIVE_PATH", "/live"),
+    "metrics": ("DYN_HTTP_SVC_METRICS_PATH", "/metrics"),
+}
+
+
+def default_paths() -> dict[str, str]:
+    """Where each route lives when nothing overrides it."""
+    return {name: path for name, (_, path) in _ROUTE_VARIABLES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendSettings:
+    """Sizes in bytes, times in seconds; None means off or unknown unless a comment says otherwise."""
+
+    http_host: str = "0.0.0.0"
+    http_port: int = 8000
+    tls_cert_path: str | None = None
+    tls_key_path: str | None = None
+    tls_client_ca_cert_path: str | None = None
+
+    namespace: str | None = None  # serve only this namespace
+    namespace_prefix: str | None = None  # serve namespaces that begin so; wins over `namespace`
+    discovery_backend: str | None = None  # None: the runtime's own choice
+    request_plane: str | None = None
+    event_plane: str | None = None
+    router_mode: str = "round-robin"
+    migration_limit: int | None = None  # None: the model card's value
+    migration_max_seq_len: int | None = None
+
+    metrics_prefix: str = "dynamo_frontend"
+    max_requests_in_flight: int = DEFAULT_MAX_REQUESTS_IN_FLIGHT
+    overload_status: int = DEFAULT_OVERLOAD_STATUS
+    body_limit_bytes: int = 45 * 1024 * 1024
+    header_limit_bytes: int = 64 * 1024
+    idle_connection_seconds: int = 75  # longer than the usual proxy keep-alive, so the proxy closes first
+    peek_seconds: float = DEFAULT_PEEK_SECONDS
+    keep_alive_seconds: float | None = KEEP_ALIVE_SECONDS
+    backend_stream_timeout_seconds: float | None = None
+    graceful_shutdown_seconds: float = 5.0
+
+    context_window: int | None = None  # overrides what /v1/models says
+    max_output_tokens: int | None = None
+    ignore_unsupported_fields: bool = False
+    disable_nvext: bool = False
+    force_include_usage: bool = False
+    exclude_tools_when_tool_choice_none: bool = True
+    custom_jinja_template: str | None = None
+    metadata_header_prefix: str = "x-dynamo-meta-"
+
+    preprocess_workers: int = 0  # threads for long prompts and model files; 0: chosen by the number of processors
+    inline_tokenize_characters: int = INLINE_TOKENIZE_CHARACTERS
+    tokenizer_cache_bytes: int = 64 * 1024 * 1024  # 0: off
+    model_cache_dir: Path = field(default_factory=lambda: Path.home() / ".cache" / "dynamo" / "mdc" / "by-slug")
+    paths: Mapping[str, str] = field(default_factory=default_paths)
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> FrontendSettings:
+        """The settings of this process without any flag."""
+        env = os.environ if env is None else env
+        default = cls()
+        peek_ms = env_float("DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS", default.peek_seconds * 1000, minimum=0, env=env)
+        alive_ms = env_float("DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS", KEEP_ALIVE_SECONDS * 1000, minimum=0, env=env)
+        inactive = env_float("DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS", 0, minimum=0, env=env)
+        cache_bytes = env_int("DYN_TOKENIZER_CACHE_BYTES", default.tokenizer_cache_bytes, minimum=0, env=env)
+        return cls(
+            http_host=env_str("DYN_HTTP_HOST", default.http_host, env=env) or default.http_host,
+            http_port=env_int("DYN_HTTP_PORT", default.http_port, minimum=0, env=env),
+            tls_cert_path=env_str("DYN_TLS_CERT_PATH", env=env),
+            tls_key_path=env_str("DYN_TLS_KEY_PATH", env=env),
+            tls_client_ca_cert_path=env_str("DYN_TLS_CLIENT_CA_CERT_PATH", env=env),
+            namespace=env_str("DYN_NAMESPACE", env=env),
+            namespace_prefix=env_str("DYN_NAMESPACE_PREFIX", env=env),
+            discovery_backend=env_str("DYN_DISCOVERY_BACKEND", env=env),
+            request_plane=env_str("DYN_REQUEST_PLANE", env=env),
+            event_plane=env_str("DYN_EVENT_PLANE", env=env),
+            router_mode=env_str("DYN_ROUTER_MODE", default.router_mode, env=env) or default.router_mode,
+            migration_limit=_optional_int("DYN_MIGRATION_LIMIT", minimum=0, env=env),
+            migration_max_seq_len=_optional_int("DYN_MIGRATION_MAX_SEQ_LEN", minimum=1, env=env),
+            metrics_prefix=env_str("DYN_METRICS_PREFIX", default.metrics_prefix, env=env) or default.metrics_prefix,
+            max_requests_in_flight=env_int(
+                "DYN_HTTP_MAX_REQUESTS_IN_FLIGHT", default.max_requests_in_flight, minimum=1, env=env
+            ),
+            overload_status=_overload_status(env),
+            body_limit_bytes=env_int("DYN_HTTP_BODY_LIMIT_MB", 45, minimum=1, env=env) * 1024 * 1024,
+            header_limit_bytes=env_int("DYN_HTTP_HEADER_LIMIT_KB", 64, minimum=4, env=env) * 1024,
+            idle_connection_seconds=env_int(
+                "DYN_HTTP_IDLE_CONNECTION_SECS", default.idle_connection_seconds, minimum=1, env=env
+            ),
+            peek_seconds=peek_ms / 1000,
+            keep_alive_seconds=alive_ms / 1000 or None,
+            backend_stream_timeout_seconds=inactive or None,
+            graceful_shutdown_seconds=env_float("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", 5.0, minimum=0, env=env),
+            context_window=_optional_int("DYN_CONTEXT_WINDOW", minimum=1, env=env),
+            max_output_tokens=_optional_int("DYN_MAX_OUTPUT_TOKENS", minimum=1, env=env),
+            ignore_unsupported_fields=env_bool("DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS", env=env),
+            disable_nvext=env_bool("DYN_DISABLE_FRONTEND_NVEXT", env=env),
+            force_include_usage=env_bool("DYN_ENABLE_FORCE_INCLUDE_USAGE", env=env),
+            exclude_tools_when_tool_choice_none=env_bool("DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE", True, env=env),
+            custom_jinja_template=env_str("DYN_CUSTOM_JINJA_TEMPLATE", env=env),
+            metadata_header_prefix=(
+                env_str("DYN_METADATA_HEADER", default.metadata_header_prefix, env=env) or ""
+            ).lower(),
+            preprocess_workers=env_int("DYN_PREPROCESS_WORKERS", 0, minimum=0, env=env),
+            tokenizer_cache_bytes=cache_bytes if env_bool("DYN_TOKENIZER_CACHE", True, env=env) else 0,
+            paths={
+                name: env_str(variable, path, env=env) or path for name, (variable, path) in _ROUTE_VARIABLES.items()
+            },
+        )
+
+
+def _optional_int(name: str, *, minimum: int, env: Mapping[str, str]) -> int | None:
+    if env_str(name, env=env) is None:
+        return None
+    number = env_int(name, minimum - 1, env=env)
+    if number < minimum:  # unreadable or too small: `env_int` has warned about the first case
+        logger.warning("%s must be an integer of at least %d; ignoring it", name, minimum)
+        return None
+    return number
+
+
+def _overload_status(env: Mapping[str, str]) -> int:
+    status = env_int("DYN_HTTP_OVERLOAD_STATUS_CODE", DEFAULT_OVERLOAD_STATUS, env=env)
+    if not 200 <= status <= 999:
+        logger.warning(
+            "DYN_HTTP_OVERLOAD_STATUS_CODE=%d is outside 200..999; using %d", status, DEFAULT_OVERLOAD_STATUS
+        )
+        return DEFAULT_OVERLOAD_STATUS
+    return status
