@@ -228,7 +228,9 @@ class Vector(Generic[M]):
     def __init__(
         self, label_names: tuple[str, ...], bind: Callable[[tuple[tuple[str, str], ...]], M], spare: M
     ) -> None:
-        self._label_names, self._bind, self._spare = label_names, bind, spare
+        self._label_names = label_names
+        self._bind: Callable[[tuple[tuple[str, str], ...]], M] = bind
+        self._spare: M = spare
         self._known: dict[tuple[str, ...], M] = {}
         self._complained = False
 

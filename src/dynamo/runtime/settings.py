@@ -108,3 +108,64 @@ class RequestPlaneSettings:
                 "DYN_TCP_CONNECT_TIMEOUT", default.connect_timeout_seconds, minimum=0.1, env=env
             ),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SystemSettings:
+    """`DYN_SYSTEM_*`: the status server of a worker."""
+
+    port: int = -1  # -1: no server; 0: the system chooses
+    host: str = "0.0.0.0"
+    health_path: str = "/health"
+    live_path: str = "/live"
+    starting_ready: bool | None = None  # None: the operator did not say
+    lora_enabled: bool = False
+
+    @property
+    def enabled(self) -> bool:
+        return self.port >= 0
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> SystemSettings:
+        """The settings of this process."""
+        for name in ("DYN_SYSTEM_ENABLED", "DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS"):
+            if env_str(name, env=env) is not None:
+                logger.warning("%s is deprecated and ignored; DYN_SYSTEM_PORT >= 0 starts the status server", name)
+        port = env_int("DYN_SYSTEM_PORT", -1, minimum=-1, env=env)
+        if port > 65535:
+            logger.warning("DYN_SYSTEM_PORT=%s is no port; the status server is off", port)
+            port = -1
+        starting = env_str("DYN_SYSTEM_STARTING_HEALTH_STATUS", env=env)
+        if starting is not None and starting.lower() not in ("ready", "notready"):
+            logger.warning('DYN_SYSTEM_STARTING_HEALTH_STATUS=%r is neither "ready" nor "notready"; ignored', starting)
+            starting = None
+        return cls(
+            port=port,
+            host=env_str("DYN_SYSTEM_HOST", env=env) or "0.0.0.0",
+            health_path=_path(env_str("DYN_SYSTEM_HEALTH_PATH", env=env) or "/health"),
+            live_path=_path(env_str("DYN_SYSTEM_LIVE_PATH", env=env) or "/live"),
+            starting_ready=None if starting is None else starting.lower() == "ready",
+            lora_enabled=env_bool("DYN_LORA_ENABLED", env=env),
+        )
+
+
+def _path(value: str) -> str:
+    return value if value.startswith("/") else f"/{value}"
+
+
+@dataclass(frozen=True, slots=True)
+class CanarySettings:
+    """`DYN_HEALTH_CHECK_*`: the probe of idle endpoints."""
+
+    enabled: bool = False
+    wait_seconds: float = 10.0  # idle time before a probe
+    timeout_seconds: float = 3.0  # for the first item, and for each one after it
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> CanarySettings:
+        """The settings of this process."""
+        return cls(
+            enabled=env_bool("DYN_HEALTH_CHECK_ENABLED", env=env),
+            wait_seconds=env_float("DYN_CANARY_WAIT_TIME", 10.0, minimum=0.01, env=env),
+            timeout_seconds=env_float("DYN_HEALTH_CHECK_REQUEST_TIMEOUT", 3.0, minimum=0.01, env=env),
+        )

@@ -1,0 +1,285 @@
+"""Is this worker able to serve: the state that probes read, and the canary that keeps it honest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import Handler
+from dynamo.runtime.settings import CanarySettings
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Canary", "HealthState"]
+
+MAX_ENDPOINTS: Final = 1024
+
+
+class HealthState:
+    """The readiness of each endpoint and of the whole process. Not thread-safe except for reading.
+
+    The whole is ready when
+    1. all endpoints that gave a health check payload are ready, if any endpoint gave one; else
+    2. `set_health_status` (or an explicit starting status) says so, if it was ever told; else
+    3. there is an endpoint, and all are ready.
+
+    The native system has no rule 3: there a worker whose endpoints have no payload answers `notready` for ever unless
+    it calls `set_health_status(True)`. Setting `DYN_SYSTEM_STARTING_HEALTH_STATUS=notready` gives that behaviour.
+    """
+
+    def __init__(
+        self,
+        *,
+        starting_ready: bool | None = None,
+        canary_enabled: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`starting_ready` None: the operator did not say; see rule 3."""
+        self._told = starting_ready
+        self._canary_enabled = canary_enabled
+        self._clock = clock
+        self._began = clock()
+        self._ready: dict[str, bool] = {}  # by path
+        self._probed: set[str] = set()
+        self._shutting_down = False
+
+    @property
+    def canary_enabled(self) -> bool:
+        return self._canary_enabled
+
+    def register(self, path: str, *, has_payload: bool = False) -> None:
+        """An endpoint ("ns.comp.ep") serves from now on: ready, unless a canary must see it answer first."""
+        if path not in self._ready and len(self._ready) >= MAX_ENDPOINTS:
+            raise ValueError(f"more than {MAX_ENDPOINTS} endpoints in one process")
+        if has_payload:
+            self._probed.add(path)
+        else:
+            self._probed.discard(path)
+        self._ready[path] = not (has_payload and self._canary_enabled)
+
+    def unregister(self, path: str) -> None:
+        """The endpoint no longer takes requests; it stays listed as notready."""
+        if path in self._ready:
+            self._ready[path] = False
+
+    def set_ready(self, path: str, ready: bool) -> None:
+        """What a canary or real traffic found out. An endpoint that is not registered is ignored."""
+        if path in self._ready:
+            self._ready[path] = ready
+
+    def is_ready(self, path: str) -> bool:
+        return self._ready.get(path, False)
+
+    def set_health_status(self, ready: bool) -> None:
+        """The worker's own word for the whole process (rule 2)."""
+        self._told = ready
+
+    def begin_shutdown(self) -> None:
+        """Not ready from here on, whatever the endpoints say."""
+        self._shutting_down = True
+
+    def system_ready(self) -> bool:
+        """The verdict, by the three rules."""
+        if self._shutting_down:
+            return False
+        if self._probed:
+            return all(self._ready[path] for path in self._probed)
+        if self._told is not None:
+            return self._told
+        return bool(self._ready) and all(self._ready.values())
+
+    def body(self) -> dict[str, Any]:
+        """What `/health` and `/live` answer. Endpoints go by their last name; of two equal names the worse one shows."""
+        endpoints: dict[str, bool] = {}
+        for path, ready in self._ready.items():
+            name = path.rpartition(".")[2]
+            endpoints[name] = endpoints.get(name, True) and ready
+        uptime = self._clock() - self._began
+        seconds = int(uptime)
+        return {
+            "status": _word(self.system_ready()),
+            "uptime": {"secs": seconds, "nanos": int((uptime - seconds) * 1e9)},
+            "endpoints": {name: _word(ready) for name, ready in endpoints.items()},
+        }
+
+
+def _word(ready: bool) -> str:
+    return "ready" if ready else "notready"
+
+
+DRAIN_SECONDS: Final = 60.0  # a probe is one short request; one that still talks after a minute is cut, not failed
+CANCEL_SECONDS: Final = 1.0  # for a cancelled handler to unwind; an engine that swallows it is left behind, and named
+
+
+class Canary:
+    """Asks an idle endpoint for one small answer, through its own handler, and writes the result into `HealthState`.
+
+    The first item without an error makes the endpoint ready. An error, an empty stream or `timeout_seconds` without
+    progress (also after the first item: an engine that stalls after its first token is not healthy) make it notready.
+    Real traffic that succeeds counts as a probe, so a busy engine is never probed, and a probe that starves behind
+    real answers is no failure.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        handler: Handler,
+        payload: Mapping[str, Any],
+        health: HealthState,
+        settings: CanarySettings,
+    ) -> None:
+        self._path = path
+        self._handler = handler
+        self._payload = dict(payload)
+        self._health = health
+        self._settings = settings
+        self._last_success = float("-inf")  # loop time
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._probes = 0
+
+    def start(self) -> None:
+        """Begin to probe, on the running loop; the first probe comes after one wait. `close` ends it."""
+        if self._task is None:
+            self._loop = asyncio.get_running_loop()
+            self._last_success = self._loop.time()
+            # Awaited by close().
+            self._task = self._loop.create_task(self._run(), name=f"canary {self._path}")
+
+    async def close(self) -> None:
+        """Stop probing; a probe under way is cancelled. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+    def activity(self) -> None:
+        """A real request delivered a good item, or ended well. Cheap: call it once per wake-up or per request."""
+        if self._loop is not None:
+            self._last_success = self._loop.time()
+            if not self._health.is_ready(self._path):
+                self._health.set_ready(self._path, True)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        wait = self._settings.wait_seconds
+        due = self._last_success + wait
+        while True:
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            if self._last_success + wait > loop.time():
+                due = self._last_success + wait  # somebody was served meanwhile
+                continue
+            began = loop.time()
+            reason = await self._probe()
+            if reason is None:
+                self._health.set_ready(self._path, True)
+            elif self._last_success < began:
+                if self._health.is_ready(self._path):
+                    logger.warning("health check of %s failed: %s", self._path, reason)
+                self._health.set_ready(self._path, False)
+            due = loop.time() + wait
+
+    async def _probe(self) -> str | None:
+        """One request; None when it went well, else what was wrong. Marks ready at the first good item."""
+        self._probes += 1
+        context = Context(f"health-check-{self._path}-{self._probes}")
+        sink = _ProbeSink()
+        loop = asyncio.get_running_loop()
+        # Awaited below on every path.
+        task = loop.create_task(_serve(self._handler, dict(self._payload), context, sink), name=f"probe {self._path}")
+        began = loop.time()
+        try:
+            while True:
+                seen = sink.items
+                if not await sink.progress(self._settings.timeout_seconds) and not sink.ended:
+                    return f"no {'further ' if seen else ''}item within {self._settings.timeout_seconds} s"
+                if sink.failure is not None:
+                    return sink.failure
+                if sink.items:
+                    self._health.set_ready(self._path, True)
+                if sink.ended:
+                    return None if sink.items else "the stream ended without an item"
+                if loop.time() - began > DRAIN_SECONDS:
+                    logger.warning("health check of %s still runs after %s s: cut", self._path, DRAIN_SECONDS)
+                    return None
+        finally:
+            if not task.done():
+                context.kill()
+                task.cancel()
+                _, stuck = await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+                if stuck:
+                    logger.error("the handler of %s ignores its cancellation", self._path)
+
+
+async def _serve(handler: Handler, body: Any, context: Context, sink: _ProbeSink) -> None:
+    try:
+        await handler(body, context, sink)
+    except Exception as error:  # the boundary: a probe reports, it never raises
+        sink.end(error)
+    else:
+        sink.end()
+
+
+class _ProbeSink:
+    """A `ResponseSink` that keeps nothing but the verdict."""
+
+    def __init__(self) -> None:
+        self.items = 0
+        self.failure: str | None = None
+        self._ended = False
+        self._moved = asyncio.Event()
+
+    def send_tokens(
+        self, token_ids: list[int], index: int = 0, finish_reason: Any = None, extra: dict[str, Any] | None = None
+    ) -> None:
+        if isinstance(finish_reason, Mapping) or (isinstance(finish_reason, str) and finish_reason.startswith("error")):
+            self._fail(f"the engine answered with finish reason {finish_reason!r}")
+        self._move(item=True)
+
+    def send_object(self, envelope: dict[str, Any]) -> None:
+        if envelope.get("event") == "error":
+            self._fail(f"the engine answered with an error: {envelope.get('comment') or envelope.get('data')}")
+        else:
+            data = envelope.get("data")
+            finish_reason = data.get("finish_reason") if isinstance(data, Mapping) else None
+            if finish_reason == "error" or isinstance(finish_reason, Mapping):
+                self._fail(f"the engine answered with finish reason {finish_reason!r}")
+        self._move(item=True)
+
+    def has_credit(self) -> bool:
+        return True
+
+    async def wait_credit(self) -> None:
+        return
+
+    def end(self, error: BaseException | None = None) -> None:
+        if not self._ended:
+            if error is not None:
+                self._fail(f"{type(error).__name__}: {error}")
+            self._ended = True
+            self._move(item=False)
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def _fail(self, reason: str) -> None:
+        self.failure = self.failure or reason
+
+    def _move(self, *, item: bool) -> None:
+        self.items += item
+        self._moved.set()
+
+    async def progress(self, timeout: float) -> bool:
+        """Wait for an item or the end; False when neither came in time."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._moved.wait()
+        except TimeoutError:
+            return False
+        self._moved.clear()
+        return True
