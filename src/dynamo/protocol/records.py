@@ -1,0 +1,300 @@
+"""What a worker publishes about its model: the card, its runtime config and the record that carries it.
+
+The JSON is the native one to the letter. Reading is lenient, because the writer may be another version or another
+system: unknown members are ignored and `null` counts as absent. A member of the wrong type is an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, Final
+
+import msgspec
+from blake3 import blake3
+
+from dynamo.errors import InvalidArgument
+from dynamo.protocol.model_types import ModelType, WorkerType
+
+__all__ = [
+    "DEFAULT_BLOCK_SIZE",
+    "FileRef",
+    "LoraRecord",
+    "ModelCard",
+    "ModelRecord",
+    "ModelRuntimeConfig",
+    "RuntimeConfigRecord",
+    "decode_card",
+    "decode_model_record",
+    "slugify",
+]
+
+_SLUG_CHARS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
+
+DEFAULT_BLOCK_SIZE: Final = 16
+"""What a card says when the engine has no block-structured KV: the native reader requires the member. Whether the
+engine really has blocks is told by `runtime_config.total_kv_blocks` and its event channels, not by this number."""
+
+
+def slugify(name: str) -> str:
+    """The form of a model name that keys, file names and URLs use (`/a/M.1` -> `a_m_1`)."""
+    return "".join(c if c in _SLUG_CHARS else "_" for c in name.lower()).lstrip("_")
+
+
+class FileRef(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One file of a model: where it is, and what it must hash to."""
+
+    path: str  # a local path, or an http URL on the worker's status server
+    checksum: str  # "blake3:" and 64 hex digits
+    size: int | None = None  # bytes
+
+
+class LoraRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The adapter a card stands for."""
+
+    name: str
+    max_gpu_lora_count: int | None = None
+
+
+class ModelRuntimeConfig(msgspec.Struct, kw_only=True):
+    """What the engine found out about itself at start-up. None and empty members are not published."""
+
+    context_length: int | None = None  # tokens
+    total_kv_blocks: int | None = None  # per data-parallel rank
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    tool_call_arguments_format: str = "json_string"
+    structural_tag_mode: str = "off"
+    structural_tag_scope: str = "auto"
+    structural_tag_schema: str = "auto"
+    exclude_tools_when_tool_choice_none: bool = True
+    data_parallel_start_rank: int = 0
+    data_parallel_size: int = 1
+    enable_local_indexer: bool = True
+    enable_eagle: bool = False
+    tokenizer_backend: str | None = None
+    tokenizer_fallback_enabled: bool | None = None
+    structural_tag: Any = None
+    kv_event_publishing_enabled: bool | None = None
+    kv_event_source_mode: str | None = None
+    kv_state_endpoint: Any = None
+    runtime_data: dict[str, Any] = {}
+    disaggregated_endpoint: dict[str, Any] | None = None  # {"bootstrap_host": str, "bootstrap_port": int}
+    taints: set[str] = set()
+    stable_routing_id: str | None = None
+    topology_domains: dict[str, str] = {}
+    kv_transfer_domain: str | None = None
+    kv_transfer_enforcement: str | None = None
+    kv_transfer_preferred_weight: float | None = None
+    max_gpu_lora_count: int | None = None
+
+    def set_engine_specific(self, key: str, value: Any) -> None:
+        """Add one entry to `runtime_data`. A str that is JSON is stored as the value it spells."""
+        if isinstance(value, str):
+            with suppress(msgspec.DecodeError):  # a plain text stays one
+                value = msgspec.json.decode(value)
+        self.runtime_data[key] = value
+
+    def get_engine_specific(self, key: str) -> Any:
+        """One entry of `runtime_data`, or None."""
+        return self.runtime_data.get(key)
+
+    def set_structural_tag(self, policy: Any) -> None:
+        self.structural_tag = policy
+
+    def set_disaggregated_endpoint(self, bootstrap_host: str | None = None, bootstrap_port: int | None = None) -> None:
+        """Advertise where decode peers bootstrap; published only when both are given."""
+        if bootstrap_host is None or bootstrap_port is None:
+            self.disaggregated_endpoint = None
+        else:
+            self.disaggregated_endpoint = {"bootstrap_host": bootstrap_host, "bootstrap_port": bootstrap_port}
+
+    def to_json(self) -> dict[str, Any]:
+        """The members as the card carries them."""
+        record = _without_nothing(msgspec.to_builtins(self))
+        if self.taints:
+            record["taints"] = sorted(self.taints)
+        return record
+
+
+RuntimeConfigRecord = ModelRuntimeConfig
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """The model deployment card (`card_json`): everything a frontend needs to serve a model it has never seen.
+
+    A card without files is a name-only card: the frontend serves it with the built-in byte tokenizer.
+    """
+
+    display_name: str
+    slug: str = ""  # filled from `display_name` when absent
+    source_path: str = ""  # hub id or path, as the operator gave it
+    # Each artefact is one file under the name of its kind, e.g. {"hf_tokenizer_json": FILE}.
+    model_info: dict[str, Any] | None = None
+    tokenizer: dict[str, Any] | None = None
+    prompt_formatter: dict[str, Any] | None = None
+    chat_template_file: dict[str, Any] | None = None  # overrides the template of `prompt_formatter`
+    gen_config: dict[str, Any] | None = None
+    prompt_context: list[str] | None = None
+    extra_files: list[Any] = []
+    architectural_max_context_length: int | None = None  # tokens, what the weights were made for
+    context_length: int = 0  # tokens, the effective limit; 0: not known
+    kv_cache_block_size: int = DEFAULT_BLOCK_SIZE
+    migration_limit: int = 0
+    model_type: str = ""  # "Chat | Completions"; empty: no OpenAI surface
+    model_input: str = "Tokens"
+    worker_type: str | None = None  # absent on old workers
+    needs: list[list[str]] = []  # alternatives of roles that must also be present
+    lora: LoraRecord | None = None
+    aliases: list[str] = []
+    user_data: Any = None
+    tensor_model_config: Any = None
+    router_config: Any = None
+    indexer_identity: Any = None
+    media_decoder: Any = None
+    media_fetcher: Any = None
+    runtime_config: ModelRuntimeConfig = msgspec.field(default_factory=ModelRuntimeConfig)
+
+    def __post_init__(self) -> None:
+        if not self.slug:
+            self.slug = slugify(self.display_name)
+
+    @property
+    def surfaces(self) -> ModelType:
+        """The OpenAI surfaces; the legacy prefill marker is no surface."""
+        return ModelType.from_card(self.model_type) & ~ModelType.Prefill
+
+    @property
+    def role(self) -> WorkerType:
+        """The worker's role, inferred from the legacy marker where an old worker does not say it.
+
+        Raises InvalidArgument for a role this version does not know: such a worker cannot be placed.
+        """
+        if self.worker_type:
+            return WorkerType.from_card(self.worker_type)
+        return (
+            WorkerType.Prefill if ModelType.Prefill in ModelType.from_card(self.model_type) else WorkerType.Aggregated
+        )
+
+    @property
+    def is_name_only(self) -> bool:
+        """Whether the card names no files at all."""
+        return next(iter(self.files()), None) is None
+
+    def files(self) -> Iterable[tuple[str, FileRef]]:
+        """(kind, file) of every artefact, e.g. ("hf_tokenizer_json", FILE); malformed ones are an InvalidArgument."""
+        for name in _ARTEFACTS:
+            for kind, value in (getattr(self, name) or {}).items():
+                yield kind, _file_ref(f"{name}.{kind}", value)
+
+    def file(self, kind: str) -> FileRef | None:
+        """The file of one kind, wherever it stands in the card."""
+        return next((ref for found, ref in self.files() if found == kind), None)
+
+    def custom_template(self) -> FileRef | None:
+        """The template file that overrides the model's own, if the operator gave one."""
+        for kind, value in (self.chat_template_file or {}).items():
+            return _file_ref(f"chat_template_file.{kind}", value)
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """The card as it is published; absent members are left out."""
+        record = _without_nothing(msgspec.to_builtins(self, str_keys=True))
+        # The native reader wants these three present even when there is nothing to say.
+        record["media_decoder"] = self.media_decoder
+        record["media_fetcher"] = self.media_fetcher
+        record["runtime_config"] = self.runtime_config.to_json()
+        record["needs"] = self.needs
+        record["model_type"] = self.model_type
+        return record
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self.to_json())
+
+    def checksum(self) -> str:
+        """The fingerprint that workers of one model must share: 64 hex digits.
+
+        Inside: everything that changes what a request means (files by content, block size, role, needs). Outside: what
+        may differ between replicas (context length, migration limit, where the files lie) and what may change while
+        serving (taints).
+        """
+        identity = {
+            "display_name": self.display_name,
+            "files": sorted([kind, ref.checksum] for kind, ref in self.files()),
+            "prompt_context": self.prompt_context or [],
+            "kv_cache_block_size": self.kv_cache_block_size,
+            "model_type": self.model_type,
+            "model_input": self.model_input,
+            "worker_type": str(self.role),
+            "needs": self.needs,
+            "lora": self.lora.name if self.lora else None,
+        }
+        return blake3(msgspec.json.encode(identity)).hexdigest()
+
+
+_ARTEFACTS: Final = ("model_info", "tokenizer", "prompt_formatter", "chat_template_file", "gen_config")
+
+
+class ModelRecord(msgspec.Struct, kw_only=True, tag_field="type", tag="Model", omit_defaults=True):
+    """A record of the bucket `v1/mdc`: one model at one instance."""
+
+    namespace: str
+    component: str
+    endpoint: str
+    instance_id: int  # u64; may exceed 2**53, so never a float
+    card_json: dict[str, Any]
+    model_suffix: str | None = None  # the adapter's slug
+
+    @property
+    def key(self) -> str:
+        """The key inside `v1/mdc`."""
+        base = f"{self.namespace}/{self.component}/{self.endpoint}/{self.instance_id:x}"
+        return f"{base}/{self.model_suffix}" if self.model_suffix else base
+
+    @property
+    def card(self) -> ModelCard:
+        """The card, decoded. Raises InvalidArgument naming the member that is wrong."""
+        return decode_card(self.card_json)
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+_RECORD_DECODER: Final = msgspec.json.Decoder(ModelRecord)
+
+
+def decode_model_record(data: bytes) -> ModelRecord:
+    """Read a value of `v1/mdc`; its card is checked when it is asked for. Raises InvalidArgument."""
+    try:
+        return _RECORD_DECODER.decode(data)
+    except msgspec.DecodeError as error:  # ValidationError is one
+        raise InvalidArgument(f"model record is malformed: {error}") from error
+
+
+def decode_card(source: bytes | str | dict[str, Any]) -> ModelCard:
+    """Read a card from JSON or from its decoded form. Raises InvalidArgument naming the member that is wrong."""
+    try:
+        raw = msgspec.json.decode(source, type=dict[str, Any]) if isinstance(source, bytes | str) else source
+        present = {key: value for key, value in raw.items() if value is not None}
+        runtime = present.get("runtime_config")
+        if isinstance(runtime, dict):
+            present["runtime_config"] = {key: value for key, value in runtime.items() if value is not None}
+        return msgspec.convert(present, ModelCard)
+    except msgspec.DecodeError as error:
+        raise InvalidArgument(f"model card is malformed: {error}") from error
+
+
+def _file_ref(where: str, value: Any) -> FileRef:
+    if isinstance(value, dict) and "file" in value:
+        value = value["file"]  # template artefacts wrap their file
+    try:
+        return msgspec.convert(value, FileRef)
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(f"model card: {where} is no file reference: {error}") from error
+
+
+def _without_nothing(record: Any) -> dict[str, Any]:
+    """Drop None and empty containers; a false, a zero and an empty text say something and stay."""
+    return {key: value for key, value in record.items() if value is not None and value not in ([], {}, set())}
