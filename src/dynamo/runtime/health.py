@@ -227,6 +227,8 @@ async def _serve(handler: Handler, body: Any, context: Context, sink: _ProbeSink
 class _ProbeSink:
     """A `ResponseSink` that keeps nothing but the verdict."""
 
+    request_bytes = 0  # a probe comes over no wire
+
     def __init__(self) -> None:
         self.items = 0
         self.failure: str | None = None
