@@ -210,6 +210,11 @@ class Context:
     def metadata(self, values: dict[str, str] | ContextMetadata) -> None:
         self._metadata = ContextMetadata(values)
 
+    @property
+    def has_metadata(self) -> bool:
+        """Whether there is any metadata; cheaper than looking, since most requests have none."""
+        return bool(self._metadata)
+
     # -- trace ---------------------------------------------------------------------------------------------------
 
     @property
@@ -256,6 +261,22 @@ class Context:
     def __repr__(self) -> str:
         state = "killed" if self._killed else "stopped" if self._stopped else "live"
         return f"Context({self._id!r}, {state})"
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[bool], None]) -> Callable[[bool], None]:
+    """A callback for `Context.on_cancel` that runs on `loop`, at once if that is where the context was stopped."""
+
+    def call(killed: bool) -> None:
+        try:
+            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:  # stopped from an engine's own thread
+            here = None
+        if here is loop:
+            callback(killed)
+        else:
+            loop.call_soon_threadsafe(callback, killed)
+
+    return call
 
 
 def _resolve(future: asyncio.Future[bool]) -> None:

@@ -43,6 +43,8 @@ class StreamItem(msgspec.Struct, array_like=True, gc=False):
 class ResponseSink(Protocol):
     """The worker's end of one response stream. Not thread-safe: use it on the event loop."""
 
+    request_bytes: int  # encoded size of the request's body; 0 where nothing was encoded
+
     def send_tokens(
         self,
         token_ids: list[int],

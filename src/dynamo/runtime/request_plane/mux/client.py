@@ -1,0 +1,526 @@
+"""The caller's side of `mux`: one connection per worker process, all streams of all requests on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from dynamo.errors import (
+    CannotConnect,
+    Disconnected,
+    DynamoException,
+    InvalidArgument,
+    ResponseTimeout,
+    StreamIncomplete,
+    revive,
+)
+from dynamo.runtime.context import Context, on_loop
+from dynamo.runtime.request_plane.base import (
+    END_INDEX,
+    INITIAL_CREDITS,
+    Instance,
+    OffsetCounter,
+    StreamItem,
+    split_tcp,
+)
+from dynamo.runtime.request_plane.mux.frames import (
+    END_FLAG,
+    MAGIC,
+    MAX_PAYLOAD,
+    MAX_STREAM_ID,
+    VERSION,
+    FrameDecoder,
+    Hello,
+    Kind,
+    Open,
+    ProtocolError,
+    decode_hello,
+    decode_item,
+    decode_items,
+    decode_message,
+    frame,
+    pack,
+)
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_SECONDS: Final = 5.0  # DYN_TCP_CONNECT_TIMEOUT
+PING_SECONDS: Final = 20.0  # also what keeps a stateful firewall's entry alive
+SILENCE_SECONDS: Final = 60.0  # an engine may block its worker's loop for longer than one would think
+IDLE_SECONDS: Final = 300.0  # a connection without streams is closed after this long
+MAX_QUEUED_BODY_BYTES: Final = 256 * 1024 * 1024  # request bodies waiting for a full socket, per connection
+MAX_BUFFERED_ITEMS: Final = 2 * INITIAL_CREDITS + 64  # of one stream; an honest worker stays below half of it
+MAX_ITEM_BYTES: Final = 64 * 1024 * 1024  # one object item (an image, say)
+INLINE_BODY_BYTES: Final = MAX_PAYLOAD - 8 * 1024  # leaves room for the head in the same frame
+
+
+class MuxStream:
+    """One response stream at the caller; implements `ResponseStream`."""
+
+    __slots__ = (
+        "_buffer",
+        "_connection",
+        "_consumed",
+        "_ended",
+        "_error",
+        "_forget",
+        "_offsets",
+        "_parts",
+        "_parts_bytes",
+        "_waiter",
+        "stream_id",
+    )
+
+    def __init__(self, connection: MuxConnection, stream_id: int) -> None:
+        self._connection = connection
+        self._buffer: list[StreamItem] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._offsets = OffsetCounter()
+        self._consumed = 0
+        self._ended = False  # END was read, or the stream was killed or lost
+        self._error: DynamoException | None = None
+        self._forget: Callable[[], None] | None = None
+        self._parts: list[bytes] | None = None
+        self._parts_bytes = 0
+        self.stream_id = stream_id
+
+    async def next_batch(self) -> list[StreamItem]:
+        while not self._buffer:
+            if self._ended:
+                if self._error is not None:
+                    raise self._error
+                return []
+            self._waiter = self._connection.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        batch = self._buffer
+        self._buffer = []
+        consumed = 0
+        advance = self._offsets.advance
+        for item in batch:
+            index = item.index
+            if index >= 0:
+                count = len(item.token_ids)
+                if advance(index, count) != item.offset:
+                    self._broken(f"choice {index} jumped to token {item.offset}")
+                    return batch[: batch.index(item)]
+                consumed += count or 1
+            elif index == END_INDEX:
+                self._finish(item)
+                batch.pop()  # nothing follows an END
+                return batch or await self.next_batch()
+            else:
+                consumed += item.offset  # an object item carries its cost there
+        self._consumed += consumed
+        if self._consumed >= INITIAL_CREDITS // 2:
+            self._connection.grant(self.stream_id, self._consumed)
+            self._consumed = 0
+        return batch
+
+    def _finish(self, item: StreamItem) -> None:
+        self._ended = True
+        if item.extra is not None:
+            self._error = revive(item.extra)
+        elif item.offset != self._offsets.total:
+            self._error = StreamIncomplete(
+                f"the worker sent {item.offset} tokens, {self._offsets.total} of them arrived"
+            )
+
+    def _broken(self, what: str) -> None:
+        self.kill()
+        self._error = StreamIncomplete(f"the stream is not whole: {what}")
+
+    def deliver(self, item: StreamItem) -> None:
+        """An item has arrived. Called by the connection, many times before the reader runs once."""
+        buffer = self._buffer
+        buffer.append(item)
+        if len(buffer) > MAX_BUFFERED_ITEMS:
+            raise ProtocolError(f"stream {self.stream_id} was sent more than its credit allows")
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def assemble(self, payload: bytes, last: bool) -> StreamItem | None:
+        """Add a piece of an item too large for one frame; the item once its last piece is there."""
+        if self._parts is None:
+            self._parts = []
+            self._parts_bytes = 0
+        self._parts.append(payload)
+        self._parts_bytes += len(payload)
+        if self._parts_bytes > MAX_ITEM_BYTES:
+            raise ProtocolError(f"an item of more than {MAX_ITEM_BYTES} bytes")
+        if not last:
+            return None
+        whole, self._parts = b"".join(self._parts), None
+        return decode_item(whole)
+
+    def lost(self, error: DynamoException) -> None:
+        """The connection is gone."""
+        if self._ended:
+            return
+        if self._buffer and self._buffer[-1].index == END_INDEX:
+            return  # everything had arrived
+        self._ended = True
+        self._error = error
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def stop(self) -> None:
+        if not self._ended:
+            self._connection.cancel(self.stream_id, kill=False)
+
+    def kill(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._buffer.clear()
+        self._connection.drop(self.stream_id)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        if self._forget is not None:
+            self._forget()
+            self._forget = None
+        self.kill()
+
+    def follow(self, context: Context) -> None:
+        """Pass a stop or kill of the caller's context on to the worker."""
+        self._forget = context.on_cancel(on_loop(self._connection.loop, self._cancelled))
+
+    def _cancelled(self, killed: bool) -> None:
+        if killed:
+            self.kill()
+        else:
+            self.stop()
+
+
+class MuxConnection(asyncio.Protocol):
+    """One connection to one worker process."""
+
+    def __init__(self, address: str, *, on_lost: Callable[[MuxConnection], None]) -> None:
+        self.address = address
+        self.loop = asyncio.get_running_loop()
+        self.usable = True  # False: no new streams (GOAWAY, closing, lost)
+        self._on_lost = on_lost
+        self._decoder = FrameDecoder()
+        self._transport: asyncio.Transport | None = None
+        self._streams: dict[int, MuxStream] = {}
+        self._next_stream_id = 1
+        self._control: list[bytes] = []
+        self._credits: list[tuple[int, int]] = []
+        self._bodies: deque[tuple[int, bytes, int]] = deque()  # stream id, body, bytes of it already sent
+        self._queued_body_bytes = 0
+        self._flush_scheduled = False
+        self._paused = False
+        self._failure: str | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_heard = self._idle_since = self.loop.time()
+        self._ping_sent = False
+
+    # -- asyncio.Protocol ----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        hello = Hello(version=VERSION, credits=INITIAL_CREDITS, agent=f"dynamo-unified pid {os.getpid()}")
+        transport.write(MAGIC + frame(Kind.HELLO, pack(hello)))
+        self._timer = self.loop.call_later(PING_SECONDS, self._tick)
+
+    def data_received(self, data: bytes) -> None:
+        self._last_heard = self.loop.time()
+        try:
+            for kind, flags, stream_id, payload in self._decoder.feed(data):
+                if kind == Kind.ITEMS:
+                    streams = self._streams
+                    for item in decode_items(payload):
+                        stream = streams.get(item.stream_id)
+                        if stream is not None:
+                            stream.deliver(item)
+                            if item.index == END_INDEX:
+                                self._ended(item.stream_id)
+                else:
+                    self._on_frame(kind, flags, stream_id, payload)
+        except (ProtocolError, msgspec.MsgspecError) as error:
+            self._fail(f"{self.address} broke the wire: {error}")
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.usable = False
+        if self._timer is not None:
+            self._timer.cancel()
+        streams, self._streams = self._streams, {}
+        self._bodies.clear()
+        self._queued_body_bytes = 0
+        self._transport = None
+        reason = self._failure or (str(exc) if exc else "the connection was closed")
+        for stream in streams.values():
+            stream.lost(Disconnected(f"Stream ended before generation completed ({self.address}: {reason})"))
+        self._on_lost(self)
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._schedule_flush()
+
+    # -- streams -------------------------------------------------------------------------------------------------
+
+    @property
+    def stream_count(self) -> int:
+        """Streams that have not ended."""
+        return len(self._streams)
+
+    def open(self, path: str, body: bytes, context: Context) -> MuxStream:
+        """Begin one stream; the request leaves at the next turn of the loop."""
+        if self._next_stream_id > MAX_STREAM_ID - 2:
+            self.usable = False
+            raise CannotConnect(f"the connection to {self.address} ran out of stream ids; try again")
+        deadline_ms = None
+        if context.deadline is not None:
+            deadline_ms = round((context.deadline - self.loop.time()) * 1000)
+            if deadline_ms <= 0:
+                raise ResponseTimeout("the request's deadline passed before it was sent")
+        head = Open(
+            path=path,
+            id=context.id(),
+            deadline_ms=deadline_ms,
+            prompt_tokens=context.prompt_tokens,
+            metadata=context.metadata.copy() if context.has_metadata else {},
+            trace=context.trace_headers() or {},
+        )
+        head_bytes = pack(head)
+        inline = len(body) + len(head_bytes) <= INLINE_BODY_BYTES
+        if not inline:
+            if len(head_bytes) > INLINE_BODY_BYTES:
+                raise InvalidArgument("the request's metadata does not fit in one frame of 64 KiB")
+            if self._queued_body_bytes + len(body) > MAX_QUEUED_BODY_BYTES:
+                raise CannotConnect(f"{self.address} does not read: its send queue is full")
+            head.size = len(body)
+        stream_id = self._next_stream_id
+        self._next_stream_id += 2
+        stream = MuxStream(self, stream_id)
+        self._streams[stream_id] = stream
+        if inline:
+            self._send(frame(Kind.OPEN, pack((head, body)), stream_id=stream_id))
+        else:
+            self._send(frame(Kind.OPEN, pack((head, None)), stream_id=stream_id))
+            self._bodies.append((stream_id, body, 0))
+            self._queued_body_bytes += len(body)
+        return stream
+
+    def grant(self, stream_id: int, credits: int) -> None:
+        """Give a stream's producer room; all grants of a loop turn travel in one frame."""
+        self._credits.append((stream_id, credits))
+        self._schedule_flush()
+
+    def cancel(self, stream_id: int, *, kill: bool) -> None:
+        """Pass a stop or kill on."""
+        if stream_id in self._streams:
+            self._send(frame(Kind.CANCEL, b"\x01" if kill else b"\x00", stream_id=stream_id))
+
+    def drop(self, stream_id: int) -> None:
+        """Kill a stream and forget it: what still arrives for it is ignored."""
+        self.cancel(stream_id, kill=True)
+        self._ended(stream_id)
+
+    def _ended(self, stream_id: int) -> None:
+        self._streams.pop(stream_id, None)
+        if not self._streams:
+            self._idle_since = self.loop.time()
+
+    # -- frames --------------------------------------------------------------------------------------------------
+
+    def _on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        match kind:
+            case Kind.ITEM_PART:
+                stream = self._streams.get(stream_id)
+                item = stream.assemble(payload, bool(flags & END_FLAG)) if stream is not None else None
+                if stream is not None and item is not None:
+                    self._deliver(stream, item)
+            case Kind.PING:
+                self._send(frame(Kind.PONG, payload))
+            case Kind.GOAWAY:
+                self.usable = False
+                if not self._streams:
+                    self.close()
+            case Kind.HELLO:
+                hello = decode_hello(payload)
+                if not 1 <= hello.version <= VERSION:
+                    raise ProtocolError(f"it answered with mux version {hello.version}, which we did not offer")
+            case Kind.ERROR:
+                message = decode_message(payload).get("message")
+                self._fail(f"{self.address} closed the connection: {message}", tell=False)
+            case _:
+                pass  # PONG, or a later version's frame
+
+    def _deliver(self, stream: MuxStream, item: StreamItem) -> None:
+        stream.deliver(item)
+        if item.index == END_INDEX:
+            self._ended(stream.stream_id)
+
+    def _fail(self, message: str, *, tell: bool = True) -> None:
+        logger.warning("%s", message)
+        self._failure = message
+        self.usable = False
+        if self._transport is not None:
+            if tell:
+                self._transport.write(frame(Kind.ERROR, pack({"message": message})))
+            self._transport.close()
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def _send(self, data: bytes) -> None:
+        self._control.append(data)
+        self._schedule_flush()
+
+    def _schedule_flush(self) -> None:
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self.loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            self._control.clear()
+            self._credits.clear()
+            return
+        parts = self._control
+        self._control = []
+        if self._credits:
+            for at in range(0, len(self._credits), 4096):  # 4,096 grants fit in a frame with room to spare
+                parts.append(frame(Kind.CREDIT, pack(self._credits[at : at + 4096])))
+            self._credits = []
+        if parts:
+            transport.writelines(parts)
+        # Large bodies go out in turns, one piece each, so that a long prompt does not hold up the one behind it;
+        # whatever control frame comes up meanwhile is written before the next piece.
+        if self._bodies and not self._paused:
+            stream_id, body, sent = self._bodies.popleft()
+            if stream_id in self._streams:
+                end = min(sent + MAX_PAYLOAD, len(body))
+                last = end == len(body)
+                flags = END_FLAG if last else 0
+                transport.write(frame(Kind.BODY, body[sent:end], stream_id=stream_id, flags=flags))
+                if not last:
+                    self._bodies.append((stream_id, body, end))
+                else:
+                    self._queued_body_bytes -= len(body)
+            else:
+                self._queued_body_bytes -= len(body)
+            self._schedule_flush()
+
+    # -- being alive ---------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now = self.loop.time()
+        if now - self._last_heard >= SILENCE_SECONDS:
+            self._failure = f"silent for {SILENCE_SECONDS:.0f} s"
+            if self._transport is not None:
+                self._transport.abort()
+            return
+        if not self._streams and now - self._idle_since >= IDLE_SECONDS:
+            self.close()
+            return
+        if now - self._last_heard >= PING_SECONDS / 2:
+            self._send(frame(Kind.PING, b"\0" * 8))
+        self._timer = self.loop.call_later(PING_SECONDS, self._tick)
+
+    def close(self) -> None:
+        """Leave; streams still open end with `Disconnected`."""
+        self.usable = False
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.close()
+
+
+class MuxClient:
+    """Every `mux` connection of a process; implements `RequestPlaneClient`."""
+
+    def __init__(self, *, connect_timeout: float = CONNECT_TIMEOUT_SECONDS) -> None:
+        self._connect_timeout = connect_timeout
+        self._connections: dict[tuple[str, int], MuxConnection] = {}
+        self._dialling: dict[tuple[str, int], asyncio.Task[MuxConnection]] = {}
+        self._closed = False
+
+    async def open(self, instance: Instance, body: Any, context: Context) -> MuxStream:
+        if instance.mux is None or "tcp" not in instance.transport:
+            raise CannotConnect(
+                f"instance {instance} does not speak mux: this version calls workers of its own kind only "
+                "(native workers can be listed, but not called yet)"
+            )
+        try:
+            host, port, path = split_tcp(instance.transport["tcp"])
+        except ValueError as error:
+            raise CannotConnect(f"instance {instance}: {error}") from error
+        try:
+            encoded = pack(body)
+        except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+            raise InvalidArgument(f"the request cannot be encoded: {error}") from error
+        connection = self._connections.get((host, port))
+        if connection is None or not connection.usable:
+            connection = await self._connect(host, port)
+        stream = connection.open(path, encoded, context)
+        stream.follow(context)
+        return stream
+
+    async def _connect(self, host: str, port: int) -> MuxConnection:
+        if self._closed:
+            raise CannotConnect("the runtime is closed")
+        where = (host, port)
+        task = self._dialling.get(where)
+        if task is None:
+            # Awaited below by everybody who wants this connection; it ends by itself within the time limit.
+            task = asyncio.get_running_loop().create_task(self._dial(host, port), name=f"dial {host}:{port}")
+            self._dialling[where] = task
+            task.add_done_callback(lambda done: self._dialled(where, done))
+        return await asyncio.shield(task)
+
+    def _dialled(self, where: tuple[str, int], task: asyncio.Task[MuxConnection]) -> None:
+        self._dialling.pop(where, None)
+        if task.cancelled() or task.exception() is not None:
+            return  # whoever waits sees it; nobody waiting is fine too
+        if self._closed:
+            task.result().close()
+        elif task.result().usable:
+            self._connections[where] = task.result()
+
+    async def _dial(self, host: str, port: int) -> MuxConnection:
+        loop = asyncio.get_running_loop()
+        address = f"{host}:{port}"
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                _, connection = await loop.create_connection(
+                    lambda: MuxConnection(address, on_lost=self._lost), host, port
+                )
+        except TimeoutError as error:
+            raise CannotConnect(f"{address} did not accept within {self._connect_timeout:g} s") from error
+        except OSError as error:
+            raise CannotConnect(f"{address} cannot be reached: {error}") from error
+        return connection
+
+    def _lost(self, connection: MuxConnection) -> None:
+        for where, known in list(self._connections.items()):
+            if known is connection:
+                del self._connections[where]
+
+    async def close(self) -> None:
+        self._closed = True
+        for task in list(self._dialling.values()):
+            task.cancel()
+        for connection in list(self._connections.values()):
+            connection.close()
+        await asyncio.sleep(0)  # let the transports see their close

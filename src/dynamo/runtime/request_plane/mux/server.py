@@ -1,0 +1,473 @@
+"""The worker's side of a `mux` connection: many streams, one outgoing list, one flush per loop turn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from dynamo.errors import DynamoException, InvalidArgument, Unknown, describe
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import END_INDEX, OBJECT_CREDIT_BYTES, OBJECT_INDEX
+from dynamo.runtime.request_plane.core import ServerCore
+from dynamo.runtime.request_plane.mux.frames import (
+    END_FLAG,
+    MAGIC,
+    VERSION,
+    FrameDecoder,
+    Hello,
+    Kind,
+    Open,
+    ProtocolError,
+    decode_body,
+    decode_credits,
+    decode_hello,
+    decode_open,
+    frame,
+    items_frames,
+    pack,
+)
+from dynamo.runtime.tracing import TraceContext
+
+logger = logging.getLogger(__name__)
+
+CAPABILITIES: Final = ["deadline", "credits", "fragments"]
+HANDSHAKE_SECONDS: Final = 10.0  # a connection that has not said HELLO by then is dropped
+SILENCE_SECONDS: Final = 90.0  # callers ping every 20 s; three lost pings and a half mean the caller is gone
+MAX_STREAMS: Final = 16_384  # of one connection; more is refused per stream, not by closing
+MAX_PENDING_BODIES: Final = 1024  # requests whose body is still arriving
+MAX_CREDIT: Final = 1 << 20  # a caller may not make one stream buffer more than a million tokens
+GOODBYE_SECONDS: Final = 1.0  # how long the last bytes of a closing connection may take to leave
+
+
+class MuxSink:
+    """One response stream at the worker; implements `ResponseSink`."""
+
+    __slots__ = (
+        "_connection",
+        "_others",
+        "_out",
+        "_stream_id",
+        "_waiter",
+        "context",
+        "credit",
+        "ended",
+        "offset",
+        "request_bytes",
+        "total",
+    )
+
+    def __init__(self, connection: MuxServerProtocol, stream_id: int, context: Context, credit: int) -> None:
+        self._connection = connection
+        self._out = connection.out
+        self._stream_id = stream_id
+        self._waiter: asyncio.Future[None] | None = None
+        self._others: dict[int, int] | None = None  # offsets of the choices other than 0
+        self.context = context
+        self.credit = credit
+        self.offset = 0  # of choice 0, nearly always the only one
+        self.total = 0
+        self.request_bytes = 0
+        self.ended = False
+
+    def send_tokens(
+        self,
+        token_ids: list[int],
+        index: int = 0,
+        finish_reason: Any = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        if self.ended:
+            return
+        count = len(token_ids)
+        if index == 0:
+            offset = self.offset
+            self.offset = offset + count
+        else:
+            offset = self._advance(index, count)
+        self.total += count
+        self.credit -= count or 1
+        # A plain tuple: encoding it costs half of what a Struct instance would, and nobody keeps it.
+        if finish_reason is None and extra is None:
+            self._out.append((self._stream_id, index, offset, token_ids))
+        else:
+            self._out.append((self._stream_id, index, offset, token_ids, finish_reason, extra))
+        connection = self._connection
+        if not connection.flush_scheduled:
+            connection.schedule_flush()
+
+    def _advance(self, index: int, count: int) -> int:
+        if self._others is None:
+            self._others = {}
+        offset = self._others.get(index, 0)
+        self._others[index] = offset + count
+        return offset
+
+    def send_object(self, envelope: dict[str, Any]) -> None:
+        if self.ended:
+            return
+        # Encoded here, so that a value that cannot travel is this stream's error and not the whole batch's.
+        encoded = msgspec.Raw(pack(envelope))
+        cost = len(encoded) // OBJECT_CREDIT_BYTES + 1
+        self.credit -= cost
+        self._out.append((self._stream_id, OBJECT_INDEX, cost, (), None, encoded))
+        if not self._connection.flush_scheduled:
+            self._connection.schedule_flush()
+
+    def has_credit(self) -> bool:
+        return self.credit > 0 and not self._connection.paused
+
+    async def wait_credit(self) -> None:
+        while not (self.ended or self.has_credit()):
+            self._waiter = asyncio.get_running_loop().create_future()
+            self._connection.waiting.add(self)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                self._connection.waiting.discard(self)
+
+    def wake(self) -> None:
+        """Let a producer that waits for credit look again."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def end(self, error: BaseException | None = None) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        record = describe(error) if error is not None else None
+        self._out.append((self._stream_id, END_INDEX, self.total, (), None, record))
+        self._connection.forget(self._stream_id)
+        self.wake()
+        if not self._connection.flush_scheduled:
+            self._connection.schedule_flush()
+
+    def abandon(self) -> None:
+        """The caller is gone: nothing more is sent."""
+        self.ended = True
+        self.wake()
+
+
+class _PendingBody:
+    """A request whose body is still arriving in pieces."""
+
+    __slots__ = ("head", "parts", "received")
+
+    def __init__(self, head: Open) -> None:
+        self.head = head
+        self.parts: list[bytes] = []
+        self.received = 0
+
+
+class MuxServerProtocol(asyncio.Protocol):
+    """One accepted connection. The listener calls `adopt` after it has seen `MAGIC`."""
+
+    def __init__(
+        self,
+        core: ServerCore,
+        *,
+        max_body_bytes: int = 32 * 1024 * 1024,
+        connections: set[MuxServerProtocol] | None = None,
+    ) -> None:
+        """`connections` is the listener's set of open ones; this one adds and removes itself."""
+        self._core = core
+        self._connections = connections if connections is not None else set()
+        self._max_body_bytes = max_body_bytes
+        self._decoder = FrameDecoder()
+        self._magic_left = len(MAGIC)
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[int, MuxSink] = {}
+        self._bodies: dict[int, _PendingBody] = {}
+        self._hello: Hello | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_heard = self._loop.time()
+        self._control: list[bytes] = []
+        self.out: list[tuple[Any, ...]] = []
+        self.flush_scheduled = False
+        self.paused = False
+        self.waiting: set[MuxSink] = set()
+        self._dispatch: dict[int, Callable[[int, int, bytes], None]] = {
+            Kind.OPEN: self._on_open,
+            Kind.CREDIT: self._on_credit,
+            Kind.CANCEL: self._on_cancel,
+            Kind.BODY: self._on_body,
+            Kind.PING: self._on_ping,
+            Kind.PONG: self._on_nothing,
+            Kind.GOAWAY: self._on_nothing,
+            Kind.HELLO: self._on_second_hello,
+            Kind.ERROR: self._on_error,
+        }
+
+    # -- asyncio.Protocol ----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._connections.add(self)
+        self._timer = self._loop.call_later(HANDSHAKE_SECONDS, self._check_peer)
+
+    def adopt(self, transport: asyncio.Transport, data: bytes) -> None:
+        """Take over a connection whose first bytes (`MAGIC` included) were read by the listener."""
+        self.connection_made(transport)
+        transport.set_protocol(self)
+        self.data_received(data)
+
+    def data_received(self, data: bytes) -> None:
+        self._last_heard = self._loop.time()
+        if self._magic_left:
+            seen = len(MAGIC) - self._magic_left
+            if not MAGIC.startswith(data[: self._magic_left], seen):
+                self._fail("this connection does not start with the mux magic")
+                return
+            taken = min(self._magic_left, len(data))
+            self._magic_left -= taken
+            data = data[taken:]
+        try:
+            for kind, flags, stream_id, payload in self._decoder.feed(data):
+                if self._hello is None:
+                    self._on_hello(kind, payload)
+                    continue
+                handle = self._dispatch.get(kind)
+                if handle is None:
+                    continue  # a later version's frame: skipping it is what lets versions mix
+                handle(flags, stream_id, payload)
+        except (ProtocolError, msgspec.MsgspecError) as error:
+            self._fail(str(error))
+
+    def eof_received(self) -> bool:
+        return False  # a caller that closed its half is a caller that left
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        self.out.clear()
+        self._control.clear()
+        self._bodies.clear()
+        streams, self._streams = self._streams, {}
+        for sink in streams.values():
+            sink.abandon()
+            sink.context.kill()
+        self._transport = None
+
+    def pause_writing(self) -> None:
+        self.paused = True
+
+    def resume_writing(self) -> None:
+        self.paused = False
+        for sink in list(self.waiting):
+            sink.wake()
+        if self.out:
+            self.schedule_flush()
+
+    # -- leaving -------------------------------------------------------------------------------------------------
+
+    def goaway(self, reason: str) -> None:
+        """Ask the caller to open no more streams here; those in flight go on."""
+        self._send_control(frame(Kind.GOAWAY, pack({"reason": reason})))
+
+    def close(self) -> None:
+        """Send what is queued and close; streams still open end with the connection."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._flush()
+        self._transport.close()
+        transport = self._transport
+        # A peer that does not read would keep the last bytes, and this process, alive for ever.
+        self._loop.call_later(GOODBYE_SECONDS, transport.abort)
+
+    # -- frames --------------------------------------------------------------------------------------------------
+
+    def _on_hello(self, kind: int, payload: bytes) -> None:
+        if kind != Kind.HELLO:
+            raise ProtocolError(f"the first frame must be HELLO, got kind {kind}")
+        hello = decode_hello(payload)
+        if hello.version < 1:
+            raise ProtocolError(f"mux version {hello.version} is not spoken here; versions 1 to {VERSION} are")
+        self._hello = hello
+        reply = Hello(version=min(hello.version, VERSION), capabilities=CAPABILITIES, agent="dynamo-unified")
+        self._send_control(frame(Kind.HELLO, pack(reply)))
+
+    def _on_second_hello(self, flags: int, stream_id: int, payload: bytes) -> None:
+        raise ProtocolError("HELLO may be sent once")
+
+    def _on_nothing(self, flags: int, stream_id: int, payload: bytes) -> None:
+        pass
+
+    def _on_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if len(payload) != 8:
+            raise ProtocolError("PING carries 8 bytes")
+        self._send_control(frame(Kind.PONG, payload))
+
+    def _on_error(self, flags: int, stream_id: int, payload: bytes) -> None:
+        logger.warning("a caller reported a protocol error and leaves: %r", payload[:200])
+        if self._transport is not None:
+            self._transport.close()
+
+    def _on_credit(self, flags: int, stream_id: int, payload: bytes) -> None:
+        for target, amount in decode_credits(payload):
+            sink = self._streams.get(target)
+            if sink is None:
+                continue
+            if amount < 0:
+                raise ProtocolError("credits may not be negative")
+            sink.credit = min(sink.credit + amount, MAX_CREDIT)
+            sink.wake()
+
+    def _on_cancel(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if payload not in (b"\x00", b"\x01"):
+            raise ProtocolError("CANCEL carries one byte, 0 or 1")
+        self._bodies.pop(stream_id, None)
+        sink = self._streams.get(stream_id)
+        if sink is None:
+            return  # it has just ended: the two crossed on the wire
+        if payload == b"\x01":
+            self._streams.pop(stream_id, None)
+            sink.abandon()
+            sink.context.kill()
+        else:
+            sink.context.stop_generating()
+
+    def _on_open(self, flags: int, stream_id: int, payload: bytes) -> None:
+        head, body = decode_open(payload)
+        if stream_id == 0 or stream_id in self._streams or stream_id in self._bodies:
+            raise ProtocolError(f"stream id {stream_id} is reserved or in use")
+        if body is not None:
+            self._begin(stream_id, head, body)
+            return
+        if head.size > self._max_body_bytes:
+            self._decline(stream_id, InvalidArgument(_too_large(head.size, self._max_body_bytes)))
+            return
+        if len(self._bodies) >= MAX_PENDING_BODIES:
+            raise ProtocolError(f"more than {MAX_PENDING_BODIES} requests are half sent")
+        self._bodies[stream_id] = _PendingBody(head)
+
+    def _on_body(self, flags: int, stream_id: int, payload: bytes) -> None:
+        pending = self._bodies.get(stream_id)
+        if pending is None:
+            return  # declined or cancelled meanwhile: the rest of its body is of no interest
+        pending.received += len(payload)
+        if pending.received > pending.head.size:
+            raise ProtocolError(f"stream {stream_id} sent more than the {pending.head.size} bytes it announced")
+        pending.parts.append(payload)
+        if flags & END_FLAG:
+            del self._bodies[stream_id]
+            if pending.received != pending.head.size:
+                raise ProtocolError(f"stream {stream_id} sent fewer bytes than it announced")
+            self._begin(stream_id, pending.head, b"".join(pending.parts))
+
+    def _begin(self, stream_id: int, head: Open, raw_body: bytes) -> None:
+        assert self._hello is not None
+        if len(self._streams) >= MAX_STREAMS:
+            self._decline(stream_id, Unknown(f"more than {MAX_STREAMS} streams on one connection"))
+            return
+        try:
+            body = decode_body(raw_body)
+        except msgspec.MsgspecError as error:
+            self._decline(stream_id, InvalidArgument(f"the request body is not msgpack: {error}"))
+            return
+        deadline = None if head.deadline_ms is None else self._loop.time() + head.deadline_ms / 1000
+        context = Context(
+            head.id,
+            head.metadata or None,
+            trace=TraceContext.from_headers(head.trace) if head.trace else None,
+            deadline=deadline,
+        )
+        context.prompt_tokens = head.prompt_tokens
+        credit = min(max(self._hello.credits, 1), MAX_CREDIT)
+        sink = MuxSink(self, stream_id, context, credit)
+        self._streams[stream_id] = sink
+        try:
+            sink.request_bytes = len(raw_body)
+            self._core.dispatch(head.path, body, context, sink)
+        except DynamoException as error:
+            sink.end(error)
+
+    def _decline(self, stream_id: int, error: DynamoException) -> None:
+        self.out.append((stream_id, END_INDEX, 0, (), None, describe(error)))
+        self.schedule_flush()
+
+    def forget(self, stream_id: int) -> None:
+        """A sink has ended by itself."""
+        self._streams.pop(stream_id, None)
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def schedule_flush(self) -> None:
+        """Flush at the next turn of the loop: whatever else is produced until then travels in the same frame."""
+        if not self.flush_scheduled:
+            self.flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def _send_control(self, data: bytes) -> None:
+        self._control.append(data)
+        self.schedule_flush()
+
+    def _flush(self) -> None:
+        self.flush_scheduled = False
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            self.out.clear()
+            self._control.clear()
+            return
+        parts = self._control
+        self._control = []
+        # Data waits while the socket is full (each stream's credit bounds it); control frames do not.
+        if self.out and not self.paused:
+            items = self.out.copy()
+            self.out.clear()  # the sinks hold a reference to this very list
+            parts += self._encode(items)
+        if parts:
+            transport.writelines(parts)
+
+    def _encode(self, items: list[tuple[Any, ...]]) -> list[bytes]:
+        try:
+            return items_frames(items)
+        except (TypeError, ValueError, OverflowError, msgspec.MsgspecError):
+            pass
+        # One chunk holds a value that msgpack cannot carry. Its stream ends there, the others must not notice.
+        parts: list[bytes] = []
+        failed: set[int] = set()
+        for item in items:
+            stream_id = item[0]
+            if stream_id in failed:
+                continue
+            try:
+                parts += items_frames([item])
+            except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+                failed.add(stream_id)
+                failure = InvalidArgument(f"the engine produced a value that cannot be encoded: {error}")
+                logger.error("stream %d: %s", stream_id, failure)
+                parts += items_frames([(stream_id, END_INDEX, 0, (), None, describe(failure))])
+                sink = self._streams.pop(stream_id, None)
+                if sink is not None:
+                    sink.abandon()
+                    sink.context.kill()
+        return parts
+
+    def _fail(self, message: str) -> None:
+        logger.warning("closing a mux connection: %s", message)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(Kind.ERROR, pack({"message": message})))
+            self._transport.close()
+
+    def _check_peer(self) -> None:
+        if self._hello is None:
+            self._fail(f"no HELLO within {HANDSHAKE_SECONDS:.0f} s")
+            return
+        silence = self._loop.time() - self._last_heard
+        if silence >= SILENCE_SECONDS:
+            logger.warning("a caller was silent for %.0f s; dropping its connection", silence)
+            if self._transport is not None:
+                self._transport.abort()
+            return
+        self._timer = self._loop.call_later(SILENCE_SECONDS - silence, self._check_peer)
+
+
+def _too_large(size: int, limit: int) -> str:
+    return f"the request body of {size} bytes exceeds the limit of {limit} (DYN_TCP_MAX_MESSAGE_SIZE)"

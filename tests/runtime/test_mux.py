@@ -1,0 +1,371 @@
+"""The mux plane over real sockets: order, credits, large bodies and items, stop, kill, loss, hostile peers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from dynamo.errors import CannotConnect, Disconnected, DynamoException, InvalidArgument, StreamIncomplete, Unknown
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import INITIAL_CREDITS, OBJECT_INDEX, Instance, ResponseSink, StreamItem
+from dynamo.runtime.request_plane.core import ServerCore
+from dynamo.runtime.request_plane.mux.client import MuxClient, MuxStream
+from dynamo.runtime.request_plane.mux.frames import (
+    HEADER,
+    MAGIC,
+    MAX_PAYLOAD,
+    Hello,
+    Kind,
+    Open,
+    decode_items,
+    frame,
+    pack,
+)
+from dynamo.runtime.request_plane.mux.server import MuxServerProtocol
+
+Handler = Callable[[Any, Context, ResponseSink], Awaitable[None]]
+
+
+class Rig:
+    """A listening core, a client, and the wires between them."""
+
+    def __init__(self, core: ServerCore, client: MuxClient, port: int, connections: set[MuxServerProtocol]) -> None:
+        self.core, self.client, self.port, self.connections = core, client, port, connections
+
+    def instance(self, path: str = "p") -> Instance:
+        return Instance(
+            namespace="n", component="c", endpoint="e", instance_id=1,
+            transport={"tcp": f"127.0.0.1:{self.port}/{path}"}, mux=1,
+        )  # fmt: skip
+
+    async def call(self, body: Any = None, context: Context | None = None) -> MuxStream:
+        return await self.client.open(self.instance(), body, context or Context())
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Callable[[Handler], Awaitable[Rig]]]:
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def build(handler: Handler) -> Rig:
+            core = ServerCore()
+            core.register("p", handler)
+            connections: set[MuxServerProtocol] = set()
+            loop = asyncio.get_running_loop()
+            server = await loop.create_server(lambda: MuxServerProtocol(core, connections=connections), "127.0.0.1", 0)
+            client = MuxClient()
+
+            async def shut() -> None:
+                await client.close()
+                await core.close()
+                for connection in list(connections):
+                    connection.close()
+                server.close()
+                await server.wait_closed()
+
+            stack.push_async_callback(shut)
+            return Rig(core, client, server.sockets[0].getsockname()[1], connections)
+
+        yield build
+
+
+async def drain(stream: MuxStream) -> list[StreamItem]:
+    items: list[StreamItem] = []
+    while batch := await stream.next_batch():
+        items += batch
+    stream.close()
+    return items
+
+
+Build = Callable[[Handler], Awaitable[Rig]]
+
+
+async def test_items_arrive_in_order_with_their_offsets_and_the_end_is_clean(rig: Build) -> None:
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        assert body == {"token_ids": [1, 2]}
+        sink.send_tokens([5])
+        await asyncio.sleep(0)
+        sink.send_tokens([6, 7], 1)
+        sink.send_tokens([8], 0, "stop", {"completion_usage": {"total_tokens": 4}})
+
+    stream = await (await rig(handler)).call({"token_ids": [1, 2]})
+    items = await drain(stream)
+    assert [(i.index, i.offset, i.token_ids, i.finish_reason) for i in items] == [
+        (0, 0, [5], None),
+        (1, 0, [6, 7], None),
+        (0, 1, [8], "stop"),
+    ]
+    assert items[-1].extra == {"completion_usage": {"total_tokens": 4}}
+
+
+async def test_everything_of_one_loop_turn_leaves_in_one_frame(rig: Build) -> None:
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        for token in range(50):
+            sink.send_tokens([token])
+
+    r = await rig(handler)
+    reader, writer = await asyncio.open_connection("127.0.0.1", r.port)
+    hello = frame(Kind.HELLO, pack(Hello(version=1)))
+    opens = b"".join(frame(Kind.OPEN, pack((Open(path="p", id=str(i)), pack({}))), stream_id=i) for i in (1, 3))
+    writer.write(MAGIC + hello + opens)
+    kinds = []
+    seen = 0
+    while seen < 102:
+        length, kind, _, _, _ = HEADER.unpack(await reader.readexactly(HEADER.size))
+        payload = await reader.readexactly(length)
+        kinds.append(kind)
+        if kind == Kind.ITEMS:
+            seen += len(decode_items(payload))
+    assert kinds == [Kind.HELLO, Kind.ITEMS]
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_objects_of_any_shape_and_size_survive(rig: Build) -> None:
+    values = ["text", 7, None, [1, {"a": b"bytes"}], "x" * (5 * MAX_PAYLOAD)]
+
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        for value in values:
+            if not sink.has_credit():
+                await sink.wait_credit()
+            sink.send_object({"data": value})
+
+    items = await drain(await (await rig(handler)).call())
+    assert {i.index for i in items} == {OBJECT_INDEX}
+    assert [(i.extra or {})["data"] for i in items] == values
+
+
+async def test_a_body_larger_than_a_frame_arrives_whole_while_others_pass_it(rig: Build) -> None:
+    order: list[int] = []
+
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        order.append(len(body))
+        sink.send_object({"data": sum(body)})
+
+    r = await rig(handler)
+    large = list(range(200_000))
+    first = await r.call(large)
+    second = await r.call([1])
+    assert [(i.extra or {})["data"] for i in await drain(second)] == [1]
+    assert [(i.extra or {})["data"] for i in await drain(first)] == [sum(large)]
+    assert order == [1, 200_000]
+
+
+async def test_a_producer_stops_at_the_credit_and_goes_on_when_the_reader_reads(rig: Build) -> None:
+    sent = 0
+    stalled = asyncio.Event()
+
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        nonlocal sent
+        for token in range(5 * INITIAL_CREDITS):
+            if not sink.has_credit():
+                stalled.set()
+                await sink.wait_credit()
+            sink.send_tokens([token])
+            sent += 1
+
+    stream = await (await rig(handler)).call()
+    await stalled.wait()
+    assert sent == INITIAL_CREDITS
+    items = await drain(stream)
+    assert [i.token_ids[0] for i in items] == list(range(5 * INITIAL_CREDITS))
+
+
+async def test_a_stalled_reader_does_not_hold_up_another_stream(rig: Build) -> None:
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        while not sink.ended:
+            if not sink.has_credit():
+                await sink.wait_credit()
+            sink.send_tokens([1])
+            if sink.ended or body == "short":
+                return
+
+    r = await rig(handler)
+    stalled = await r.call("long")
+    assert len(await drain(await r.call("short"))) == 1
+    stalled.close()
+
+
+@pytest.mark.parametrize("kill", [False, True])
+async def test_stop_and_kill_of_the_callers_context_reach_the_handler(rig: Build, kill: bool) -> None:
+    seen: asyncio.Future[tuple[bool, bool]] = asyncio.get_running_loop().create_future()
+
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        sink.send_tokens([1])
+        await context.async_killed_or_stopped()
+        seen.set_result((context.is_stopped(), context.is_killed()))
+        sink.send_tokens([2], 0, "cancelled")
+
+    context = Context()
+    stream = await (await rig(handler)).call(None, context)
+    await stream.next_batch()
+    (context.kill if kill else context.stop_generating)()
+    rest = await drain(stream)
+    assert await seen == (True, kill)
+    assert [i.token_ids for i in rest] == ([] if kill else [[2]])
+
+
+async def test_closing_a_half_read_stream_is_a_kill(rig: Build) -> None:
+    killed = asyncio.Event()
+
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        sink.send_tokens([1])
+        await context.async_killed_or_stopped()
+        if context.is_killed():
+            killed.set()
+
+    stream = await (await rig(handler)).call()
+    await stream.next_batch()
+    stream.close()
+    await killed.wait()
+
+
+async def test_closing_a_finished_stream_is_no_kill(rig: Build) -> None:
+    contexts: list[Context] = []
+
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        contexts.append(context)
+        sink.send_tokens([1], 0, "stop")
+
+    r = await rig(handler)
+    await drain(await r.call())
+    await drain(await r.call())  # a round trip later, whatever the first close sent has been seen
+    assert [c.is_stopped() for c in contexts] == [False, False]
+
+
+@pytest.mark.parametrize("error", [InvalidArgument("too long"), Unknown("boom"), StreamIncomplete("no end")])
+async def test_an_error_arrives_typed_with_its_cause_after_the_items_before_it(
+    rig: Build, error: DynamoException
+) -> None:
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        sink.send_tokens([1])
+        raise error from KeyError("inner")
+
+    stream = await (await rig(handler)).call()
+    assert [i.token_ids for i in await stream.next_batch()] == [[1]]
+    with pytest.raises(type(error), match=str(error)) as caught:
+        await stream.next_batch()
+    assert "inner" in str(caught.value.__cause__)
+
+
+async def test_a_lost_connection_is_an_error_here_and_a_kill_there(rig: Build) -> None:
+    killed = asyncio.Event()
+
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        sink.send_tokens([1])
+        await context.async_killed_or_stopped()
+        if context.is_killed():
+            killed.set()
+
+    r = await rig(handler)
+    stream = await r.call()
+    await stream.next_batch()
+    for connection in r.connections.copy():
+        connection._transport.abort()  # type: ignore[union-attr]  # the fault itself: a cut wire
+    with pytest.raises(Disconnected, match="ended before generation completed"):
+        await stream.next_batch()
+    await killed.wait()
+    assert [i.token_ids for i in await (await r.call()).next_batch()] == [[1]]  # it dials again
+
+
+async def test_an_unreachable_worker_is_cannot_connect() -> None:
+    client = MuxClient()
+    instance = Instance(
+        namespace="n", component="c", endpoint="e", instance_id=1, transport={"tcp": "127.0.0.1:1/p"}, mux=1
+    )
+    with pytest.raises(CannotConnect, match=r"127.0.0.1:1"):
+        await client.open(instance, {}, Context())
+    await client.close()
+
+
+async def test_an_instance_without_mux_is_declined_by_name() -> None:
+    instance = Instance(namespace="n", component="c", endpoint="e", instance_id=1, transport={"tcp": "127.0.0.1:1/p"})
+    with pytest.raises(CannotConnect, match="does not speak mux"):
+        await MuxClient().open(instance, {}, Context())
+
+
+async def test_a_value_that_cannot_travel_fails_its_own_stream_only(rig: Build) -> None:
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        if body == "bad":
+            sink.send_tokens([1], 0, None, {"engine_data": object()})
+        sink.send_tokens([2], 0, "stop")
+
+    r = await rig(handler)
+    good, bad = await r.call("good"), await r.call("bad")
+    assert [i.token_ids for i in await drain(good)] == [[2]]
+    with pytest.raises(InvalidArgument, match="cannot be encoded"):
+        await drain(bad)
+
+
+HELLO = MAGIC + frame(Kind.HELLO, pack(Hello(version=1)))
+HOSTILE = {
+    "wrong magic": b"\xffDYNMUY\n" + bytes(64),
+    "no hello": MAGIC + frame(Kind.PING, bytes(8)),
+    "garbage hello": MAGIC + frame(Kind.HELLO, b"\xc1"),
+    "version 0": MAGIC + frame(Kind.HELLO, pack({"version": 0})),
+    "hello twice": HELLO + frame(Kind.HELLO, pack(Hello(version=1))),
+    "huge frame": HELLO + HEADER.pack(MAX_PAYLOAD + 1, Kind.OPEN, 0, 0, 1),
+    "stream zero": HELLO + frame(Kind.OPEN, pack((Open(path="p", id="x"), b"\xc0"))),
+    "open twice": HELLO + 2 * frame(Kind.OPEN, pack((Open(path="slow", id="x"), b"\xc0")), stream_id=1),
+    "open garbage": HELLO + frame(Kind.OPEN, b"\x93", stream_id=1),
+    "ping short": HELLO + frame(Kind.PING, b"1"),
+    "cancel garbage": HELLO + frame(Kind.CANCEL, b"\x02", stream_id=1),
+    "negative credit": HELLO
+    + frame(Kind.OPEN, pack((Open(path="slow", id="x"), b"\xc0")), stream_id=1)
+    + frame(Kind.CREDIT, pack([[1, -5]])),
+    "body too long": HELLO
+    + frame(Kind.OPEN, pack((Open(path="p", id="x", size=3), None)), stream_id=1)
+    + frame(Kind.BODY, b"12345", stream_id=1, flags=1),
+    "body too short": HELLO
+    + frame(Kind.OPEN, pack((Open(path="p", id="x", size=3), None)), stream_id=1)
+    + frame(Kind.BODY, b"1", stream_id=1, flags=1),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_peer_that_breaks_the_wire_is_told_why_and_closed_and_others_go_on(rig: Build, name: str) -> None:
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        sink.send_tokens([1], 0, "stop")
+
+    async def slow(body: Any, context: Context, sink: ResponseSink) -> None:
+        await context.async_killed_or_stopped()
+
+    r = await rig(handler)
+    r.core.register("slow", slow)
+    reader, writer = await asyncio.open_connection("127.0.0.1", r.port)
+    writer.write(HOSTILE[name])
+    answer = await reader.read()
+    assert frame(Kind.ERROR, b"")[4:5] in answer
+    assert b"message" in answer
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    assert len(await drain(await r.call())) == 1
+
+
+@pytest.mark.parametrize("cut", range(0, 120, 7))
+async def test_a_peer_that_leaves_in_the_middle_of_anything_leaves_nothing_behind(rig: Build, cut: int) -> None:
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        await context.async_killed_or_stopped()
+
+    r = await rig(handler)
+    wire = HELLO + frame(Kind.OPEN, pack((Open(path="p", id="x" * 40), b"\xc0")), stream_id=1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", r.port)
+    writer.write(wire[:cut])
+    writer.write_eof()
+    await reader.read()
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    await drain_core(r)
+    assert r.core.running == 0
+    assert not r.connections
+
+
+async def drain_core(rig: Rig) -> None:
+    """Let the loop turn until the core is idle; bounded by the test's own time limit."""
+    while rig.core.running or rig.connections:
+        await asyncio.sleep(0)
