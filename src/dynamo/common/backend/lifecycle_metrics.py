@@ -1,0 +1,103 @@
+"""The gauges a worker keeps about its engine, without the engine's help."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from dynamo.runtime.metrics import Gauge, MetricsRegistry, endpoint_labels
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["WorkerMetrics", "worker_labels"]
+
+
+def worker_labels(
+    *, namespace: str, component: str, endpoint: str, worker_id: str, model: str, model_name: str
+) -> tuple[tuple[str, str], ...]:
+    """The labels of a worker's gauges; `model_name` is the served name, else the model. Empty values give no label."""
+    return (
+        *endpoint_labels(namespace, component, endpoint, worker_id),
+        ("model", model),
+        ("model_name", model_name or model),
+    )
+
+
+class WorkerMetrics:
+    """Times of the lifecycle, and per data-parallel rank how full the KV cache is.
+
+    Created right after `start()` returned. `publish` may be called from any thread; the rest belongs to the loop.
+    """
+
+    def __init__(
+        self,
+        registry: MetricsRegistry,
+        *,
+        namespace: str,
+        component: str,
+        endpoint: str,
+        worker_id: str,
+        model: str,
+        model_name: str = "",
+        dp_ranks: Iterable[int] = (),
+    ) -> None:
+        """`worker_id` is lower-case hex. The rank gauges exist, at 0, for every declared rank and for no other."""
+        labels = worker_labels(
+            namespace=namespace,
+            component=component,
+            endpoint=endpoint,
+            worker_id=worker_id,
+            model=model,
+            model_name=model_name,
+        )
+
+        def gauge(name: str, help: str, rank: int | None = None) -> Gauge:
+            own = labels if rank is None else (*labels, ("dp_rank", str(rank)))
+            return registry.gauge(f"dynamo_component_{name}", help, own, exist_ok=True)
+
+        self._gauge = gauge
+        self.model_load_time_seconds = gauge("model_load_time_seconds", "Seconds the engine's start() took")
+        self.drain_time_seconds = gauge("drain_time_seconds", "Seconds the drain phase took; 0 before its end")
+        self.cleanup_time_seconds = gauge("cleanup_time_seconds", "Seconds cleanup() took; 0 before its end")
+        self._ranks = {
+            rank: (
+                gauge("total_blocks", "KV blocks the engine has", rank),
+                gauge("gpu_cache_usage_percent", "Used part of the KV cache, 0 to 1", rank),
+            )
+            for rank in dp_ranks
+        }
+        self._hit_rates: dict[int, Gauge] = {}
+        self._complained = False
+
+    def declares(self, dp_rank: int) -> bool:
+        """Whether the engine declared this rank."""
+        return dp_rank in self._ranks
+
+    def publish(self, dp_rank: int, snapshot: Any) -> bool:
+        """Write one rank's gauges from a `ComponentSnapshot`; whether the rank was declared (else: one WARNING).
+
+        The hit rate appears with the first value that is not None: None means "not measured", 0.0 is a measurement.
+        """
+        gauges = self._ranks.get(dp_rank)
+        if gauges is None:
+            if not self._complained:
+                self._complained = True
+                logger.warning(
+                    "a snapshot for rank %s was dropped: component_metrics_dp_ranks() declared %s",
+                    dp_rank,
+                    sorted(self._ranks),
+                )
+            return False
+        total_blocks, cache_usage = gauges
+        total_blocks.set(int(snapshot.kv_total_blocks))
+        cache_usage.set(float(snapshot.gpu_cache_usage))
+        hit_rate = snapshot.kv_cache_hit_rate
+        if hit_rate is not None:
+            held = self._hit_rates.get(dp_rank)
+            if held is None:
+                held = self._hit_rates[dp_rank] = self._gauge(
+                    "kv_cache_hit_rate", "Part of the prompt blocks that the KV cache held, 0 to 1", dp_rank
+                )
+            held.set(float(hit_rate))
+        return True
