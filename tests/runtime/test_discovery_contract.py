@@ -1,0 +1,235 @@
+"""The promises of `discovery.base`, held by every backend."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from dynamo.runtime.discovery import (
+    Change,
+    Delete,
+    Discovery,
+    FileDiscovery,
+    MemoryDiscovery,
+    MemoryHub,
+    Put,
+)
+
+KEY = "v1/instances/ns/c/e/1f"
+
+OpenStore = Callable[[], Awaitable[Discovery]]
+
+
+@pytest.fixture(params=["memory", "file"])
+async def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[OpenStore]:
+    """Opens any number of stores that see each other; closes them."""
+    hub = MemoryHub()
+    async with AsyncExitStack() as stack:
+
+        async def open_one() -> Discovery:
+            store: Discovery = (
+                MemoryDiscovery(hub) if request.param == "memory" else FileDiscovery(tmp_path, poll_seconds=0.005)
+            )
+            await store.start()
+            stack.push_async_callback(store.close)
+            return store
+
+        yield open_one
+
+
+async def until(changes: AsyncIterator[list[Change]], view: dict[str, bytes], wanted: Callable[[], bool]) -> None:
+    """Apply batches to `view` until it is as wanted."""
+    async with asyncio.timeout(10):
+        while not wanted():
+            for change in await anext(changes):
+                match change:
+                    case Put(key, value):
+                        view[key] = value
+                    case Delete(key):
+                        view.pop(key, None)
+
+
+async def test_a_key_is_seen_by_another_store_with_its_value(open_store: OpenStore) -> None:
+    one, two = await open_store(), await open_store()
+    await one.put(KEY, b'{"a":1}')
+    assert await two.get_prefix("v1/instances") == {KEY: b'{"a":1}'}
+
+
+async def test_put_overwrites_and_put_new_leaves_alone(open_store: OpenStore) -> None:
+    one, two = await open_store(), await open_store()
+    assert await one.put_new(KEY, b"first")
+    assert not await two.put_new(KEY, b"second")
+    assert await two.get_prefix(KEY) == {KEY: b"first"}
+    await one.put(KEY, b"third")
+    assert await two.get_prefix(KEY) == {KEY: b"third"}
+
+
+async def test_delete_removes_and_an_absent_key_is_fine(open_store: OpenStore) -> None:
+    store = await open_store()
+    await store.put(KEY, b"x")
+    await store.delete(KEY)
+    await store.delete(KEY)
+    assert await store.get_prefix("v1/instances") == {}
+    assert await store.put_new(KEY, b"y")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [
+        ("v1/instances", {"ns/c/e/1", "ns/cc/e/2", "ns/c/ee/3", "n_s/c/e/4"}),
+        ("v1/instances/", {"ns/c/e/1", "ns/cc/e/2", "ns/c/ee/3", "n_s/c/e/4"}),
+        ("v1/instances/ns", {"ns/c/e/1", "ns/cc/e/2", "ns/c/ee/3"}),
+        ("v1/instances/ns/c", {"ns/c/e/1", "ns/c/ee/3"}),
+        ("v1/instances/ns/c/e", {"ns/c/e/1"}),
+        ("v1/instances/ns/c/e/1", {"ns/c/e/1"}),
+        ("v1/instances/n", set()),
+        ("v1/mdc", set()),
+    ],
+)
+async def test_prefixes_match_whole_segments(open_store: OpenStore, prefix: str, expected: set[str]) -> None:
+    store = await open_store()
+    for key in ("ns/c/e/1", "ns/cc/e/2", "ns/c/ee/3", "n_s/c/e/4"):
+        await store.put(f"v1/instances/{key}", b"x")
+    found = {key.removeprefix("v1/instances/") for key in await store.get_prefix(prefix)}
+    assert found == expected
+    async with store.watch(prefix) as changes:
+        snapshot = await anext(changes)
+    assert {change.key.removeprefix("v1/instances/") for change in snapshot} == expected
+
+
+@pytest.mark.parametrize("key", ["", "v1", "v1/instances", "v1/instances/"])
+async def test_a_key_without_a_bucket_and_a_name_is_refused(open_store: OpenStore, key: str) -> None:
+    store = await open_store()
+    with pytest.raises(ValueError, match="bucket"):
+        await store.put(key, b"x")
+
+
+async def test_an_empty_store_gives_an_empty_snapshot(open_store: OpenStore) -> None:
+    store = await open_store()
+    async with store.watch("v1/instances") as changes:
+        assert await anext(changes) == []
+
+
+async def test_a_watch_sees_puts_changes_and_deletes_after_its_snapshot(open_store: OpenStore) -> None:
+    writer, reader = await open_store(), await open_store()
+    await writer.put(KEY, b"1")
+    async with reader.watch("v1/instances/ns/c") as changes:
+        assert await anext(changes) == [Put(KEY, b"1")]
+        await writer.put(KEY, b"2")
+        assert await anext(changes) == [Put(KEY, b"2")]
+        await writer.put("v1/instances/ns/cc/e/1", b"other component")
+        await writer.put("v1/mdc/ns/c/e/1", b"other bucket")
+        await writer.delete(KEY)
+        assert await anext(changes) == [Delete(KEY)]
+
+
+async def test_a_store_sees_its_own_changes(open_store: OpenStore) -> None:
+    store = await open_store()
+    async with store.watch("v1/instances") as changes:
+        assert await anext(changes) == []
+        await store.put(KEY, b"1")
+        assert await anext(changes) == [Put(KEY, b"1")]
+
+
+async def test_nothing_is_lost_between_a_snapshot_and_the_changes(open_store: OpenStore) -> None:
+    writer, reader = await open_store(), await open_store()
+    expected = {f"v1/instances/ns/c/e/{number:x}": b"%d" % number for number in range(60)}
+    started = asyncio.Event()
+
+    async def write() -> None:
+        for number, (key, value) in enumerate(expected.items()):
+            await writer.put(key, b"old")
+            await writer.put(key, value)
+            if number == 10:
+                started.set()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(write())
+        await started.wait()
+        views: list[dict[str, bytes]] = []
+        for _ in range(5):
+            async with reader.watch("v1/instances") as changes:
+                view: dict[str, bytes] = {}
+                await until(changes, view, lambda view=view: len(view) > len(views) * 12)  # type: ignore[misc]
+                if len(views) == 4:
+                    await until(changes, view, lambda view=view: view == expected)  # type: ignore[misc]
+                views.append(view)
+    assert views[-1] == expected
+
+
+async def test_closing_removes_what_one_put_and_nothing_else(open_store: OpenStore) -> None:
+    one, two = await open_store(), await open_store()
+    await one.put("v1/instances/a/b/c/1", b"1")
+    await one.put("v1/mdc/a/b/c/1", b"1")
+    await two.put("v1/instances/a/b/c/2", b"2")
+    async with two.watch("v1/instances") as changes:
+        assert len(await anext(changes)) == 2
+        await one.close()
+        await one.close()
+        assert await anext(changes) == [Delete("v1/instances/a/b/c/1")]
+    assert await two.get_prefix("v1/instances") == {"v1/instances/a/b/c/2": b"2"}
+    assert await two.get_prefix("v1/mdc") == {}
+
+
+async def test_closing_ends_ones_watches(open_store: OpenStore) -> None:
+    store = await open_store()
+    async with store.watch("v1/instances") as changes:
+        await anext(changes)
+        await store.close()
+        with pytest.raises(StopAsyncIteration):
+            await anext(changes)
+
+
+async def test_a_closed_store_refuses_to_write(open_store: OpenStore) -> None:
+    store = await open_store()
+    await store.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await store.put(KEY, b"x")
+
+
+async def test_lease_ids_are_u64_stable_and_distinct(open_store: OpenStore) -> None:
+    stores = [await open_store() for _ in range(4)]
+    ids = [store.lease_id for store in stores]
+    assert ids == [store.lease_id for store in stores]
+    assert len(set(ids)) == 4
+    assert all(0 < lease < 2**64 for lease in ids)
+
+
+async def test_a_slow_reader_costs_one_entry_for_each_key(open_store: OpenStore) -> None:
+    store = await open_store()
+    async with store.watch("v1/instances") as changes:
+        assert await anext(changes) == []
+        for number in range(50):
+            await store.put(KEY, b"%d" % number)
+        view: dict[str, bytes] = {}
+        batches = 0
+        while view.get(KEY) != b"49":
+            batch = await anext(changes)
+            assert len(batch) == 1
+            view.update({change.key: change.value for change in batch if isinstance(change, Put)})
+            batches += 1
+    assert batches <= 50
+
+
+async def test_a_record_that_was_taken_from_a_healthy_owner_comes_back(open_store: OpenStore) -> None:
+    owner, reader = await open_store(), await open_store()
+    lease_id = owner.lease_id
+    await owner.put(KEY, b"alive")
+    async with reader.watch("v1/instances") as changes:
+        view: dict[str, bytes] = {}
+        await until(changes, view, lambda: view == {KEY: b"alive"})
+        if isinstance(owner, MemoryDiscovery):
+            owner.hub.expire(lease_id)
+        else:
+            await reader.delete(KEY)
+        async with asyncio.timeout(5):
+            while await reader.get_prefix("v1/instances") != {KEY: b"alive"}:
+                await asyncio.sleep(0.005)
+        await reader.put("v1/instances/mark", b"")
+        await until(changes, view, lambda: "v1/instances/mark" in view)
+    assert view[KEY] == b"alive"
+    assert owner.lease_id == lease_id
