@@ -87,6 +87,7 @@ class RequestPlaneSettings:
     engine_queue_limit: int = 16
     listen_backlog: int = 1024
     connect_timeout_seconds: float = 5.0
+    tls_cert_path: str | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RequestPlaneSettings:
@@ -107,6 +108,7 @@ class RequestPlaneSettings:
             connect_timeout_seconds=env_float(
                 "DYN_TCP_CONNECT_TIMEOUT", default.connect_timeout_seconds, minimum=0.1, env=env
             ),
+            tls_cert_path=env_str("DYN_TCP_TLS_CERT_PATH", env=env),
         )
 
 

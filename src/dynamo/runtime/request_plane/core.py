@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -24,7 +23,7 @@ from dynamo.errors import (
     Unknown,
     WorkerUnavailable,
 )
-from dynamo.runtime.context import Context
+from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.base import Handler, ResponseSink
 from dynamo.runtime.settings import RequestPlaneSettings
 
@@ -141,16 +140,10 @@ class ServerCore:
             self._start(following)
 
     def _enqueue(self, request: _Request) -> None:
-        loop, home = asyncio.get_running_loop(), threading.get_ident()
-
         def cancelled(_killed: bool) -> None:
-            # A context may be stopped from an engine's thread, and the queue belongs to the loop.
-            if threading.get_ident() == home:
-                self._leave_queue(request, _never_started())
-            else:
-                loop.call_soon_threadsafe(self._leave_queue, request, _never_started())
+            self._leave_queue(request, _never_started())
 
-        self._waiting[request] = request.context.on_cancel(cancelled)
+        self._waiting[request] = request.context.on_cancel(on_loop(asyncio.get_running_loop(), cancelled))
 
     def _leave_queue(self, request: _Request, error: DynamoException) -> None:
         forget = self._waiting.pop(request, None)

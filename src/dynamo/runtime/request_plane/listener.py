@@ -1,0 +1,197 @@
+"""The one TCP listener of a worker process: `mux` and the native wire on the same port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any, Final
+
+from dynamo.errors import CannotConnect, InvalidArgument
+from dynamo.runtime.request_plane.base import Handler
+from dynamo.runtime.request_plane.core import ServerCore
+from dynamo.runtime.request_plane.mux.frames import MAGIC, VERSION
+from dynamo.runtime.request_plane.mux.server import MuxServerProtocol
+from dynamo.runtime.request_plane.native.server import NativeServer
+from dynamo.runtime.settings import RequestPlaneSettings
+
+logger = logging.getLogger(__name__)
+
+FIRST_BYTES_SECONDS: Final = 30.0  # a connection that has not said which wire it speaks by then is dropped
+NO_CUDA: Final = frozenset({"", "-1", "none", "void"})
+NO_NVIDIA: Final = frozenset({"none", "void"})
+WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # to bind, but not to advertise
+
+
+class Listener:
+    """Implements `RequestPlaneServer` over TCP. Whoever makes one closes it."""
+
+    def __init__(
+        self,
+        host: str | None = None,
+        port: int = 0,
+        *,
+        settings: RequestPlaneSettings | None = None,
+        core: ServerCore | None = None,
+    ) -> None:
+        """`host` and `port` win over the settings; no host anywhere means the detected address of this machine."""
+        self._settings = settings or RequestPlaneSettings.from_env()
+        self._host = host or self._settings.rpc_host or detect_host()
+        self._port = port or self._settings.rpc_port
+        self.core = core or ServerCore(self._settings)
+        self._native = NativeServer(self.core, self._settings)
+        self._mux: set[MuxServerProtocol] = set()
+        self._sniffing: set[_Sniffer] = set()
+        self._server: asyncio.Server | None = None
+        self._address: str | None = None
+
+    @property
+    def address(self) -> str:
+        """The advertised "HOST:PORT". Raises RuntimeError before `start`."""
+        if self._address is None:
+            raise RuntimeError("the request plane listens nowhere yet; await start() first")
+        return self._address
+
+    @property
+    def connections(self) -> int:
+        """Open connections, of both wires and undecided ones."""
+        return len(self._mux) + self._native.connections + len(self._sniffing)
+
+    async def start(self) -> None:
+        """Begin to listen; idempotent. Raises `CannotConnect` naming the address when it cannot be bound."""
+        if self._server is not None:
+            return
+        if self._settings.tls_cert_path is not None:
+            # Falling back to plain text would be worse than not starting.
+            raise InvalidArgument("TLS on the request plane is not built yet; unset DYN_TCP_TLS_CERT_PATH")
+        try:
+            self._server = await asyncio.get_running_loop().create_server(
+                lambda: _Sniffer(self), self._host, self._port, backlog=self._settings.listen_backlog
+            )
+        except OSError as error:
+            raise CannotConnect(
+                f"cannot listen on {self._host}:{self._port}: {error}; set DYN_TCP_RPC_HOST and DYN_TCP_RPC_PORT"
+            ) from error
+        port = self._server.sockets[0].getsockname()[1]
+        host = detect_host() if self._host in WILDCARDS else self._host
+        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def register(self, path: str, handler: Handler) -> None:
+        """Serve `path`. Raises ValueError if it is taken."""
+        self.core.register(path, handler)
+
+    def unregister(self, path: str) -> None:
+        """Decline new requests for `path`; streams in flight go on."""
+        self.core.unregister(path)
+
+    def transport(self, path: str) -> Mapping[str, Any]:
+        """The members of an instance record that say how to reach `path`. Raises RuntimeError before `start`."""
+        return {
+            "transport": {"tcp": f"{self.address}/{path}"},
+            "device_type": detect_device_type(),
+            "request_plane_codec": "msgpack",
+            "mux": VERSION,
+        }
+
+    async def close(self) -> None:
+        """Stop listening, end what is open with `EngineShutdown`, and drop the connections; idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        for connection in list(self._mux):
+            connection.goaway("the worker is shutting down")
+        await self.core.close()
+        for sniffer in list(self._sniffing):
+            sniffer.close()
+        for connection in list(self._mux):
+            connection.close()
+        await self._native.close()
+        if server is not None:
+            await server.wait_closed()
+
+    # -- for the sniffers ----------------------------------------------------------------------------------------
+
+    def undecided(self, sniffer: _Sniffer) -> None:
+        self._sniffing.add(sniffer)
+
+    def decided(self, sniffer: _Sniffer) -> None:
+        self._sniffing.discard(sniffer)
+
+    def adopt(self, transport: asyncio.Transport, first_bytes: bytes) -> None:
+        """Give a connection to the wire it speaks."""
+        if first_bytes.startswith(MAGIC):
+            connection = MuxServerProtocol(
+                self.core, max_body_bytes=self._settings.max_message_bytes, connections=self._mux
+            )
+            connection.adopt(transport, first_bytes)
+        else:
+            self._native.adopt(transport, first_bytes)
+
+
+class _Sniffer(asyncio.Protocol):
+    """An accepted connection until its first bytes tell the wire.
+
+    `MAGIC` begins with 0xFF: on the native wire that would be a path of more than 65,000 bytes.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._first_bytes = b""
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._listener.undecided(self)
+        self._timer = asyncio.get_running_loop().call_later(FIRST_BYTES_SECONDS, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        self._first_bytes += data
+        undecided = len(self._first_bytes) < len(MAGIC) and MAGIC.startswith(self._first_bytes)
+        if undecided or self._transport is None:
+            return
+        transport, self._transport = self._transport, None
+        self._leave()
+        self._listener.adopt(transport, self._first_bytes)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _leave(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._listener.decided(self)
+
+
+def detect_host() -> str:
+    """The address other machines most likely reach this one at; 127.0.0.1 where there is no network."""
+    # A datagram socket that is connected sends nothing, but is told which local address its route would use. The
+    # targets are the documentation networks, which no packet may ever be sent to.
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))
+                host = str(probe.getsockname()[0])
+        except OSError:
+            continue  # no such family, or no route
+        if not host.startswith("127.") and host not in ("::1", "0.0.0.0", "::"):
+            return host
+    return "127.0.0.1"
+
+
+def detect_device_type(env: Mapping[str, str] | None = None) -> str:
+    """What an instance record calls this worker: "cuda" unless the environment hides every GPU."""
+    env = os.environ if env is None else env
+    cuda, nvidia = env.get("CUDA_VISIBLE_DEVICES"), env.get("NVIDIA_VISIBLE_DEVICES")
+    if cuda is not None and cuda.strip().lower() in NO_CUDA:
+        return "cpu"
+    if nvidia is not None and nvidia.strip().lower() in NO_NVIDIA:
+        return "cpu"
+    return "cuda"

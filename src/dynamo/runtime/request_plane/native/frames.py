@@ -1,0 +1,381 @@
+"""The TCP wire of ai-dynamo 1.6: bytes in, values out. No socket, no clock.
+
+A caller sends request frames over a pooled connection and gets one ACK each, in order. The answer travels over a
+second connection, which the worker opens to the caller ("call-home"), as two-part frames::
+
+    request     u16 path length, path | u16 headers length, JSON headers | u32 payload length, payload
+    ACK         u32 length, text                          empty: accepted
+    two-part    u64 header length, u64 data length, u64 checksum, header, data
+
+All numbers are big-endian. The payload of a request is itself a two-part frame (JSON control message, body); a two-part
+frame with a header only is a control frame, one with data only is an item of the stream. The checksum is written as 0 and
+never verified: release builds of 1.6 do the same.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+
+from dynamo.errors import RouterQueueLimitExceeded, describe, http_assertion
+
+MAX_MESSAGE_BYTES: Final = 32 * 1024 * 1024  # a whole request frame; DYN_TCP_MAX_MESSAGE_SIZE
+MAX_CONTROL_BYTES: Final = 128 * 1024  # the header of a two-part frame
+MAX_U16: Final = 0xFFFF  # path and headers: the width of their length field
+
+_U16: Final = struct.Struct(">H")
+_U32: Final = struct.Struct(">I")
+PREFIX: Final = struct.Struct(">QQQ")
+
+Codec = Literal["json", "msgpack"]
+
+
+class MalformedFrame(Exception):
+    """The peer does not speak this wire, or broke a limit: the connection is beyond repair."""
+
+
+# -- request frames -----------------------------------------------------------------------------------------------
+
+
+class RequestFrame(NamedTuple):
+    """One request, as it is framed: where to, with which headers, carrying what."""
+
+    path: str
+    headers: dict[str, str]
+    payload: bytes
+
+
+def encode_request(path: str, headers: Mapping[str, str], payload: bytes) -> bytes:
+    """The frame of one request. Raises ValueError when a part is too long for its length field."""
+    raw_path, raw_headers = path.encode(), _compact(headers)
+    if len(raw_path) > MAX_U16 or len(raw_headers) > MAX_U16:
+        raise ValueError(f"path and headers are limited to {MAX_U16} bytes, got {len(raw_path)} and {len(raw_headers)}")
+    return b"".join(
+        (_U16.pack(len(raw_path)), raw_path, _U16.pack(len(raw_headers)), raw_headers, _U32.pack(len(payload)), payload)
+    )
+
+
+class RequestDecoder:
+    """Cuts a byte stream into request frames."""
+
+    def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._buffer = bytearray()
+        self._max_message_bytes = max_message_bytes
+
+    def feed(self, data: bytes) -> None:
+        """Take what arrived."""
+        self._buffer += data
+
+    def next_frame(self) -> RequestFrame | None:
+        """The next complete frame, or None when more bytes are needed. Raises `MalformedFrame`; then close."""
+        buffer = self._buffer
+        if len(buffer) < 2:
+            return None
+        path_end = 2 + _U16.unpack_from(buffer)[0]
+        if len(buffer) < path_end + 2:
+            return None
+        headers_at = path_end + 2
+        headers_end = headers_at + _U16.unpack_from(buffer, path_end)[0]
+        if len(buffer) < headers_end + 4:
+            return None
+        payload_at = headers_end + 4
+        end = payload_at + _U32.unpack_from(buffer, headers_end)[0]
+        if end > self._max_message_bytes:
+            raise MalformedFrame(f"message of {end} bytes exceeds the limit of {self._max_message_bytes}")
+        if len(buffer) < end:
+            return None
+        with memoryview(buffer) as view:
+            raw_path, raw_headers = bytes(view[2:path_end]), bytes(view[headers_at:headers_end])
+            payload = bytes(view[payload_at:end])
+        del buffer[:end]
+        try:
+            path = raw_path.decode()
+        except UnicodeDecodeError as error:
+            raise MalformedFrame(f"path is not UTF-8: {error}") from error
+        return RequestFrame(path, _headers(raw_headers), payload)
+
+
+def _headers(raw: bytes) -> dict[str, str]:
+    if not raw:  # 1.6 tolerates a missing set
+        return {}
+    try:
+        return msgspec.json.decode(raw, type=dict[str, str])
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise MalformedFrame(f"headers are not a JSON object of strings: {error}") from error
+
+
+# -- ACK ----------------------------------------------------------------------------------------------------------
+
+ACCEPTED: Final = _U32.pack(0)
+
+
+def encode_ack(text: str = "") -> bytes:
+    """Empty: accepted. `Server overloaded: ...` and `Server unavailable: ...` make the caller fail at once."""
+    body = text.encode()
+    return _U32.pack(len(body)) + body
+
+
+class AckDecoder:
+    """The caller's side of ACKs."""
+
+    def __init__(self, max_bytes: int = MAX_CONTROL_BYTES) -> None:
+        self._buffer = bytearray()
+        self._max_bytes = max_bytes
+
+    def feed(self, data: bytes) -> None:
+        """Take what arrived."""
+        self._buffer += data
+
+    def next_ack(self) -> str | None:
+        """The text of the next ACK, or None when more bytes are needed. Raises `MalformedFrame`."""
+        buffer = self._buffer
+        if len(buffer) < 4:
+            return None
+        end = 4 + _U32.unpack_from(buffer)[0]
+        if end > self._max_bytes:
+            raise MalformedFrame(f"ACK of {end} bytes exceeds the limit of {self._max_bytes}")
+        if len(buffer) < end:
+            return None
+        text = buffer[4:end].decode(errors="replace")
+        del buffer[:end]
+        return text
+
+
+# -- two-part frames ----------------------------------------------------------------------------------------------
+
+
+class TwoPart(NamedTuple):
+    """A header, data, or both."""
+
+    header: bytes
+    data: bytes
+
+
+def encode_two_part(header: bytes, data: bytes = b"") -> bytes:
+    """One two-part frame."""
+    return PREFIX.pack(len(header), len(data), 0) + header + data
+
+
+class TwoPartDecoder:
+    """Cuts a byte stream into two-part frames."""
+
+    def __init__(self, max_data_bytes: int = MAX_MESSAGE_BYTES, max_header_bytes: int = MAX_CONTROL_BYTES) -> None:
+        self._buffer = bytearray()
+        self._max_data_bytes, self._max_header_bytes = max_data_bytes, max_header_bytes
+
+    def feed(self, data: bytes) -> None:
+        """Take what arrived."""
+        self._buffer += data
+
+    def next_frame(self) -> TwoPart | None:
+        """The next complete frame, or None when more bytes are needed. Raises `MalformedFrame`; then close."""
+        buffer = self._buffer
+        if len(buffer) < PREFIX.size:
+            return None
+        header_bytes, data_bytes, _ = PREFIX.unpack_from(buffer)
+        if header_bytes > self._max_header_bytes or data_bytes > self._max_data_bytes:
+            raise MalformedFrame(
+                f"frame with {header_bytes} bytes of header and {data_bytes} of data exceeds the limits of "
+                f"{self._max_header_bytes} and {self._max_data_bytes}"
+            )
+        data_at = PREFIX.size + header_bytes
+        end = data_at + data_bytes
+        if len(buffer) < end:
+            return None
+        with memoryview(buffer) as view:
+            frame = TwoPart(bytes(view[PREFIX.size : data_at]), bytes(view[data_at:end]))
+        del buffer[:end]
+        return frame
+
+
+def decode_payload(payload: bytes) -> TwoPart:
+    """The two-part frame that fills a request's payload exactly. Raises `MalformedFrame`."""
+    decoder = TwoPartDecoder(max_data_bytes=len(payload))
+    decoder.feed(payload)
+    frame = decoder.next_frame()
+    if frame is None or PREFIX.size + len(frame.header) + len(frame.data) != len(payload):
+        raise MalformedFrame(f"payload of {len(payload)} bytes is not one two-part frame")
+    return frame
+
+
+# -- the control message of a request -----------------------------------------------------------------------------
+
+
+class ConnectionInfo(msgspec.Struct):
+    """How the answer finds its way back; `info` is a JSON text whose shape depends on `transport`."""
+
+    transport: str
+    info: str
+
+
+class ControlMessage(msgspec.Struct, omit_defaults=True):
+    """The header of a request's payload. Unknown fields are tolerated."""
+
+    id: str
+    request_type: str
+    response_type: str
+    connection_info: ConnectionInfo
+    payload_codec: str = "json"
+    metadata: dict[str, str] | None = None
+    frontend_send_ts_ns: int | None = None
+
+
+class CallHome(msgspec.Struct):
+    """The `info` of a `tcp_server` connection: where the caller awaits the answer, and under which name."""
+
+    address: str
+    subject: str
+    context: str
+    stream_type: str
+
+    def host_and_port(self) -> tuple[str, int]:
+        """Raises `MalformedFrame` unless the address is HOST:PORT (an IPv6 host in brackets)."""
+        host, colon, port = self.address.rpartition(":")
+        if not colon or not host or not port.isdecimal() or not 0 < int(port) <= MAX_U16:
+            raise MalformedFrame(f"call-home address {self.address!r} is not HOST:PORT")
+        return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def decode_control(header: bytes) -> ControlMessage:
+    """Raises `MalformedFrame` naming the field."""
+    try:
+        return msgspec.json.decode(header, type=ControlMessage)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise MalformedFrame(f"control message: {error}") from error
+
+
+def decode_call_home(control: ControlMessage) -> CallHome:
+    """Where the answer to a request goes. Raises `MalformedFrame` for anything but a TCP response stream."""
+    if control.connection_info.transport != "tcp_server":
+        raise MalformedFrame(
+            f"response transport {control.connection_info.transport!r} is not supported; use the tcp response plane"
+        )
+    try:
+        call_home = msgspec.json.decode(control.connection_info.info, type=CallHome)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise MalformedFrame(f"connection_info.info: {error}") from error
+    if call_home.context != control.id:
+        raise MalformedFrame(f"connection_info names context {call_home.context!r}, the request is {control.id!r}")
+    if call_home.stream_type != "response":
+        raise MalformedFrame(f"connection_info.stream_type is {call_home.stream_type!r}, expected 'response'")
+    return call_home
+
+
+def decode_body(data: bytes, codec: str) -> Any:
+    """The body of a request. Raises `MalformedFrame`."""
+    try:
+        if codec == "msgpack":
+            return msgspec.msgpack.decode(data)
+        if codec == "json":
+            return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise MalformedFrame(f"body is not {codec}: {error}") from error
+    raise MalformedFrame(f"payload_codec {codec!r} is neither json nor msgpack")
+
+
+# -- the response stream ------------------------------------------------------------------------------------------
+
+STOP: Final = encode_two_part(b'"stop"')
+KILL: Final = encode_two_part(b'"kill"')
+SENTINEL: Final = encode_two_part(b'"sentinel"')
+PROLOGUE_OK: Final = encode_two_part(b'{"error":null}')
+
+ControlWord = Literal["stop", "kill"]
+
+
+def handshake(subject: str, stream_type: str = "response") -> bytes:
+    """The first frame of a call-home connection."""
+    return encode_two_part(_compact({"subject": subject, "stream_type": stream_type}))
+
+
+def prologue(error: str | None = None) -> bytes:
+    """The second frame: null, or why the stream could not be set up."""
+    return PROLOGUE_OK if error is None else encode_two_part(_compact({"error": error}))
+
+
+def control_word(frame: TwoPart) -> ControlWord:
+    """What a caller says on a call-home connection. Raises `MalformedFrame` for anything but stop and kill."""
+    if not frame.data:
+        try:
+            word = msgspec.json.decode(frame.header)
+        except (msgspec.MsgspecError, ValueError):
+            word = None
+        if word == "stop":
+            return "stop"
+        if word == "kill":
+            return "kill"
+    raise MalformedFrame("a caller may only say stop or kill on a response stream")
+
+
+_MSGPACK: Final = msgspec.msgpack.Encoder()
+_JSON: Final = msgspec.json.Encoder()
+_NO_PREFIX: Final = bytes(PREFIX.size)
+
+
+def append_item(out: bytearray, annotated: Mapping[str, Any], codec: Codec) -> None:
+    """Append one item frame; `annotated` is {data?, id?, event?, comment?, error?}.
+
+    Raises TypeError (or another error of the encoder) for what the codec cannot carry, leaving `out` as it was.
+    """
+    start = len(out)
+    out += _NO_PREFIX
+    try:
+        if codec == "msgpack":
+            _MSGPACK.encode_into({"data": annotated, "complete_final": False}, out, -1)
+        else:
+            _JSON.encode_into({"data": _bytes_as_lists(annotated), "complete_final": False}, out, -1)
+    except BaseException:
+        del out[start:]
+        raise
+    PREFIX.pack_into(out, start, 0, len(out) - start - PREFIX.size, 0)
+
+
+FINAL_ITEM: Final[Mapping[Codec, bytes]] = {
+    "msgpack": encode_two_part(b"", _MSGPACK.encode({"complete_final": True})),
+    "json": encode_two_part(b"", _JSON.encode({"complete_final": True})),
+}
+
+
+def error_item(error: BaseException) -> dict[str, Any]:
+    """The annotated envelope that ends a stream with an error."""
+    return {"event": "error", "error": error_record(error)}
+
+
+def error_record(error: BaseException) -> dict[str, Any]:
+    """`errors.describe` in the dialect of 1.6.1: what a frontend of that version turns into the right HTTP status."""
+    record = describe(error)
+    asserted = http_assertion(error)
+    if asserted is not None:
+        # An asserted status travels as InvalidArgument with a JSON message, and without the text for clients: 1.6.1
+        # would prefer that text and answer 400.
+        status, message = asserted
+        record["error_type"] = "InvalidArgument"
+        record["message"] = json.dumps({"message": message, "code": status})
+        record.pop("public", None)
+    elif isinstance(error, RouterQueueLimitExceeded):
+        record["error_type"] = "ResourceExhausted"  # 1.6.1 has no such type of its own; this one is never migrated
+    return record
+
+
+def _bytes_as_lists(value: Any) -> Any:
+    """The JSON codec has no binary: bytes travel as a list of numbers, as in 1.6."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return list(value)
+    if isinstance(value, Mapping):
+        return {key: _bytes_as_lists(member) for key, member in value.items()}
+    if isinstance(value, list | tuple) and not _all_numbers(value):
+        return [_bytes_as_lists(member) for member in value]
+    return value
+
+
+def _all_numbers(values: list[Any] | tuple[Any, ...]) -> bool:
+    # Token ids are by far the longest lists there are; a homogeneous one is not rebuilt.
+    return set(map(type, values)) <= {int, float}
+
+
+def _compact(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()

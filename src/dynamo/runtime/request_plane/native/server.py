@@ -1,0 +1,198 @@
+"""The worker's side of the native TCP wire: request connections in, call-home connections out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from dynamo.errors import DynamoException, Overloaded
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.core import ServerCore
+from dynamo.runtime.request_plane.native.frames import (
+    ACCEPTED,
+    Codec,
+    MalformedFrame,
+    RequestDecoder,
+    RequestFrame,
+    decode_body,
+    decode_call_home,
+    decode_control,
+    decode_payload,
+    encode_ack,
+)
+from dynamo.runtime.request_plane.native.sink import NativeSink
+from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.runtime.tracing import TraceContext
+
+logger = logging.getLogger(__name__)
+
+GOODBYE_SECONDS: Final = 1.0  # how long, at close, the last bytes of a stream may take to leave
+
+OVERLOADED: Final = "Server overloaded:"
+UNAVAILABLE: Final = "Server unavailable:"
+"""The two beginnings of an ACK that a caller understands; it takes any other text for an acceptance."""
+
+
+class NativeServer:
+    """All native connections of one listener. It accepts none itself: the listener hands them over."""
+
+    def __init__(self, core: ServerCore, settings: RequestPlaneSettings) -> None:
+        self._core = core
+        self._settings = settings
+        self._connections: set[RequestConnection] = set()
+        self._sinks: set[NativeSink] = set()
+        self._dials: set[asyncio.Task[None]] = set()
+        self._no_streams: asyncio.Future[None] | None = None  # awaited by `close`
+
+    @property
+    def connections(self) -> int:
+        """Open request connections."""
+        return len(self._connections)
+
+    @property
+    def streams(self) -> int:
+        """Response streams whose connection is open or being opened."""
+        return len(self._sinks)
+
+    def adopt(self, transport: asyncio.Transport, data: bytes) -> None:
+        """Take over a connection whose first bytes were read by the listener."""
+        connection = RequestConnection(self, self._settings.max_message_bytes)
+        connection.connection_made(transport)
+        transport.set_protocol(connection)
+        connection.data_received(data)
+
+    async def close(self) -> None:
+        """Close every connection; what the streams had queued still leaves, within `GOODBYE_SECONDS`."""
+        for connection in list(self._connections):
+            connection.close()
+        if self._dials:
+            await asyncio.wait(self._dials, timeout=GOODBYE_SECONDS)
+        for sink in list(self._sinks):
+            sink.close()
+        if self._sinks:
+            self._no_streams = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._no_streams], timeout=GOODBYE_SECONDS)
+        for dial in list(self._dials):
+            dial.cancel()
+        for sink in list(self._sinks):
+            sink.abort()
+        for connection in list(self._connections):
+            connection.abort()
+        await asyncio.sleep(0)  # an aborted transport reports its loss on the next turn
+
+    # -- for the connections -------------------------------------------------------------------------------------
+
+    def joined(self, connection: RequestConnection) -> None:
+        self._connections.add(connection)
+
+    def left(self, connection: RequestConnection) -> None:
+        self._connections.discard(connection)
+
+    def serve(self, frame: RequestFrame) -> bytes:
+        """Start one request and return its ACK. The ACK and the call-home do not wait for each other."""
+        try:
+            control_header, raw_body = decode_payload(frame.payload)
+            control = decode_control(control_header)
+            if control.request_type != "single_in":
+                raise MalformedFrame(f"request_type {control.request_type!r} is not supported; use single_in")
+            call_home = decode_call_home(control)
+            host, port = call_home.host_and_port()
+            body = decode_body(raw_body, control.payload_codec)
+        except MalformedFrame as error:
+            logger.warning("declined a request for %s: %s", frame.path, error)
+            return encode_ack(f"{UNAVAILABLE} malformed request: {error}")
+        codec: Codec = "msgpack" if control.payload_codec == "msgpack" else "json"
+        context = Context(control.id, control.metadata, trace=TraceContext.from_headers(frame.headers))
+        sink = NativeSink(call_home.subject, codec, context, request_bytes=len(raw_body), on_closed=self._stream_closed)
+        try:
+            self._core.dispatch(frame.path, body, context, sink)
+        except DynamoException as error:
+            sink.end()  # it never connects, so this only lets go of the context
+            return encode_ack(_declined(error))
+        self._sinks.add(sink)
+        # Held by `_dials` and awaited by `close`. The handler starts meanwhile: the sink buffers.
+        dial = asyncio.get_running_loop().create_task(self._dial(sink, host, port), name=f"call-home {control.id}")
+        self._dials.add(dial)
+        dial.add_done_callback(self._dials.discard)
+        return ACCEPTED
+
+    def _stream_closed(self, sink: NativeSink) -> None:
+        self._sinks.discard(sink)
+        if not self._sinks and self._no_streams is not None and not self._no_streams.done():
+            self._no_streams.set_result(None)
+
+    async def _dial(self, sink: NativeSink, host: str, port: int) -> None:
+        try:
+            async with asyncio.timeout(self._settings.connect_timeout_seconds):
+                # asyncio and uvloop both set TCP_NODELAY on every TCP transport.
+                await asyncio.get_running_loop().create_connection(lambda: sink, host, port)
+        except (OSError, ValueError) as error:
+            logger.warning("cannot connect back to a caller at %s:%s: %s", host, port, error or type(error).__name__)
+            sink.not_connected()
+        except asyncio.CancelledError:
+            sink.not_connected()
+            raise
+
+
+class RequestConnection(asyncio.Protocol):
+    """One caller's request connection: frames in, ACKs out in the same order."""
+
+    def __init__(self, server: NativeServer, max_message_bytes: int) -> None:
+        self._server = server
+        self._decoder = RequestDecoder(max_message_bytes)
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._server.joined(self)
+
+    def data_received(self, data: bytes) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        self._decoder.feed(data)
+        acks: list[bytes] = []
+        try:
+            while (frame := self._decoder.next_frame()) is not None:
+                acks.append(self._server.serve(frame))
+        except MalformedFrame as error:
+            logger.warning("closing a request connection: %s", error)
+            acks.append(encode_ack(f"Read error: {error}"))
+            transport.write(b"".join(acks))
+            transport.close()
+            return
+        if acks:
+            transport.write(b"".join(acks))
+
+    def pause_writing(self) -> None:
+        # A caller that sends requests without reading its ACKs gets no more of them served.
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # Its requests go on: their streams are connections of their own, and say themselves when the caller leaves.
+        self._transport = None
+        self._server.left(self)
+
+    def close(self) -> None:
+        """Stop reading requests; ACKs already written still leave."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Drop the connection now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def _declined(error: DynamoException) -> str:
+    text = str(error)
+    if text.startswith((OVERLOADED, UNAVAILABLE)):
+        return text
+    return f"{OVERLOADED if isinstance(error, Overloaded) else UNAVAILABLE} {text}"

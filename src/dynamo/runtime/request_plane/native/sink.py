@@ -1,0 +1,298 @@
+"""One response stream on the native wire: a connection of its own, opened by the worker to the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from dynamo.runtime.context import Context, on_loop
+from dynamo.runtime.request_plane.native.frames import (
+    FINAL_ITEM,
+    PROLOGUE_OK,
+    SENTINEL,
+    Codec,
+    MalformedFrame,
+    TwoPartDecoder,
+    append_item,
+    control_word,
+    error_item,
+    handshake,
+)
+
+logger = logging.getLogger(__name__)
+
+BUFFER_BYTES: Final = 64 * 1024
+"""What a stream may hold in this process, and again in the transport, before its producer is paused: the wire has no
+credits, so a caller that does not read is only noticed by its full socket."""
+
+LINGER_SECONDS: Final = 10.0  # after the sentinel the caller has this long to close, as in 1.6
+STALLED_SECONDS: Final = 60.0  # and this long to read what was sent before the sentinel
+
+FINISHED_GRACE_SECONDS: Final = 1.0
+"""A native frontend closes as soon as it has read a finish reason: that is success, not a cancellation. The handler then
+has this long to return by itself before its context is killed after all."""
+
+
+class NativeSink(asyncio.Protocol):
+    """The worker's end of one stream: the connection and the `ResponseSink` in one object.
+
+    It takes items before the connection is there, within `BUFFER_BYTES`. Losing the caller in any way (EOF, reset, a
+    frame that is neither stop nor kill, no connection at all) kills the request's context.
+    """
+
+    __slots__ = (
+        "_codec",
+        "_context",
+        "_decoder",
+        "_finished_choices",
+        "_flush_scheduled",
+        "_forget",
+        "_gone",
+        "_has_ended",
+        "_last_choice",
+        "_loop",
+        "_on_closed",
+        "_out",
+        "_paused",
+        "_timer",
+        "_transport",
+        "_waiters",
+        "request_bytes",
+        "response_bytes",
+    )
+
+    def __init__(
+        self,
+        subject: str,
+        codec: Codec,
+        context: Context,
+        *,
+        request_bytes: int = 0,
+        on_closed: Callable[[NativeSink], None] | None = None,
+    ) -> None:
+        """`on_closed` is called once, when the connection is gone for good or never came up."""
+        self._loop = asyncio.get_running_loop()
+        self._codec: Codec = codec
+        self._context = context
+        self._decoder = TwoPartDecoder(max_data_bytes=0)
+        self._out = bytearray(handshake(subject) + PROLOGUE_OK)
+        self._transport: asyncio.Transport | None = None
+        self._flush_scheduled = False
+        self._paused = False
+        self._has_ended = False
+        self._gone = False  # the caller left or was told nothing more: writes are dropped
+        self._last_choice = 0
+        self._finished_choices = 0
+        self._waiters: list[asyncio.Future[None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._on_closed = on_closed
+        self.request_bytes = request_bytes  # the body's length, encoded
+        self.response_bytes = 0  # item frames, their prefixes included
+        self._forget: Callable[[], None] | None = context.on_cancel(on_loop(self._loop, self._cancelled))
+
+    # -- ResponseSink --------------------------------------------------------------------------------------------
+
+    def send_tokens(
+        self,
+        token_ids: list[int],
+        index: int = 0,
+        finish_reason: Any = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        """Queue one chunk as the native `data` map; offsets do not travel on this wire."""
+        if self._has_ended or self._gone:
+            return
+        data: dict[str, Any] = {"token_ids": token_ids, "index": index}
+        if finish_reason is not None:
+            data["finish_reason"] = finish_reason
+            self._finished_choices += 1
+        if index > self._last_choice:
+            self._last_choice = index
+        if extra:
+            data = {**extra, **data}
+        self._append({"data": data})
+
+    def send_object(self, envelope: dict[str, Any]) -> None:
+        """Queue one annotated envelope as it is."""
+        if not (self._has_ended or self._gone):
+            self._append(envelope)
+
+    def has_credit(self) -> bool:
+        """Whether both the socket and our own buffer have room."""
+        return not self._paused and len(self._out) < BUFFER_BYTES
+
+    async def wait_credit(self) -> None:
+        """Return when there is room again, or at once when the stream has ended."""
+        while not (self.ended or self.has_credit()):
+            waiter = self._loop.create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.remove(waiter)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Queue the error item (if any), the final item and the sentinel; idempotent."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._forget_context()
+        self._stop_timer()
+        if self._gone:
+            return
+        if error is not None:
+            append_item(self._out, error_item(error), self._codec)
+        self._out += FINAL_ITEM[self._codec]
+        self._out += SENTINEL
+        self._schedule_flush()
+        self._wake()
+
+    @property
+    def ended(self) -> bool:
+        """Whether `end` was called or the caller is gone."""
+        return self._has_ended or self._gone
+
+    # -- asyncio.Protocol ----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if self._gone:  # killed while it was being connected: let the caller see the stream break
+            transport.abort()
+            return
+        transport.set_write_buffer_limits(high=BUFFER_BYTES)
+        self._flush()
+
+    def data_received(self, data: bytes) -> None:
+        self._decoder.feed(data)
+        try:
+            while (frame := self._decoder.next_frame()) is not None:
+                if control_word(frame) == "kill":
+                    self._caller_left()
+                    return
+                self._context.stop_generating()
+        except MalformedFrame as error:
+            logger.warning("request %s: killed, its caller broke the response wire: %s", self._context.id(), error)
+            self._caller_left()
+
+    def eof_received(self) -> bool:
+        self._caller_left()
+        return False  # the transport closes once what is queued has left
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._caller_left()
+        self._closed()
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._flush()
+
+    # -- for the server ------------------------------------------------------------------------------------------
+
+    def not_connected(self) -> None:
+        """The call-home connection could not be made: the answer can reach nobody."""
+        self._caller_left()
+        self._closed()
+
+    def close(self) -> None:
+        """Write what is queued, without waiting for the caller to close first."""
+        if self._transport is not None:
+            self._flush()
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Drop the connection now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _append(self, annotated: dict[str, Any]) -> None:
+        out = self._out
+        before = len(out)
+        append_item(out, annotated, self._codec)
+        self.response_bytes += len(out) - before
+        if not self._flush_scheduled:
+            self._schedule_flush()
+
+    def _schedule_flush(self) -> None:
+        if self._transport is not None and not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        if self._has_ended and self._timer is None:
+            self._timer = self._loop.call_later(LINGER_SECONDS, self._linger, self._loop.time() + STALLED_SECONDS)
+        if self._out and not self._paused:
+            # The transport may keep a view of what it could not send at once, so the buffer changes hands.
+            out, self._out = self._out, bytearray()
+            transport.write(out)
+            if not self._paused:
+                self._wake()
+
+    def _linger(self, give_up_at: float) -> None:
+        """The stream ended a while ago and the caller has not closed: close, unless it is still reading."""
+        if self._transport is None:
+            return
+        is_sent = not self._out and self._transport.get_write_buffer_size() == 0
+        if is_sent or self._loop.time() >= give_up_at:
+            self._transport.abort()
+        else:
+            self._timer = self._loop.call_later(LINGER_SECONDS, self._linger, give_up_at)
+
+    def _caller_left(self) -> None:
+        if self._has_ended:
+            if self._transport is not None:
+                self._transport.close()
+            return
+        if self._gone:
+            return
+        if self._finished_choices > self._last_choice:
+            self._drop()
+            self._timer = self._loop.call_later(FINISHED_GRACE_SECONDS, self._context.kill)
+        else:
+            self._context.kill()  # comes back as `_cancelled`
+
+    def _cancelled(self, killed: bool) -> None:
+        if killed and not self.ended:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Nothing more reaches the caller: it left, or the request was killed here."""
+        self._gone = True
+        self._out.clear()
+        self._wake()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _closed(self) -> None:
+        if self._has_ended:
+            self._stop_timer()
+        on_closed, self._on_closed = self._on_closed, None
+        if on_closed is not None:
+            on_closed(self)
+
+    def _forget_context(self) -> None:
+        forget, self._forget = self._forget, None
+        if forget is not None:
+            forget()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
