@@ -224,6 +224,8 @@ class Context:
 
     @property
     def trace_id(self) -> str | None:
+        if self._span is not None and self._span.trace_id:
+            return self._span.trace_id  # a trace that began here has no inbound context
         return self._trace.trace_id if self._trace else None
 
     @property

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from dynamo.runtime.settings import env_bool, env_float, env_str
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.sdk.trace.sampling import Sampler
+    from opentelemetry.trace import Span, Tracer
+
+    from dynamo.runtime.context import Context
+
+logger = logging.getLogger(__name__)
 
 _TRACEPARENT: Final = re.compile(r"^00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
 
@@ -58,6 +72,7 @@ class SpanProxy:
 
     __slots__ = ()
 
+    trace_id: str | None = None
     span_id: str | None = None
     is_recording: bool = False
 
@@ -104,3 +119,274 @@ NO_SPAN: Final = SpanProxy()
 def new_span_id() -> str:
     """A random 16-digit span id."""
     return secrets.token_hex(8)
+
+
+# -- spans that are exported ----------------------------------------------------------------------------------------------
+
+
+def coerce_attribute(value: Any) -> bool | int | float | str:
+    """What a span keeps of a value."""
+    return value if isinstance(value, bool | int | float | str) else repr(value)
+
+
+class ExportedSpan(SpanProxy):
+    """A span of the OpenTelemetry SDK."""
+
+    __slots__ = ("_span", "_tracer", "span_id", "trace_id")
+
+    is_recording = True
+
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        self._tracer = tracer
+        self._span = span
+        identity = span.get_span_context()
+        self.trace_id = format(identity.trace_id, "032x")
+        self.span_id = format(identity.span_id, "016x")
+
+    def set_attribute(self, key: str, value: Any) -> None:
+        self._span.set_attribute(key, coerce_attribute(value))
+
+    def add_event(self, name: str, attrs: dict[str, Any] | None = None) -> None:
+        self._span.add_event(name, {key: coerce_attribute(value) for key, value in (attrs or {}).items()})
+
+    def set_status(self, status: str, description: str | None = None) -> None:
+        check_status(status)
+        from opentelemetry.trace import StatusCode
+
+        if status == "ok":
+            self._span.set_status(StatusCode.OK)
+        else:
+            self._span.set_status(StatusCode.ERROR, description)
+
+    def child(self, name: str, attrs: dict[str, Any] | None = None) -> SpanProxy:
+        from opentelemetry.trace import set_span_in_context
+
+        attributes = {key: coerce_attribute(value) for key, value in (attrs or {}).items()}
+        inner = self._tracer.start_span(name, context=set_span_in_context(self._span), attributes=attributes)
+        return ExportedSpan(self._tracer, inner)
+
+    def headers(self) -> dict[str, str] | None:
+        identity = self._span.get_span_context()
+        found = {"traceparent": f"00-{self.trace_id}-{self.span_id}-{int(identity.trace_flags):02x}"}
+        if state := identity.trace_state.to_header():
+            found["tracestate"] = state
+        return found
+
+    def close(self) -> None:
+        if self._span.is_recording():  # ending twice is a warning of the SDK
+            self._span.end()
+
+
+class RequestSpan(ExportedSpan):
+    """The `engine.generate` span: engines may decorate it, the framework alone ends it."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """Nothing: see `finish`."""
+
+    def finish(self) -> None:
+        """End the span; idempotent."""
+        super().close()
+
+
+@dataclass(frozen=True, slots=True)
+class TracingSettings:
+    """`OTEL_*` as far as we read them; the OTLP exporters read the rest (endpoints' headers, certificates) themselves."""
+
+    enabled: bool = False
+    service_name: str = "dynamo"
+    protocol: str = "grpc"  # or http/protobuf
+    endpoint: str | None = None  # None: the exporter's own default
+    sampler: str = "parentbased_always_on"
+    sampler_ratio: float = 1.0
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> TracingSettings:
+        """The settings of this process."""
+        if not env_bool("OTEL_EXPORT_ENABLED", env=env):
+            return cls()
+        protocol = env_str("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", env=env) or env_str(
+            "OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", env=env
+        )
+        if protocol not in ("grpc", "http/protobuf"):
+            logger.warning('OTLP protocol %r is neither "grpc" nor "http/protobuf"; using grpc', protocol)
+            protocol = "grpc"
+        endpoint = env_str("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", env=env)
+        if endpoint is None:
+            endpoint = env_str("OTEL_EXPORTER_OTLP_ENDPOINT", env=env)
+            if endpoint is not None and protocol == "http/protobuf":
+                endpoint = endpoint.rstrip("/") + "/v1/traces"
+        sampler = env_str("OTEL_TRACES_SAMPLER", env=env)
+        ratio = env_float("OTEL_TRACES_SAMPLER_ARG", 1.0, minimum=0.0, env=env)
+        if sampler is None and env_str("OTEL_TRACES_SAMPLE_RATIO", env=env) is not None:
+            sampler = "parentbased_traceidratio"
+            ratio = env_float("OTEL_TRACES_SAMPLE_RATIO", 1.0, minimum=0.0, env=env)
+        sampler = (sampler or "parentbased_always_on").lower()
+        if sampler not in SAMPLERS:
+            logger.warning("OTEL_TRACES_SAMPLER=%r is none of %s; every trace is sampled", sampler, sorted(SAMPLERS))
+            sampler = "parentbased_always_on"
+        return cls(
+            True,
+            env_str("OTEL_SERVICE_NAME", env=env) or "dynamo",
+            protocol,
+            endpoint,
+            sampler,
+            min(ratio, 1.0),
+        )
+
+
+SAMPLERS: Final = frozenset(
+    prefix + name for prefix in ("", "parentbased_") for name in ("always_on", "always_off", "traceidratio")
+)
+
+
+class Tracing:
+    """Where the spans of this process go. One per process: see `tracing`; tests build their own."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("dynamo")
+
+    def start_request_span(
+        self,
+        context: Context,
+        *,
+        model: str,
+        input_tokens: int,
+        role: str,
+        link: Any = None,
+        name: str = "engine.generate",
+    ) -> RequestSpan | None:
+        """Open the request's span under the inbound one and attach it to `context`; None when it is not sampled.
+
+        An inbound trace that its sender did not sample is never exported, whatever the sampler.
+        """
+        from opentelemetry import trace as api
+
+        inbound = context.trace
+        parent = None
+        if inbound is not None:
+            if not inbound.sampled:
+                return None
+            remote = api.SpanContext(
+                int(inbound.trace_id, 16),
+                int(inbound.span_id, 16),
+                is_remote=True,
+                trace_flags=api.TraceFlags(api.TraceFlags.SAMPLED),
+                trace_state=api.TraceState.from_header([inbound.tracestate]) if inbound.tracestate else None,
+            )
+            parent = api.set_span_in_context(api.NonRecordingSpan(remote))
+        attributes: dict[str, bool | int | float | str] = {
+            "model": model,
+            "input_tokens": input_tokens,
+            "disagg_role": role,
+            "request_id": context.id(),
+        }
+        links: list[api.Link] = []
+        if isinstance(link, Mapping):
+            trace_id, span_id = str(link.get("trace_id", "")), str(link.get("span_id", ""))
+            attributes |= {"migration_trace_id": trace_id, "migration_span_id": span_id}
+            if _TRACEPARENT.match(f"00-{trace_id}-{span_id}-01"):
+                links.append(api.Link(api.SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True)))
+        # An empty Context, not None: None would take a parent from the ambient context, which is somebody else's.
+        from opentelemetry.context import Context as Ambient
+
+        span = self._tracer.start_span(name, context=parent or Ambient(), attributes=attributes, links=links)
+        if not span.is_recording():
+            return None
+        found = RequestSpan(self._tracer, span)
+        context.attach_span(found)
+        return found
+
+    def close(self) -> None:
+        """Export what is queued and end the exporter's thread."""
+        self._provider.shutdown()
+
+
+def build_tracing(settings: TracingSettings) -> Tracing | None:
+    """Tracing over OTLP; None when it is off, or (with one WARNING) when the `otel` extra is not installed."""
+    if not settings.enabled:
+        return None
+    try:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        exporter = _exporter(settings)
+    except ImportError as error:
+        logger.warning(
+            "OTEL_EXPORT_ENABLED is set, but the exporter is not installed (%s); no trace is exported. "
+            "Install it with: pip install 'dynamo-unified[otel]'",
+            error,
+        )
+        return None
+    resource = Resource.create({"service.name": settings.service_name})
+    provider = TracerProvider(resource=resource, sampler=build_sampler(settings))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Tracing(provider)
+
+
+def build_sampler(settings: TracingSettings) -> Sampler:
+    """The sampler that the settings name."""
+    from opentelemetry.sdk.trace import sampling
+
+    kind = settings.sampler.removeprefix("parentbased_")
+    root: sampling.Sampler
+    if kind == "traceidratio":
+        root = sampling.TraceIdRatioBased(settings.sampler_ratio)
+    else:
+        root = sampling.ALWAYS_ON if kind == "always_on" else sampling.ALWAYS_OFF
+    return sampling.ParentBased(root) if settings.sampler.startswith("parentbased_") else root
+
+
+def _exporter(settings: TracingSettings) -> SpanExporter:
+    if settings.protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc
+
+        # A bare HOST:PORT means plain text, as in the native system; the exporter would try TLS.
+        insecure = None if settings.endpoint is None or "://" in settings.endpoint else True
+        return Grpc(endpoint=settings.endpoint, insecure=insecure)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
+
+    return Http(endpoint=settings.endpoint)
+
+
+class _Process:
+    """The one mutable cell of this module: this process's tracing, worked out at the first request."""
+
+    ready = False
+    tracing: Tracing | None = None
+
+
+def tracing() -> Tracing | None:
+    """This process's tracing, built from the environment at the first call; None when nothing is exported."""
+    if not _Process.ready:
+        _Process.tracing = build_tracing(TracingSettings.from_env())
+        _Process.ready = True
+    return _Process.tracing
+
+
+def install_tracing(tracing: Tracing | None) -> None:
+    """Replace this process's tracing (tests, embedding); None switches it off."""
+    _Process.tracing, _Process.ready = tracing, True
+
+
+def reset_tracing() -> None:
+    """Close this process's tracing and forget it: the next `tracing()` reads the environment again."""
+    held, _Process.tracing, _Process.ready = _Process.tracing, None, False
+    if held is not None:
+        held.close()
+
+
+def start_request_span(
+    context: Context, *, model: str, input_tokens: int, role: str, link: Any = None
+) -> RequestSpan | None:
+    """The `engine.generate` span of one request, attached to `context`; None when nothing is exported.
+
+    `role` is `agg`, `prefill`, `decode` or `encode`; `link` the request's `migration_link`. Call `finish()` on it.
+    """
+    found = _Process.tracing if _Process.ready else tracing()
+    if found is None:
+        return None
+    return found.start_request_span(context, model=model, input_tokens=input_tokens, role=role, link=link)
