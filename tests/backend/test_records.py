@@ -91,7 +91,7 @@ def test_a_native_record_is_read_and_what_is_unknown_is_ignored() -> None:
     assert card.surfaces == ModelType.Chat | ModelType.Completions
     assert card.role is WorkerType.Aggregated
     assert card.file("hf_tokenizer_json") == FileRef("/models/m/tokenizer.json", "blake3:" + "b" * 64, 10)
-    assert card.custom_template() == FileRef("/models/m/t.jinja", "blake3:" + "d" * 64, 10)
+    assert card.template_file() == ("hf_chat_template_jinja", FileRef("/models/m/t.jinja", "blake3:" + "d" * 64, 10))
     assert card.runtime_config.taints == {"a", "b"}
     assert card.runtime_config.tool_call_parser is None
 

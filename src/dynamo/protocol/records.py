@@ -193,10 +193,13 @@ class ModelCard(msgspec.Struct, kw_only=True):
         """The file of one kind, wherever it stands in the card."""
         return next((ref for found, ref in self.files() if found == kind), None)
 
-    def custom_template(self) -> FileRef | None:
-        """The template file that overrides the model's own, if the operator gave one."""
+    def template_file(self) -> tuple[str, FileRef] | None:
+        """(kind, file) of the chat template that overrides the one in `prompt_formatter`, if there is one.
+
+        The kind `hf_chat_template_jinja` is the template's text, `hf_chat_template_json` holds it as `chat_template`.
+        """
         for kind, value in (self.chat_template_file or {}).items():
-            return _file_ref(f"chat_template_file.{kind}", value)
+            return kind, _file_ref(f"chat_template_file.{kind}", value)
         return None
 
     def to_json(self) -> dict[str, Any]:

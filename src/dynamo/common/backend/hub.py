@@ -1,0 +1,105 @@
+"""Fetching a model by its hub name. The hub is optional: a machine without network still serves by name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeVar
+
+from dynamo.errors import CannotConnect
+
+__all__ = ["HUB_ANSWER_SECONDS", "WEIGHT_PATTERNS", "fetch_model", "local_path"]
+
+logger = logging.getLogger(__name__)
+
+HUB_ANSWER_SECONDS: Final = 5.0
+"""How long the hub may take to say whether it knows a name; a download that has begun is not limited. A resolver
+without network can block for half a minute, and a worker should not start that late."""
+
+WEIGHT_PATTERNS: Final = (
+    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.msgpack", "*.h5", "*.ot", "*.ckpt", "*.tflite",
+)  # fmt: skip
+
+T = TypeVar("T")
+
+
+async def fetch_model(name: str, ignore_weights: bool = False) -> str:
+    """The local directory of a model: `name` itself if it is one, else the hub's copy (downloaded when it is not cached).
+
+    Raises CannotConnect when the hub does not answer or does not know the name.
+    """
+    if (here := local_path(name)) is not None:
+        return str(here)
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise CannotConnect(f"fetch {name!r}: the package huggingface_hub is not installed") from error
+    ignored = list(WEIGHT_PATTERNS) if ignore_weights else None
+
+    def cached() -> str:
+        found = huggingface_hub.snapshot_download(name, ignore_patterns=ignored, local_files_only=True)
+        if not (Path(found) / "config.json").exists():  # an earlier download took something else
+            raise FileNotFoundError(f"{found} has no config.json")
+        return str(found)
+
+    def known() -> None:
+        huggingface_hub.HfApi().model_info(name, timeout=HUB_ANSWER_SECONDS)
+
+    def download() -> str:
+        return str(huggingface_hub.snapshot_download(name, ignore_patterns=ignored))
+
+    try:
+        return await _in_thread(cached)
+    except Exception as error:  # not cached, in one of several ways; the hub's answer is what counts
+        logger.debug("model %r is not in the local cache: %s", name, error)
+    if os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in ("1", "true", "yes", "on"):
+        raise CannotConnect(f"fetch {name!r}: not in the local cache, and HF_HUB_OFFLINE is set")
+    try:
+        async with asyncio.timeout(HUB_ANSWER_SECONDS):
+            await _in_thread(known)
+        logger.info("Fetching model %s from the hub", name)
+        return await _in_thread(download)
+    except TimeoutError as error:
+        raise CannotConnect(f"fetch {name!r}: the model hub did not answer in {HUB_ANSWER_SECONDS:g} s") from error
+    except Exception as error:  # the hub client raises its transport's errors as they are
+        reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
+        raise CannotConnect(f"fetch {name!r}: {reason}") from error
+
+
+def local_path(name: str) -> Path | None:
+    """The existing file or directory that `name` is (`~` expanded), or None."""
+    path = Path(name).expanduser()
+    return path if name and path.exists() else None
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a daemon thread of its own: one stuck in a resolver must delay neither the loop nor the exit."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(value)  # type: ignore[arg-type]  # the value is there whenever there is no error
+
+    def body() -> None:
+        value: T | None = None
+        failure: BaseException | None = None
+        try:
+            value = work()
+        except StopIteration as error:  # a future cannot carry it
+            failure = RuntimeError(f"unexpected StopIteration: {error}")
+        except BaseException as error:  # handed to whoever waits
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, value, failure)
+
+    threading.Thread(target=body, name="model-hub", daemon=True).start()
+    return await done

@@ -1,0 +1,364 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+
+from dynamo.common.backend import hub
+from dynamo.common.backend.config import WorkerConfig
+from dynamo.common.backend.engine_config import EngineConfig
+from dynamo.common.backend.registration import (
+    build_card,
+    checked_taints,
+    plan_role,
+    read_model_directory,
+    register_model,
+    resolve_assets,
+    runtime_config_of,
+    unregister_model,
+    update_model_taints,
+)
+from dynamo.common.constants import DisaggregationMode
+from dynamo.errors import CannotConnect, InvalidArgument
+from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
+from dynamo.protocol.records import decode_card
+
+
+@pytest.fixture
+def model_directory(tmp_path: Path) -> Path:
+    directory = tmp_path / "My.Model"
+    directory.mkdir()
+    for name, content in {
+        "config.json": {"text_config": {"max_position_embeddings": 4096}},
+        "tokenizer.json": {"version": "1.0"},
+        "tokenizer_config.json": {"model_max_length": 1e30},
+        "generation_config.json": {"eos_token_id": 1},
+    }.items():
+        (directory / name).write_text(json.dumps(content))
+    return directory
+
+
+class RecordingEndpoint:
+    """Keeps what is published, as discovery would."""
+
+    def __init__(self) -> None:
+        self.cards: dict[str | None, dict[str, Any]] = {}
+
+    async def publish_model(self, card_json: dict[str, Any], suffix: str | None = None) -> None:
+        self.cards[suffix] = json.loads(json.dumps(card_json))
+
+    async def withdraw_model(self, suffix: str | None = None) -> None:
+        self.cards.pop(suffix, None)
+
+    async def published_model(self, suffix: str | None = None) -> dict[str, Any] | None:
+        return self.cards.get(suffix)
+
+
+async def unreachable(name: str, ignore_weights: bool) -> str:
+    raise CannotConnect(f"fetch {name!r}: no network")
+
+
+def test_a_directory_becomes_a_card_with_its_files_and_their_hashes(model_directory: Path) -> None:
+    card = build_card("m", source_path=str(model_directory), assets=read_model_directory(model_directory))
+    found = dict(card.files())
+    assert set(found) == {
+        "hf_config_json",
+        "hf_tokenizer_json",
+        "hf_tokenizer_config_json",
+        "hf_generation_config_json",
+    }
+    for ref in found.values():
+        content = Path(ref.path).read_bytes()
+        assert ref.checksum == "blake3:" + blake3(content).hexdigest()
+        assert ref.size == len(content)
+    assert card.architectural_max_context_length == card.context_length == 4096
+    assert not card.is_name_only
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer_config", "engine", "effective"),
+    [
+        ({"max_position_embeddings": 100}, {"model_max_length": 50}, 30, 30),
+        ({"max_position_embeddings": 100}, {"model_max_length": 50}, None, 100),
+        ({"n_positions": 64}, {}, None, 64),
+        ({}, {"model_max_length": 50}, None, 50),
+        ({}, {"model_max_length": 1e30}, None, 0),
+        ({"max_position_embeddings": True}, {}, None, 0),
+    ],
+)
+def test_the_context_length_is_the_engines_then_the_models_then_the_tokenizers(
+    model_directory: Path, config: dict[str, Any], tokenizer_config: dict[str, Any], engine: int | None, effective: int
+) -> None:
+    (model_directory / "config.json").write_text(json.dumps(config))
+    (model_directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    engine_config = EngineConfig("m", context_length=engine)
+    card = build_card(
+        "m",
+        assets=read_model_directory(model_directory),
+        runtime_config=runtime_config_of(WorkerConfig("ns"), engine_config),
+    )
+    assert card.context_length == effective
+
+
+def test_a_template_file_overrides_and_the_operators_overrides_that(model_directory: Path, tmp_path: Path) -> None:
+    (model_directory / "chat_template.jinja").write_text("{{ messages }}")
+    custom = tmp_path / "mine.jinja"
+    custom.write_text("{{ mine }}")
+    assets = read_model_directory(model_directory)
+    plain = build_card("m", assets=assets).template_file()
+    assert plain is not None
+    assert (plain[0], Path(plain[1].path).name) == ("hf_chat_template_jinja", "chat_template.jinja")
+    mine = build_card("m", assets=assets, custom_template_path=custom)
+    assert mine.chat_template_file is not None
+    assert mine.chat_template_file["hf_chat_template_jinja"]["is_custom"] is True
+    assert mine.template_file() is not None
+    assert mine.template_file()[1].path == str(custom)  # type: ignore[index]
+    with pytest.raises(InvalidArgument, match="custom_jinja_template"):
+        build_card("m", custom_template_path=tmp_path / "absent.jinja")
+
+
+def test_an_empty_file_is_hashed_too(model_directory: Path) -> None:
+    (model_directory / "chat_template.jinja").touch()
+    template = build_card("m", assets=read_model_directory(model_directory)).template_file()
+    assert template is not None
+    assert template[1].checksum == "blake3:" + blake3().hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [("remove tokenizer.json", "tokenizer.json"), ("break config.json", "config.json"), ("list config.json", "object")],
+)
+def test_a_directory_that_is_no_model_is_refused_by_name(model_directory: Path, change: str, message: str) -> None:
+    verb, name = change.split()
+    if verb == "remove":
+        (model_directory / name).unlink()
+    else:
+        (model_directory / name).write_text("{" if verb == "break" else "[]")
+    with pytest.raises(InvalidArgument, match=message):
+        read_model_directory(model_directory)
+
+
+def test_a_tiktoken_model_is_a_tokenizer(model_directory: Path) -> None:
+    (model_directory / "tokenizer.json").rename(model_directory / "qwen.tiktoken")
+    assert set(read_model_directory(model_directory).artefacts["tokenizer"]) == {"tik_token_model"}
+
+
+async def test_a_name_that_leads_nowhere_is_a_warning_and_a_name_only_card(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assets = await resolve_assets("test-model", fetch=unreachable)
+    assert assets is None
+    assert "test-model" in caplog.text
+    assert "name only" in caplog.text
+    assert build_card("test-model", assets=assets).is_name_only
+
+
+@pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "~/nowhere-at-all"])
+async def test_a_path_that_does_not_exist_is_an_error_and_not_a_name(path: str) -> None:
+    with pytest.raises(InvalidArgument, match="does not exist"):
+        await resolve_assets(path, fetch=unreachable)
+
+
+async def test_no_name_is_a_name_only_card_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    assert await resolve_assets("", fetch=unreachable) is None
+    assert not caplog.records
+
+
+async def test_a_fetched_copy_is_read_like_a_directory(model_directory: Path) -> None:
+    async def fetch(name: str, ignore_weights: bool) -> str:
+        assert (name, ignore_weights) == ("org/model", True)
+        return str(model_directory)
+
+    assert (await resolve_assets("org/model", fetch=fetch)).architectural_context_length == 4096  # type: ignore[union-attr]
+
+
+async def test_fetching_offline_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CannotConnect, match="HF_HUB_OFFLINE"):
+        await hub.fetch_model("test-model-that-nobody-cached")
+    assert await hub.fetch_model(str(tmp_path)) == str(tmp_path)
+
+
+async def test_a_hub_that_does_not_answer_costs_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    import huggingface_hub
+
+    release = threading.Event()
+
+    def stuck(*_args: Any, **_kwargs: Any) -> None:
+        release.wait(10)
+
+    def uncached(*_args: Any, **_kwargs: Any) -> str:
+        raise FileNotFoundError("not cached")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(hub, "HUB_ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", uncached)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", stuck)
+    try:
+        with pytest.raises(CannotConnect, match="did not answer"):
+            await hub.fetch_model("some-model")
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize("route", [False, True])
+@pytest.mark.parametrize("mode", DisaggregationMode)
+def test_every_role_registers_as_the_table_says(mode: DisaggregationMode, route: bool) -> None:
+    prefill, decode, encode, whole = WorkerType.Prefill, WorkerType.Decode, WorkerType.Encode, WorkerType.Aggregated
+    both = ModelType.Chat | ModelType.Completions
+    table = {
+        (DisaggregationMode.AGGREGATED, False): (both, whole, ()),
+        (DisaggregationMode.AGGREGATED, True): (both, whole, ((encode,),)),
+        (DisaggregationMode.PREFILL, False): (ModelType.Prefill, prefill, ((decode,),)),
+        (DisaggregationMode.PREFILL, True): (ModelType.Prefill, prefill, ((decode, encode),)),
+        (DisaggregationMode.DECODE, False): (both, decode, ((prefill,),)),
+        (DisaggregationMode.ENCODE, False): (ModelType.Empty, encode, ((prefill, decode), (whole,))),
+    }
+    expected = table.get((mode, route))
+    if expected is None:
+        with pytest.raises(InvalidArgument, match="route_to_encoder"):
+            plan_role(mode, "chat,completions", route_to_encoder=route)
+        return
+    plan = plan_role(mode, "chat,completions", route_to_encoder=route)
+    assert (plan.model_type, plan.worker_type, plan.needs) == expected
+
+
+def test_a_prefill_card_has_no_surface_and_no_parsers() -> None:
+    config = WorkerConfig("ns", disaggregation_mode=DisaggregationMode.PREFILL, tool_call_parser="hermes")
+    plan = plan_role(config.disaggregation_mode, config.endpoint_types)
+    card = build_card(
+        "m",
+        model_type=plan.model_type,
+        worker_type=plan.worker_type,
+        runtime_config=runtime_config_of(config, EngineConfig("m")),
+    )
+    assert card.surfaces == ModelType.Empty
+    assert decode_card(card.to_json()).role is WorkerType.Prefill
+    assert card.runtime_config.tool_call_parser is None
+
+
+def test_the_engines_figures_reach_the_card() -> None:
+    engine = EngineConfig(
+        "m",
+        context_length=8192,
+        kv_cache_block_size=32,
+        total_kv_blocks=100,
+        data_parallel_size=2,
+        data_parallel_start_rank=4,
+        bootstrap_host="h",
+        bootstrap_port=1234,
+        runtime_data={"k": 1},
+    )
+    config = WorkerConfig("ns", default_thinking_mode="enabled", reasoning_parser="qwen3")
+    record = runtime_config_of(config, engine).to_json()
+    assert record["disaggregated_endpoint"] == {"bootstrap_host": "h", "bootstrap_port": 1234}
+    assert record["runtime_data"] == {"k": 1, "default_thinking_mode": "enabled"}
+    assert (record["data_parallel_size"], record["data_parallel_start_rank"]) == (2, 4)
+    assert (record["context_length"], record["total_kv_blocks"]) == (8192, 100)
+    assert record["reasoning_parser"] == "qwen3"
+    assert engine.runtime_data == {"k": 1}  # the engine's own dict is not written to
+
+
+def test_a_host_without_a_port_is_not_advertised() -> None:
+    record = runtime_config_of(WorkerConfig("ns"), EngineConfig("m", bootstrap_host="h")).to_json()
+    assert "disaggregated_endpoint" not in record
+
+
+async def test_register_and_unregister(model_directory: Path) -> None:
+    endpoint = RecordingEndpoint()
+    await register_model(
+        ModelInput.Tokens,
+        ModelType.Chat,
+        endpoint,
+        str(model_directory),
+        "served",
+        worker_type=WorkerType.Decode,
+        needs=[[WorkerType.Prefill]],
+        model_aliases=["other", "served"],
+        kv_cache_block_size=32,
+        user_data={"x": 1},
+    )
+    card = decode_card(endpoint.cards[None])
+    assert (card.display_name, card.slug, card.source_path) == ("served", "served", str(model_directory))
+    assert (card.worker_type, card.needs, card.aliases) == ("decode", [["prefill"]], ["other"])
+    assert (card.kv_cache_block_size, card.user_data) == (32, {"x": 1})
+    await unregister_model(endpoint)
+    await unregister_model(endpoint)
+    assert endpoint.cards == {}
+
+
+async def test_an_adapter_is_registered_beside_its_base_model(model_directory: Path) -> None:
+    endpoint = RecordingEndpoint()
+    await register_model(
+        ModelInput.Tokens,
+        ModelType.Chat,
+        endpoint,
+        "ignored",
+        worker_type="aggregated",
+        lora_name="My.Adapter",
+        base_model_path=str(model_directory),
+        max_gpu_lora_count=4,
+    )
+    assert list(endpoint.cards) == ["my_adapter"]
+    card = decode_card(endpoint.cards["my_adapter"])
+    assert (card.display_name, card.lora and card.lora.max_gpu_lora_count) == ("My.Adapter", 4)
+    await unregister_model(endpoint, lora_name="My.Adapter")
+    assert endpoint.cards == {}
+
+
+@pytest.mark.parametrize("given", [{"lora_name": "a"}, {"base_model_path": "b"}])
+async def test_an_adapter_needs_its_name_and_its_base(given: dict[str, str]) -> None:
+    with pytest.raises(InvalidArgument, match="belong together"):
+        await register_model(
+            ModelInput.Tokens, ModelType.Chat, RecordingEndpoint(), "m", worker_type=WorkerType.Aggregated, **given
+        )
+
+
+async def test_a_raw_model_is_a_name_and_asks_nobody() -> None:
+    endpoint = RecordingEndpoint()
+    await register_model(
+        ModelInput.Text, ModelType.Images, endpoint, "some/diffusion", worker_type=WorkerType.Aggregated
+    )
+    card = decode_card(endpoint.cards[None])
+    assert (card.is_name_only, card.model_input, card.model_type) == (True, "Text", "Images")
+
+
+async def test_taints_change_nothing_else_on_the_card() -> None:
+    endpoint = RecordingEndpoint()
+    await register_model(ModelInput.Text, ModelType.Chat, endpoint, "m", worker_type=WorkerType.Aggregated)
+    endpoint.cards[None]["a_member_of_the_future"] = 1
+    before = json.loads(json.dumps(endpoint.cards[None]))
+    assert await update_model_taints(endpoint, ["b", "a", "b"]) == ["a", "b"]
+    after = endpoint.cards[None]
+    assert after["runtime_config"].pop("taints") == ["a", "b"]
+    assert after == before
+    await update_model_taints(endpoint, ["x"])
+    assert await update_model_taints(endpoint, []) == []
+    assert endpoint.cards[None] == before
+
+
+@pytest.mark.parametrize(
+    "taints", ["text", None, [1], [""], [" "], ["dynamo.topology/zone"], [str(i) for i in range(300)]]
+)
+def test_malformed_taints_are_refused(taints: Any) -> None:
+    with pytest.raises(InvalidArgument, match="taint"):
+        checked_taints(taints)
+
+
+async def test_a_model_must_be_there_to_be_tainted() -> None:
+    with pytest.raises(InvalidArgument, match="register"):
+        await update_model_taints(RecordingEndpoint(), ["a"])
+
+
+async def test_hub_threads_hand_their_errors_over() -> None:
+    def boom() -> None:
+        raise OSError("boom")
+
+    with pytest.raises(OSError, match="boom"):
+        await asyncio.wait_for(hub._in_thread(boom), 5)
