@@ -1,0 +1,109 @@
+"""The little of ASGI that the routes need: read a bounded body, send one answer, look at headers once."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+from dynamo.protocol.openai.errors import RequestRejected
+
+__all__ = [
+    "JSON",
+    "ClientGone",
+    "Headers",
+    "Receive",
+    "Scope",
+    "Send",
+    "check_content_type",
+    "first_headers",
+    "read_body",
+    "reply",
+    "reply_rejected",
+]
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = dict[bytes, bytes]
+
+JSON: Final = b"application/json"
+
+
+class ClientGone(Exception):
+    """The client left before its request was complete: there is nobody to answer."""
+
+
+def first_headers(scope: Scope) -> Headers:
+    """Header values by lower-case name; of a repeated header the first value counts."""
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    found = dict(headers)
+    if len(found) != len(headers):
+        found = dict(reversed(headers))
+    return found
+
+
+def check_content_type(headers: Headers) -> None:
+    """Raise the 415 unless the body is said to be JSON."""
+    value = headers.get(b"content-type", b"")
+    if value == JSON:
+        return
+    kind = value.split(b";", 1)[0].strip().lower()
+    if kind != JSON and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
+        raise RequestRejected(415, "Expected request with Content-Type application/json")
+
+
+async def read_body(headers: Headers, receive: Receive, limit_bytes: int) -> bytes:
+    """The whole body. Raises the 413 as soon as it is known to be too long, ClientGone when the client left."""
+    announced = headers.get(b"content-length", b"")
+    if announced.isdigit() and int(announced[:20]) > limit_bytes:
+        raise _too_large(limit_bytes)
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    body: bytes = message.get("body", b"")
+    if not message.get("more_body", False):
+        if len(body) > limit_bytes:
+            raise _too_large(limit_bytes)
+        return body
+    parts, size = [body], len(body)
+    while message.get("more_body", False):
+        if size > limit_bytes:
+            raise _too_large(limit_bytes)
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+    if size > limit_bytes:
+        raise _too_large(limit_bytes)
+    return b"".join(parts)
+
+
+def _too_large(limit_bytes: int) -> RequestRejected:
+    megabytes = limit_bytes // (1024 * 1024)
+    return RequestRejected(413, f"Request body exceeds the limit of {megabytes} MB set by DYN_HTTP_BODY_LIMIT_MB")
+
+
+async def reply(
+    send: Send,
+    status: int,
+    body: bytes,
+    *,
+    content_type: bytes | None = JSON,
+    extra: tuple[tuple[bytes, bytes], ...] = (),
+) -> None:
+    """Send a complete answer."""
+    headers = [(b"content-length", b"%d" % len(body)), *extra]
+    if content_type is not None:
+        headers.append((b"content-type", content_type))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def reply_rejected(send: Send, rejected: RequestRejected, extra: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+    """Send the answer a rejection stands for."""
+    headers = tuple((name.encode(), value.encode()) for name, value in rejected.headers().items())
+    if rejected.status == 413:  # the rest of the body is not wanted
+        headers += ((b"connection", b"close"),)
+    await reply(send, rejected.status, rejected.body(), extra=(*headers, *extra))

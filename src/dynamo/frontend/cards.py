@@ -1,0 +1,166 @@
+"""Which worker serves which model: the bookkeeping over `v1/mdc`, without I/O.
+
+Cards are grouped by (model name, namespace, role). The first card of a group says what the model is; a worker whose card
+has another fingerprint is left out, loudly, until the first card's last worker has gone. The native frontend has the same
+rule but keeps silent about it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dynamo.errors import InvalidArgument
+from dynamo.protocol.model_types import ModelInput, WorkerType
+from dynamo.protocol.records import ModelCard, ModelRecord, decode_model_record
+from dynamo.runtime.discovery.base import MODEL_CARDS, Change, Put
+
+__all__ = ["MAX_CARDS", "CardBook", "CardEntry", "Group", "GroupKey", "Scope"]
+
+logger = logging.getLogger(__name__)
+
+MAX_CARDS: Final = 100_000  # a store gone wild must not take the frontend's memory
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Which namespaces a frontend serves; the prefix wins over the exact name, neither means all."""
+
+    namespace: str | None = None
+    prefix: str | None = None
+
+    def covers(self, namespace: str) -> bool:
+        if self.prefix is not None:
+            return namespace.startswith(self.prefix)
+        return self.namespace is None or namespace == self.namespace
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GroupKey:
+    """Workers that must agree on what the model is."""
+
+    model: str
+    namespace: str
+    role: str  # as the card spells it: "aggregated", "prefill", ...
+
+
+@dataclass(frozen=True, slots=True)
+class CardEntry:
+    """One model at one instance."""
+
+    key: str  # in the bucket, with the adapter's suffix if it has one
+    endpoint: str  # "namespace.component.endpoint"
+    instance_id: int
+    card: ModelCard
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The members of a group now; `accepted` is never empty."""
+
+    key: GroupKey
+    accepted: tuple[CardEntry, ...]  # the first one's card counts
+    rejected: tuple[CardEntry, ...]
+
+    @property
+    def card(self) -> ModelCard:
+        return self.accepted[0].card
+
+    @property
+    def fingerprint(self) -> str:
+        return self.accepted[0].fingerprint
+
+
+class CardBook:
+    """Every readable card in scope, in order of arrival."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+        self._where: dict[str, GroupKey] = {}  # card key -> group
+        self._groups: dict[GroupKey, dict[str, CardEntry]] = {}  # insertion order is arrival order
+
+    def apply(self, changes: Iterable[Change]) -> list[GroupKey]:
+        """Take over a batch; the groups that may look different now, each once, in order."""
+        touched: dict[GroupKey, None] = {}
+        for change in changes:
+            key = change.key.removeprefix(f"{MODEL_CARDS}/")
+            found = self._put(key, change.value) if isinstance(change, Put) else self._delete(key)
+            if found is not None:
+                touched[found] = None
+        return list(touched)
+
+    def group(self, key: GroupKey) -> Group | None:
+        """The group as it stands, or None when its last member has gone."""
+        entries = self._groups.get(key)
+        if not entries:
+            return None
+        fingerprint = next(iter(entries.values())).fingerprint
+        accepted = tuple(entry for entry in entries.values() if entry.fingerprint == fingerprint)
+        rejected = tuple(entry for entry in entries.values() if entry.fingerprint != fingerprint)
+        return Group(key, accepted, rejected)
+
+    def groups(self, model: str) -> list[Group]:
+        """All groups of a model (by its own name), sorted by namespace and role."""
+        keys = sorted(key for key in self._groups if key.model == model)
+        return [group for key in keys if (group := self.group(key)) is not None]
+
+    @property
+    def keys(self) -> Sequence[GroupKey]:
+        return list(self._groups)
+
+    def _put(self, key: str, value: bytes) -> GroupKey | None:
+        try:
+            entry, group_key = _read(key, value)
+        except InvalidArgument as error:
+            # What was readable stays in force: a bad rewrite is no reason to stop serving.
+            logger.warning("model card %s is not readable and ignored: %s", key, error)
+            return None
+        if not self._scope.covers(group_key.namespace):
+            return None
+        known = self._where.get(key)
+        if known is not None:
+            held = self._groups[known].get(key)
+            if held is not None and (held.fingerprint != entry.fingerprint or known != group_key):
+                logger.error(
+                    "model card %s was rewritten with another fingerprint; only taints may change while a worker serves. "
+                    "The first card stays in force: restart the worker to change its model",
+                    key,
+                )
+                return None
+            self._groups[known][key] = entry
+            return known
+        if len(self._where) >= MAX_CARDS:
+            logger.error("more than %d model cards; %s is ignored", MAX_CARDS, key)
+            return None
+        self._where[key] = group_key
+        self._groups.setdefault(group_key, {})[key] = entry
+        return group_key
+
+    def _delete(self, key: str) -> GroupKey | None:
+        group_key = self._where.pop(key, None)
+        if group_key is None:
+            return None
+        entries = self._groups[group_key]
+        entries.pop(key, None)
+        if not entries:
+            del self._groups[group_key]
+        return group_key
+
+
+def _read(key: str, value: bytes) -> tuple[CardEntry, GroupKey]:
+    record: ModelRecord = decode_model_record(value)
+    card = record.card
+    if card.model_input not in ModelInput.__members__:
+        raise InvalidArgument(f"model_input {card.model_input!r} is unknown to this version")
+    role: WorkerType = card.role
+    entry = CardEntry(
+        key=key,
+        endpoint=f"{record.namespace}.{record.component}.{record.endpoint}",
+        instance_id=record.instance_id,
+        card=card,
+        fingerprint=card.checksum(),
+    )
+    return entry, GroupKey(card.display_name, record.namespace, str(role))

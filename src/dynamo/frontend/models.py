@@ -1,0 +1,490 @@
+"""The models this frontend serves right now: cards and instances watched, files fetched, names looked up.
+
+`lookup` is the only thing on a request's way; everything else happens when workers come and go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from dynamo.errors import DynamoException, WorkerUnavailable
+from dynamo.frontend.cards import CardBook, CardEntry, Group, GroupKey, Scope
+from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
+from dynamo.protocol.records import ModelCard
+from dynamo.runtime.context import Context
+from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Discovery, Put
+from dynamo.runtime.request_plane.base import Instance, ResponseStream
+from dynamo.text.model import TextModel
+
+__all__ = ["ModelDirectory", "ServedModel", "WorkerClient"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS: Final = (1, 2, 4, 8, 16, 30)  # then 30 again and again: the files may be on their way
+WATCH_RETRY_SECONDS: Final = 1.0
+
+SERVABLE: Final = ModelType.Chat | ModelType.Completions
+
+
+class WorkerClient(Protocol):
+    """What is needed of `dynamo.runtime.Client`: the instances of one endpoint, and a way to each."""
+
+    def instance_ids(self) -> list[int]: ...
+
+    def pick(self, context: Context, *, exclude: Collection[int] = ()) -> Instance: ...
+
+    async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream: ...
+
+    def inhibit(self, instance_id: int) -> None: ...
+
+
+Connect = Callable[[str], Awaitable[WorkerClient]]
+"""From "namespace.component.endpoint" to the client of that endpoint."""
+
+Load = Callable[[ModelCard], Awaitable[TextModel]]
+"""From a card to its tokenizer and template. Raises `DynamoException`; it is called again after a while."""
+
+
+class ServedModel:
+    """A model that can answer: its text side and its workers. One per (model, namespace).
+
+    `pick`, `open` and `inhibit` are those of the endpoint's client, restricted to workers that registered this model
+    (workers of several models may share an endpoint name).
+    """
+
+    __slots__ = (
+        "_clients",
+        "_turn",
+        "_workers",
+        "card",
+        "created",
+        "lora_name",
+        "mdc_sum",
+        "name",
+        "namespace",
+        "text",
+    )
+
+    def __init__(self, group: Group, text: TextModel, clients: Mapping[str, WorkerClient]) -> None:
+        self.name = group.key.model
+        self.namespace = group.key.namespace
+        self.text = text
+        self.created = int(time.time())
+        self._turn = 0
+        self._clients: Mapping[str, WorkerClient] = clients  # by endpoint
+        self.update(group)
+
+    def update(self, group: Group) -> None:
+        """Take over new members; the model itself is the same."""
+        card = group.card
+        self.card = card
+        self.mdc_sum = group.fingerprint
+        self.lora_name = card.lora.name if card.lora else None
+        workers: dict[str, set[int]] = {}
+        for entry in group.accepted:
+            workers.setdefault(entry.endpoint, set()).add(entry.instance_id)
+        self._workers: Mapping[str, frozenset[int]] = {path: frozenset(ids) for path, ids in workers.items()}
+
+    @property
+    def workers(self) -> int:
+        """How many workers registered it."""
+        return sum(map(len, self._workers.values()))
+
+    @property
+    def created_at_text(self) -> str:
+        """When it was first served here, RFC 3339."""
+        return datetime.fromtimestamp(self.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    @property
+    def surfaces(self) -> ModelType:
+        return self.card.surfaces
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of prompt and answer together; None when the worker did not say."""
+        runtime = self.card.runtime_config.context_length
+        return runtime or self.card.context_length or self.text.context_length or None
+
+    def pick(self, context: Context, *, exclude: Collection[int] = ()) -> Instance:
+        """The worker the router mode chooses. Raises `WorkerUnavailable` when none is left."""
+        endpoints = list(self._workers)
+        if len(endpoints) > 1:  # one model on several endpoints of a namespace: take turns, skip what has nobody
+            self._turn += 1
+            start = self._turn % len(endpoints)
+            endpoints = endpoints[start:] + endpoints[:start]
+        for position, endpoint in enumerate(endpoints):
+            client = self._clients.get(endpoint)
+            if client is None:
+                continue
+            try:
+                return client.pick(context, exclude=self._others(client, endpoint, exclude))
+            except WorkerUnavailable:
+                if position == len(endpoints) - 1:
+                    raise
+        raise WorkerUnavailable(f"No workers available for model {self.name}")
+
+    def _others(self, client: WorkerClient, endpoint: str, exclude: Collection[int]) -> Collection[int]:
+        """`exclude` and the instances at the endpoint that serve something else; nearly always there are none."""
+        mine = self._workers[endpoint]
+        foreign = [instance_id for instance_id in client.instance_ids() if instance_id not in mine]
+        return {*foreign, *exclude} if foreign else exclude
+
+    async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream:
+        """Send `body` to `instance` and return its stream."""
+        return await self._client_of(instance).open(instance, body, context)
+
+    def inhibit(self, instance: Instance) -> None:
+        """Leave this worker alone for a while: it failed."""
+        self._client_of(instance).inhibit(instance.instance_id)
+
+    def instance(self, instance_id: int) -> Instance | None:
+        """The worker with this id if it serves this model, for requests that name their worker."""
+        for endpoint, ids in self._workers.items():
+            client = self._clients.get(endpoint)
+            if instance_id in ids and client is not None and instance_id in client.instance_ids():
+                return client.pick(
+                    Context(""), exclude=[other for other in client.instance_ids() if other != instance_id]
+                )
+        return None
+
+    def _client_of(self, instance: Instance) -> WorkerClient:
+        endpoint = f"{instance.namespace}.{instance.component}.{instance.endpoint}"
+        try:
+            return self._clients[endpoint]
+        except KeyError:
+            raise WorkerUnavailable(f"{instance} does not serve {self.name} any more") from None
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A group whose files are being fetched."""
+
+    fingerprint: str
+    task: asyncio.Task[None]
+    last_error: str | None = None
+
+
+class ModelDirectory:
+    """Watches the store and keeps `ServedModel`s. Open it with `start`, leave it with `aclose`."""
+
+    def __init__(
+        self, discovery: Discovery, connect: Connect, load: Load, *, scope: Scope, metrics: FrontendMetrics
+    ) -> None:
+        self._discovery, self._connect, self._load, self._metrics = discovery, connect, load, metrics
+        self._scope = scope
+        self._book = CardBook(scope)
+        self._served: dict[GroupKey, ServedModel] = {}
+        self._loading: dict[GroupKey, _Loading] = {}
+        self._by_name: dict[str, tuple[ServedModel, ...]] = {}  # also by alias
+        self._pending_names: frozenset[str] = frozenset()  # registered, cannot answer yet
+        self._clients: dict[str, WorkerClient] = {}
+        self._instances: dict[str, dict[str, Any]] = {}  # by key, without "type"
+        self._rejected: dict[str, str] = {}  # card key -> fingerprint that was complained about
+        self._turn = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Watch; returns when both snapshots are in, without waiting for any file."""
+        first_cards, first_instances = asyncio.Event(), asyncio.Event()
+        self._tasks = [
+            asyncio.create_task(self._follow(MODEL_CARDS, self._take_cards, first_cards), name="frontend: model cards"),
+            asyncio.create_task(
+                self._follow(INSTANCES, self._take_instances, first_instances), name="frontend: instances"
+            ),
+        ]  # awaited in aclose()
+        await first_cards.wait()
+        await first_instances.wait()
+
+    async def aclose(self) -> None:
+        """Stop watching; idempotent. Models served so far stay known: requests in flight may still ask for them."""
+        tasks, self._tasks = [*self._tasks, *(loading.task for loading in self._loading.values())], []
+        self._loading.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, bucket: str, take: Callable[[Sequence[Any]], None], first: asyncio.Event) -> None:
+        while True:
+            try:
+                async with self._discovery.watch(bucket) as changes:
+                    async for batch in changes:
+                        take(batch)
+                        first.set()
+                return  # the store was closed
+            except DynamoException as error:
+                logger.warning("the watch on %s failed and is set up again: %s", bucket, error)
+            await asyncio.sleep(WATCH_RETRY_SECONDS)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def lookup(self, name: str) -> ServedModel | None:
+        """The model for one request; where several namespaces serve the name, each gets its share by workers."""
+        found = self._by_name.get(name)
+        if found is None:
+            return None
+        if len(found) == 1:
+            return found[0]
+        self._turn += 1
+        turn = self._turn % (sum(model.workers for model in found) or 1)
+        for model in found:
+            turn -= model.workers
+            if turn < 0:
+                return model
+        return found[0]
+
+    def is_registered(self, name: str) -> bool:
+        """Whether a worker registered the name, ready or not."""
+        return name in self._by_name or name in self._pending_names
+
+    def models(self) -> list[ServedModel]:
+        """One entry per name, sorted."""
+        return [found[0] for name, found in sorted(self._by_name.items()) if found[0].name == name]
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Return when `condition` holds; it is asked after every change."""
+        while not condition():
+            changed = self._changed
+            await changed.wait()
+
+    # -- what operators see ------------------------------------------------------------------------------------------
+
+    def instances(self) -> list[dict[str, Any]]:
+        """Every instance record, sorted by key, without its "type"."""
+        return [record for _, record in sorted(self._instances.items())]
+
+    def readiness(self, name: str) -> dict[str, Any] | None:
+        """The body of `/v1/models/{name}/ready`, or None for a name that nobody registered."""
+        groups = self._book.groups(name)
+        if not groups:
+            found = self._by_name.get(name)  # an alias
+            groups = self._book.groups(found[0].name) if found else []
+        if not groups:
+            return None
+        namespaces: dict[str, list[Group]] = {}
+        for group in groups:
+            namespaces.setdefault(group.key.namespace, []).append(group)
+        bodies = {namespace: self._namespace_readiness(members) for namespace, members in namespaces.items()}
+        return {"model": name, "ready": any(body["ready"] for body in bodies.values()), "namespaces": bodies}
+
+    def _namespace_readiness(self, groups: Sequence[Group]) -> dict[str, Any]:
+        present = sorted(group.key.role for group in groups)
+        missing = sorted({role for group in groups for role in _missing(group.card.needs, present)})
+        body: dict[str, Any] = {
+            "ready": any(group.key in self._served for group in groups) and not missing,
+            "worker_types": {
+                group.key.role: {"workers": len(group.accepted), "needs": group.card.needs} for group in groups
+            },
+            "present": present,
+            "missing_worker_types": missing,
+        }
+        rejected = [entry for group in groups for entry in group.rejected]
+        if rejected:  # ours: the native frontend leaves them out without telling anybody
+            body["rejected_workers"] = [
+                {"endpoint": entry.endpoint, "instance_id": entry.instance_id, "reason": "model card differs"}
+                for entry in rejected
+            ]
+        errors = [loading.last_error for group in groups if (loading := self._loading.get(group.key))]
+        if any(errors):
+            body["error"] = next(error for error in errors if error)
+        if all(_unservable(group) for group in groups):
+            body["error"] = _unservable(groups[0])
+        return body
+
+    # -- changes -----------------------------------------------------------------------------------------------------
+
+    def _take_instances(self, batch: Sequence[Any]) -> None:
+        for change in batch:
+            key = change.key.removeprefix(f"{INSTANCES}/")
+            if not isinstance(change, Put):
+                self._instances.pop(key, None)
+                continue
+            try:
+                record = msgspec.json.decode(change.value, type=dict[str, Any])
+            except msgspec.DecodeError as error:
+                logger.warning("instance record %s is not readable and ignored: %s", key, error)
+                continue
+            if self._scope.covers(str(record.get("namespace"))):
+                record.pop("type", None)
+                self._instances[key] = record
+        self._announce()
+
+    def _take_cards(self, batch: Sequence[Any]) -> None:
+        for key in self._book.apply(batch):
+            self._reconcile(key)
+        self._index()
+
+    def _reconcile(self, key: GroupKey) -> None:
+        """Make what is served and loaded agree with the book for one group."""
+        group = self._book.group(key)
+        loading = self._loading.get(key)
+        if loading is not None and (group is None or group.fingerprint != loading.fingerprint):
+            loading.task.cancel()
+            del self._loading[key]
+            loading = None
+        served = self._served.get(key)
+        if group is None:
+            if served is not None:
+                del self._served[key]
+                logger.info("model %s is gone from namespace %s", key.model, key.namespace)
+                if not self._book.groups(key.model):
+                    self._metrics.forget_model(key.model)
+            self._rejected = {card: said for card, said in self._rejected.items() if self._is_rejected(card)}
+            return
+        self._complain(group)
+        if served is not None and served.mdc_sum == group.fingerprint:
+            served.update(group)
+            self._gauges(served)
+            self._reach(group)
+            return
+        if served is not None:  # the first card's workers have left; the others take over with another model
+            del self._served[key]
+        reason = _unservable(group)
+        if reason is not None:
+            logger.warning("model %s in namespace %s is not served: %s", key.model, key.namespace, reason)
+            return
+        if loading is None:
+            task = asyncio.create_task(self._bring_up(key), name=f"frontend: load {key.model}")  # awaited in aclose()
+            self._loading[key] = _Loading(group.fingerprint, task)
+
+    def _is_rejected(self, card_key: str) -> bool:
+        return any(
+            entry.key == card_key
+            for key in self._book.keys
+            if (group := self._book.group(key)) is not None
+            for entry in group.rejected
+        )
+
+    def _complain(self, group: Group) -> None:
+        for entry in group.rejected:
+            if self._rejected.get(entry.key) == entry.fingerprint:
+                continue
+            self._rejected[entry.key] = entry.fingerprint
+            self._metrics.card_conflicts.labels(group.key.model).inc()
+            logger.error(
+                "worker %s/%x registered model %s with a card that differs from the one in service (%s instead of %s: "
+                "tokenizer, template, generation config, block size, role or needs) and gets no requests. Give it the "
+                "same model files, another model name or another namespace",
+                entry.endpoint,
+                entry.instance_id,
+                group.key.model,
+                entry.fingerprint[:12],
+                group.fingerprint[:12],
+            )
+        for entry in group.accepted:
+            self._rejected.pop(entry.key, None)
+
+    async def _bring_up(self, key: GroupKey) -> None:
+        """Load a group's files, again and again until it works, then serve it."""
+        attempt = 0
+        while True:
+            group = self._book.group(key)
+            if group is None:
+                return
+            try:
+                text = await self._load(group.card)
+                await self._connect_all(group.accepted)
+                break
+            except (DynamoException, OSError, ValueError) as error:
+                delay = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
+                attempt += 1
+                self._metrics.materialise_failures.labels(key.model).inc()
+                loading = self._loading.get(key)
+                if loading is not None:
+                    loading.last_error = str(error)
+                logger.error("model %s cannot be loaded, next attempt in %d s: %s", key.model, delay, error)
+                await asyncio.sleep(delay)
+        group = self._book.group(key)  # it may have grown meanwhile; a new fingerprint would have cancelled this task
+        self._loading.pop(key, None)
+        if group is None:
+            return
+        served = self._served[key] = ServedModel(group, text, self._clients)
+        self._gauges(served)
+        logger.info(
+            "model %s is served in namespace %s by %d worker(s) (%s)",
+            key.model,
+            key.namespace,
+            served.workers,
+            served.surfaces,
+        )
+        self._index()
+        self._reach(group)
+
+    def _reach(self, group: Group) -> None:
+        """Connect to endpoints that joined a served model; until then requests go to the others."""
+        if any(entry.endpoint not in self._clients for entry in group.accepted):
+            task = asyncio.create_task(
+                self._connect_all(group.accepted), name=f"frontend: reach {group.key.model}"
+            )  # awaited in aclose()
+            self._tasks.append(task)
+            task.add_done_callback(self._reached)
+
+    def _reached(self, task: asyncio.Task[None]) -> None:
+        with contextlib.suppress(ValueError):  # aclose() has taken the list
+            self._tasks.remove(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("an endpoint of a served model cannot be followed: %s", error)
+
+    async def _connect_all(self, entries: Sequence[CardEntry]) -> None:
+        for endpoint in {entry.endpoint for entry in entries}:
+            if endpoint not in self._clients:
+                self._clients[endpoint] = await self._connect(endpoint)
+
+    def _gauges(self, served: ServedModel) -> None:
+        runtime = served.card.runtime_config
+        self._metrics.describe_model(
+            served.name,
+            {
+                "ready": 1,
+                "total_kv_blocks": runtime.total_kv_blocks,
+                "max_num_seqs": runtime.max_num_seqs,
+                "max_num_batched_tokens": runtime.max_num_batched_tokens,
+                "context_length": served.context_length,
+                "kv_cache_block_size": served.card.kv_cache_block_size,
+                "migration_limit": served.card.migration_limit,
+            },
+        )
+
+    def _index(self) -> None:
+        names: dict[str, list[ServedModel]] = {}
+        for key in sorted(self._served):
+            served = self._served[key]
+            for name in dict.fromkeys((served.name, *served.card.aliases)):
+                names.setdefault(name, []).append(served)
+        self._by_name = {name: tuple(models) for name, models in names.items()}
+        self._pending_names = frozenset(key.model for key in self._book.keys) - frozenset(self._by_name)
+        self._announce()
+
+    def _announce(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def _missing(needs: Sequence[Sequence[str]], present: Collection[str]) -> list[str]:
+    """The roles of the nearest alternative that nobody plays; [] when one alternative is complete or none is asked."""
+    gaps = [[role for role in alternative if role not in present] for alternative in needs]
+    return min(gaps, key=len, default=[])
+
+
+def _unservable(group: Group) -> str | None:
+    """Why this version cannot serve a group, or None."""
+    card = group.card
+    if card.role is not WorkerType.Aggregated:
+        return f"workers of role {group.key.role!r} need disaggregated serving, which is not in this version"
+    if card.model_input != str(ModelInput.Tokens):
+        return f"model_input {card.model_input!r} is not in this version (use Tokens)"
+    if not card.surfaces & SERVABLE:
+        return f"model_type {card.model_type!r} is not in this version (use Chat or Completions)"
+    return None

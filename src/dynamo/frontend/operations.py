@@ -1,0 +1,141 @@
+"""The routes of operators and catalogues: health, liveness, metrics, the model list. None of them is hot."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+import msgspec
+
+from dynamo.frontend.admission import Admission, Stage
+from dynamo.frontend.asgi import Receive, Scope, Send, first_headers, reply, reply_rejected
+from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.models import ModelDirectory, ServedModel
+from dynamo.frontend.offload import Offload
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.protocol.openai.errors import model_not_found
+from dynamo.runtime.metrics import CONTENT_TYPE
+
+__all__ = ["HealthRoute", "LiveRoute", "MetricsRoute", "ModelsRoute"]
+
+
+def _encode(value: Any) -> bytes:
+    return msgspec.json.encode(value)
+
+
+class HealthRoute:
+    """`/health`: 200 while requests are taken, whatever the models; 503 once draining began."""
+
+    def __init__(self, admission: Admission, models: ModelDirectory) -> None:
+        self._admission, self._models = admission, models
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._admission.stage is not Stage.SERVING:
+            body = {
+                "status": "not_ready",
+                "stage": self._admission.stage.value,
+                "message": "Service is not ready",
+            }
+            await reply(send, 503, _encode(body))
+            return
+        instances = self._models.instances()
+        endpoints = sorted({f"dyn://{one['namespace']}.{one['component']}.{one['endpoint']}" for one in instances})
+        await reply(send, 200, _encode({"status": "healthy", "endpoints": endpoints, "instances": instances}))
+
+
+class LiveRoute:
+    """`/live`: 200 until the listener is about to close."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._admission.stage is Stage.STOPPING:
+            await reply(send, 503, _encode({"status": "shutting_down", "message": "Service is shutting down"}))
+        else:
+            await reply(send, 200, _encode({"status": "live", "message": "Service is live"}))
+
+
+class MetricsRoute:
+    """`/metrics` of the whole process."""
+
+    def __init__(self, metrics: FrontendMetrics, offload: Offload) -> None:
+        self._metrics, self._offload = metrics, offload
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Hundreds of series take a millisecond or two: no stream should wait for a scrape.
+        body = await self._offload(self._metrics.expose)
+        await reply(send, 200, body, content_type=CONTENT_TYPE.encode())
+
+
+_READY = re.compile(r"^(?P<id>.+)/ready$")
+
+
+class ModelsRoute:
+    """`/v1/models`, `/v1/models/{id}` and `/v1/models/{id}/ready`; an id may contain slashes."""
+
+    def __init__(self, models: ModelDirectory, settings: FrontendSettings) -> None:
+        self._models, self._settings = models, settings
+        self._base = settings.paths["models"].rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = _model_id(scope, self._base)
+        anthropic = b"anthropic-version" in first_headers(scope)
+        if not name:
+            await reply(send, 200, _encode(self._list(anthropic)))
+            return
+        ready = _READY.match(name)
+        # A model may itself be called ".../ready": the registered name wins.
+        if ready is not None and not self._models.is_registered(name):
+            body = self._models.readiness(ready["id"])
+            if body is None:
+                await reply_rejected(send, model_not_found())
+            else:
+                await reply(send, 200 if body["ready"] else 503, _encode(body))
+            return
+        found = self._models.lookup(name)
+        if found is None:
+            await reply_rejected(send, model_not_found())
+        else:
+            await reply(send, 200, _encode(self._describe(found, name, anthropic)))
+
+    def _list(self, anthropic: bool) -> Mapping[str, Any]:
+        data = [self._describe(model, model.name, anthropic) for model in self._models.models()]
+        if anthropic:
+            return {
+                "data": data,
+                "has_more": False,
+                "first_id": data[0]["id"] if data else None,
+                "last_id": data[-1]["id"] if data else None,
+            }
+        return {"object": "list", "data": data}
+
+    def _describe(self, model: ServedModel, name: str, anthropic: bool) -> dict[str, Any]:
+        window = self._settings.context_window or model.context_length
+        if anthropic:
+            return {
+                "id": name,
+                "display_name": name,
+                "type": "model",
+                "created_at": model.created_at_text,
+                "max_input_tokens": window,
+            }
+        body: dict[str, Any] = {
+            "id": name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "nvidia",  # what 1.6 says; clients compare it
+            "context_window": window,
+        }
+        if self._settings.max_output_tokens is not None:
+            body["max_output_tokens"] = self._settings.max_output_tokens
+        return body
+
+
+def _model_id(scope: Scope, base: str) -> str:
+    """What stands behind the base path, percent-decoded once."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    path = unquote_to_bytes(raw).decode("utf-8", "replace")
+    return path[len(base) :].strip("/")

@@ -1,0 +1,148 @@
+"""From a validated request to work: render, tokenise, check the length, fill in what the worker is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, Final
+
+from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.models import ServedModel
+from dynamo.frontend.offload import Offload
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.frontend.work import WorkRequest
+from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.headers import HeaderEffects
+from dynamo.protocol.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    finish_preprocessing,
+    raw_prompt,
+    template_messages,
+    template_tools,
+    template_variables,
+    to_worker_fields,
+)
+
+__all__ = ["Preprocessor"]
+
+_QUERY: Final = "query_instance_id:"
+
+
+class Preprocessor:
+    """Shared by the routes; keeps no state of a request."""
+
+    def __init__(self, settings: FrontendSettings, metrics: FrontendMetrics, offload: Offload) -> None:
+        self._settings, self._metrics, self._offload = settings, metrics, offload
+
+    async def chat(self, request: ChatRequest, effects: HeaderEffects, model: ServedModel) -> WorkRequest:
+        """Raises `InvalidArgument` when the template refuses, `RequestRejected` when the prompt is too long."""
+        began = perf_counter()
+        text: str | None = None
+        ids = request.token_data
+        if ids is None:
+            text = raw_prompt(request)
+            if text is None:
+                text = self._render(request, model)
+            ids = await self._encode(model, text)
+        work = WorkRequest(
+            [ids], request.choices_per_prompt, self._fields(request, effects, model), formatted_prompt=text
+        )
+        self._check_length(work, model, is_chat=True)
+        self._metrics.preprocess_seconds.observe(perf_counter() - began)
+        return work
+
+    async def completion(self, request: CompletionRequest, effects: HeaderEffects, model: ServedModel) -> WorkRequest:
+        """As `chat`, for a batch of prompts without a template."""
+        began = perf_counter()
+        prompts = [
+            await self._encode(model, prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts()
+        ]
+        work = WorkRequest(prompts, request.choices_per_prompt, self._fields(request, effects, model))
+        self._check_length(work, model, is_chat=False)
+        self._metrics.preprocess_seconds.observe(perf_counter() - began)
+        return work
+
+    def _render(self, request: ChatRequest, model: ServedModel) -> str:
+        began = perf_counter()
+        runtime_data = model.card.runtime_config.runtime_data
+        variables = template_variables(request, default_thinking_mode=runtime_data.get("default_thinking_mode"))
+        if request.response_format is not None:
+            variables["response_format"] = request.response_format
+        if request.tool_choice is not None and request.tool_choice != "auto":
+            variables["tool_choice"] = request.tool_choice
+        text = model.text.template.render(
+            template_messages(request),
+            tools=template_tools(request, exclude_when_none=self._settings.exclude_tools_when_tool_choice_none),
+            add_generation_prompt=request.add_generation_prompt is not False,
+            **variables,
+        )
+        self._metrics.template_seconds.observe(perf_counter() - began)
+        return text
+
+    async def _encode(self, model: ServedModel, text: str) -> list[int]:
+        began = perf_counter()
+        if "\0" in text:
+            text = text.replace("\0", "")
+        tokenizer = model.text.tokenizer
+        if len(text) <= self._settings.inline_tokenize_characters:
+            ids = tokenizer.encode(text)
+        else:
+            ids = await self._offload(_bind(tokenizer.encode_unlocked, text))
+        seconds = perf_counter() - began
+        self._metrics.tokenize_seconds.observe(seconds)
+        self._metrics.tokenizer_latency.observe(seconds * 1000)
+        return ids
+
+    def _fields(
+        self, request: ChatRequest | CompletionRequest, effects: HeaderEffects, model: ServedModel
+    ) -> dict[str, Any]:
+        for annotation in request.annotations:
+            if annotation.startswith(_QUERY):
+                raise RequestRejected(501, "The annotation `query_instance_id:` is not in this version")
+        fields = finish_preprocessing(to_worker_fields(request), model.text.eos_token_ids)
+        fields["model"] = request.model
+        fields["mdc_sum"] = model.mdc_sum
+        if model.lora_name is not None:
+            fields["routing"]["lora_name"] = model.lora_name
+        if (agent := effects.agent_context) is not None:
+            fields["agent_context"] = agent
+        return fields
+
+    def _check_length(self, work: WorkRequest, model: ServedModel, *, is_chat: bool) -> None:
+        """Refuse what cannot fit before a worker is bothered; fill in the token limit where a budget defines it."""
+        budget = model.card.runtime_config.runtime_data.get("token_budget")
+        budget = budget if isinstance(budget, dict) else {}
+        limit = model.context_length
+        combined = budget.get("combined_limit")
+        if isinstance(combined, int):
+            limit = combined if limit is None or budget.get("reject_prompt_overflow") else min(limit, combined)
+        longest = max(map(len, work.prompts), default=0)
+        if limit is not None and longest >= limit:
+            raise RequestRejected(
+                400,
+                f"This model's maximum context length is {limit} tokens. However, your messages resulted in {longest} "
+                "tokens. Please reduce the length of the messages.",
+                param="messages" if is_chat else "prompt",
+                code="context_length_exceeded",
+            )
+        if not isinstance(combined, int):
+            return
+        stops = work.fields["stop_conditions"]
+        asked = stops["max_tokens"]
+        if asked is None:
+            if not is_chat:
+                stops["max_tokens"] = max(1, combined - longest)
+        elif budget.get("reject_total_overflow") and longest + asked > combined:
+            raise RequestRejected(
+                400,
+                f"This model configuration accepts at most {combined} combined input and output tokens. However, your "
+                f"request has {longest} input tokens and asks for {asked} output tokens ({longest + asked} tokens "
+                "total). Please reduce the input length or requested output length.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+
+def _bind(encode: Callable[[str], list[int]], text: str) -> Callable[[], list[int]]:
+    return lambda: encode(text)
