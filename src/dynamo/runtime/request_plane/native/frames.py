@@ -21,7 +21,15 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from dynamo.errors import RouterQueueLimitExceeded, describe, http_assertion
+from dynamo.errors import (
+    DynamoException,
+    Overloaded,
+    RouterQueueLimitExceeded,
+    SelectionServiceError,
+    describe,
+    http_assertion,
+    kind_of,
+)
 
 MAX_MESSAGE_BYTES: Final = 32 * 1024 * 1024  # a whole request frame; DYN_TCP_MAX_MESSAGE_SIZE
 MAX_CONTROL_BYTES: Final = 128 * 1024  # the header of a two-part frame
@@ -350,15 +358,28 @@ def error_record(error: BaseException) -> dict[str, Any]:
     record = describe(error)
     asserted = http_assertion(error)
     if asserted is not None:
-        # An asserted status travels as InvalidArgument with a JSON message, and without the text for clients: 1.6.1
-        # would prefer that text and answer 400.
+        # A status the engine asserts travels as InvalidArgument whose message is JSON; there is no text for clients.
         status, message = asserted
         record["error_type"] = "InvalidArgument"
         record["message"] = json.dumps({"message": message, "code": status})
         record.pop("public", None)
-    elif isinstance(error, RouterQueueLimitExceeded):
-        record["error_type"] = "ResourceExhausted"  # 1.6.1 has no such type of its own; this one is never migrated
+        return record
+    kind = kind_of(error)
+    # 1.6.1 answers 500 to a reason it does not list under the record's class, whatever the class says.
+    record["reason"] = _REASONS.get(kind, record["reason"])
+    record["error_type"] = _ERROR_TYPES.get(kind, record["error_type"])
     return record
+
+
+_REASONS: Final[Mapping[type[DynamoException], str]] = {
+    Overloaded: "capacity.worker_overloaded",
+    RouterQueueLimitExceeded: "capacity.exhausted",
+    SelectionServiceError: "backend.unknown",
+}
+_ERROR_TYPES: Final[Mapping[type[DynamoException], Any]] = {  # kinds of ours that 1.6.1 has no type for
+    RouterQueueLimitExceeded: "ResourceExhausted",  # never migrated, like ours
+    SelectionServiceError: {"Backend": "Unknown"},
+}
 
 
 def _bytes_as_lists(value: Any) -> Any:
