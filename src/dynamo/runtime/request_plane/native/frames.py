@@ -41,6 +41,8 @@ PREFIX: Final = struct.Struct(">QQQ")
 
 Codec = Literal["json", "msgpack"]
 
+_UNREADABLE: Final = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)  # what decoding hostile bytes raises
+
 
 class MalformedFrame(Exception):
     """The peer does not speak this wire, or broke a limit: the connection is beyond repair."""
@@ -112,7 +114,7 @@ def _headers(raw: bytes) -> dict[str, str]:
         return {}
     try:
         return msgspec.json.decode(raw, type=dict[str, str])
-    except (msgspec.MsgspecError, ValueError) as error:
+    except _UNREADABLE as error:
         raise MalformedFrame(f"headers are not a JSON object of strings: {error}") from error
 
 
@@ -243,7 +245,12 @@ class CallHome(msgspec.Struct):
     def host_and_port(self) -> tuple[str, int]:
         """Raises `MalformedFrame` unless the address is HOST:PORT (an IPv6 host in brackets)."""
         host, colon, port = self.address.rpartition(":")
-        if not colon or not host or not port.isdecimal() or not 0 < int(port) <= MAX_U16:
+        if (
+            not colon
+            or not host
+            or not (port.isascii() and port.isdigit() and len(port) <= 5)
+            or not 0 < int(port) <= MAX_U16
+        ):
             raise MalformedFrame(f"call-home address {self.address!r} is not HOST:PORT")
         return host.removeprefix("[").removesuffix("]"), int(port)
 
@@ -252,7 +259,7 @@ def decode_control(header: bytes) -> ControlMessage:
     """Raises `MalformedFrame` naming the field."""
     try:
         return msgspec.json.decode(header, type=ControlMessage)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except _UNREADABLE as error:
         raise MalformedFrame(f"control message: {error}") from error
 
 
@@ -264,7 +271,7 @@ def decode_call_home(control: ControlMessage) -> CallHome:
         )
     try:
         call_home = msgspec.json.decode(control.connection_info.info, type=CallHome)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except _UNREADABLE as error:
         raise MalformedFrame(f"connection_info.info: {error}") from error
     if call_home.context != control.id:
         raise MalformedFrame(f"connection_info names context {call_home.context!r}, the request is {control.id!r}")
@@ -280,7 +287,7 @@ def decode_body(data: bytes, codec: str) -> Any:
             return msgspec.msgpack.decode(data)
         if codec == "json":
             return msgspec.json.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise MalformedFrame(f"body is not {codec}: {error}") from error
     raise MalformedFrame(f"payload_codec {codec!r} is neither json nor msgpack")
 
@@ -310,7 +317,7 @@ def control_word(frame: TwoPart) -> ControlWord:
     if not frame.data:
         try:
             word = msgspec.json.decode(frame.header)
-        except (msgspec.MsgspecError, ValueError):
+        except _UNREADABLE:
             word = None
         if word == "stop":
             return "stop"
