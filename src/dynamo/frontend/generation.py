@@ -1,0 +1,363 @@
+"""From a preprocessed request to text: pick workers, read their streams, decode, stop. The frontend's hot path.
+
+A reader wakes once for everything that has arrived and gets one `Delta` per choice for it, however many tokens that
+is. Several choices or prompts are fanned out into single-choice requests, so that each can be placed, retried and
+cancelled alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, Final, Protocol
+
+from dynamo.errors import (
+    DynamoException,
+    InvalidArgument,
+    StreamIncomplete,
+    Unknown,
+    WorkerUnavailable,
+    revive,
+    rule_of,
+)
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamItem
+from dynamo.text.decoder import ChoiceDecoder
+from dynamo.text.model import TextModel
+
+__all__ = ["Delta", "GenerationModel", "WorkRequest", "generate"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_RETRIES: Final = 3  # other workers that are tried before the first token
+
+_OPENAI_REASON: Final = {
+    "stop": "stop",
+    "eos": "stop",
+    "cancelled": "stop",
+    "length": "length",
+    "content_filter": "content_filter",
+}
+
+
+class GenerationModel(Protocol):
+    """What is needed of a `ServedModel`."""
+
+    text: TextModel
+
+    def pick(self, context: Context, *, exclude: Sequence[int] = ()) -> Instance: ...
+
+    def instance(self, instance_id: int) -> Instance | None: ...
+
+    async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream: ...
+
+    def inhibit(self, instance: Instance) -> None: ...
+
+
+class WorkRequest:
+    """One client request, preprocessed: what every choice shares, and what came out in the end.
+
+    `body` is the worker's request without its prompt; it is sent once per choice with `token_ids` set. After (and
+    during) `generate`, `prompt_tokens` and `completion_tokens` are the usage so far, `cached_tokens` is what the workers
+    reported, and `instances` says who served.
+    """
+
+    __slots__ = (
+        "body",
+        "cached_tokens",
+        "choices",
+        "completion_tokens",
+        "instances",
+        "pinned_instance_id",
+        "prompt_tokens",
+        "prompts",
+        "retries",
+    )
+
+    def __init__(
+        self,
+        body: dict[str, Any],
+        prompts: Sequence[list[int]],
+        *,
+        n: int = 1,
+        pinned_instance_id: int | None = None,
+        retries: int = DEFAULT_RETRIES,
+    ) -> None:
+        """`n`: choices per prompt; choice i of prompt p has index `p * n + i`."""
+        self.body = body
+        self.prompts = prompts
+        self.choices = n
+        self.pinned_instance_id = pinned_instance_id
+        self.retries = retries
+        self.prompt_tokens = sum(map(len, prompts))
+        self.completion_tokens = 0
+        self.cached_tokens: int | None = None
+        self.instances: list[Instance] = []
+
+
+class Delta:
+    """What became visible of one choice since the last one."""
+
+    __slots__ = (
+        "choice",
+        "engine_data",
+        "finish_reason",
+        "log_probs",
+        "stop_reason",
+        "text",
+        "token_ids",
+        "tokens",
+        "top_logprobs",
+    )
+
+    def __init__(self, choice: int) -> None:
+        self.choice = choice
+        self.text = ""
+        self.token_ids: list[int] = []  # those that `text` (or what is still held back) came from
+        self.tokens = 0
+        self.finish_reason: str | None = None  # "stop", "length", "content_filter"; on the choice's last delta
+        self.stop_reason: str | int | None = None
+        self.log_probs: list[float] | None = None
+        self.top_logprobs: list[list[dict[str, Any]]] | None = None
+        self.engine_data: dict[str, Any] | None = None
+
+
+async def generate(model: GenerationModel, work: WorkRequest, context: Context) -> AsyncGenerator[list[Delta], None]:
+    """Yield the deltas of all choices as they arrive; ends when every choice has its finish reason.
+
+    Close it (`aclosing`) to cancel what is still running. A failure of one choice cancels the others.
+
+    Raises:
+        DynamoException: typed, also before the first delta; `errors.rule_of` tells what the client gets.
+    """
+    if len(work.prompts) == 1 and work.choices == 1:
+        choice = _Choice(model, work, context, 0, work.prompts[0])
+        try:
+            while (delta := await choice.next()) is not None:
+                yield [delta]
+        finally:
+            choice.close()
+    else:
+        async with aclosing(_fan_out(model, work, context)) as merged:
+            async for deltas in merged:
+                yield deltas
+
+
+async def _fan_out(model: GenerationModel, work: WorkRequest, context: Context) -> AsyncGenerator[list[Delta], None]:
+    """Run every choice by itself and merge what they say."""
+    arrived: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(maxsize=64)
+
+    async def pump(choice: _Choice) -> None:
+        try:
+            while (delta := await choice.next()) is not None:
+                await arrived.put(delta)
+            await arrived.put(None)
+        except Exception as error:  # whoever reads the merged stream raises it
+            await arrived.put(error)
+        finally:
+            choice.close()
+
+    tasks: list[asyncio.Task[None]] = []
+    unlink = []
+    try:
+        for prompt_index, prompt in enumerate(work.prompts):
+            for number in range(work.choices):
+                index = prompt_index * work.choices + number
+                # Engines key their requests by id, so each choice gets one of its own.
+                child = context.detached(f"{context.id()}-{index}")
+                unlink.append(context.link_child(child))
+                choice = _Choice(model, work, child, index, prompt)
+                # Ended and awaited in the `finally` below.
+                tasks.append(asyncio.create_task(pump(choice), name=f"choice {child.id()}"))
+        running = len(tasks)
+        while running:
+            entries = [await arrived.get()]
+            while not arrived.empty():
+                entries.append(arrived.get_nowait())
+            deltas = [entry for entry in entries if isinstance(entry, Delta)]
+            running -= sum(entry is None for entry in entries)
+            if deltas:
+                yield deltas
+            for entry in entries:
+                if isinstance(entry, Exception):
+                    raise entry
+    finally:
+        for forget in unlink:
+            forget()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Choice:
+    """One choice: its stream, its decoder, and whom it has tried."""
+
+    __slots__ = ("_body", "_context", "_decoder", "_ended", "_index", "_model", "_stream", "_tried", "_work")
+
+    def __init__(
+        self, model: GenerationModel, work: WorkRequest, context: Context, index: int, prompt: list[int]
+    ) -> None:
+        self._model = model
+        self._work = work
+        self._context = context
+        self._index = index
+        self._body = {**_for_choice(work.body, index % work.choices), "token_ids": prompt}
+        self._stream: ResponseStream | None = None
+        self._tried: list[int] = []
+        self._ended = False
+        body = self._body
+        self._decoder = ChoiceDecoder(
+            model.text.tokenizer,
+            prompt,
+            body.get("stop_conditions") or {},
+            body.get("output_options") or {},
+            include_stop_str=bool((body.get("sampling_options") or {}).get("include_stop_str_in_output")),
+        )
+
+    async def next(self) -> Delta | None:
+        """Everything new, waiting for something to arrive; None once the choice has ended."""
+        while not self._ended:
+            items = await self._begin() if self._stream is None else await self._stream.next_batch()
+            if not items:
+                if self._context.is_stopped():
+                    self._ended = True
+                    return None
+                raise StreamIncomplete("the worker ended the stream without a finish reason")
+            delta = self._absorb(items)
+            if delta is not None:
+                return delta
+        return None
+
+    async def _begin(self) -> list[StreamItem]:
+        """Open the stream and wait for its first items, trying other workers while nothing has been received."""
+        context, work = self._context, self._work
+        while True:
+            instance = self._pick()
+            self._tried.append(instance.instance_id)
+            try:
+                self._stream = await self._model.open(instance, self._body, context)
+                items = await self._stream.next_batch()
+            except DynamoException as error:
+                self._release()
+                rule = rule_of(error)
+                if rule.inhibits:
+                    self._model.inhibit(instance)
+                if not rule.retryable or work.pinned_instance_id is not None or len(self._tried) > work.retries:
+                    raise
+                logger.info(
+                    "request %s: worker %x failed before its first token (%s: %s); trying another",
+                    context.id(),
+                    instance.instance_id,
+                    type(error).__name__,
+                    error,
+                )
+                last = error
+            else:
+                work.instances.append(instance)
+                return items
+            try:
+                self._pick()
+            except WorkerUnavailable:
+                raise last from None  # nobody else is left, and why the last one failed says more
+
+    def _pick(self) -> Instance:
+        pinned = self._work.pinned_instance_id
+        if pinned is None:
+            return self._model.pick(self._context, exclude=self._tried)
+        instance = self._model.instance(pinned)
+        if instance is None:
+            raise InvalidArgument("Invalid request")  # an unknown worker id is the caller's mistake
+        return instance
+
+    def _absorb(self, items: list[StreamItem]) -> Delta | None:
+        """Decode a batch. None when nothing in it is worth telling."""
+        delta = Delta(self._index)
+        decoder = self._decoder
+        before = decoder.generated
+        reason: Any = None
+        for item in items:
+            if item.index < 0:
+                ids, reason, extra = _chunk_of(item)
+            else:
+                ids, reason, extra = item.token_ids, item.finish_reason, item.extra
+            if extra is None:
+                if ids:
+                    delta.token_ids += ids
+                    delta.text += decoder.push(ids)
+            else:
+                self._absorb_extra(delta, ids, extra)
+            if reason is not None or decoder.finish_reason is not None:
+                self._finish(delta, reason)
+                break
+        delta.tokens = decoder.generated - before
+        self._work.completion_tokens += delta.tokens
+        if delta.tokens < len(delta.token_ids):  # a stop fired inside the chunk: what follows was never said
+            del delta.token_ids[delta.tokens :]
+            if delta.log_probs is not None:
+                del delta.log_probs[delta.tokens :]
+            if delta.top_logprobs is not None:
+                del delta.top_logprobs[delta.tokens :]
+        return delta
+
+    def _absorb_extra(self, delta: Delta, ids: list[int], extra: dict[str, Any]) -> None:
+        delta.token_ids += ids
+        delta.text += self._decoder.push(ids, extra.get("text"))
+        if (log_probs := extra.get("log_probs")) is not None:
+            delta.log_probs = [*(delta.log_probs or ()), *log_probs]
+        if (top_logprobs := extra.get("top_logprobs")) is not None:
+            delta.top_logprobs = [*(delta.top_logprobs or ()), *top_logprobs]
+        if (engine_data := extra.get("engine_data")) is not None:
+            delta.engine_data = {**(delta.engine_data or {}), **engine_data}
+        if (stop_reason := extra.get("stop_reason")) is not None:
+            delta.stop_reason = stop_reason
+        details = (extra.get("completion_usage") or {}).get("prompt_tokens_details") or {}
+        if (cached := details.get("cached_tokens")) is not None:
+            self._work.cached_tokens = (self._work.cached_tokens or 0) + cached
+
+    def _finish(self, delta: Delta, reason: Any) -> None:
+        decoder = self._decoder
+        self._ended = True
+        if decoder.finish_reason is not None:
+            # A stop of ours: the worker may go on for a moment, but nobody listens any more.
+            delta.finish_reason = decoder.finish_reason
+            delta.stop_reason = decoder.stop_reason
+            if reason is None and self._stream is not None:
+                self._stream.stop()
+        else:
+            if isinstance(reason, dict):
+                raise Unknown(str(reason.get("error")))
+            delta.text += decoder.finish()
+            delta.finish_reason = _OPENAI_REASON.get(reason, "stop")
+        self._release()
+
+    def _release(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def close(self) -> None:
+        """Leave the stream; the worker is told if it had not ended."""
+        self._ended = True
+        self._release()
+
+
+def _for_choice(body: dict[str, Any], number: int) -> dict[str, Any]:
+    """The body of one of n choices. With a seed, each gets another one: the same seed n times is the same text n times."""
+    options = body.get("sampling_options") or {}
+    if number == 0 or options.get("seed") is None:
+        return body
+    return {**body, "sampling_options": {**options, "seed": options["seed"] + number}}
+
+
+def _chunk_of(item: StreamItem) -> tuple[list[int], Any, dict[str, Any] | None]:
+    """A chunk that came as an object (from a bare endpoint handler), taken apart. Raises the error it may carry."""
+    envelope = item.extra or {}
+    if envelope.get("event") == "error":
+        raise revive(envelope.get("error") or {"message": "; ".join(envelope.get("comment") or ["unknown error"])})
+    data = envelope.get("data")
+    if not isinstance(data, dict) or not isinstance(data.get("token_ids"), list):
+        raise Unknown(f"the worker sent {type(data).__name__} where a chunk with token_ids was expected")
+    extra = {key: value for key, value in data.items() if key not in ("token_ids", "index", "finish_reason")}
+    return data["token_ids"], data.get("finish_reason"), extra or None
