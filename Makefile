@@ -1,0 +1,53 @@
+# Every target makes or updates .venv itself; nothing is needed but python3 (3.11+) and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+
+help: ## what there is to do
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12"; exit 2; }
+	@echo "making $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml | $(VENV)/bin/python
+	@echo "installing into $(VENV) (once; about a minute) ..."
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+	@echo "installing the development tools into $(VENV) (once; about two minutes) ..."
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on -e '.[dev]'
+	@touch $@ $(VENV)/.run
+
+serve: $(VENV)/.run ## a frontend and a worker on this machine (ARGS="--http-port 9000" and so on)
+	@$(BIN)/dynamo serve $(ARGS)
+
+test: $(VENV)/.dev ## the test suite
+	@$(BIN)/python -m pytest -q -n 2 $(ARGS)
+
+check: $(VENV)/.dev ## format, lint, strict types, import arrows
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_architecture.py
+
+format: $(VENV)/.dev ## rewrite the code in the house style
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev ## CPU per token against the bars (ARGS="--repeats 5 --only paced")
+	@$(BIN)/python benchmarks/bench.py $(ARGS)
+
+test-interop: $(VENV)/.dev ## our worker behind the native 1.6.1 frontend (set DYNAMO_NATIVE_PYTHON)
+	@$(BIN)/python -m pytest -q -m interop tests/interop -rs $(ARGS)
+
+clean: ## remove .venv and every cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
+
+.PHONY: help serve test check format bench test-interop clean

@@ -1,0 +1,98 @@
+"""The layout is the architecture: imports point one way, and every public package says what it exports."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dynamo
+
+ROOT = Path(dynamo.__file__).parent
+PURE_FORBIDDEN = frozenset({"asyncio", "socket", "ssl", "selectors", "time", "os", "threading", "subprocess", "signal"})
+
+# Each room and the rooms it may import. The longest prefix of a module's name decides.
+ALLOWED: dict[str, frozenset[str]] = {
+    "errors": frozenset(),
+    "protocol": frozenset({"errors", "protocol"}),
+    "text": frozenset({"errors", "protocol", "text"}),
+    "kv": frozenset({"errors", "protocol", "kv"}),
+    "prometheus_names": frozenset(),
+    "runtime": frozenset({"errors", "runtime", "prometheus_names"}),
+    "logits_processing": frozenset(),
+    "health_check": frozenset({"errors", "runtime", "common", "health_check"}),
+    "common": frozenset({"errors", "protocol", "kv", "runtime", "common", "logits_processing", "prometheus_names"}),
+    "frontend": frozenset({"errors", "protocol", "text", "kv", "runtime", "frontend", "prometheus_names"}),
+    "llm": frozenset({"errors", "protocol", "runtime", "common", "llm", "kv"}),
+    "_core": frozenset({"errors", "protocol", "runtime", "common", "_core", "llm", "kv"}),
+    "cli": frozenset({"errors", "protocol", "text", "runtime", "common", "frontend", "cli"}),
+}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if name and not any(part == "template" for part in parts):
+            yield name, path
+
+
+def room_of(name: str) -> str:
+    return name.split(".", maxsplit=1)[0]
+
+
+def imports(path: Path) -> Iterator[str]:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            if node.module == "dynamo":
+                yield from (f"dynamo.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+MODULES = list(modules())
+
+
+@pytest.mark.parametrize("name", [name for name, _ in MODULES])
+def test_imports_point_one_way(name: str) -> None:
+    path = dict(MODULES)[name]
+    room = room_of(name)
+    assert room in ALLOWED, f"room {room!r} is not on the architecture page: add it there and here"
+    wrong = {
+        module
+        for module in imports(path)
+        if module.startswith("dynamo.") and module != "dynamo.__version__" and room_of(module[7:]) not in ALLOWED[room]
+    }
+    assert not wrong, f"dynamo.{name} may not import {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("name", [n for n, _ in MODULES if room_of(n) in {"errors", "protocol", "text", "kv"}])
+def test_the_pure_rooms_do_no_io(name: str) -> None:
+    roots = {module.split(".")[0] for module in imports(dict(MODULES)[name])}
+    assert not roots & PURE_FORBIDDEN, f"dynamo.{name} imports {sorted(roots & PURE_FORBIDDEN)}"
+
+
+def public_packages() -> list[str]:
+    found = [
+        info.name
+        for info in pkgutil.walk_packages([str(ROOT)], "dynamo.")
+        if info.ispkg and "template" not in info.name
+    ]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("name", public_packages())
+def test_every_public_package_exports_what_its_all_says(name: str) -> None:
+    package = importlib.import_module(name)
+    exported = getattr(package, "__all__", None)
+    assert exported is not None, f"{name} has no __all__"
+    assert sorted(set(exported)) == sorted(exported), f"{name}.__all__ repeats a name"
+    missing = [item for item in exported if not hasattr(package, item)]
+    assert not missing, f"{name}.__all__ names {missing}, which do not exist"
