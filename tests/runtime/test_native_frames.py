@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from typing import Any
@@ -277,10 +278,8 @@ def test_call_home_addresses(address: str, expected: tuple[str, int] | None) -> 
 
 @given(st.binary(max_size=60), st.sampled_from(["json", "msgpack"]))
 def test_a_random_body_never_raises_anything_but_malformed(data: bytes, codec: str) -> None:
-    try:
+    with contextlib.suppress(MalformedFrame):
         decode_body(data, codec)
-    except MalformedFrame as error:
-        assert codec in str(error)
 
 
 def test_codecs_of_a_body() -> None:
