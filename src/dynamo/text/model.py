@@ -1,0 +1,142 @@
+"""Everything text about one model, read from its directory: tokenizer, template, end tokens, context length."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from dynamo.errors import InvalidArgument
+from dynamo.text.prefix_cache import CachedTokenizer
+from dynamo.text.templates import PLAIN_TEMPLATE, ChatTemplate
+from dynamo.text.tokenizer import (
+    BatchTokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    read_json_object,
+    special_tokens,
+)
+
+__all__ = ["TextModel", "load_text_model"]
+
+# Under these names model families write how long a sequence may be; the first one present counts.
+_CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+_UNLIMITED: Final = 10**9  # transformers writes "no limit" as a huge model_max_length
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """What the frontend needs to turn a request into tokens and tokens into an answer."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    eos_token_ids: tuple[int, ...]  # every id that ends an answer, in the order found
+    context_length: int | None = None  # tokens; None: the files do not say
+    generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the author's sampling defaults
+    has_chat_template: bool = False  # False: `template` is the plain one, because the model brings none
+
+
+def load_text_model(
+    directory: Path | str | None,
+    *,
+    custom_template: str | Path | None = None,
+    now: Callable[[], datetime] | None = None,
+    tokenizer_cache_bytes: int = 0,
+) -> TextModel:
+    """Read a model directory; None is a model known only by name: bytes as tokens, and the plain template.
+
+    `custom_template` replaces the model's template: its text, or the path of a file with it. `now` is the clock that
+    templates may print. A positive `tokenizer_cache_bytes` puts a `CachedTokenizer` of that size in front.
+
+    Raises:
+        InvalidArgument: a file is missing or malformed; the message names it.
+    """
+    custom = custom_template.read_text(encoding="utf-8") if isinstance(custom_template, Path) else custom_template
+    if directory is None:
+        template = ChatTemplate(custom or PLAIN_TEMPLATE, now=now)
+        return TextModel(ByteTokenizer(), template, (), has_chat_template=custom is not None)
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise InvalidArgument(f"the model directory {directory} does not exist")
+    config = read_json_object(directory / "config.json")
+    generation = read_json_object(directory / "generation_config.json")
+    tokenizer_config = read_json_object(directory / "tokenizer_config.json")
+    loaded = load_tokenizer(directory)
+    source = custom or _template_source(directory, tokenizer_config)
+    tokenizer: BatchTokenizer = CachedTokenizer(loaded, tokenizer_cache_bytes) if tokenizer_cache_bytes > 0 else loaded
+    names = special_tokens(directory)
+    return TextModel(
+        tokenizer=tokenizer,
+        template=ChatTemplate(source or PLAIN_TEMPLATE, special_tokens=names, now=now),
+        eos_token_ids=_eos_token_ids(generation, config, loaded.eos_token, loaded),
+        context_length=_context_length(config, tokenizer_config),
+        generation_config=generation,
+        has_chat_template=source is not None,
+    )
+
+
+def _template_source(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The template, or several by name; a file of its own wins over a member of tokenizer_config.json."""
+    found: dict[str, str] = {}
+    for value in (
+        tokenizer_config.get("chat_template"),
+        read_json_object(directory / "chat_template.json").get("chat_template"),
+    ):
+        found.update(_by_name(value))
+    extra = directory / "additional_chat_templates"
+    for path in sorted(extra.glob("*.jinja")) if extra.is_dir() else ():
+        found[path.stem] = path.read_text(encoding="utf-8")
+    main = directory / "chat_template.jinja"
+    if main.is_file():
+        found["default"] = main.read_text(encoding="utf-8")
+    return found or None
+
+
+def _by_name(value: Any) -> dict[str, str]:
+    match value:
+        case None:
+            return {}
+        case str():
+            return {"default": value}
+        case list():
+            pairs = [(e.get("name"), e.get("template")) for e in value if isinstance(e, dict)]
+            if len(pairs) == len(value) and all(isinstance(n, str) and isinstance(t, str) for n, t in pairs):
+                return {str(name): str(template) for name, template in pairs}
+        case dict() if all(isinstance(template, str) for template in value.values()):
+            return dict(value)
+    raise InvalidArgument('chat_template must be a string or a list of {"name", "template"} objects')
+
+
+def _eos_token_ids(
+    generation: Mapping[str, Any], config: Mapping[str, Any], eos_token: str | None, tokenizer: Tokenizer
+) -> tuple[int, ...]:
+    """The generation config's ids, else the model config's, and always the tokenizer's own end token as well.
+
+    Fine-tunes often change the tokenizer's end token and forget the configs; ending at either is what users expect.
+    """
+    ids = _ints(generation.get("eos_token_id")) or _ints(_text_config(config).get("eos_token_id"))
+    own = tokenizer.token_id(eos_token) if eos_token else None
+    return tuple(dict.fromkeys([*ids, *([own] if own is not None else [])]))
+
+
+def _ints(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Multimodal models keep the language model's settings one level down."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
+
+
+def _context_length(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> int | None:
+    text = _text_config(config)
+    for value in (*(text.get(key) for key in _CONTEXT_KEYS), tokenizer_config.get("model_max_length")):
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < _UNLIMITED:
+            return value
+    return None

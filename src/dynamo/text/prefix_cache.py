@@ -1,0 +1,165 @@
+"""Tokenising long shared prompts once: a cache of encoded chunks in front of a tokenizer.
+
+A text is cut, from its start, at the first exact cut (see `cutpoints`) behind every `CHUNK_CHARS` characters, and each
+chunk is encoded on its own and remembered under its own text. Two texts with a common beginning get the same cuts up
+to where they part, also in the middle of a message, so all but the last shared chunk is found again. Because a cut
+is exact the ids are those of the uncached tokenizer, whatever was or was not in the cache. The key is the text
+itself, not a hash of it: no collision can put one user's tokens into another user's prompt.
+
+What was not used for longest goes first, by generations: new and used chunks gather in a young one; when that holds half
+the bytes it becomes the old one, and the old one of before is dropped. This needs no lock (every step is one dict
+operation; threads that race lose at worst a cached chunk or a count), and a miscount ends with its generation.
+
+A tokenizer without provable cuts still profits from repeated prompts: then the whole text is the chunk.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dynamo.text.cutpoints import ExactCuts, exact_cuts
+from dynamo.text.pieces import PieceTable
+from dynamo.text.tokenizer import BatchTokenizer, ByteTokenizer, JsonTokenizer
+
+__all__ = ["CacheStats", "CachedTokenizer"]
+
+CHUNK_CHARS: Final = 1024  # what parts two prompts costs encoding up to this much again; smaller means more entries
+MIN_TEXT_CHARS: Final = 256  # a shorter text is encoded faster than it is looked up and stored
+ENTRY_OVERHEAD_BYTES: Final = 300  # key object, array object and dict slot, beside their contents
+DEFAULT_MAX_BYTES: Final = 64 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Running totals, exact but for racing threads. A chunk is a hit or a miss; a text too short to look up is neither."""
+
+    hits: int = 0
+    misses: int = 0
+    cached_tokens: int = 0  # tokens that came from the cache
+    uncached_tokens: int = 0  # tokens that had to be encoded, short texts included
+    evictions: int = 0  # chunks dropped, those kept by their use since not counted
+
+
+class CachedTokenizer:
+    """`tokenizer` with a cache of at most about `max_bytes`, least recently used chunks first to go. Thread-safe."""
+
+    __slots__ = ("_cuts", "_max_bytes", "_old", "_old_bytes", "_tokenizer", "_young", "_young_bytes", "stats")
+
+    def __init__(self, tokenizer: BatchTokenizer, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        """`max_bytes` <= 0 turns the cache off."""
+        self._tokenizer = tokenizer
+        self._cuts: ExactCuts | None = exact_cuts(tokenizer.hf) if isinstance(tokenizer, JsonTokenizer) else None
+        self._max_bytes = max_bytes if not isinstance(tokenizer, ByteTokenizer) else 0  # bytes need no cache
+        self._young: dict[str, array[int]] = {}
+        self._old: dict[str, array[int]] = {}
+        self._young_bytes = self._old_bytes = 0
+        self.stats = CacheStats()
+
+    @property
+    def cached_bytes(self) -> int:
+        """What the cache holds now, by estimate."""
+        return self._young_bytes + self._old_bytes
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.vocab_size
+
+    @property
+    def bos_token(self) -> str | None:
+        return self._tokenizer.bos_token
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._tokenizer.eos_token
+
+    def encode(self, text: str) -> list[int]:
+        if len(text) < MIN_TEXT_CHARS or self._max_bytes <= 0:
+            ids = self._tokenizer.encode(text)
+            self.stats.uncached_tokens += len(ids)
+            return ids
+        chunks = self._cut(text)
+        found, missing = self._look_up(chunks)
+        if missing:
+            self._store(missing, self._tokenizer.encode_many(missing), found)
+        ids = []
+        for chunk in chunks:
+            ids.extend(found[chunk])
+        return ids
+
+    encode_unlocked = encode
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, text: str) -> int | None:
+        return self._tokenizer.token_id(text)
+
+    def token_text(self, token_id: int) -> str:
+        return self._tokenizer.token_text(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
+    def pieces(self, *, skip_special_tokens: bool) -> PieceTable | None:
+        return self._tokenizer.pieces(skip_special_tokens=skip_special_tokens)
+
+    def _cut(self, text: str) -> list[str]:
+        cuts = self._cuts
+        if cuts is None:
+            return [text]
+        chunks: list[str] = []
+        start = 0
+        while (end := cuts.next(text, start + CHUNK_CHARS)) >= 0:
+            chunks.append(text[start:end])
+            start = end
+        chunks.append(text[start:])
+        return chunks
+
+    def _look_up(self, chunks: list[str]) -> tuple[dict[str, Sequence[int]], list[str]]:
+        found: dict[str, Sequence[int]] = {}
+        missing: dict[str, None] = {}
+        cached_tokens = 0
+        for chunk in chunks:
+            ids = self._young.get(chunk)
+            if ids is None and (ids := self._old.get(chunk)) is not None:
+                self._keep(chunk, ids)
+            if ids is None:
+                missing[chunk] = None
+            else:
+                found[chunk] = ids
+                cached_tokens += len(ids)
+        stats = self.stats
+        stats.hits += len(found)
+        stats.misses += len(missing)
+        stats.cached_tokens += cached_tokens
+        return found, list(missing)
+
+    def _store(self, missing: list[str], encoded: list[list[int]], found: dict[str, Sequence[int]]) -> None:
+        for chunk, ids in zip(missing, encoded, strict=True):
+            found[chunk] = ids
+            self.stats.uncached_tokens += len(ids)
+            self._keep(chunk, array("I", ids))
+
+    def _keep(self, chunk: str, ids: array[int]) -> None:
+        size = _entry_bytes(chunk, ids)
+        half = self._max_bytes // 2
+        if size > half:
+            return
+        if self._young_bytes + size > half:
+            self.stats.evictions += len(self._old)
+            self._old, self._old_bytes = self._young, self._young_bytes
+            self._young, self._young_bytes = {}, 0
+        self._young[chunk] = ids
+        self._young_bytes += size
+
+
+def _entry_bytes(chunk: str, ids: array[int]) -> int:
+    # A str takes 1, 2 or 4 bytes a character by its widest one.
+    width = 1 if chunk.isascii() else 2 if max(chunk) < "\U00010000" else 4
+    return len(chunk) * width + len(ids) * ids.itemsize + ENTRY_OVERHEAD_BYTES

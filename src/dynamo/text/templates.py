@@ -1,0 +1,195 @@
+"""Chat templates, rendered as HuggingFace renders them: messages -> one prompt text.
+
+A template is the model author's Jinja program; it runs in a sandbox that lets it change nothing. What it does not accept
+(`raise_exception`, a missing field it computes with) is the request's fault and becomes `TemplateRejected`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from dynamo.errors import InvalidArgument
+
+__all__ = ["PLAIN_TEMPLATE", "ChatTemplate", "TemplateRejected"]
+
+# For a model known only by name: readable lines, and an open line for the answer.
+PLAIN_TEMPLATE: Final = (
+    "{% for message in messages %}"
+    "{{ message.role + ': ' + (message.content if message.content is string else '') + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+class TemplateRejected(InvalidArgument):
+    """The model's template cannot render this request. `detail` is the template's own message."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(f"Invalid request: the model's chat template does not accept these messages: {detail}")
+        self.detail = detail
+
+
+class ChatTemplate:
+    """A compiled chat template. Rendering is pure and may run on several threads at once."""
+
+    __slots__ = ("_constants", "_default", "_named")
+
+    def __init__(
+        self,
+        source: str | Mapping[str, str],
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        now: Callable[[], datetime] | None = None,
+    ) -> None:
+        """Compile `source`: one template, or several by name ("default", and "tool_use" where tools are given).
+
+        `special_tokens` are further variables (`pad_token`, ...). `now` gives `strftime_now` its time; without it that
+        name is undefined, which templates check for.
+
+        Raises:
+            InvalidArgument: a template does not compile; the message has the line.
+        """
+        environment = _environment(now)
+        sources = {"default": source} if isinstance(source, str) else source
+        self._named = {name: _compile(environment, name, text) for name, text in sources.items()}
+        if not self._named:
+            raise InvalidArgument("the model's list of chat templates is empty")
+        self._default = self._named.get("default") or (
+            next(iter(self._named.values())) if len(self._named) == 1 else None
+        )
+        self._constants: dict[str, Any] = dict(special_tokens or {})
+        for name, token in (("bos_token", bos_token), ("eos_token", eos_token)):
+            if token is not None:
+                self._constants[name] = token
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> str:
+        """The prompt. `variables`, and what is `named` here, are visible to the template and win over the model's own.
+
+        What a user wrote (`chat_template_args`) belongs in `variables`: there any key is allowed, only `messages` is
+        not replaced.
+
+        A content list of text parts only is joined with newlines first. No tools (None or empty) is `None` in the
+        template. `continue_final_message` ends the prompt with the last message's text, so that the answer goes on
+        from it; it excludes the generation prompt, which is then left out.
+
+        Raises:
+            TemplateRejected: the template refused, or cannot work with these messages.
+        """
+        template = (self._named.get("tool_use") if tools else None) or self._default
+        if template is None:
+            raise TemplateRejected(f"it has only named templates ({', '.join(self._named)}) and none is the default")
+        messages = [_with_joined_text(message) for message in messages]
+        try:
+            prompt = template.render(
+                {
+                    **self._constants,
+                    "tools": tools or None,
+                    "add_generation_prompt": add_generation_prompt and not continue_final_message,
+                    **named,
+                    **(variables or {}),
+                    "messages": messages,
+                }
+            )
+        except Exception as error:  # a template is a program: whatever it raises, these messages made it raise
+            raise TemplateRejected(_describe(error)) from error
+        return _cut_behind_final_message(prompt, messages) if continue_final_message else prompt
+
+
+def _compile(environment: ImmutableSandboxedEnvironment, name: str, source: str) -> Template:
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        line = getattr(error, "lineno", None)
+        where = f" at line {line}" if line else ""
+        raise InvalidArgument(f"the model's chat template {name!r} does not compile{where}: {error}") from error
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+
+
+def _with_joined_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list) or not content:
+        return message
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            return message  # images and the like: the template places them itself
+    return {**message, "content": "\n".join(texts)}
+
+
+def _cut_behind_final_message(prompt: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    final = messages[-1].get("content") if messages else None
+    if isinstance(final, list):
+        final = next(
+            (p.get("text") for p in reversed(final) if isinstance(p, Mapping) and p.get("type") == "text"), None
+        )
+    if not isinstance(final, str) or not final.strip():
+        raise TemplateRejected("continue_final_message needs a last message with text to continue")
+    at = prompt.rfind(final.strip())
+    if at < 0:
+        raise TemplateRejected("continue_final_message: the template does not show the last message's text unchanged")
+    # Templates that strip contents lose the white space behind it; others keep it.
+    kept = final.lstrip()
+    return prompt[: at + len(kept)] if prompt.startswith(kept, at) else prompt[: at + len(final.strip())]
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's part for training; here it renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the name and type that jinja2 reads
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _environment(now: Callable[[], datetime] | None) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    if now is not None:
+        environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Not jinja2's own filter: that one sorts keys and escapes HTML, which models were not trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)

@@ -1,0 +1,241 @@
+"""Tokenizers: one Protocol, a model's `tokenizer.json`, and bytes for a model that has none.
+
+`encode` is text -> ids and nothing more: the tokenizer's post-processor does not run, so no bos is added (a chat
+template writes the specials it wants as text, and special-token strings in the text become their ids).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from tokenizers import Tokenizer as HfTokenizer
+
+from dynamo.errors import InvalidArgument
+from dynamo.text.pieces import MAX_ID, PieceTable, table_for, vocabulary_size
+
+__all__ = ["BatchTokenizer", "ByteTokenizer", "JsonTokenizer", "Tokenizer", "load_tokenizer"]
+
+
+class Tokenizer(Protocol):
+    """Text <-> token ids. Safe to call from several threads at once."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+    @property
+    def bos_token(self) -> str | None: ...
+
+    @property
+    def eos_token(self) -> str | None: ...
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without any special token that is not written in it. The caller has stripped NULs."""
+        ...
+
+    def encode_unlocked(self, text: str) -> list[int]:
+        """The same ids; leaves the interpreter lock while it works, so it is the one to run in an executor."""
+        ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids` as a whole. Ids outside the vocabulary add nothing."""
+        ...
+
+    def token_id(self, text: str) -> int | None:
+        """The id of exactly this token, or None."""
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """What one token shows in a log-probability listing: specials by name, partial code points as U+FFFD."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token adds behind other text."""
+        ...
+
+    def pieces(self, *, skip_special_tokens: bool) -> PieceTable | None:
+        """The per-token table for streaming, shared by all streams; None when the decoder looks at neighbours."""
+        ...
+
+
+class BatchTokenizer(Tokenizer, Protocol):
+    """A tokenizer that encodes many independent texts in one call."""
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text; outside the interpreter lock, on several cores where there are any."""
+        ...
+
+
+class JsonTokenizer:
+    """A HuggingFace fast tokenizer (`tokenizer.json`)."""
+
+    __slots__ = ("_bos", "_eos", "_size", "_tables", "hf")
+
+    def __init__(self, hf: HfTokenizer, *, bos_token: str | None = None, eos_token: str | None = None) -> None:
+        hf.no_truncation()  # training-time settings of some files: they would silently cut or pad a prompt
+        hf.no_padding()
+        self.hf = hf
+        self._size = vocabulary_size(hf)
+        self._bos, self._eos = bos_token, eos_token
+        self._tables: dict[bool, PieceTable | None] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._size
+
+    @property
+    def bos_token(self) -> str | None:
+        return self._bos
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._eos
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_many((text,))[0]
+
+    encode_unlocked = encode
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        # The batch call computes no offsets, so it is also the cheaper one for a single text.
+        try:
+            encodings = self.hf.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:  # a lone surrogate is no Unicode text, but JSON can write one
+            clean = [text.encode(errors="replace").decode() for text in texts]
+            encodings = self.hf.encode_batch_fast(clean, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        known = [i for i in ids if 0 <= i <= MAX_ID]
+        return str(self.hf.decode(known, skip_special_tokens=skip_special_tokens))
+
+    def token_id(self, text: str) -> int | None:
+        found: int | None = self.hf.token_to_id(text)
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        table = self.pieces(skip_special_tokens=False)
+        if table is None:
+            return self.decode([token_id], skip_special_tokens=False)
+        text = table[token_id]
+        return text if text is not None else table.data(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        table = self.pieces(skip_special_tokens=False)
+        return self.decode([token_id], skip_special_tokens=False).encode() if table is None else table.data(token_id)
+
+    def pieces(self, *, skip_special_tokens: bool) -> PieceTable | None:
+        if skip_special_tokens not in self._tables:
+            self._tables[skip_special_tokens] = table_for(self.hf, skip_special_tokens=skip_special_tokens)
+        return self._tables[skip_special_tokens]
+
+
+class ByteTokenizer:
+    """Every byte of the UTF-8 text is one token: for engines that bring no tokenizer, known only by name.
+
+    Decoding always shows something, because such engines often emit made-up ids:
+
+    - 0..255 is that byte, and a valid UTF-8 sequence of them is its text;
+    - except control bytes other than tab, newline and carriage return, which are shown as their Unicode control
+      picture (1 -> "␁", 127 -> "␡"), so `decode(encode(text))` differs from `text` exactly there;
+    - any other id is shown as "⟨id⟩".
+
+    It has no bos, no eos and no special tokens.
+    """
+
+    __slots__ = ("_table",)
+
+    def __init__(self) -> None:
+        self._table = PieceTable(_byte_piece, size=256)
+
+    vocab_size: Final = 256
+    bos_token: Final = None
+    eos_token: Final = None
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode(errors="replace"))
+
+    encode_unlocked = encode
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return b"".join(map(_byte_piece, ids)).decode(errors="replace")
+
+    def token_id(self, text: str) -> int | None:
+        data = text.encode(errors="replace")
+        return data[0] if len(data) == 1 else None
+
+    def token_text(self, token_id: int) -> str:
+        return _byte_piece(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return _byte_piece(token_id)
+
+    def pieces(self, *, skip_special_tokens: bool) -> PieceTable | None:
+        return self._table
+
+
+def _byte_piece(token_id: int) -> bytes:
+    if not 0 <= token_id < 256:
+        return f"⟨{token_id}⟩".encode()
+    if token_id == 0x7F:
+        return "␡".encode()
+    if token_id < 0x20 and token_id not in b"\t\n\r":
+        return chr(0x2400 + token_id).encode()
+    return bytes([token_id])
+
+
+def load_tokenizer(directory: Path) -> JsonTokenizer:
+    """The tokenizer of a model directory.
+
+    Raises:
+        InvalidArgument: there is no readable `tokenizer.json`; the message says what to do about it.
+    """
+    path = Path(directory) / "tokenizer.json"
+    if not path.is_file():
+        raise InvalidArgument(
+            f"no tokenizer.json in {directory}: only fast tokenizers are supported. Convert the model's tokenizer once "
+            'with transformers (`AutoTokenizer.from_pretrained(path).save_pretrained(path)`), or send tokens in "prompt"'
+        )
+    try:
+        hf = HfTokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for every malformed file
+        raise InvalidArgument(f"{path} is not a tokenizer this version can read: {error}") from error
+    names = special_tokens(directory)
+    return JsonTokenizer(hf, bos_token=names.get("bos_token"), eos_token=names.get("eos_token"))
+
+
+def special_tokens(directory: Path) -> dict[str, str]:
+    """`bos_token`, `eos_token`, `pad_token`, ... by name, from the tokenizer's configuration files."""
+    found: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):  # the later file wins
+        for name, value in read_json_object(Path(directory) / file).items():
+            if not name.endswith("_token"):
+                continue
+            content = value.get("content") if isinstance(value, dict) else value
+            if isinstance(content, str):
+                found[name] = content
+    return found
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a model's JSON file; empty when the file is absent.
+
+    Raises:
+        InvalidArgument: the file is there but is not a JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidArgument(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{path} must hold a JSON object, found {type(value).__name__}")
+    return value
