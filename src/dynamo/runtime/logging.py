@@ -1,0 +1,435 @@
+"""Log records as an operator reads them (`readable`) or as a collector does (`jsonl`), filtered by `DYN_LOG`.
+
+Everything goes through the standard library's `logging`. Fields are given as `extra={"request_id": ...}` and appear
+flattened; `log_span` adds fields to every record of the running task, the engine's own records included.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import time
+import tomllib
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+import msgspec
+
+from dynamo.runtime.settings import env_bool, env_str
+
+__all__ = [
+    "LogFilter",
+    "LogHandler",
+    "LoggingSettings",
+    "configure_dynamo_logging",
+    "enter_log_span",
+    "format_jsonl",
+    "format_readable",
+    "log_span",
+]
+
+TRACE: Final = 5
+LEVELS: Final[Mapping[str, int]] = {
+    "trace": TRACE,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+    "off": logging.CRITICAL + 10,
+}
+SYSTEM_CONFIG: Final = Path("/opt/dynamo/etc/logging.toml")
+ALWAYS_ENABLED: Final = "request_span"  # the target whose spans carry the request ids
+
+# -- the filter -----------------------------------------------------------------------------------------------------------
+
+_DIRECTIVE: Final = re.compile(r"^([\w.:\-]*)(?:\[([\w.\-]*)(?:\{([^}]*)\})?\])?(?:=(\w+))?$")
+
+
+@dataclass(frozen=True, slots=True)
+class _Selector:
+    """A directive that looks into a record's fields: `target[span{field=value}]=level`."""
+
+    target: str
+    span: str
+    fields: tuple[tuple[str, str | None], ...]  # value None: the field must be there
+    level: int
+
+    def matches(self, target: str, fields: Mapping[str, Any]) -> bool:
+        return (
+            _covers(self.target, target)
+            and (not self.span or fields.get("span_name") == self.span)
+            and all(n in fields and (v is None or str(fields[n]) == v) for n, v in self.fields)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LogFilter:
+    """Which records are let through: the longest target that covers a record decides; without one, the default.
+
+    Targets are logger names, matched by whole dotted segments; `a::b` is read as `a.b`.
+    """
+
+    default: int = logging.INFO
+    targets: tuple[tuple[str, int], ...] = ()
+    selectors: tuple[_Selector, ...] = ()
+    rejected: tuple[str, ...] = ()  # directives that could not be read
+
+    @classmethod
+    def parse(cls, text: str, *, base: LogFilter | None = None) -> LogFilter:
+        """Read `level,target=level,...`; on top of `base`, whose default stays if `text` gives none.
+
+        A text of targets only silences every other target. A bare dotted name is a target at its most verbose; any
+        other bare word that is no level is a mistake, which is kept in `rejected` and counts as INFO.
+        """
+        default: int | None = None
+        targets = dict(base.targets) if base else {}
+        selectors = list(base.selectors) if base else []
+        rejected: list[str] = []
+        parts = [part.strip() for part in _split(text) if part.strip()]
+        for part in parts:
+            found = _DIRECTIVE.match(part)
+            level = None if found is None or found[4] is None else LEVELS.get(found[4].lower())
+            if found is None or (found[4] is not None and level is None):
+                rejected.append(part)
+            elif part.lower() in LEVELS:
+                default = LEVELS[part.lower()]
+            elif "[" in part:
+                fields = tuple(_field(item) for item in (found[3] or "").split(",") if item.strip())
+                selectors.append(_Selector(_dotted(found[1]), found[2], fields, TRACE if level is None else level))
+            elif level is None and "." not in part and "::" not in part:
+                rejected.append(part)
+                default = logging.INFO if default is None else default
+            else:
+                targets[_dotted(found[1])] = TRACE if level is None else level
+        if default is None:
+            if base is not None:
+                default = base.default
+            else:
+                default = LEVELS["off"] if len(parts) > len(rejected) else logging.INFO
+        ordered = tuple(sorted(targets.items(), key=lambda item: -len(item[0])))
+        return cls(default, ordered, tuple(selectors), tuple(rejected))
+
+    @property
+    def lowest(self) -> int:
+        """The most verbose level that any directive enables: below it nothing need be formatted."""
+        return min((self.default, *(level for _, level in self.targets), *(s.level for s in self.selectors)))
+
+    def level_for(self, target: str) -> int:
+        """The lowest level that passes for a target, selectors aside."""
+        for prefix, level in self.targets:
+            if _covers(prefix, target):
+                return level
+        return self.default
+
+    def allows(self, target: str, level: int, fields: Mapping[str, Any] | None = None) -> bool:
+        """Whether a record passes."""
+        if level >= self.level_for(target) or _covers(ALWAYS_ENABLED, target):
+            return True
+        return any(level >= s.level and s.matches(target, fields or {}) for s in self.selectors)
+
+
+def _split(text: str) -> Iterable[str]:
+    """At commas outside braces."""
+    return re.split(r",(?![^{}]*\})", text)
+
+
+def _field(item: str) -> tuple[str, str | None]:
+    name, equals, value = item.partition("=")
+    return name.strip(), value.strip().strip('"') if equals else None
+
+
+def _dotted(target: str) -> str:
+    return target.replace("::", ".").strip(".")
+
+
+def _covers(prefix: str, target: str) -> bool:
+    return not prefix or target == prefix or target.startswith(prefix + ".")
+
+
+# -- settings -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoggingSettings:
+    """How this process logs."""
+
+    filter: LogFilter = field(default_factory=LogFilter)
+    jsonl: bool = False
+    ansi: bool = False
+    local_time: bool = False
+    span_events: bool = False
+    complaints: tuple[str, ...] = ()  # what could not be read, for stderr once logging works
+
+    @classmethod
+    def from_env(
+        cls, env: Mapping[str, str] | None = None, *, is_tty: bool = False, system_config: Path = SYSTEM_CONFIG
+    ) -> LoggingSettings:
+        """`DYN_LOG` over the file of `DYN_LOGGING_CONFIG_PATH` over the system's file. `RUST_LOG` is ignored."""
+        complaints: list[str] = []
+        base: LogFilter | None = None
+        named = env_str("DYN_LOGGING_CONFIG_PATH", env=env)
+        for path in (system_config, Path(named) if named else None):
+            if path is not None and (path.is_file() or path is not system_config):
+                try:
+                    base = _from_toml(path, base)
+                except (OSError, ValueError) as error:  # also a TOMLDecodeError
+                    complaints.append(f"the logging configuration {path} cannot be read: {error}")
+        text = env_str("DYN_LOG", env=env)
+        chosen = LogFilter.parse(text, base=base) if text else base or LogFilter()
+        complaints += [f"DYN_LOG: {part!r} is neither a level nor target=level" for part in chosen.rejected]
+        style = (env_str("DYN_LOGGING_CONSOLE_FORMAT", env=env) or "").lower()
+        if style not in ("", "readable", "jsonl"):
+            complaints.append(f"DYN_LOGGING_CONSOLE_FORMAT={style!r} is neither readable nor jsonl; using readable")
+            style = "readable"
+        return cls(
+            filter=chosen,
+            jsonl=style == "jsonl" or (not style and env_bool("DYN_LOGGING_JSONL", env=env)),
+            ansi=is_tty and not env_bool("DYN_SDK_DISABLE_ANSI_LOGGING", env=env),
+            local_time=env_bool("DYN_LOG_USE_LOCAL_TZ", env=env),
+            span_events=env_bool("DYN_LOGGING_SPAN_EVENTS", env=env),
+            complaints=tuple(complaints),
+        )
+
+
+def _from_toml(path: Path, base: LogFilter | None) -> LogFilter:
+    with path.open("rb") as file:
+        values = tomllib.load(file)
+    parts: list[str] = []
+    if "log_level" in values:
+        parts.append(str(values["log_level"]))
+    filters = values.get("log_filters", {})
+    if not isinstance(filters, dict):
+        raise ValueError("log_filters must be a table of target = level")
+    parts += [f"{target}={level}" for target, level in filters.items()]
+    return LogFilter.parse(",".join(parts), base=base or LogFilter())
+
+
+# -- fields ---------------------------------------------------------------------------------------------------------------
+
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_SPAN: ContextVar[Mapping[str, Any] | None] = ContextVar("dynamo_log_span", default=None)
+
+
+def enter_log_span(name: str, fields: Mapping[str, Any]) -> None:
+    """From here on the running task (and those it starts) logs with these fields: for tasks that serve one request.
+
+    None values are left out. It costs a dict; there is nothing to leave, since the fields go with the task.
+    """
+    _SPAN.set(_span_fields(name, fields))
+
+
+@contextmanager
+def log_span(name: str, **fields: Any) -> Iterator[None]:
+    """The same for a block. With `DYN_LOGGING_SPAN_EVENTS` its beginning and end are records of their own."""
+    token = _SPAN.set(_span_fields(name, fields))
+    events, began = _Process.span_events, time.monotonic()
+    try:
+        if events:
+            _spans.info("SPAN_FIRST_ENTRY")
+        yield
+    finally:
+        if events:
+            _spans.info("SPAN_CLOSED", extra={"duration_us": int((time.monotonic() - began) * 1e6)})
+        _SPAN.reset(token)
+
+
+_spans: Final = logging.getLogger(ALWAYS_ENABLED)
+
+
+def _span_fields(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **(_SPAN.get() or {}),
+        "span_name": name,
+        **{key: value for key, value in fields.items() if value is not None},
+    }
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """The fields of a record: those of its span, then its own `extra`."""
+    own = {key: value for key, value in vars(record).items() if key not in _STANDARD and not key.startswith("_")}
+    span = _SPAN.get()
+    return {**span, **own} if span else own
+
+
+def target_of(record: logging.LogRecord) -> str:
+    """`module.func`: the logger's name (the module, by convention) and the function that logged."""
+    module = record.module if record.name == "root" else record.name
+    return module if record.funcName in (None, "", "<module>") else f"{module}.{record.funcName}"
+
+
+# -- formats --------------------------------------------------------------------------------------------------------------
+
+_NAMES: Final = ((logging.ERROR, "ERROR"), (logging.WARNING, "WARN"), (logging.INFO, "INFO"), (logging.DEBUG, "DEBUG"))
+_COLORS: Final = {"ERROR": "31", "WARN": "33", "INFO": "32", "DEBUG": "34", "TRACE": "35"}
+_QUOTED: Final = re.compile(r'[\s"=]')
+
+
+def _level_name(level: int) -> str:
+    return next((name for floor, name in _NAMES if level >= floor), "TRACE")
+
+
+def _time_text(created: float, *, local: bool) -> str:
+    if local:
+        return datetime.fromtimestamp(created).astimezone().isoformat(timespec="microseconds")
+    moment = datetime.fromtimestamp(created, timezone.utc).replace(tzinfo=None)  # noqa: UP017 - `datetime` is the class
+    return moment.isoformat(timespec="microseconds") + "Z"
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else str(value)
+    return msgspec.json.encode(text).decode() if _QUOTED.search(text) or not text else text
+
+
+def _trouble(record: logging.LogRecord) -> str:
+    """The traceback and stack of a record, or ""."""
+    parts = []
+    if record.exc_info and record.exc_info[0] is not None:
+        parts.append("".join(traceback.format_exception(*record.exc_info)).rstrip("\n"))
+    elif record.exc_text:
+        parts.append(record.exc_text)
+    if record.stack_info:
+        parts.append(record.stack_info)
+    return "\n".join(parts)
+
+
+def format_readable(
+    record: logging.LogRecord, *, ansi: bool = False, local_time: bool = False, prefix: str = ""
+) -> str:
+    """`<time>  LEVEL span: target: message key=value`, then the traceback on lines of its own."""
+    fields = fields_of(record)
+    span = fields.pop("span_name", None)
+    level = _level_name(record.levelno)
+    moment, target, padded = _time_text(record.created, local=local_time), target_of(record), f"{level:>5}"
+    if ansi:
+        moment, target = f"\x1b[2m{moment}\x1b[0m", f"\x1b[2m{target}\x1b[0m"
+        padded = f"\x1b[{_COLORS[level]}m{padded}\x1b[0m"
+    line = f"{moment} {padded} {span + ': ' if span else ''}{target}: {prefix}{record.getMessage()}"
+    line += "".join(f" {key}={_text(value)}" for key, value in fields.items())
+    if trouble := _trouble(record):
+        line += "\n" + trouble
+    return line
+
+
+def format_jsonl(record: logging.LogRecord, *, local_time: bool = False, prefix: str = "") -> str:
+    """One JSON object; the record's own keys win over fields of the same name. Ids are strings."""
+    values: dict[str, Any] = {
+        "time": _time_text(record.created, local=local_time),
+        "level": _level_name(record.levelno),
+        "file": record.pathname,
+        "line": record.lineno,
+        "target": target_of(record),
+        "message": prefix + record.getMessage(),
+    }
+    for key, value in fields_of(record).items():
+        if key not in values:
+            values[key] = _plain(key, value)
+    if trouble := _trouble(record):
+        values.setdefault("exception", trouble)
+    return msgspec.json.encode(values).decode()
+
+
+def _plain(key: str, value: Any) -> Any:
+    if isinstance(value, str | bool | float) or value is None:
+        return str(value) if key.endswith("_id") else value
+    if isinstance(value, int):
+        # Collectors read numbers as doubles, and an id or a u64 would lose its last digits.
+        return str(value) if key.endswith("_id") or abs(value) > 2**53 else value
+    return str(value)
+
+
+# -- the handler ----------------------------------------------------------------------------------------------------------
+
+
+class LogHandler(logging.Handler):
+    """Writes to the standard error of the moment, so that redirecting it later works."""
+
+    def __init__(
+        self, settings: LoggingSettings | None = None, *, prefix: str = "", stream: TextIO | None = None
+    ) -> None:
+        """`prefix` stands before every message; `stream` None: `sys.stderr`, looked up at each record."""
+        super().__init__()
+        self._settings = settings or LoggingSettings()
+        self._prefix = prefix
+        self._stream = stream
+
+    @property
+    def settings(self) -> LoggingSettings:
+        return self._settings
+
+    @property
+    def prefix(self) -> str:
+        return self._prefix
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            settings = self._settings
+            chosen = settings.filter
+            if not chosen.allows(record.name, record.levelno) and not (
+                # The slow ways in: the function's part of the target, and selectors over the fields.
+                (chosen.targets or chosen.selectors)
+                and chosen.allows(target_of(record), record.levelno, fields_of(record))
+            ):
+                return
+            stream = self._stream or sys.stderr
+            stream.write(self.format(record) + "\n")
+            stream.flush()
+        except Exception:  # what logging does with a record that cannot be written
+            self.handleError(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        settings = self._settings
+        if self.formatter is not None:
+            return super().format(record)
+        if settings.jsonl:
+            return format_jsonl(record, local_time=settings.local_time, prefix=self._prefix)
+        return format_readable(record, ansi=settings.ansi, local_time=settings.local_time, prefix=self._prefix)
+
+
+class _Process:
+    """What `log_span` must know of this process's configuration."""
+
+    span_events = False
+
+
+def configure_dynamo_logging(service_name: str | None = None, worker_id: int | str | None = None) -> None:
+    """Take over the root logger, by the environment; a call with the same outcome changes nothing.
+
+    With `service_name` every message begins with `[service:worker]`. The root handlers that are there are replaced,
+    because two of them would print every line twice.
+    """
+    prefix = f"[{service_name}{'' if worker_id is None else f':{worker_id}'}] " if service_name else ""
+    settings = LoggingSettings.from_env(is_tty=_is_terminal(sys.stderr))
+    root = logging.getLogger()
+    logging.addLevelName(TRACE, "TRACE")
+    held = root.handlers
+    if (
+        len(held) == 1
+        and isinstance(held[0], LogHandler)
+        and (held[0].settings, held[0].prefix) == (settings, prefix)
+        and root.level == _root_level(settings)
+    ):
+        return
+    root.handlers[:] = [LogHandler(settings, prefix=prefix)]
+    root.setLevel(_root_level(settings))
+    _spans.setLevel(logging.INFO)  # whatever the root's level is
+    _Process.span_events = settings.span_events
+    for complaint in settings.complaints:
+        logging.getLogger(__name__).warning("%s", complaint)
+
+
+def _root_level(settings: LoggingSettings) -> int:
+    return max(settings.filter.lowest, logging.DEBUG)  # records below DEBUG are not made for us
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty() and "NO_COLOR" not in os.environ
