@@ -1,0 +1,144 @@
+"""From body bytes to a typed request: bounded nesting, strict JSON first, then a mended second try.
+
+Every failure is a 400 whose text ends in what was expected and where (`` at `$.messages[0].role` ``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from dynamo.protocol.openai.errors import RequestRejected
+
+__all__ = ["MAX_CONTAINERS", "MAX_DEPTH", "check_depth", "deserialisation_error", "mend", "read_json"]
+
+MAX_DEPTH: Final = 128  # arrays and objects inside each other; JSON Schemas in the wild stay below 40
+MAX_CONTAINERS: Final = 1 << 18  # arrays and objects in one body: an empty one costs 60 bytes for 2 on the wire
+MAX_MENDED_BYTES: Final = 4 * 1024 * 1024  # mending costs up to 0.1 s a MiB, on the caller's thread
+DETAIL_LIMIT: Final = 512  # characters of a decoder's message we pass on: it may quote the client's own value
+
+T = TypeVar("T")
+
+_NOT_STRUCTURE: Final = bytes(byte for byte in range(256) if byte not in b'[{"')
+
+_PATH: Final = re.compile(r"`\$([^`]*)`")
+_FIELD: Final = re.compile(r"^Object (?:missing required|contains unknown) field `([^`]*)`")
+
+
+def read_json(body: bytes, decode: Callable[[bytes], T]) -> tuple[T, bool]:
+    """The decoded value, and whether the body had to be mended first.
+
+    Raises:
+        msgspec.ValidationError: the JSON is well formed and not what `decode` expects.
+        RequestRejected: it is not JSON, or nests too deep.
+    """
+    check_size(body)
+    try:
+        return decode(body), False
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        strict = error
+    if len(body) > MAX_MENDED_BYTES or (mended := mend(body)) == body:
+        raise malformed(strict) from strict
+    try:
+        return decode(mended), True
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise malformed(error) from error
+
+
+def check_size(body: bytes) -> None:
+    """Refuse a body of more containers than anything downstream should have to bear, before they exist.
+
+    Counts in C, and looks closer only when the raw count of brackets, which may be text, exceeds the limit.
+    """
+    if len(body) <= 2 * MAX_CONTAINERS or body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:
+        return
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
+    structure = b"".join(bare.translate(None, _NOT_STRUCTURE).split(b'"')[::2])  # without what stood in strings
+    if len(structure) > MAX_CONTAINERS:
+        raise _refused(f"more than {MAX_CONTAINERS} JSON arrays and objects in one body")
+
+
+def check_depth(values: Iterable[Any]) -> None:
+    """Refuse free-form values that nest deeper than `MAX_DEPTH`. Level by level: no recursion of ours.
+
+    The decoder gives up by itself near 1000 levels; this lower limit leaves room for whoever recurses later
+    (templates, the worker's wire), each with frames of its own.
+    """
+    level: list[Any] = [value for value in values if value.__class__ is dict or value.__class__ is list]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise _refused(f"JSON nested deeper than {MAX_DEPTH} levels")
+        level = [
+            child
+            for value in level
+            for child in (value.values() if value.__class__ is dict else value)
+            if child.__class__ is dict or child.__class__ is list
+        ]
+
+
+def deserialisation_error(error: msgspec.ValidationError) -> RequestRejected:
+    """The 400 for well-formed JSON of the wrong shape; `param` is the path to the fault."""
+    detail = str(error)
+    path = _PATH.search(detail)
+    where = path[1].lstrip(".") if path else ""
+    if (named := _FIELD.match(detail)) is not None:
+        where = f"{where}.{named[1]}" if where else named[1]
+    return _refused(detail, where or None)
+
+
+def malformed(error: Exception) -> RequestRejected:
+    """The 400 for bytes that are no JSON."""
+    if isinstance(error, RecursionError):
+        return _refused(f"JSON nested deeper than {MAX_DEPTH} levels")
+    return _refused(str(error))
+
+
+def _refused(detail: str, param: str | None = None) -> RequestRejected:
+    if len(detail) > DETAIL_LIMIT:
+        half = DETAIL_LIMIT // 2
+        detail = f"{detail[:half]}...{detail[-half:]}"  # the path is at the end
+    if param is not None and len(param) > DETAIL_LIMIT:
+        param = param[:DETAIL_LIMIT]
+    return RequestRejected(400, f"Failed to deserialize the JSON body into the target type: {detail}", param=param)
+
+
+# Stand-ins while strings are taken apart: decoding with "replace" leaves no surrogate in the text.
+_BACKSLASH: Final = "\ud800"
+_QUOTE: Final = "\ud801"
+_CONTROL: Final = re.compile(r"[\x00-\x1f]")
+_SHORT_ESCAPES: Final = {"\b": r"\b", "\t": r"\t", "\n": r"\n", "\f": r"\f", "\r": r"\r"}
+_ESCAPES: Final = [(chr(code), _SHORT_ESCAPES.get(chr(code), f"\\u{code:04x}")) for code in range(0x20)]
+_LONE_SURROGATE: Final = re.compile(
+    r"(?P<pair>\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
+)
+
+
+def mend(body: bytes) -> bytes:
+    """`body` with what clients most often get wrong put right; all of it linear and in C.
+
+    Invalid UTF-8 becomes U+FFFD, raw control characters inside strings are escaped, and a `\\ud83d` without its other
+    half (text cut in the middle of an emoji) becomes `\\ufffd`.
+    """
+    text = body.decode("utf-8", "replace")
+    if "\\" in text:
+        text = text.replace("\\\\", _BACKSLASH).replace('\\"', _QUOTE)
+        if "\\u" in text:
+            text = _LONE_SURROGATE.sub(lambda match: match["pair"] or r"\ufffd", text)
+    if _CONTROL.search(text):
+        parts = text.split('"')
+        inside = '"'.join(parts[1::2])
+        for raw, escaped in _ESCAPES:
+            if raw in inside:
+                inside = inside.replace(raw, escaped)
+        parts[1::2] = inside.split('"') if len(parts) > 1 else []
+        text = '"'.join(parts)
+    return text.replace(_QUOTE, '\\"').replace(_BACKSLASH, "\\\\").encode()

@@ -1,0 +1,253 @@
+"""What a client is told when a request fails: one rejection value, its two JSON shapes, and the way from exceptions.
+
+The statuses and texts themselves are the table in `dynamo.errors`; nothing here invents one for an engine's error.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+
+from dynamo.errors import (
+    Cancelled,
+    DynamoException,
+    Overloaded,
+    RouterQueueLimitExceeded,
+    Unknown,
+    http_assertion,
+    kind_of,
+    rule_of,
+)
+from dynamo.protocol.openai.escaping import json_text
+
+__all__ = [
+    "DEFAULT_OVERLOAD_STATUS",
+    "RequestRejected",
+    "error_body",
+    "model_not_found",
+    "model_not_ready",
+    "not_ready",
+    "overload_status",
+    "phrase_of",
+    "rejection_for",
+    "route_not_found",
+    "stream_error",
+    "stream_type_of",
+]
+
+DEFAULT_OVERLOAD_STATUS: Final = 529
+RETRY_AFTER_SECONDS: Final = 1  # on a 503 or an overload; short, because both usually pass with the next step
+MESSAGE_LIMIT: Final = 8192  # characters; an engine's message may quote a whole prompt
+
+_PHRASES: Final = {
+    **{status.value: status.phrase for status in HTTPStatus},
+    413: "Payload Too Large",  # the standard library renamed these two between Python versions
+    422: "Unprocessable Entity",
+    499: "Client Closed Request",
+    529: "Overloaded",
+}
+
+_STREAM_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    499: "request_cancelled",
+    501: "not_implemented",
+    503: "service_unavailable",
+    504: "gateway_timeout",
+    529: "overloaded",
+}
+
+
+def phrase_of(status: int) -> str:
+    """The flat body's `type`: the reason phrase, in words a standard client knows."""
+    return _PHRASES.get(status) or ("Bad Request" if 400 <= status < 500 else "Internal Server Error")
+
+
+def stream_type_of(status: int) -> str:
+    """The nested object's `type`: snake case, as inside a stream."""
+    known = _STREAM_TYPES.get(status)
+    if known is not None:
+        return known
+    return "invalid_request_error" if 400 <= status < 500 else "internal_server_error"
+
+
+def overload_status(configured: int | str | None) -> int:
+    """The status of an overload: `configured` when it is a usable 200..999, else 529."""
+    try:
+        status = int(configured) if configured is not None else DEFAULT_OVERLOAD_STATUS
+    except ValueError:
+        return DEFAULT_OVERLOAD_STATUS
+    return status if 200 <= status <= 999 else DEFAULT_OVERLOAD_STATUS
+
+
+class RequestRejected(Exception):
+    """The whole answer to a request that is not served: status, text, and where the fault is.
+
+    `param` names the field; `details` is a small JSON object of the flat body; `code` is OpenAI's machine-readable
+    string (`model_not_found`); `retry_after_seconds` becomes a `Retry-After` header. `stream_status` differs from
+    `status` only where an engine asserted a 5xx that a unary answer must hide.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        details: dict[str, Any] | None = None,
+        param: str | None = None,
+        *,
+        type_: str | None = None,
+        stream_type: str | None = None,
+        code: str | None = None,
+        retry_after_seconds: int | None = None,
+        stream_status: int | None = None,
+        stream_message: str | None = None,
+    ) -> None:
+        if len(message) > MESSAGE_LIMIT:
+            message = message[: MESSAGE_LIMIT - 3] + "..."
+        super().__init__(message)
+        self.status, self.message, self.details, self.param = status, message, details, param
+        self.type = type_ or phrase_of(status)
+        self.stream_type = stream_type or stream_type_of(status)
+        self.code = code
+        self.retry_after_seconds = retry_after_seconds
+        self.stream_status = status if stream_status is None else stream_status
+        self.stream_message = message if stream_message is None else stream_message
+
+    def body(self) -> bytes:
+        """The JSON body of a unary answer, both shapes in one object."""
+        return error_body(
+            self.status,
+            self.message,
+            self.type,
+            self.details,
+            self.param,
+            nested_type=self.stream_type,
+            code=self.code,
+        )
+
+    def headers(self) -> dict[str, str]:
+        """Response headers this answer carries besides its content type."""
+        return {} if self.retry_after_seconds is None else {"retry-after": str(self.retry_after_seconds)}
+
+    def frame(self) -> bytes:
+        """The SSE frame that ends a stream with this answer (the caller sends `[DONE]` after it)."""
+        return b'data: {"error":{"message":%b,"type":%b,"code":%d}}\n\n' % (
+            json_text(self.stream_message),
+            json_text(self.stream_type),
+            self.stream_status,
+        )
+
+
+def error_body(
+    status: int,
+    message: str,
+    type_: str | None = None,
+    details: dict[str, Any] | None = None,
+    param: str | None = None,
+    *,
+    nested_type: str | None = None,
+    code: str | None = None,
+) -> bytes:
+    """`{"message","type","code"[,"details"],"error":{"message","type","param","code"}}`.
+
+    The flat keys are what 1.6.1 answers, the nested object what OpenAI's own clients read.
+    """
+    text = json_text(message)
+    return b'{"message":%b,"type":%b,"code":%d%b,"error":{"message":%b,"type":%b,"param":%b,"code":%b}}' % (
+        text,
+        json_text(type_ or phrase_of(status)),
+        status,
+        b"" if details is None else b',"details":' + msgspec.json.encode(details),
+        text,
+        json_text(nested_type or stream_type_of(status)),
+        b"null" if param is None else json_text(param),
+        b"null" if code is None else json_text(code),
+    )
+
+
+def model_not_found() -> RequestRejected:
+    return RequestRejected(404, "Model not found", param="model", code="model_not_found")
+
+
+def model_not_ready(model: str) -> RequestRejected:
+    """Registered, but nobody can serve it yet (or any more)."""
+    return RequestRejected(
+        503,
+        f"Model `{model}` is not ready to serve requests yet. The deployment may still be starting up or is not fully "
+        "provisioned. Please retry shortly.",
+        retry_after_seconds=RETRY_AFTER_SECONDS,
+    )
+
+
+def not_ready() -> RequestRejected:
+    """The frontend is draining or stopping."""
+    return RequestRejected(503, "Service is not ready", retry_after_seconds=RETRY_AFTER_SECONDS)
+
+
+def route_not_found(method: str, path: str) -> RequestRejected:
+    return RequestRejected(404, f"Route not found: {method} {path}")
+
+
+def rejection_for(error: BaseException, *, overload_status: int = DEFAULT_OVERLOAD_STATUS) -> RequestRejected:
+    """The answer to an error that came out of the pipeline or from an engine.
+
+    `overload_status` is the status of every "full" answer; see `overload_status()` for how a setting becomes one.
+    """
+    if isinstance(error, RequestRejected):
+        return error
+    asserted = http_assertion(error)
+    if asserted is not None:
+        return _asserted(*asserted, overload_status)
+    rule = rule_of(error)
+    status = overload_status if rule.status == DEFAULT_OVERLOAD_STATUS else rule.status
+    details: dict[str, Any] | None = None
+    if isinstance(error, RouterQueueLimitExceeded):
+        details = _queue_details(error)
+    elif kind_of(error) is Unknown and isinstance(error, DynamoException):
+        details = {"backend_status": 500}  # an engine said so; a fault of our own has no backend
+    retry_after = None
+    if isinstance(error, Overloaded):
+        retry_after = getattr(error, "retry_after_seconds", RETRY_AFTER_SECONDS)
+    elif rule.status in (503, DEFAULT_OVERLOAD_STATUS):
+        retry_after = RETRY_AFTER_SECONDS
+    message = rule.public if rule.public is not None else str(error) or "Invalid request"
+    return RequestRejected(
+        status, message, details, type_=rule.phrase, stream_type=rule.stream_type, retry_after_seconds=retry_after
+    )
+
+
+def stream_error(error: BaseException, *, overload_status: int = DEFAULT_OVERLOAD_STATUS) -> bytes:
+    """The SSE frame for an error after HTTP 200 has been sent; `[DONE]` follows it."""
+    return rejection_for(error, overload_status=overload_status).frame()
+
+
+def _asserted(code: int, message: str, overload_status: int) -> RequestRejected:
+    """An engine chose the status: 4xx is passed on with its text, 5xx keeps no text of the engine's."""
+    if code == 499:
+        return rejection_for(Cancelled())
+    if 400 <= code < 500:
+        return RequestRejected(code, message or phrase_of(code))
+    if code in (DEFAULT_OVERLOAD_STATUS, overload_status):
+        return rejection_for(Overloaded(), overload_status=overload_status)
+    if code == 503:
+        return RequestRejected(503, "Service temporarily unavailable", retry_after_seconds=RETRY_AFTER_SECONDS)
+    sane = code if 500 <= code < 600 else 500
+    return RequestRejected(
+        500,
+        "Internal server error",
+        {"backend_status": code},
+        stream_status=sane,
+        stream_message=phrase_of(sane).capitalize(),
+    )
+
+
+def _queue_details(error: RouterQueueLimitExceeded) -> dict[str, Any] | None:
+    """The limit's numbers; None when the error crossed a wire and only its text did."""
+    names = ("policy_class", "limit_kind", "current", "limit")
+    if not all(hasattr(error, name) for name in names):
+        return None
+    return {name: getattr(error, name) for name in names}

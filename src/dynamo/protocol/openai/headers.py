@@ -1,0 +1,205 @@
+"""What request headers add to a request. Headers beat the body, because gateways set them and clients do not."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.shapes import U64_MAX, AgentHints, CommonRequest, NvExt
+
+__all__ = ["DEFAULT_METADATA_PREFIX", "HeaderEffects", "apply_headers"]
+
+DEFAULT_METADATA_PREFIX: Final = "x-dynamo-meta-"
+MAX_METADATA_ENTRIES: Final = 64
+MAX_METADATA_BYTES: Final = 64 * 1024  # names and values together
+U32_MAX: Final = 2**32 - 1  # as a dp rank: "not set"
+
+
+@dataclass(slots=True)
+class HeaderEffects:
+    """What the headers say beyond the body's fields."""
+
+    request_id: str | None = None  # `x-request-id`: echoed and logged, never the id of the work
+    metadata: dict[str, str] = field(default_factory=dict)
+    session_id: str | None = None
+    parent_session_id: str | None = None
+    session_final: bool = False
+    warnings: list[str] = field(default_factory=list)  # for the log; the request goes on
+
+    @property
+    def policy_class(self) -> str | None:
+        """The router queue the request asked for."""
+        return self.metadata.get("policy-class")
+
+    @property
+    def agent_context(self) -> dict[str, object] | None:
+        """The worker's `agent_context`; None without a session."""
+        if self.session_id is None:
+            return None
+        context: dict[str, object] = {"session_id": self.session_id}
+        if self.parent_session_id is not None:
+            context["parent_session_id"] = self.parent_session_id
+        if self.session_final:
+            context["session_final"] = True
+        return context
+
+
+def apply_headers(
+    request: CommonRequest,
+    headers: Mapping[str, str] | Iterable[tuple[str, str]],
+    *,
+    metadata_prefix: str = DEFAULT_METADATA_PREFIX,
+    nvext_enabled: bool = True,
+) -> HeaderEffects:
+    """Write the overriding headers into `request` and return the rest. Header names are lower case.
+
+    Give pairs rather than a mapping where a header may occur twice: the first metadata entry of a name wins. With
+    `nvext_enabled` False the body's `nvext` and the routing headers are dropped, with a warning.
+
+    Raises:
+        RequestRejected: 400 for a routing header that is no number in range, 431 for too much metadata.
+    """
+    effects = HeaderEffects()
+    if not nvext_enabled and request.nvext is not None:
+        request.nvext = None
+        effects.warnings.append("nvext is disabled on this frontend: the request's nvext was ignored")
+    chosen: dict[str, tuple[int, str]] = {}  # what is set -> (preference, value); the lowest preference wins
+    metadata_bytes = 0
+    for name, value in headers.items() if isinstance(headers, Mapping) else headers:
+        if name.startswith(metadata_prefix):
+            key = name[len(metadata_prefix) :]
+            if not key or key in effects.metadata or _is_credential(key, value):
+                continue
+            metadata_bytes += len(key) + len(value)
+            if len(effects.metadata) >= MAX_METADATA_ENTRIES or metadata_bytes > MAX_METADATA_BYTES:
+                raise RequestRejected(
+                    431,
+                    f"Request metadata headers exceed the limit of {MAX_METADATA_ENTRIES} entries or "
+                    f"{MAX_METADATA_BYTES} bytes",
+                )
+            effects.metadata[key] = value
+            continue
+        known = _KNOWN.get(name)
+        if known is None:
+            continue
+        what, preference = known
+        if what in _ROUTING and not nvext_enabled:
+            effects.warnings.append(f"nvext is disabled on this frontend: header {name} was ignored")
+            continue
+        if what not in chosen or preference < chosen[what][0]:
+            chosen[what] = (preference, value)
+    for what, (_, value) in chosen.items():
+        routed = _ROUTING.get(what)
+        if routed is not None:
+            if request.nvext is None:
+                request.nvext = NvExt()
+            routed(request.nvext, value)
+        else:
+            _describe(effects, what, value)
+    return effects
+
+
+def _is_credential(key: str, value: str) -> bool:
+    """Metadata travels to workers and logs: a token must not."""
+    return "authorization" in key or value[:7].lower() == "bearer "
+
+
+def _describe(effects: HeaderEffects, what: str, value: str) -> None:
+    match what:
+        case "request_id":
+            effects.request_id = value
+        case "session_id":
+            effects.session_id = value.strip() or None
+        case "parent_session_id":
+            effects.parent_session_id = value.strip() or None
+        case "session_final":
+            effects.session_final = value.strip().lower() in ("1", "true", "yes")
+        case _:  # x-dynamo-request-id
+            try:
+                uuid.UUID(value)
+            except ValueError:
+                effects.warnings.append(f"header x-dynamo-request-id is not a UUID and was ignored: {value[:64]!r}")
+            else:
+                effects.request_id = effects.request_id or value
+
+
+def _integer(header: str, value: str, low: int, high: int) -> int:
+    text = value.strip()
+    if text.removeprefix("-").isdecimal() and text.isascii() and len(text) <= 21 and low <= int(text) <= high:
+        return int(text)
+    raise RequestRejected(
+        400, f"Header {header} must be an integer between {low} and {high}, got '{value[:64]}'", param=header
+    )
+
+
+def _worker(nvext: NvExt, value: str) -> None:
+    nvext.backend_instance_id = nvext.decode_worker_id = _integer("x-dynamo-worker-instance-id", value, 0, U64_MAX)
+
+
+def _prefill_worker(nvext: NvExt, value: str) -> None:
+    nvext.prefill_worker_id = _integer("x-dynamo-prefill-instance-id", value, 0, U64_MAX)
+
+
+def _dp_rank(nvext: NvExt, value: str) -> None:
+    rank = _integer("x-dynamo-dp-rank", value, 0, U32_MAX)
+    nvext.dp_rank = None if rank == U32_MAX else rank
+
+
+def _prefill_dp_rank(nvext: NvExt, value: str) -> None:
+    rank = _integer("x-dynamo-prefill-dp-rank", value, 0, U32_MAX)
+    nvext.prefill_dp_rank = None if rank == U32_MAX else rank
+
+
+def _priority(nvext: NvExt, value: str) -> None:
+    nvext.agent_hints = nvext.agent_hints or AgentHints()
+    nvext.agent_hints.priority = _integer("x-dynamo-request-priority", value, -(2**31), 2**31 - 1)
+
+
+def _strict_priority(nvext: NvExt, value: str) -> None:
+    nvext.agent_hints = nvext.agent_hints or AgentHints()
+    nvext.agent_hints.strict_priority = _integer("x-dynamo-request-strict-priority", value, 0, U32_MAX)
+
+
+def _tenant(nvext: NvExt, value: str) -> None:
+    if value:  # empty is absent: the body's salt stays
+        nvext.cache_salt = value
+
+
+_ROUTING: Final[dict[str, Callable[[NvExt, str], None]]] = {
+    "worker": _worker,
+    "prefill_worker": _prefill_worker,
+    "dp_rank": _dp_rank,
+    "prefill_dp_rank": _prefill_dp_rank,
+    "priority": _priority,
+    "strict_priority": _strict_priority,
+    "tenant": _tenant,
+}
+
+# header -> (what it sets, preference among its aliases: 0 is the canonical name)
+_KNOWN: Final[dict[str, tuple[str, int]]] = {
+    "x-request-id": ("request_id", 0),
+    "x-dynamo-request-id": ("deprecated_request_id", 0),
+    "x-dynamo-worker-instance-id": ("worker", 0),
+    "x-worker-instance-id": ("worker", 1),
+    "x-dynamo-prefill-instance-id": ("prefill_worker", 0),
+    "x-prefill-instance-id": ("prefill_worker", 1),
+    "x-dynamo-dp-rank": ("dp_rank", 0),
+    "x-dp-rank": ("dp_rank", 1),
+    "x-data-parallel-rank": ("dp_rank", 2),
+    "x-dynamo-prefill-dp-rank": ("prefill_dp_rank", 0),
+    "x-prefill-dp-rank": ("prefill_dp_rank", 1),
+    "x-dynamo-request-priority": ("priority", 0),
+    "x-dynamo-request-strict-priority": ("strict_priority", 0),
+    "x-tenant-id": ("tenant", 0),
+    "x-dynamo-session-id": ("session_id", 0),
+    "x-claude-code-session-id": ("session_id", 1),
+    "thread-id": ("session_id", 2),
+    "x-session-id": ("session_id", 3),
+    "x-dynamo-parent-session-id": ("parent_session_id", 0),
+    "x-codex-parent-thread-id": ("parent_session_id", 1),
+    "x-parent-session-id": ("parent_session_id", 2),
+    "x-dynamo-session-final": ("session_final", 0),
+}

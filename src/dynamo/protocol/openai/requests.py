@@ -1,0 +1,208 @@
+"""From an HTTP body to a request that may be served, and onward to the worker and the template.
+
+`parse_*` = `decode_*` (is it JSON of the right shape?) then `validate_*` (does it keep the rules?). A frontend calls the
+two halves itself where its own checks, service and model ready, stand between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from dynamo.protocol.openai.body import check_depth, deserialisation_error, read_json
+from dynamo.protocol.openai.shapes import (
+    ChatRequest,
+    CommonRequest,
+    CompletionRequest,
+    JsonObject,
+    NvExt,
+    Request,
+    Thinking,
+)
+from dynamo.protocol.openai.validation import validate_chat, validate_completion
+from dynamo.protocol.openai.worker_fields import finish_preprocessing, to_worker_fields
+
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "NvExt",
+    "Request",
+    "decode_chat",
+    "decode_completion",
+    "finish_preprocessing",
+    "parse_chat",
+    "parse_completion",
+    "raw_prompt",
+    "template_messages",
+    "template_tools",
+    "template_variables",
+    "to_worker_fields",
+    "validate_chat",
+    "validate_completion",
+]
+
+R = TypeVar("R", bound=CommonRequest)
+
+
+class _AnyChat(ChatRequest, forbid_unknown_fields=False):
+    """The same request, read past unknown keys."""
+
+
+class _AnyCompletion(CompletionRequest, forbid_unknown_fields=False):
+    """The same request, read past unknown keys."""
+
+
+class _Reader:
+    """Decodes one kind of request. The strict decoder notices unknown keys for free; only then is the body read again."""
+
+    def __init__(self, strict: type[Any], lenient: type[Any]) -> None:
+        self._strict = msgspec.json.Decoder(strict)
+        self._lenient = msgspec.json.Decoder(lenient)
+        self._keys = msgspec.json.Decoder(dict[str, msgspec.Raw])
+        self._fields = frozenset(strict.__struct_fields__)
+
+    def read(self, body: bytes, *, ignore_unsupported: bool) -> Any:
+        try:
+            request, mended = read_json(body, self._lenient.decode if ignore_unsupported else self._decode)
+        except msgspec.ValidationError as error:
+            raise deserialisation_error(error) from error
+        check_depth(request.free_form())
+        if mended:
+            request.__dict__["repaired"] = True
+        return request
+
+    def _decode(self, body: bytes) -> Any:
+        try:
+            return self._strict.decode(body)
+        except msgspec.ValidationError as error:
+            text = str(error)
+            if not text.startswith("Object contains unknown field") or " - at `$" in text:
+                raise
+        request = self._lenient.decode(body)
+        request.__dict__["unsupported"] = tuple(key for key in self._keys.decode(body) if key not in self._fields)
+        return request
+
+
+_CHAT: Final = _Reader(ChatRequest, _AnyChat)
+_COMPLETION: Final = _Reader(CompletionRequest, _AnyCompletion)
+
+
+def decode_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatRequest:
+    """The typed request, not yet validated; unknown top-level keys wait in `.unsupported`.
+
+    Raises:
+        RequestRejected: 400, the body is not JSON of the right shape.
+    """
+    request: ChatRequest = _CHAT.read(body, ignore_unsupported=ignore_unsupported)
+    return request
+
+
+def decode_completion(body: bytes, *, ignore_unsupported: bool = False) -> CompletionRequest:
+    """As `decode_chat`, for text completions."""
+    request: CompletionRequest = _COMPLETION.read(body, ignore_unsupported=ignore_unsupported)
+    return request
+
+
+def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatRequest:
+    """A chat request that keeps every rule.
+
+    Raises:
+        RequestRejected: 400 naming the field, or 501 for what is deprecated or not built.
+    """
+    request = decode_chat(body, ignore_unsupported=ignore_unsupported)
+    validate_chat(request)
+    return request
+
+
+def parse_completion(body: bytes, *, ignore_unsupported: bool = False) -> CompletionRequest:
+    """A text completion request that keeps every rule.
+
+    Raises:
+        RequestRejected: 400 naming the field.
+    """
+    request = decode_completion(body, ignore_unsupported=ignore_unsupported)
+    validate_completion(request)
+    return request
+
+
+# -- for the template ---------------------------------------------------------------------------------------------------
+
+
+def template_messages(request: ChatRequest) -> list[JsonObject]:
+    """The messages as a template wants them: a content list of text parts is joined with newlines.
+
+    Messages are the client's dicts, unknown keys included; those that change are copied.
+    """
+    messages = request.messages
+    if not any(isinstance(message.get("content"), list) for message in messages):
+        return messages
+    return [
+        {**message, "content": _joined(message["content"])} if isinstance(message.get("content"), list) else message
+        for message in messages
+    ]
+
+
+def _joined(parts: list[JsonObject]) -> Any:
+    """The text of text parts; a list that holds anything else stays a list."""
+    if all(part.get("type") == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def template_tools(request: ChatRequest, *, exclude_when_none: bool = True) -> list[JsonObject] | None:
+    """The tools to render: none at all when `tool_choice` is "none" and `exclude_when_none`."""
+    if not request.tools or (exclude_when_none and request.tool_choice == "none"):
+        return None
+    return request.tools
+
+
+def raw_prompt(request: ChatRequest) -> str | None:
+    """The text to use instead of a rendered template when `nvext.use_raw_prompt` is set: the messages' texts, one a line."""
+    if request.nvext is None or request.nvext.use_raw_prompt is not True:
+        return None
+    contents = (message.get("content") for message in template_messages(request))
+    return "\n".join(content for content in contents if isinstance(content, str))
+
+
+def template_variables(request: ChatRequest, *, default_thinking_mode: str | None = None) -> JsonObject:
+    """Extra top-level variables of the template, the reasoning controls made consistent.
+
+    The first that speaks decides whether the model reasons: `thinking`; then `thinking`, `enable_thinking` or
+    `thinking_mode` of the template arguments; then `reasoning_effort` (anything but "none" is on); then the model's
+    default. It is then told under all three names, because templates differ in the one they read. "adaptive" removes
+    the booleans.
+    """
+    variables = dict(request.template_args)
+    effort = request.reasoning_effort
+    mode = _thinking_mode(request.thinking) or _mode_of_arguments(variables)
+    if mode is None and effort is not None:
+        mode = "disabled" if effort == "none" else "enabled"
+    mode = mode or default_thinking_mode
+    if effort is not None:
+        variables.setdefault("reasoning_effort", effort)
+    if mode is None:
+        return variables
+    if mode == "adaptive":
+        variables.pop("thinking", None)
+        variables.pop("enable_thinking", None)
+    else:
+        variables["thinking"] = variables["enable_thinking"] = mode != "disabled"
+    variables["thinking_mode"] = mode
+    return variables
+
+
+def _thinking_mode(thinking: bool | Thinking | None) -> str | None:
+    if thinking is None:
+        return None
+    if isinstance(thinking, Thinking):
+        return thinking.type
+    return "enabled" if thinking else "disabled"
+
+
+def _mode_of_arguments(arguments: JsonObject) -> str | None:
+    for name in ("thinking", "enable_thinking"):
+        if isinstance(value := arguments.get(name), bool):
+            return "enabled" if value else "disabled"
+    mode = arguments.get("thinking_mode")
+    return mode if isinstance(mode, str) else None

@@ -1,0 +1,302 @@
+"""The bodies of unary answers, and log probabilities in OpenAI's two shapes.
+
+Built from plain values once per request, so clarity beats speed here; the per-token path is `sse`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from msgspec import Raw, Struct
+
+from dynamo.protocol.openai.escaping import json_line
+from dynamo.protocol.openai.sse import usage_json
+
+__all__ = [
+    "Choice",
+    "ModelEntry",
+    "TokenLogprob",
+    "TopLogprob",
+    "chat_body",
+    "chat_logprobs",
+    "completion_body",
+    "completion_logprobs",
+    "finish_reason_for_client",
+    "model_body",
+    "models_body",
+    "ready_body",
+    "token_logprobs",
+    "usage_json",
+]
+
+LOWEST_LOGPROB: Final = -9999.0  # stands for minus infinity, which JSON cannot carry
+
+_FINISH_FOR_CLIENT: Final = {"eos": "stop", "cancelled": "stop"}
+
+
+def finish_reason_for_client(reason: str) -> str:
+    """An engine's reason in OpenAI's words: `eos`, `stop` and `cancelled` are all `stop`."""
+    return _FINISH_FOR_CLIENT.get(reason, reason)
+
+
+# -- log probabilities --------------------------------------------------------------------------------------------------
+
+
+class TopLogprob(Struct, frozen=True):
+    """One alternative at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(Struct, frozen=True):
+    """One generated token with its alternatives; the generated one is always among them."""
+
+    token: str
+    logprob: float
+    token_id: int
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+def token_logprobs(
+    token_ids: Sequence[int],
+    log_probs: Sequence[float] | None,
+    top_logprobs: Sequence[Sequence[Mapping[str, Any]]] | None,
+    token_text: Callable[[int], str],
+    *,
+    token_bytes: Callable[[int], bytes] | None = None,
+    tokens: Sequence[str | None] | None = None,
+    as_token_ids: bool = False,
+) -> list[TokenLogprob]:
+    """What a backend's chunk says of its tokens' probabilities, with the texts it left out filled in.
+
+    `log_probs`, `top_logprobs` and `tokens` are aligned with `token_ids`; positions a backend says nothing of are left
+    out. `as_token_ids` (the request's `return_tokens_as_token_ids`) replaces every text by `token_id:<id>`.
+    """
+    if log_probs is None and not top_logprobs:
+        return []
+
+    def text_of(token_id: int, given: str | None) -> str:
+        if as_token_ids:
+            return f"token_id:{token_id}"
+        return token_text(token_id) if given is None else given
+
+    def bytes_of(token_id: int, text: str, given: Iterable[int] | None) -> list[int] | None:
+        if given is not None:
+            return list(given)
+        if token_bytes is not None:
+            return list(token_bytes(token_id))
+        return None if as_token_ids else list(text.encode("utf-8", "replace"))
+
+    items: list[TokenLogprob] = []
+    for position, token_id in enumerate(token_ids):
+        entries = top_logprobs[position] if top_logprobs is not None and position < len(top_logprobs) else ()
+        entries = sorted(entries, key=lambda entry: entry.get("rank") or 0)
+        own = next((entry for entry in entries if entry.get("token_id") == token_id), None)
+        if log_probs is not None and position < len(log_probs):
+            logprob = finite(log_probs[position])
+        elif own is not None:
+            logprob = finite(own["logprob"])
+        else:
+            continue
+        said = tokens[position] if tokens is not None and position < len(tokens) else None
+        text = text_of(token_id, said if said is not None else own.get("token") if own is not None else None)
+        raw = bytes_of(token_id, text, own.get("bytes") if own is not None else None)
+        alternatives = []
+        for entry in entries:
+            other_id = int(entry["token_id"])
+            other = text_of(other_id, entry.get("token"))
+            alternatives.append(
+                TopLogprob(other, finite(entry["logprob"]), bytes_of(other_id, other, entry.get("bytes")))
+            )
+        if own is None:
+            alternatives.append(TopLogprob(text, logprob, raw))
+        items.append(TokenLogprob(text, logprob, token_id, raw, alternatives))
+    return items
+
+
+def finite(logprob: float) -> float:
+    """A log probability JSON can carry: minus infinity (and what is no number) becomes -9999."""
+    return float(logprob) if math.isfinite(logprob) else LOWEST_LOGPROB
+
+
+def chat_logprobs(items: Sequence[TokenLogprob]) -> bytes:
+    """`{"content":[...],"refusal":null}`, for `ChatStream.delta` and `Choice`."""
+    return json_line({"content": items, "refusal": None})
+
+
+def completion_logprobs(items: Sequence[TokenLogprob], *, text_offset: int = 0) -> bytes:
+    """`{"tokens","token_logprobs","top_logprobs","text_offset"}`; `text_offset` counts the characters before the first."""
+    offsets: list[int] = []
+    for item in items:
+        offsets.append(text_offset)
+        text_offset += len(item.token)
+    return json_line(
+        {
+            "tokens": [item.token for item in items],
+            "token_logprobs": [item.logprob for item in items],
+            "top_logprobs": [{top.token: top.logprob for top in item.top_logprobs} for item in items],
+            "text_offset": offsets,
+        }
+    )
+
+
+# -- answers ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Choice:
+    """One finished choice. `logprobs` is ready JSON of the shape its surface wants."""
+
+    index: int
+    text: str | None
+    finish_reason: str | None
+    logprobs: bytes | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+def chat_body(
+    id: str,
+    created: int,
+    model: str,
+    choices: Iterable[Choice],
+    usage: bytes | None,
+    *,
+    nvext: bytes | None = None,
+    reasoning_field: str = "reasoning_content",
+) -> bytes:
+    """The body of a unary chat answer; `usage` from `usage_json`, `nvext` from `sse.nvext_json`."""
+    body: dict[str, Any] = {
+        "id": id,
+        "choices": [
+            {
+                "index": choice.index,
+                "message": _message(choice, reasoning_field),
+                "finish_reason": choice.finish_reason,
+                "logprobs": _raw(choice.logprobs),
+            }
+            for choice in choices
+        ],
+        "created": created,
+        "model": model,
+        "object": "chat.completion",
+    }
+    return json_line(_with(body, usage=usage, nvext=nvext))
+
+
+def _message(choice: Choice, reasoning_field: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"content": choice.text, "refusal": None, "role": "assistant"}
+    if choice.tool_calls:
+        message["tool_calls"] = choice.tool_calls
+    if choice.reasoning_content is not None:
+        message[reasoning_field] = choice.reasoning_content
+    return message
+
+
+def completion_body(
+    id: str,
+    created: int,
+    model: str,
+    choices: Iterable[Choice],
+    usage: bytes | None,
+    *,
+    nvext: bytes | None = None,
+) -> bytes:
+    """The body of a unary text completion."""
+    body: dict[str, Any] = {
+        "id": id,
+        "choices": [
+            {
+                "text": choice.text or "",
+                "index": choice.index,
+                "logprobs": _raw(choice.logprobs),
+                "finish_reason": choice.finish_reason,
+            }
+            for choice in choices
+        ],
+        "created": created,
+        "model": model,
+        "system_fingerprint": None,
+        "object": "text_completion",
+    }
+    return json_line(_with(body, usage=usage, nvext=nvext))
+
+
+def _raw(encoded: bytes | None) -> Raw | None:
+    return None if encoded is None else Raw(encoded)
+
+
+def _with(body: dict[str, Any], **members: bytes | None) -> dict[str, Any]:
+    body.update({name: Raw(value) for name, value in members.items() if value is not None})
+    return body
+
+
+# -- models -------------------------------------------------------------------------------------------------------------
+
+
+class ModelEntry(Struct, frozen=True, omit_defaults=True):
+    """One model of `/v1/models`."""
+
+    id: str
+    created: int
+    context_window: int | None = None
+    max_output_tokens: int | None = None
+    owned_by: str = "nvidia"
+
+
+def model_body(entry: ModelEntry) -> bytes:
+    """`/v1/models/{id}`."""
+    return json_line(_model(entry))
+
+
+def models_body(entries: Iterable[ModelEntry]) -> bytes:
+    """`/v1/models`."""
+    return json_line({"object": "list", "data": [_model(entry) for entry in entries]})
+
+
+def _model(entry: ModelEntry) -> dict[str, Any]:
+    model: dict[str, Any] = {
+        "id": entry.id,
+        "object": "model",
+        "created": entry.created,
+        "owned_by": entry.owned_by,
+        "context_window": entry.context_window,
+    }
+    if entry.max_output_tokens is not None:
+        model["max_output_tokens"] = entry.max_output_tokens
+    return model
+
+
+def ready_body(
+    model: str, namespaces: Mapping[str, Mapping[str, Mapping[str, Any]]], **extra: Any
+) -> tuple[bool, bytes]:
+    """`/v1/models/{id}/ready`: whether the model can be served, and the body that says why.
+
+    `namespaces` is namespace -> worker type -> `{"workers": count, "needs": [[worker type, ...], ...]}`: each inner list
+    of `needs` is one sufficient set of partners. A namespace is ready when every present type finds one of its sets.
+    """
+    described: dict[str, Any] = {}
+    for namespace in sorted(namespaces):
+        types = namespaces[namespace]
+        present = sorted(name for name, row in types.items() if row["workers"] > 0)
+        missing: set[str] = set()
+        for name in present:
+            needs = [set(need) for need in types[name].get("needs") or ()]
+            if needs and not any(need <= set(present) for need in needs):
+                missing |= min((need - set(present) for need in needs), key=len)
+        described[namespace] = {
+            "ready": bool(present) and not missing,
+            "worker_types": {
+                name: {"workers": row["workers"], "needs": row.get("needs") or []} for name, row in types.items()
+            },
+            "present": present,
+            "missing_worker_types": sorted(missing),
+        }
+    ready = any(row["ready"] for row in described.values())
+    return ready, json_line({"model": model, "ready": ready, "namespaces": described, **extra})

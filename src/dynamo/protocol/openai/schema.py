@@ -1,0 +1,344 @@
+"""The OpenAPI 3.1 document of the frontend, generated from the types that decode its requests.
+
+Whatever `shapes` accepts the document says, so the two cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from dynamo.protocol.openai.errors import phrase_of
+from dynamo.protocol.openai.responses import TokenLogprob
+from dynamo.protocol.openai.shapes import ChatRequest, CompletionRequest, Message, Tool
+
+__all__ = ["openapi_document", "openapi_json"]
+
+_REFERENCE: Final = "#/components/schemas/{name}"
+
+
+# Answers are spliced or built as plain values; these types exist for the document (and for the tests that hold the
+# answers to it).
+
+
+class PromptTokensDetails(Struct, omit_defaults=True):
+    cached_tokens: int | None = None
+
+
+class CompletionTokensDetails(Struct, omit_defaults=True):
+    reasoning_tokens: int | None = None
+
+
+class Usage(Struct, omit_defaults=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob] | None
+    refusal: list[TokenLogprob] | None
+
+
+class ChatAnswerMessage(Struct):
+    content: str | None
+    refusal: str | None
+    role: str
+    tool_calls: list[dict[str, Any]] | None = None
+    reasoning_content: str | None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: ChatAnswerMessage
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(Struct):
+    id: str
+    choices: list[ChatChoice]
+    created: int
+    model: str
+    object: str
+    usage: Usage | None = None
+    nvext: dict[str, Any] | None = None
+
+
+class ChatDelta(Struct):
+    content: str | None = None
+    role: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: ChatDelta
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletionChunk(Struct):
+    id: str
+    choices: list[ChatChunkChoice]
+    created: int
+    model: str
+    object: str
+    usage: Usage | None = None
+    nvext: dict[str, Any] | None = None
+
+
+class CompletionLogprobs(Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct):
+    text: str
+    index: int
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class Completion(Struct):
+    """Also the shape of a stream's chunks, whose `usage` is null until the last."""
+
+    id: str
+    choices: list[CompletionChoice]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    object: str
+    usage: Usage | None = None
+    nvext: dict[str, Any] | None = None
+
+
+class Model(Struct):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    context_window: int | None
+    max_output_tokens: int | None = None
+
+
+class ModelList(Struct):
+    object: str
+    data: list[Model]
+
+
+class WorkerTypeReadiness(Struct):
+    workers: int
+    needs: list[list[str]]
+
+
+class NamespaceReadiness(Struct):
+    ready: bool
+    worker_types: dict[str, WorkerTypeReadiness]
+    present: list[str]
+    missing_worker_types: list[str]
+
+
+class ModelReadiness(Struct):
+    model: str
+    ready: bool
+    namespaces: dict[str, NamespaceReadiness]
+
+
+class Health(Struct):
+    status: str
+    endpoints: list[str] | None = None
+    instances: list[dict[str, Any]] | None = None
+    stage: str | None = None
+    message: str | None = None
+
+
+class Live(Struct):
+    status: str
+    message: str
+
+
+class NestedError(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(Struct):
+    """Both shapes in one: the flat keys of this API's native form and OpenAI's `error` object."""
+
+    message: str
+    type: str
+    code: int
+    error: NestedError
+    details: dict[str, Any] | None = None
+
+
+_TYPES: Final[list[Any]] = [
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Tool,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    ModelList,
+    ModelReadiness,
+    Health,
+    Live,
+    ErrorBody,
+]
+
+_GENERATION_ERRORS: Final = {
+    400: "The request is malformed or breaks a rule; the message names the field.",
+    404: "No such model.",
+    413: "The body exceeds the configured limit.",
+    415: "The content type is not JSON.",
+    431: "The metadata headers exceed their limit.",
+    499: "The request was cancelled.",
+    500: "The engine failed.",
+    501: "A parameter that is deprecated, or that this version does not implement.",
+    503: "No worker can serve the model now, or the service is stopping; see `Retry-After`.",
+    504: "The deadline passed.",
+    529: "Everything is busy; see `Retry-After`.",
+}
+
+
+def openapi_document(*, title: str = "Dynamo OpenAI frontend", version: str = "0.1.0") -> dict[str, Any]:
+    """The document as plain values, ready to encode."""
+    (_, components) = msgspec.json.schema_components(_TYPES, ref_template=_REFERENCE)
+    schemas: dict[str, Any] = dict(components)
+    # A request keeps messages and tools as the client's own dicts; what they are judged by is documented instead.
+    message_schema = msgspec.json.schema_components([Message], ref_template=_REFERENCE)[0][0]
+    schemas["Message"] = message_schema
+    chat = schemas["ChatRequest"]["properties"]
+    chat["messages"] = {"type": "array", "items": {"$ref": _REFERENCE.format(name="Message")}, "minItems": 1}
+    chat["tools"] = {
+        "anyOf": [{"type": "array", "items": {"$ref": _REFERENCE.format(name="Tool")}}, {"type": "null"}],
+        "default": None,
+    }
+    for name in ("ChatRequest", "CompletionRequest"):
+        schemas[name]["description"] = f"The body of `POST /v1/{'chat/' if name == 'ChatRequest' else ''}completions`."
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": version},
+        "paths": {
+            "/v1/chat/completions": {
+                "post": _generation("createChatCompletion", "Answer a conversation", "ChatRequest", "ChatCompletion")
+            },
+            "/v1/completions": {
+                "post": _generation("createCompletion", "Continue a text", "CompletionRequest", "Completion")
+            },
+            "/v1/models": {"get": _read("listModels", "The models that are served", "ModelList")},
+            "/v1/models/{id}": {
+                "get": _read("getModel", "One model", "Model", model_id=True, errors={404: "No such model."})
+            },
+            "/v1/models/{id}/ready": {
+                "get": _read(
+                    "getModelReadiness",
+                    "Whether a model can be served, and what it lacks",
+                    "ModelReadiness",
+                    model_id=True,
+                    errors={404: "No such model."},
+                    also={503: ("Not ready yet.", "ModelReadiness")},
+                )
+            },
+            "/health": {
+                "get": _read("getHealth", "Health and known instances", "Health", also={503: ("Draining.", "Health")})
+            },
+            "/live": {"get": _read("getLive", "Liveness", "Live", also={503: ("Stopping.", "Live")})},
+            "/metrics": {
+                "get": {
+                    "operationId": "getMetrics",
+                    "summary": "Prometheus metrics",
+                    "responses": {
+                        "200": {
+                            "description": "The text exposition format.",
+                            "content": {"text/plain": {"schema": {"type": "string"}}},
+                        }
+                    },
+                }
+            },
+            "/openapi.json": {
+                "get": {
+                    "operationId": "getOpenApi",
+                    "summary": "This document",
+                    "responses": {
+                        "200": {
+                            "description": "OpenAPI 3.1.",
+                            "content": {"application/json": {"schema": {"type": "object"}}},
+                        }
+                    },
+                }
+            },
+        },
+        "components": {"schemas": schemas},
+    }
+
+
+def openapi_json(*, title: str = "Dynamo OpenAI frontend", version: str = "0.1.0") -> bytes:
+    """`openapi_document` as bytes; make it once, the answer never changes."""
+    return msgspec.json.encode(openapi_document(title=title, version=version))
+
+
+def _json(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REFERENCE.format(name=name)}}}
+
+
+def _errors(statuses: dict[int, str]) -> dict[str, Any]:
+    return {
+        str(status): {"description": f"{phrase_of(status)}. {text}", "content": _json("ErrorBody")}
+        for status, text in statuses.items()
+    }
+
+
+def _generation(operation: str, summary: str, request: str, answer: str) -> dict[str, Any]:
+    chunk = "ChatCompletionChunk" if answer == "ChatCompletion" else answer
+    return {
+        "operationId": operation,
+        "summary": summary,
+        "requestBody": {"required": True, "content": _json(request)},
+        "responses": {
+            "200": {
+                "description": f"The answer. With `stream`, server-sent events of `{chunk}`, ended by `data: [DONE]`.",
+                "content": {**_json(answer), "text/event-stream": {"schema": {"$ref": _REFERENCE.format(name=chunk)}}},
+            },
+            **_errors(_GENERATION_ERRORS),
+        },
+    }
+
+
+def _read(
+    operation: str,
+    summary: str,
+    answer: str,
+    *,
+    model_id: bool = False,
+    errors: dict[int, str] | None = None,
+    also: dict[int, tuple[str, str]] | None = None,
+) -> dict[str, Any]:
+    read: dict[str, Any] = {"operationId": operation, "summary": summary}
+    if model_id:
+        read["parameters"] = [
+            {
+                "name": "id",
+                "in": "path",
+                "required": True,
+                "description": "The model's name; it may contain slashes.",
+                "schema": {"type": "string"},
+            }
+        ]
+    read["responses"] = {
+        "200": {"description": summary + ".", "content": _json(answer)},
+        **{str(status): {"description": text, "content": _json(name)} for status, (text, name) in (also or {}).items()},
+        **_errors(errors or {}),
+    }
+    return read

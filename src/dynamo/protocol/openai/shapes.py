@@ -1,0 +1,407 @@
+"""What a client may say: the JSON bodies of chat and text completions as typed values.
+
+Types here are only as narrow as the wire needs; a rule with a message of its own (`temperature` between 0 and 2) is
+in `validation`. Integers are bounded to what the worker's wire can carry, so a huge one is refused with its field's name.
+A request is owned by the one HTTP request it came in; only header overrides write to it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
+
+from msgspec import Meta, Struct, field
+
+I32: TypeAlias = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+I64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+U32: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+U64: TypeAlias = Annotated[int, Meta(ge=0)]  # the upper bound does not fit a Meta; `validation` holds it
+U64_MAX: Final = 2**64 - 1
+
+JsonObject: TypeAlias = dict[str, Any]
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+# The request keeps each message as the dict that was sent (a template may read keys we do not know); these types
+# only judge it.
+
+
+class TextPart(Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class RefusalPart(Struct, tag_field="type", tag="refusal"):
+    refusal: str
+
+
+class MediaUrl(Struct):
+    url: str
+    detail: str | None = None
+    uuid: str | None = None
+
+
+class ImagePart(Struct, tag_field="type", tag="image_url"):
+    image_url: MediaUrl
+
+
+class VideoPart(Struct, tag_field="type", tag="video_url"):
+    video_url: MediaUrl
+
+
+class AudioUrlPart(Struct, tag_field="type", tag="audio_url"):
+    audio_url: MediaUrl
+
+
+class AudioData(Struct):
+    data: str
+    format: str
+
+
+class InputAudioPart(Struct, tag_field="type", tag="input_audio"):
+    input_audio: AudioData
+
+
+TextContent: TypeAlias = str | list[TextPart]
+UserPart: TypeAlias = TextPart | ImagePart | VideoPart | AudioUrlPart | InputAudioPart
+
+
+class SystemMessage(Struct, tag_field="role", tag="system"):
+    content: TextContent
+    name: str | None = None
+
+
+class DeveloperMessage(Struct, tag_field="role", tag="developer"):
+    content: TextContent
+    name: str | None = None
+
+
+class UserMessage(Struct, tag_field="role", tag="user"):
+    content: str | list[UserPart]
+    name: str | None = None
+
+
+class CalledFunction(Struct):
+    name: str
+    arguments: str  # a JSON string that decodes to an object
+
+
+class ToolCall(Struct):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class AssistantMessage(Struct, tag_field="role", tag="assistant"):
+    content: str | list[TextPart | RefusalPart] | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ToolMessage(Struct, tag_field="role", tag="tool"):
+    content: TextContent
+    tool_call_id: str
+
+
+class FunctionMessage(Struct, tag_field="role", tag="function"):
+    name: str
+    content: str | None = None
+
+
+Message: TypeAlias = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
+
+
+# -- tools and output shape ---------------------------------------------------------------------------------------------
+
+
+class ToolFunction(Struct):
+    name: str
+    description: str | None = None
+    parameters: Any = None  # must be an object; `validation` says so by the tool's name
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    function: ToolFunction
+    type: Literal["function"] = "function"
+
+
+class ChosenFunction(Struct):
+    name: str
+
+
+class NamedToolChoice(Struct):
+    function: ChosenFunction
+    type: Literal["function"] = "function"
+
+
+class JsonSchemaFormat(Struct):
+    name: str
+    schema: Any = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Thinking(Struct):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: U32 | None = None
+
+
+# -- nvext --------------------------------------------------------------------------------------------------------------
+
+
+class AgentHints(Struct, forbid_unknown_fields=True):
+    priority: I32 | None = None
+    strict_priority: U32 | None = None
+    osl: U32 | None = None
+    speculative_prefill: bool | None = None
+    latency_sensitivity: float | None = None  # deprecated: stands in for a missing `priority`
+
+
+class MetadataUpload(Struct, forbid_unknown_fields=True):
+    url: str
+
+
+class RoutingConstraints(Struct, forbid_unknown_fields=True):
+    required_taints: list[str] | None = None
+    preferred_taints: dict[str, float] | None = None
+
+
+class RouterTargets(Struct, forbid_unknown_fields=True):
+    ttft_target: float | None = None
+    itl_target: float | None = None
+
+
+class NvExt(Struct, forbid_unknown_fields=True):
+    """Dynamo's extension object. Unknown keys are refused: a misspelt pin must not route elsewhere."""
+
+    greed_sampling: bool | None = None
+    use_raw_prompt: bool | None = None
+    annotations: list[str] | None = None
+    backend_instance_id: U64 | None = None
+    prefill_worker_id: U64 | None = None
+    decode_worker_id: U64 | None = None
+    dp_rank: U32 | None = None
+    prefill_dp_rank: U32 | None = None
+    token_data: list[U32] | None = None
+    max_thinking_tokens: U32 | None = None
+    cache_salt: str | None = None
+    extra_fields: list[str] | None = None
+    metadata_upload: MetadataUpload | None = None
+    agent_hints: AgentHints | None = None
+    request_timestamp_ms: float | None = None
+    routing_constraints: RoutingConstraints | None = None
+    router: RouterTargets | None = None
+
+
+# -- requests -----------------------------------------------------------------------------------------------------------
+
+
+class CommonRequest(Struct, kw_only=True, dict=True):
+    """The fields chat and text completions share."""
+
+    # What decoding found, not what the client sent. They live in the instance's `__dict__`, outside the struct's
+    # fields, so that no JSON key can set them.
+    unsupported: ClassVar[tuple[str, ...]] = ()  # unknown top-level keys, in order; `validation` refuses them
+    repaired: ClassVar[bool] = False  # the body was not strict JSON and was mended: worth a warning
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: I64 | None = None
+    max_tokens: I64 | None = None
+    stop: str | list[str | U32] | None = None
+    seed: I64 | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    user: str | None = None
+    metadata: JsonObject | None = None
+    # sampling extensions
+    ignore_eos: bool | None = None
+    min_tokens: U32 | None = None
+    top_k: I64 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: U32 | None = None
+    return_tokens_as_token_ids: bool | None = None
+    guided_json: JsonObject | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+    nvext: NvExt | None = None
+    # passed to the worker as they are
+    cache_salt: str | None = None
+    stop_token_ids: list[U32] | None = None
+    detokenize: bool | None = None
+    allowed_token_ids: list[U32] | None = None
+    bad_words_token_ids: list[list[U32]] | None = None
+    logprob_token_ids: list[U32] | None = None
+
+    def free_form(self) -> tuple[Any, ...]:
+        """The members in which any JSON may stand, and so nest."""
+        return (self.metadata, self.guided_json)
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def is_streaming(self) -> bool:
+        return self.stream is True
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        options = self.stream_options
+        return options is not None and options.include_usage is True
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of the stream carries the usage so far."""
+        options = self.stream_options
+        return options is not None and options.continuous_usage_stats is True
+
+    @property
+    def annotations(self) -> list[str]:
+        """Every annotation asked for, those the frontend answers itself included."""
+        return (self.nvext.annotations if self.nvext is not None else None) or []
+
+    @property
+    def extra_fields(self) -> list[str]:
+        """The `nvext` members the client wants in the response."""
+        return (self.nvext.extra_fields if self.nvext is not None else None) or []
+
+    @property
+    def effective_cache_salt(self) -> str | None:
+        """The cache namespace: `nvext` (where a header also lands) before the top level; empty is absent."""
+        return (self.nvext.cache_salt if self.nvext is not None else None) or self.cache_salt or None
+
+    @property
+    def token_data(self) -> list[int] | None:
+        """Prompt token ids the client supplied instead of text; an empty list is absent."""
+        return (self.nvext.token_data if self.nvext is not None else None) or None
+
+
+class ChatRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[JsonObject]
+    max_completion_tokens: I64 | None = None
+    logprobs: bool | None = None
+    top_logprobs: I64 | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    modalities: list[Literal["text", "audio"]] | None = None
+    audio: JsonObject | None = None
+    web_search_options: JsonObject | None = None
+    # deprecated: answered with a 501 that names the successor
+    functions: Any = None
+    function_call: Any = None
+    # accepted hints without an effect on the tokens
+    store: bool | None = None
+    service_tier: str | None = None
+    prediction: JsonObject | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # templates and reasoning
+    chat_template_args: JsonObject | None = None
+    chat_template_kwargs: JsonObject | None = None  # alias; `chat_template_args` wins
+    thinking: bool | Thinking | None = None
+    thinking_token_budget: U32 | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    media_io_kwargs: JsonObject | None = None
+    mm_processor_kwargs: JsonObject | None = None
+    image_cache_scope: str | None = None
+
+    def free_form(self) -> tuple[Any, ...]:
+        form = self.response_format
+        return (
+            self.messages,
+            self.tools,
+            self.metadata,
+            self.guided_json,
+            form.json_schema.schema if form is not None and form.json_schema is not None else None,
+            self.chat_template_args,
+            self.chat_template_kwargs,
+            self.audio,
+            self.web_search_options,
+            self.prediction,
+            self.media_io_kwargs,
+            self.mm_processor_kwargs,
+            self.functions,
+            self.function_call,
+        )
+
+    @property
+    def output_limit(self) -> int | None:
+        """The cap on generated tokens, or None. `max_completion_tokens` wins over `max_tokens`."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def template_args(self) -> JsonObject:
+        """The client's template variables, under either spelling."""
+        return self.chat_template_args or self.chat_template_kwargs or {}
+
+    @property
+    def requested_logprobs(self) -> int | None:
+        """How many alternatives per token to report; None: no log probabilities at all."""
+        if self.logprobs is not True:
+            return None
+        return 1 if self.top_logprobs is None else self.top_logprobs
+
+
+class CompletionRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str | U32 | list[U32]] = field(default_factory=list)
+    prompt_embeds: str | None = None  # base64; stands in for the prompt
+    echo: bool | None = None
+    best_of: I64 | None = None
+    suffix: str | None = None
+    logprobs: I64 | None = None
+
+    @property
+    def output_limit(self) -> int | None:
+        """The cap on generated tokens, or None."""
+        return self.max_tokens
+
+    @property
+    def requested_logprobs(self) -> int | None:
+        """How many alternatives per token to report; None: no log probabilities at all."""
+        return self.logprobs
+
+    def prompts(self) -> list[str | list[int]]:
+        """The batch, one entry per prompt: text still to be tokenised, or token ids. Call only after validation."""
+        if self.token_data is not None:
+            return [self.token_data]
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:  # validation let this pass only beside `prompt_embeds`
+            return [[]]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]  # one list of ids: validation refused a mixed one
+        return self.prompt  # type: ignore[return-value]  # list[str] or list[list[int]]
+
+
+Request: TypeAlias = ChatRequest | CompletionRequest

@@ -1,0 +1,466 @@
+"""The rules a well-formed request must also keep, each with its text and its place in the order.
+
+The order is part of the contract: the first broken rule is the one a client hears of. All are 400 with the prefix
+`Validation: ` unless the row says otherwise; what this version cannot do yet is a 501 that says so.
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+from typing import Any, Final, NoReturn, TypeVar
+
+import msgspec
+
+from dynamo.protocol.openai.body import deserialisation_error
+from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.shapes import (
+    U64_MAX,
+    AssistantMessage,
+    ChatRequest,
+    CommonRequest,
+    CompletionRequest,
+    JsonObject,
+    Message,
+    NamedToolChoice,
+    Tool,
+)
+
+__all__ = ["validate_chat", "validate_completion"]
+
+MAX_OUTPUT_TOKENS: Final = 1_048_576
+MAX_CHOICES: Final = 128  # n, and batch x n
+MAX_STOPS: Final = 32
+MAX_TOP_LOGPROBS: Final = 20
+MAX_COMPLETION_LOGPROBS: Final = 5
+MAX_TOOLS: Final = 1536
+MAX_SUFFIX_CHARACTERS: Final = 10_000
+MAX_GRAMMAR_NESTING: Final = 500
+MIN_EMBEDS_BYTES: Final = 100
+MAX_EMBEDS_BYTES: Final = 10 * 1024 * 1024
+MAX_NAMED_UNSUPPORTED: Final = 16  # unknown keys spelt out in one message; the rest is a count
+MAX_LISTED_STRINGS: Final = 1024  # annotations, extra fields, taints: lists that only name things
+
+_TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_TOKEN_ID_KEY: Final = re.compile(r"[0-9]{1,10}")
+
+T = TypeVar("T")
+
+
+# Judges of what a request keeps as the client's own dicts. Structs, because msgspec compiles a struct's type once and a
+# bare `list[...]` on every call; and so the path in an error starts at the field's name.
+class _Messages(msgspec.Struct):
+    messages: list[Message]
+
+
+class _Tools(msgspec.Struct):
+    tools: list[Tool]
+
+
+def validate_chat(request: ChatRequest) -> None:
+    """Refuse a chat request that breaks a rule.
+
+    Raises:
+        RequestRejected: 400, or 501 for what is deprecated or not built.
+    """
+    if request.functions is not None:
+        _deprecated("functions", "tools")
+    if request.function_call is not None:
+        _deprecated("function_call", "tool_choice")
+    if not request.messages:
+        _invalid("The 'messages' field cannot be empty. At least one message is required.", "messages")
+    _check_stream_options(request)
+    _check_unsupported(request)
+    _check_messages(request.messages)
+    _check_model(request)
+    _check_output_limit(request.max_tokens, "max_tokens")
+    _check_output_limit(request.max_completion_tokens, "max_completion_tokens")
+    _check_sampling(request)
+    if request.top_logprobs is not None:
+        _check_range("Top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS, "top_logprobs")
+        if request.logprobs is not True:
+            _invalid("The 'top_logprobs' field is only allowed when 'logprobs' is set to true.", "top_logprobs")
+    _check_stop(request, prefix="")
+    _check_user(request)
+    if request.tools is not None:
+        _check_tools(request.tools)
+    _check_response_format(request)
+    _check_guided(request)
+    _check_template_controls(request)
+    _check_nvext(request, prompts=1)
+    _check_tool_choice(request)
+    _check_not_built(request)
+
+
+def validate_completion(request: CompletionRequest) -> None:
+    """Refuse a text completion request that breaks a rule.
+
+    Raises:
+        RequestRejected: 400.
+    """
+    _check_stream_options(request)
+    _check_unsupported(request)
+    _check_model(request)
+    prompts = _check_prompt(request)
+    _check_output_limit(request.max_tokens, "max_tokens")
+    _check_sampling(request)
+    if prompts * request.choices_per_prompt > MAX_CHOICES:
+        _invalid(
+            f"The number of prompts times n must not exceed {MAX_CHOICES}, "
+            f"got {prompts} x {request.choices_per_prompt}",
+            "n",
+        )
+    if request.logprobs is not None:
+        _check_range("Logprobs", request.logprobs, 0, MAX_COMPLETION_LOGPROBS, "logprobs")
+    if request.best_of is not None:
+        _check_range("Best_of", request.best_of, 0, 20, "best_of")
+        if request.best_of < request.choices_per_prompt:
+            _invalid(
+                f"Best_of must be greater than or equal to n, got best_of {request.best_of} and "
+                f"n {request.choices_per_prompt}",
+                "best_of",
+            )
+    if request.suffix is not None and len(request.suffix) > MAX_SUFFIX_CHARACTERS:
+        _invalid(f"Suffix must not exceed {MAX_SUFFIX_CHARACTERS} characters, got {len(request.suffix)}", "suffix")
+    _check_stop(request, prefix="Validation: ")
+    _check_user(request)
+    _check_guided(request)
+    _check_nvext(request, prompts=prompts)
+
+
+# -- shared rules -------------------------------------------------------------------------------------------------------
+
+
+def _check_stream_options(request: CommonRequest) -> None:
+    if request.stream_options is not None and request.stream is not True:
+        _invalid("The 'stream_options' field is only allowed when 'stream' is set to true.", "stream_options")
+
+
+def _check_unsupported(request: CommonRequest) -> None:
+    names = request.unsupported
+    if names:
+        shown = ", ".join(f"`{name[:64]}`" for name in names[:MAX_NAMED_UNSUPPORTED])
+        more = f" and {len(names) - MAX_NAMED_UNSUPPORTED} more" if len(names) > MAX_NAMED_UNSUPPORTED else ""
+        _invalid(f"Unsupported parameter(s): {shown}{more}", names[0][:64])
+
+
+def _check_model(request: CommonRequest) -> None:
+    if not request.model or request.model.isspace():
+        _invalid("Model cannot be empty", "model")
+
+
+def _check_output_limit(limit: int | None, param: str) -> None:
+    if limit is None:
+        return
+    if limit <= 0:
+        _invalid(f"Max tokens must be greater than 0, got {limit}", param)
+    if limit > MAX_OUTPUT_TOKENS:
+        _invalid(f"Max completion tokens must not exceed {MAX_OUTPUT_TOKENS}, got {limit}", param)
+
+
+def _check_sampling(request: CommonRequest) -> None:
+    temperature = request.temperature
+    if temperature is not None:
+        _check_range("Temperature", temperature, 0, 2, "temperature")
+    top_p = request.top_p
+    if top_p is not None and not 0 < top_p <= 1:
+        _invalid(f"Top_p must be between 0 and 1, got {_number(top_p)}", "top_p")
+    if request.top_k is not None and not -1 <= request.top_k < 2**31:
+        _invalid(f"Top_k must be greater than or equal to -1, got {request.top_k}", "top_k")
+    if request.min_p is not None:
+        _check_range("Min_p", request.min_p, 0, 1, "min_p")
+    if request.presence_penalty is not None:
+        _check_range("Presence penalty", request.presence_penalty, -2, 2, "presence_penalty")
+    if request.frequency_penalty is not None:
+        _check_range("Frequency penalty", request.frequency_penalty, -2, 2, "frequency_penalty")
+    repetition = request.repetition_penalty
+    if repetition is not None and not 0 < repetition <= 2:
+        _invalid(
+            f"Repetition penalty must be greater than 0 and at most 2, got {_number(repetition)}", "repetition_penalty"
+        )
+    if request.logit_bias is not None:
+        _check_logit_bias(request.logit_bias)
+    n = request.n
+    if n is not None:
+        _check_range("n", n, 1, MAX_CHOICES, "n")
+        if n > 1 and temperature == 0:
+            _invalid(f"n must be 1 when temperature is 0 (every choice would be the same), got {n}", "n")
+
+
+def _check_logit_bias(bias: dict[str, float]) -> None:
+    for token, value in bias.items():
+        if _TOKEN_ID_KEY.fullmatch(token) is None:
+            _invalid(f"Logit bias keys must be token ids, got '{token[:64]}'", "logit_bias")
+        if not -100 <= value <= 100:
+            _invalid(f"Logit bias for token {token} must be between -100 and 100, got {_number(value)}", "logit_bias")
+
+
+def _check_stop(request: CommonRequest, *, prefix: str) -> None:
+    stop = request.stop
+    if stop is None:
+        return
+    if isinstance(stop, str):
+        stop = [stop]
+    if len(stop) > MAX_STOPS:
+        raise RequestRejected(
+            400, f"{prefix}Maximum of {MAX_STOPS} stop sequences allowed, got {len(stop)}", param="stop"
+        )
+    if "" in stop:
+        raise RequestRejected(400, f"{prefix}Stop sequence cannot be empty", param="stop")
+    if len({type(item) for item in stop}) > 1:
+        raise RequestRejected(400, f"{prefix}Stop must be strings or token ids, not both", param="stop")
+
+
+def _check_user(request: CommonRequest) -> None:
+    if request.user is not None and not request.user.strip():
+        _invalid("User cannot be empty", "user")
+
+
+def _check_guided(request: CommonRequest) -> None:
+    asked = [
+        name
+        for name, value in (
+            ("guided_json", request.guided_json),
+            ("guided_regex", request.guided_regex),
+            ("guided_choice", request.guided_choice or None),
+            ("guided_grammar", request.guided_grammar),
+            ("guided_whitespace_pattern", request.guided_whitespace_pattern),
+        )
+        if value is not None
+    ]
+    if isinstance(request, ChatRequest) and request.guided_json is None:
+        form = request.response_format
+        if form is not None and form.type != "text":
+            asked.append("response_format")
+    if not asked:
+        return
+    if len(asked) > 1:
+        _invalid(
+            f"Only one kind of guided decoding is allowed, got {', '.join(f'`{name}`' for name in asked)}", asked[1]
+        )
+    _check_wire("guided_json", request.guided_json)
+    grammar = request.guided_grammar
+    if grammar is not None and (depth := _bracket_depth(grammar)) > MAX_GRAMMAR_NESTING:
+        _invalid(
+            f"Guided grammar nests {depth} brackets deep, at most {MAX_GRAMMAR_NESTING} are allowed", "guided_grammar"
+        )
+
+
+def _bracket_depth(text: str) -> int:
+    deepest = depth = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth = max(0, depth - 1)
+    return deepest
+
+
+def _check_nvext(request: CommonRequest, *, prompts: int) -> None:
+    nvext = request.nvext
+    if nvext is None:
+        return
+    for name in ("backend_instance_id", "prefill_worker_id", "decode_worker_id"):
+        value = getattr(nvext, name)
+        if value is not None and value > U64_MAX:
+            _invalid(f"{name} must be between 0 and {U64_MAX}, got {value}", f"nvext.{name}")
+    for name, listed in (("annotations", nvext.annotations), ("extra_fields", nvext.extra_fields)):
+        if listed is not None and len(listed) > MAX_LISTED_STRINGS:
+            _invalid(f"nvext.{name} must not hold more than {MAX_LISTED_STRINGS} entries", f"nvext.{name}")
+    if (
+        nvext.extra_fields is not None
+        and "completion_token_ids" in nvext.extra_fields
+        and prompts * request.choices_per_prompt > 1
+    ):
+        _invalid("nvext.extra_fields 'completion_token_ids' requires a single choice", "nvext.extra_fields")
+    if nvext.token_data is not None and prompts > 1:
+        _invalid("nvext.token_data replaces one prompt, but the request holds several", "nvext.token_data")
+
+
+# -- chat ---------------------------------------------------------------------------------------------------------------
+
+
+def _check_messages(messages: list[JsonObject]) -> None:
+    typed = _convert({"messages": messages}, _Messages).messages
+    for position, message in enumerate(typed):
+        if not isinstance(message, AssistantMessage) or not message.tool_calls:
+            continue
+        for number, call in enumerate(message.tool_calls):
+            where = f"messages[{position}].tool_calls[{number}].function.arguments"
+            if not isinstance(_loads(call.function.arguments), dict):
+                _invalid(f"{where} must be a JSON string that decodes to an object", where)
+
+
+def _check_tools(tools: list[JsonObject]) -> None:
+    if len(tools) > MAX_TOOLS:
+        _invalid(f"Maximum of {MAX_TOOLS} tools are supported, got {len(tools)}", "tools")
+    for position, tool in enumerate(_convert({"tools": tools}, _Tools).tools):
+        function = tool.function
+        where = f"tools[{position}].function"
+        if not function.name.strip():
+            _invalid("Function name cannot be empty", f"{where}.name")
+        if len(function.name) > 128:
+            _invalid(f"Function name must not exceed 128 characters, got {len(function.name)}", f"{where}.name")
+        if _TOOL_NAME.fullmatch(function.name) is None:
+            _invalid(
+                f"Function name may hold only letters, digits, '_' and '-', got '{function.name}'", f"{where}.name"
+            )
+        if function.parameters is not None and not isinstance(function.parameters, dict):
+            _invalid(f"Parameters of function '{function.name}' must be a JSON object", f"{where}.parameters")
+
+
+def _check_tool_choice(request: ChatRequest) -> None:
+    choice = request.tool_choice
+    if not isinstance(choice, NamedToolChoice):
+        if choice == "required":
+            if not request.tools:
+                _invalid('tool_choice is "required" but tools is empty', "tool_choice")
+            _not_built('tool_choice "required" needs a tool-call parser', "tool_choice")
+        return
+    name = choice.function.name
+    if all(tool["function"]["name"] != name for tool in request.tools or ()):
+        _invalid(f'tool named "{name[:128]}" in tool_choice is not present in tools', "tool_choice")
+    _not_built(f'tool_choice "{name}" needs a tool-call parser', "tool_choice")
+
+
+def _check_response_format(request: ChatRequest) -> None:
+    form = request.response_format
+    if form is None or form.type != "json_schema":
+        return
+    if form.json_schema is None:
+        _invalid("response_format of type json_schema needs a json_schema", "response_format.json_schema")
+    if not form.json_schema.name.strip():
+        _invalid("response_format.json_schema.name cannot be empty", "response_format.json_schema.name")
+    if not isinstance(form.json_schema.schema, dict):
+        _invalid("response_format.json_schema.schema must be a JSON object", "response_format.json_schema.schema")
+    _check_wire("response_format.json_schema.schema", form.json_schema.schema)
+
+
+def _check_template_controls(request: ChatRequest) -> None:
+    for name in ("chat_template_args", "chat_template_kwargs"):
+        arguments = getattr(request, name)
+        if arguments is not None and "chat_template" in arguments:
+            _invalid("`chat_template` is not supported inside `chat_template_args`", name)
+    if request.continue_final_message is True and request.add_generation_prompt is True:
+        _invalid(
+            "continue_final_message and add_generation_prompt cannot both be true: one continues the last message, "
+            "the other starts a new one",
+            "continue_final_message",
+        )
+    _check_wire("mm_processor_kwargs", request.mm_processor_kwargs)
+    _check_wire("media_io_kwargs", request.media_io_kwargs)
+
+
+def _check_not_built(request: ChatRequest) -> None:
+    """What parses and means something, but has no implementation here: say so instead of answering without it."""
+    if request.modalities is not None and "audio" in request.modalities:
+        _not_built("audio output needs an audio model", "modalities")
+    if request.audio is not None:
+        _not_built("audio output needs an audio model", "audio")
+    if request.web_search_options is not None:
+        _not_built("web_search_options needs a search tool", "web_search_options")
+    for position, message in enumerate(request.messages):
+        content = message.get("content")
+        if isinstance(content, list):
+            for number, part in enumerate(content):
+                if part["type"] not in ("text", "refusal"):
+                    _not_built(
+                        f'content part "{part["type"]}" needs multimodal support',
+                        f"messages[{position}].content[{number}].type",
+                    )
+
+
+# -- completions --------------------------------------------------------------------------------------------------------
+
+
+def _check_prompt(request: CompletionRequest) -> int:
+    """Check the prompt's form; how many prompts it holds."""
+    if request.prompt_embeds is not None:
+        _check_embeds(request.prompt_embeds)
+    prompt = request.prompt
+    if not prompt:
+        if request.prompt_embeds is None and request.token_data is None:
+            _invalid("Prompt cannot be empty", "prompt")
+        return 1
+    if isinstance(prompt, str):
+        return 1
+    kind = type(prompt[0])
+    if len(set(map(type, prompt))) > 1:
+        _invalid("Prompt must be a string, a list of strings, a list of token ids or a list of such lists", "prompt")
+    if kind is int:
+        return 1
+    for position, item in enumerate(prompt):
+        if not item:
+            _invalid("Prompt cannot be empty", f"prompt[{position}]")
+    if len(prompt) > MAX_CHOICES:
+        _invalid(f"Maximum of {MAX_CHOICES} prompts in one request, got {len(prompt)}", "prompt")
+    return len(prompt)
+
+
+def _check_embeds(encoded: str) -> None:
+    if len(encoded) > MAX_EMBEDS_BYTES * 4 // 3 + 4:
+        _invalid(f"Prompt_embeds must not exceed {MAX_EMBEDS_BYTES} bytes when decoded", "prompt_embeds")
+    try:
+        size = len(binascii.a2b_base64(encoded, strict_mode=True))
+    except (binascii.Error, ValueError) as error:
+        raise RequestRejected(400, "Validation: Prompt_embeds must be base64", param="prompt_embeds") from error
+    if not MIN_EMBEDS_BYTES <= size <= MAX_EMBEDS_BYTES:
+        _invalid(
+            f"Prompt_embeds must be between {MIN_EMBEDS_BYTES} and {MAX_EMBEDS_BYTES} bytes when decoded, got {size}",
+            "prompt_embeds",
+        )
+
+
+# -- saying no ----------------------------------------------------------------------------------------------------------
+
+
+def _check_range(label: str, value: float, low: float, high: float, param: str) -> None:
+    if not low <= value <= high:
+        _invalid(f"{label} must be between {low} and {high}, got {_number(value)}", param)
+
+
+def _check_wire(param: str, value: Any) -> None:
+    """A free-form value goes to the worker as it is, so it must fit the wire (64-bit integers)."""
+    if value is None:
+        return
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError as error:
+        raise RequestRejected(
+            400, f"Validation: {param} holds an integer that does not fit 64 bits", param=param
+        ) from error
+
+
+def _convert(value: dict[str, Any], type_: type[T]) -> T:
+    try:
+        return msgspec.convert(value, type_)
+    except msgspec.ValidationError as error:
+        raise deserialisation_error(error) from error
+
+
+def _loads(text: str) -> Any:
+    """The JSON value of `text`, or None when it is none."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+
+
+def _number(value: float) -> str:
+    """3.0 as the client most likely wrote it: 3."""
+    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)
+
+
+def _invalid(message: str, param: str) -> NoReturn:
+    raise RequestRejected(400, f"Validation: {message}", param=param)
+
+
+def _not_built(what: str, param: str) -> NoReturn:
+    raise RequestRejected(501, f"Validation: {what}, which this version does not have yet", param=param)
+
+
+def _deprecated(field: str, successor: str) -> NoReturn:
+    raise RequestRejected(
+        501, f"Validation: `{field}` is deprecated. Please migrate to use `{successor}` instead.", param=field
+    )
