@@ -7,6 +7,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, Self
 
+from dynamo.common.backend.health_check import parse_health_check_payload_cli
 from dynamo.common.constants import DisaggregationMode, coerce_disaggregation_mode
 from dynamo.protocol.model_types import ModelInput
 
@@ -154,13 +155,7 @@ def _role_of(runtime_cfg: Any) -> DisaggregationMode:
 
 
 def _canary_of(runtime_cfg: Any) -> dict[str, Any] | None:
-    raw = getattr(runtime_cfg, "health_check_payload", None)
-    if not raw:
-        return None
-    # Only an operator who gave a payload pays for the import, and `config` stays importable on its own.
-    from dynamo.common.backend.health_check import parse_health_check_payload_cli
-
-    return parse_health_check_payload_cli(raw)
+    return parse_health_check_payload_cli(getattr(runtime_cfg, "health_check_payload", None))
 
 
 _RUNTIME_VARIABLES: Final = {
