@@ -118,7 +118,7 @@ CANCEL_SECONDS: Final = 1.0  # for a cancelled handler to unwind; an engine that
 class Canary:
     """Asks an idle endpoint for one small answer, through its own handler, and writes the result into `HealthState`.
 
-    The first item without an error makes the endpoint ready. An error, an empty stream or `timeout_seconds` without
+    The first item without an error makes the endpoint ready (after a failure: the first whole answer). An error, an empty stream or `timeout_seconds` without
     progress (also after the first item: an engine that stalls after its first token is not healthy) make it notready.
     Real traffic that succeeds counts as a probe, so a busy engine is never probed, and a probe that starves behind
     real answers is no failure.
@@ -141,6 +141,7 @@ class Canary:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._probes = 0
+        self._failed = False  # the last probe
 
     def start(self) -> None:
         """Begin to probe, on the running loop; the first probe comes after one wait. `close` ends it."""
@@ -175,6 +176,7 @@ class Canary:
                 continue
             began = loop.time()
             reason = await self._probe()
+            self._failed = reason is not None
             if reason is None:
                 self._health.set_ready(self._path, True)
             elif self._last_success < began:
@@ -199,7 +201,7 @@ class Canary:
                     return f"no {'further ' if seen else ''}item within {self._settings.timeout_seconds} s"
                 if sink.failure is not None:
                     return sink.failure
-                if sink.items:
+                if sink.items and not self._failed:  # after a failure only a whole answer counts, or it would flap
                     self._health.set_ready(self._path, True)
                 if sink.ended:
                     return None if sink.items else "the stream ended without an item"
