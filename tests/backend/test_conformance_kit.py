@@ -1,0 +1,322 @@
+"""For every failure name a deliberately broken engine produces exactly it, and honest engines pass."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from dynamo.common.backend.engine import EngineConfig, LLMEngine, RawEngine
+from dynamo.common.backend.publisher import PushSource
+from dynamo.common.backend.testing import (
+    FAILURE_NAMES,
+    ConformanceFailure,
+    cancelling_context,
+    mock_context,
+    run_conformance,
+    run_encode_conformance,
+    run_raw_conformance,
+)
+from dynamo.runtime.context import Context
+
+
+class Honest(LLMEngine):
+    """Keeps every promise; the broken ones below break one each."""
+
+    starts = cleanups = ranks_asked = sources_asked = requests = 0
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> Any:
+        raise AssertionError("the kit must not call from_args")
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        self.starts += 1
+        return EngineConfig(model="m")
+
+    async def cleanup(self) -> None:
+        self.cleanups += 1
+
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        self.requests += 1
+        made, total = 0, request["stop_conditions"].get("max_tokens") or 4
+        while made < total:
+            await asyncio.sleep(0)
+            if context.is_stopped():
+                yield self.last([], "cancelled", made)
+                return
+            made += 1
+            yield {"token_ids": [made], "index": 0} if made < total else self.last([made], "length", made)
+
+    def last(self, ids: list[int], reason: str, made: int) -> dict[str, Any]:
+        usage = {"prompt_tokens": 3, "completion_tokens": made, "total_tokens": 3 + made}
+        return {"token_ids": ids, "index": 0, "finish_reason": reason, "completion_usage": usage}
+
+
+class StartFailed(Honest):
+    async def start(self, worker_id: int) -> EngineConfig:
+        raise RuntimeError("no GPU")
+
+
+class EmptyModelInConfig(Honest):
+    async def start(self, worker_id: int) -> EngineConfig:
+        return EngineConfig(model="")
+
+
+class KvEventSourcesFailed(Honest):
+    async def kv_event_sources(self) -> Any:
+        return "tcp://somewhere"
+
+
+class KvEventSourcesNotIdempotent(Honest):
+    async def kv_event_sources(self) -> Any:
+        self.sources_asked += 1
+        return [PushSource(on_ready=lambda publisher: None, dp_rank=self.sources_asked)]
+
+
+class SetupMetricsFailed(Honest):
+    async def register_prometheus(self, metrics: Any) -> None:
+        raise RuntimeError("already registered")
+
+
+class ComponentMetricsNotIdempotent(Honest):
+    def component_metrics_dp_ranks(self) -> list[int]:
+        self.ranks_asked += 1
+        return [self.ranks_asked]
+
+
+class GenerateFailed(Honest):
+    def generate(self, request: Any, context: Context) -> Any:
+        async def coroutine() -> None: ...
+
+        return coroutine()
+
+
+class NoChunksYielded(Honest):
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        return
+        yield
+
+
+class StreamYieldedError(Honest):
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        yield {"token_ids": [1], "index": 0}
+        raise RuntimeError("boom")
+
+
+class NoTerminalChunk(Honest):
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        yield {"token_ids": [1], "index": 0}
+
+
+class ChunkAfterTerminal(Honest):
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        yield {"token_ids": [1], "index": 0, "finish_reason": "stop"}
+        yield {"token_ids": [2], "index": 0, "finish_reason": "stop"}
+
+
+class CompletionTokensMismatch(Honest):
+    def last(self, ids: list[int], reason: str, made: int) -> dict[str, Any]:
+        return super().last(ids, reason, made + 1)
+
+
+class ConcurrentGenerateFailed(Honest):
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        self.requests += 1
+        try:
+            if self.requests > 1:
+                raise RuntimeError("one at a time, please")
+            await asyncio.sleep(0)
+            yield self.last([1], "stop", 1)
+        finally:
+            self.requests -= 1
+
+
+class CancellationNotObserved(Honest):
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        if request["stop_conditions"]["max_tokens"] > 8:
+            await asyncio.Event().wait()
+        yield self.last([1], "stop", 1)
+
+
+class CancellationIgnored(Honest):
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        yield self.last([1], "stop", 1)
+
+
+class CleanupFailed(Honest):
+    async def cleanup(self) -> None:
+        raise RuntimeError("leak")
+
+
+class SecondCleanupFailed(Honest):
+    async def cleanup(self) -> None:
+        await super().cleanup()
+        if self.cleanups > 1:
+            raise RuntimeError("already gone")
+
+
+class CleanupWithoutStartFailed(Honest):
+    async def cleanup(self) -> None:
+        if not self.starts:
+            raise AttributeError("no thread to join")
+
+
+TOKEN_BREAKERS: list[type[Honest]] = [
+    StartFailed, EmptyModelInConfig, KvEventSourcesFailed, KvEventSourcesNotIdempotent, SetupMetricsFailed,
+    ComponentMetricsNotIdempotent, GenerateFailed, NoChunksYielded, StreamYieldedError, NoTerminalChunk,
+    ChunkAfterTerminal, CompletionTokensMismatch, ConcurrentGenerateFailed, CancellationNotObserved,
+    CancellationIgnored, CleanupFailed, SecondCleanupFailed, CleanupWithoutStartFailed,
+]  # fmt: skip
+
+
+@pytest.fixture
+def _short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo.common.backend.testing.kit.CANCEL_SECONDS", 0.05)
+
+
+@pytest.mark.usefixtures("_short_limits")
+@pytest.mark.parametrize("broken", TOKEN_BREAKERS, ids=lambda cls: cls.__name__)
+async def test_each_broken_engine_is_named_exactly(broken: type[Honest]) -> None:
+    with pytest.raises(ConformanceFailure) as caught:
+        await run_conformance(broken)
+    assert caught.value.name == broken.__name__
+    assert str(caught.value).startswith(broken.__name__)
+
+
+async def test_an_honest_engine_passes_and_every_check_is_reported() -> None:
+    passed: list[str] = []
+    await run_conformance(Honest, report=passed.append)
+    assert len(passed) == len(set(passed)) == 11
+
+
+async def test_the_factory_is_called_twice_and_may_be_a_coroutine() -> None:
+    made: list[Honest] = []
+
+    async def factory() -> Honest:
+        made.append(Honest())
+        return made[-1]
+
+    await run_conformance(factory)
+    assert [(engine.starts, engine.cleanups) for engine in made] == [(1, 2), (0, 1)]
+
+
+async def test_a_failing_engine_is_cleaned_up_all_the_same() -> None:
+    engines: list[NoTerminalChunk] = []
+
+    def factory() -> NoTerminalChunk:
+        engines.append(NoTerminalChunk())
+        return engines[-1]
+
+    with pytest.raises(ConformanceFailure):
+        await run_conformance(factory)
+    assert engines[0].cleanups == 1
+
+
+async def test_the_figures_of_a_mismatch_are_in_the_failure() -> None:
+    with pytest.raises(ConformanceFailure, match=r"CompletionTokensMismatch\{chunked: 8, reported: 9\}") as caught:
+        await run_conformance(CompletionTokensMismatch)
+    assert caught.value.data == {"chunked": 8, "reported": 9}
+
+
+# -- encode -------------------------------------------------------------------------------------------------------------
+
+
+class HonestEncoder(Honest):
+    answer: ClassVar[Any] = {"token_ids": [], "index": 0, "finish_reason": "stop", "encoder_result": {"handle": "h"}}
+
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        await asyncio.sleep(0)
+        if context.is_stopped():
+            yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
+            return
+        yield self.answer
+
+
+def encoder(**changes: Any) -> type[HonestEncoder]:
+    return type("Encoder", (HonestEncoder,), {"answer": {**HonestEncoder.answer, **changes}})
+
+
+class TwoChunks(HonestEncoder):
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        yield {"token_ids": [], "index": 0}
+        yield self.answer
+
+
+BAD_USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+ENCODE_BREAKERS: list[tuple[str, Callable[[], Any]]] = [
+    ("EncodeChunkCount", TwoChunks),
+    ("EncodeTerminalExpected", encoder(finish_reason="length")),
+    ("EncodeTokensNotEmpty", encoder(token_ids=[1])),
+    ("EncoderResultExpectedObject", encoder(encoder_result=[1])),
+    ("EncodeUsageMismatch", encoder(completion_usage=BAD_USAGE)),
+]
+
+
+@pytest.mark.parametrize(("name", "broken"), ENCODE_BREAKERS, ids=lambda v: v if isinstance(v, str) else "")
+async def test_each_broken_encoder_is_named_exactly(name: str, broken: Callable[[], Any]) -> None:
+    with pytest.raises(ConformanceFailure) as caught:
+        await run_encode_conformance(broken)
+    assert caught.value.name == name
+
+
+async def test_an_honest_encoder_passes() -> None:
+    await run_encode_conformance(HonestEncoder)
+
+
+# -- raw ----------------------------------------------------------------------------------------------------------------
+
+
+class HonestRaw(RawEngine):
+    config: ClassVar[Any] = EngineConfig(model="raw")
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> Any:
+        raise AssertionError("the kit must not call from_args")
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        return self.config  # type: ignore[no-any-return]
+
+    async def cleanup(self) -> None:
+        pass
+
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        for step in range(request.get("steps", 1)):
+            await asyncio.sleep(0)
+            if context.is_stopped():
+                return
+            yield {"step": step}
+
+
+async def test_an_honest_raw_engine_passes() -> None:
+    await run_raw_conformance(HonestRaw)
+
+
+async def test_a_raw_engine_with_token_fields_is_named() -> None:
+    class Advertises(HonestRaw):
+        config = EngineConfig(model="raw", kv_cache_block_size=16)
+
+    with pytest.raises(ConformanceFailure) as caught:
+        await run_raw_conformance(Advertises)
+    assert caught.value.name == "RawEngineAdvertisedLlmRegistration"
+
+
+def test_every_failure_name_has_its_broken_engine() -> None:
+    tried = {cls.__name__ for cls in TOKEN_BREAKERS} | {name for name, _ in ENCODE_BREAKERS}
+    assert tried | {"RawEngineAdvertisedLlmRegistration"} == set(FAILURE_NAMES)
+
+
+# -- contexts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_mock_context_is_live_and_fresh() -> None:
+    assert not mock_context().is_stopped()
+    assert mock_context().id() != mock_context().id()
+
+
+async def test_a_cancelling_context_stops_itself() -> None:
+    context = cancelling_context(0.001)
+    assert not context.is_stopped()
+    assert await context.async_killed_or_stopped()
+    assert not context.is_killed()
