@@ -109,7 +109,7 @@ class NativeCaller:
             answer.connected.set_result((reader, writer))
 
     async def open(self) -> None:
-        self._server = await asyncio.start_server(self._called_home, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._called_home, "127.0.0.1", 0, backlog=1024)
         self.port = self._server.sockets[0].getsockname()[1]
         host, _, port = self.address.rpartition(":")
         self.reader, self.writer = await asyncio.open_connection(host, int(port))

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.runtime.request_plane.base import Handler
@@ -143,8 +143,8 @@ class _Sniffer(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports implement `asyncio.Transport` without inheriting from it.
+        transport = self._transport = cast(asyncio.Transport, transport)
         self._listener.undecided(self)
         self._timer = asyncio.get_running_loop().call_later(FIRST_BYTES_SECONDS, transport.abort)
 

@@ -7,7 +7,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -231,8 +231,8 @@ class MuxConnection(asyncio.Protocol):
     # -- asyncio.Protocol ----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports implement `asyncio.Transport` without inheriting from it.
+        transport = self._transport = cast(asyncio.Transport, transport)
         hello = Hello(version=VERSION, credits=INITIAL_CREDITS, agent=f"dynamo-unified pid {os.getpid()}")
         transport.write(MAGIC + frame(Kind.HELLO, pack(hello)))
         self._timer = self.loop.call_later(PING_SECONDS, self._tick)

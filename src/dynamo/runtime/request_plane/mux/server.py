@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -206,8 +206,8 @@ class MuxServerProtocol(asyncio.Protocol):
     # -- asyncio.Protocol ----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports implement `asyncio.Transport` without inheriting from it.
+        self._transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
         self._timer = self._loop.call_later(HANDSHAKE_SECONDS, self._check_peer)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Final
+from typing import Final, cast
 
 from dynamo.errors import DynamoException, Overloaded
 from dynamo.runtime.context import Context
@@ -144,8 +144,8 @@ class RequestConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports implement `asyncio.Transport` without inheriting from it.
+        self._transport = cast(asyncio.Transport, transport)
         self._server.joined(self)
 
     def data_received(self, data: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.native.frames import (
@@ -50,6 +50,7 @@ class NativeSink(asyncio.Protocol):
         "_flush_scheduled",
         "_forget",
         "_gone",
+        "_greeting",
         "_has_ended",
         "_last_choice",
         "_loop",
@@ -77,7 +78,8 @@ class NativeSink(asyncio.Protocol):
         self._codec: Codec = codec
         self._context = context
         self._decoder = TwoPartDecoder(max_data_bytes=0)
-        self._out = bytearray(handshake(subject) + PROLOGUE_OK)
+        self._greeting = handshake(subject) + PROLOGUE_OK
+        self._out = bytearray()
         self._transport: asyncio.Transport | None = None
         self._flush_scheduled = False
         self._paused = False
@@ -157,12 +159,13 @@ class NativeSink(asyncio.Protocol):
     # -- asyncio.Protocol ----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        if self._gone:  # killed while it was being connected: let the caller see the stream break
-            transport.abort()
-            return
+        # uvloop's transports implement `asyncio.Transport` without inheriting from it.
+        transport = self._transport = cast(asyncio.Transport, transport)
         transport.set_write_buffer_limits(high=BUFFER_BYTES)
+        transport.write(self._greeting)
+        if self._gone:  # killed while it was being connected: without the greeting the caller would wait for ever
+            transport.close()
+            return
         self._flush()
 
     def data_received(self, data: bytes) -> None:
@@ -237,8 +240,8 @@ class NativeSink(asyncio.Protocol):
             # The transport may keep a view of what it could not send at once, so the buffer changes hands.
             out, self._out = self._out, bytearray()
             transport.write(out)
-            if not self._paused:
-                self._wake()
+        if self._waiters and self.has_credit():
+            self._wake()
 
     def _linger(self, give_up_at: float) -> None:
         """The stream ended a while ago and the caller has not closed: close, unless it is still reading."""

@@ -1,0 +1,246 @@
+"""One port for both wires: who speaks what is decided by the first bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.errors import CannotConnect, InvalidArgument
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane import listener as listener_module
+from dynamo.runtime.request_plane.base import Instance, RequestPlaneServer, ResponseSink
+from dynamo.runtime.request_plane.listener import Listener, detect_device_type, detect_host
+from dynamo.runtime.request_plane.mux import MAGIC, MuxClient
+from dynamo.runtime.settings import RequestPlaneSettings
+from support.native_caller import native_caller
+
+PATH = "1f/ns/c/e"
+
+
+async def count(body: Any, context: Context, sink: ResponseSink) -> None:
+    for n in range(body["n"]):
+        sink.send_tokens([n])
+    sink.send_tokens([], 0, "stop")
+
+
+@asynccontextmanager
+async def listening(**settings: Any) -> AsyncIterator[Listener]:
+    listener = Listener("127.0.0.1", settings=RequestPlaneSettings(**settings))
+    await listener.start()
+    listener.register(PATH, count)
+    try:
+        yield listener
+    finally:
+        await listener.close()
+
+
+def instance_of(listener: Listener, path: str = PATH) -> Instance:
+    record: dict[str, Any] = dict(listener.transport(path))
+    return Instance(namespace="ns", component="c", endpoint="e", instance_id=31, **record)
+
+
+async def mux_tokens(client: MuxClient, listener: Listener, n: int) -> list[int]:
+    stream = await client.open(instance_of(listener), {"n": n}, Context())
+    tokens: list[int] = []
+    try:
+        while batch := await stream.next_batch():
+            for item in batch:
+                tokens.extend(item.token_ids)
+    finally:
+        stream.close()
+    return tokens
+
+
+async def test_one_port_serves_both_wires_from_one_core() -> None:
+    async with listening() as listener, native_caller(listener.address) as caller:
+        server: RequestPlaneServer = listener
+        assert server is listener
+        client = MuxClient()
+        try:
+            assert await mux_tokens(client, listener, 3) == [0, 1, 2]
+            answer = await caller.call(PATH, {"n": 1})
+            assert (await answer.everything())[-1] == "sentinel"
+            assert await mux_tokens(client, listener, 2) == [0, 1]
+            assert listener.connections == 2
+        finally:
+            await client.close()
+
+
+@pytest.mark.parametrize("cut", range(1, len(MAGIC) + 1))
+async def test_the_magic_may_arrive_in_pieces(cut: int) -> None:
+    async with listening() as listener:
+        host, _, port = listener.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(MAGIC[:cut])
+        await writer.drain()
+        await asyncio.sleep(0.001)
+        writer.write(MAGIC[cut:] + b"\x00" * 64)  # mux answers a bad HELLO in its own words
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert b"Read error" not in answer
+        assert answer
+        writer.close()
+
+
+async def test_what_only_begins_like_the_magic_is_native() -> None:
+    async with listening(max_message_bytes=70_000) as listener:
+        host, _, port = listener.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        path_bytes = int.from_bytes(MAGIC[:2], "big")
+        # A path that long is legal, if absurd; the rest of the frame is over the limit, which the native wire says so.
+        writer.write(MAGIC[:2] + b"p" * path_bytes + b"\x00\x00" + b"\xff\xff\xff\xff")
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer[4:].startswith(b"Read error: message of")
+        writer.close()
+
+
+async def test_a_silent_connection_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "FIRST_BYTES_SECONDS", 0.01)
+    async with listening() as listener:
+        host, _, port = listener.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(MAGIC[:3])
+        with contextlib.suppress(ConnectionError):  # a reset is as good as an orderly end
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+        assert listener.connections == 0
+
+
+async def test_the_record_says_how_to_reach_a_path() -> None:
+    async with listening() as listener:
+        record = listener.transport("an/opaque/path")
+        assert record["transport"] == {"tcp": f"{listener.address}/an/opaque/path"}
+        assert (record["request_plane_codec"], record["mux"]) == ("msgpack", 1)
+        assert record["device_type"] in ("cuda", "cpu")
+        assert instance_of(listener).mux == 1
+
+
+async def test_before_start_there_is_no_address() -> None:
+    listener = Listener("127.0.0.1", settings=RequestPlaneSettings())
+    with pytest.raises(RuntimeError, match="start"):
+        listener.transport(PATH)
+    await listener.close()
+
+
+async def test_start_and_close_are_idempotent() -> None:
+    listener = Listener("127.0.0.1", settings=RequestPlaneSettings())
+    await listener.start()
+    address = listener.address
+    await listener.start()
+    assert listener.address == address
+    await listener.close()
+    await listener.close()
+
+
+async def test_host_and_port_come_from_the_settings() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    listener = Listener(settings=RequestPlaneSettings(rpc_host="127.0.0.1", rpc_port=port))
+    await listener.start()
+    assert listener.address == f"127.0.0.1:{port}"
+    taken = Listener(settings=RequestPlaneSettings(rpc_host="127.0.0.1", rpc_port=port))
+    with pytest.raises(CannotConnect, match=f"127.0.0.1:{port}.*DYN_TCP_RPC_PORT"):
+        await taken.start()
+    await listener.close()
+
+
+async def test_all_interfaces_are_bound_but_a_real_address_is_advertised() -> None:
+    listener = Listener("0.0.0.0", settings=RequestPlaneSettings())
+    await listener.start()
+    host = listener.address.rpartition(":")[0]
+    assert host == detect_host()
+    assert host != "0.0.0.0"
+    await listener.close()
+
+
+async def test_tls_that_is_not_built_is_refused_rather_than_ignored() -> None:
+    listener = Listener("127.0.0.1", settings=RequestPlaneSettings(tls_cert_path="/cert.pem"))
+    with pytest.raises(InvalidArgument, match="DYN_TCP_TLS_CERT_PATH"):
+        await listener.start()
+
+
+async def test_an_ipv6_address_is_bracketed() -> None:
+    listener = Listener("::1", settings=RequestPlaneSettings())
+    try:
+        await listener.start()
+    except CannotConnect:
+        pytest.skip("this machine has no IPv6 loopback")
+    assert listener.address.startswith("[::1]:")
+    listener.register(PATH, count)
+    client = MuxClient()
+    assert await mux_tokens(client, listener, 1) == [0]
+    await client.close()
+    await listener.close()
+
+
+def test_the_detected_host_is_one_that_can_be_bound() -> None:
+    host = detect_host()
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+
+
+def test_without_any_route_the_loopback_is_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoRoute:
+        def __init__(self, *_: Any) -> None:
+            raise OSError("network is unreachable")
+
+    monkeypatch.setattr(socket, "socket", NoRoute)
+    assert detect_host() == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("env", "device"),
+    [
+        ({}, "cuda"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, "cuda"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "cpu"),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, "cpu"),
+        ({"CUDA_VISIBLE_DEVICES": "none"}, "cpu"),
+        ({"CUDA_VISIBLE_DEVICES": "void"}, "cpu"),
+        ({"NVIDIA_VISIBLE_DEVICES": "all"}, "cuda"),
+        ({"NVIDIA_VISIBLE_DEVICES": ""}, "cuda"),
+        ({"NVIDIA_VISIBLE_DEVICES": "none"}, "cpu"),
+        ({"NVIDIA_VISIBLE_DEVICES": "void"}, "cpu"),
+    ],
+)
+def test_the_device_type_follows_what_the_environment_hides(env: dict[str, str], device: str) -> None:
+    assert detect_device_type(env) == device
+
+
+UVLOOP = """
+import asyncio, sys
+import uvloop
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.mux import MuxClient
+from support.native_caller import native_caller
+from test_listener import PATH, listening, mux_tokens
+
+async def main():
+    async with listening() as listener, native_caller(listener.address) as caller:
+        client = MuxClient()
+        assert await mux_tokens(client, listener, 3) == [0, 1, 2]
+        for _ in range(3):
+            assert (await (await caller.call(PATH, {"n": 2})).everything())[-1] == "sentinel"
+        await client.close()
+    print("served")
+
+uvloop.run(main())
+"""
+
+
+def test_both_wires_work_on_uvloop_too() -> None:
+    pytest.importorskip("uvloop")
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parent)]
+    program = f"import sys; sys.path[:0] = {paths!r}\n" + UVLOOP
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert (found.stdout, found.returncode) == ("served\n", 0), found.stderr
