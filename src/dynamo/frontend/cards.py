@@ -111,6 +111,17 @@ class CardBook:
     def keys(self) -> Sequence[GroupKey]:
         return list(self._groups)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name that somebody registered, aliases included."""
+        entries = [entry for group in self._groups.values() for entry in group.values()]
+        return frozenset(name for entry in entries for name in (entry.card.display_name, *entry.card.aliases))
+
+    @property
+    def endpoints(self) -> frozenset[str]:
+        """Every endpoint with a card."""
+        return frozenset(entry.endpoint for group in self._groups.values() for entry in group.values())
+
     def _put(self, key: str, value: bytes) -> GroupKey | None:
         try:
             entry, group_key = _read(key, value)

@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -41,11 +42,17 @@ class WorkerClient(Protocol):
 
     def instance_ids(self) -> list[int]: ...
 
+    def on_change(self, callback: Callable[[], None]) -> Callable[[], None]: ...
+
+    def named(self, instance_id: int) -> Instance: ...
+
     def pick(self, context: Context, *, exclude: Collection[int] = ()) -> Instance: ...
 
     async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream: ...
 
     def inhibit(self, instance_id: int) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 Connect = Callable[[str], Awaitable[WorkerClient]]
@@ -64,6 +71,8 @@ class ServedModel:
 
     __slots__ = (
         "_clients",
+        "_endpoints",
+        "_foreign",
         "_turn",
         "_workers",
         "card",
@@ -82,6 +91,7 @@ class ServedModel:
         self.created = int(time.time())
         self._turn = 0
         self._clients: Mapping[str, WorkerClient] = clients  # by endpoint
+        self._foreign: dict[str, frozenset[int]] = {}  # by endpoint; absent: to be found out again
         self.update(group)
 
     def update(self, group: Group) -> None:
@@ -94,6 +104,12 @@ class ServedModel:
         for entry in group.accepted:
             workers.setdefault(entry.endpoint, set()).add(entry.instance_id)
         self._workers: Mapping[str, frozenset[int]] = {path: frozenset(ids) for path, ids in workers.items()}
+        self._endpoints = list(self._workers)
+        self._foreign.clear()
+
+    def instances_changed(self, endpoint: str) -> None:
+        """The instances of an endpoint are not what they were."""
+        self._foreign.pop(endpoint, None)
 
     @property
     def workers(self) -> int:
@@ -117,7 +133,7 @@ class ServedModel:
 
     def pick(self, context: Context, *, exclude: Collection[int] = ()) -> Instance:
         """The worker the router mode chooses. Raises `WorkerUnavailable` when none is left."""
-        endpoints = list(self._workers)
+        endpoints = self._endpoints
         if len(endpoints) > 1:  # one model on several endpoints of a namespace: take turns, skip what has nobody
             self._turn += 1
             start = self._turn % len(endpoints)
@@ -126,18 +142,15 @@ class ServedModel:
             client = self._clients.get(endpoint)
             if client is None:
                 continue
+            foreign = self._foreign.get(endpoint)
+            if foreign is None:
+                foreign = self._foreign[endpoint] = frozenset(client.instance_ids()) - self._workers[endpoint]
             try:
-                return client.pick(context, exclude=self._others(client, endpoint, exclude))
+                return client.pick(context, exclude=foreign.union(exclude) if foreign else exclude)
             except WorkerUnavailable:
                 if position == len(endpoints) - 1:
                     raise
         raise WorkerUnavailable(f"No workers available for model {self.name}")
-
-    def _others(self, client: WorkerClient, endpoint: str, exclude: Collection[int]) -> Collection[int]:
-        """`exclude` and the instances at the endpoint that serve something else; nearly always there are none."""
-        mine = self._workers[endpoint]
-        foreign = [instance_id for instance_id in client.instance_ids() if instance_id not in mine]
-        return {*foreign, *exclude} if foreign else exclude
 
     async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream:
         """Send `body` to `instance` and return its stream."""
@@ -151,10 +164,9 @@ class ServedModel:
         """The worker with this id if it serves this model, for requests that name their worker."""
         for endpoint, ids in self._workers.items():
             client = self._clients.get(endpoint)
-            if instance_id in ids and client is not None and instance_id in client.instance_ids():
-                return client.pick(
-                    Context(""), exclude=[other for other in client.instance_ids() if other != instance_id]
-                )
+            if instance_id in ids and client is not None:
+                with contextlib.suppress(WorkerUnavailable):  # its card is there, its instance is not
+                    return client.named(instance_id)
         return None
 
     def _client_of(self, instance: Instance) -> WorkerClient:
@@ -209,7 +221,7 @@ class ModelDirectory:
         await first_instances.wait()
 
     async def aclose(self) -> None:
-        """Stop watching; idempotent. Models served so far stay known: requests in flight may still ask for them."""
+        """Stop watching; idempotent. Models served so far stay known; the clients are the runtime's to close."""
         tasks, self._tasks = [*self._tasks, *(loading.task for loading in self._loading.values())], []
         self._loading.clear()
         for task in tasks:
@@ -342,6 +354,7 @@ class ModelDirectory:
                 if not self._book.groups(key.model):
                     self._metrics.forget_model(key.model)
             self._rejected = {card: said for card, said in self._rejected.items() if self._is_rejected(card)}
+            self._part_from_idle()
             return
         self._complain(group)
         if served is not None and served.mdc_sum == group.fingerprint:
@@ -425,22 +438,36 @@ class ModelDirectory:
     def _reach(self, group: Group) -> None:
         """Connect to endpoints that joined a served model; until then requests go to the others."""
         if any(entry.endpoint not in self._clients for entry in group.accepted):
-            task = asyncio.create_task(
-                self._connect_all(group.accepted), name=f"frontend: reach {group.key.model}"
-            )  # awaited in aclose()
-            self._tasks.append(task)
-            task.add_done_callback(self._reached)
+            self._spawn(self._connect_all(group.accepted), f"frontend: reach {group.key.model}")
 
-    def _reached(self, task: asyncio.Task[None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)  # awaited in aclose()
+        self._tasks.append(task)
+        task.add_done_callback(self._spawned)
+
+    def _spawned(self, task: asyncio.Task[None]) -> None:
         with contextlib.suppress(ValueError):  # aclose() has taken the list
             self._tasks.remove(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("an endpoint of a served model cannot be followed: %s", error)
+            logger.error("%s: %s", task.get_name(), error)
 
     async def _connect_all(self, entries: Sequence[CardEntry]) -> None:
         for endpoint in {entry.endpoint for entry in entries}:
             if endpoint not in self._clients:
-                self._clients[endpoint] = await self._connect(endpoint)
+                client = await self._connect(endpoint)
+                if self._clients.setdefault(endpoint, client) is not client:  # another group was faster
+                    await client.close()
+                    continue
+                client.on_change(partial(self._instances_changed, endpoint))
+
+    def _instances_changed(self, endpoint: str) -> None:
+        for served in self._served.values():
+            served.instances_changed(endpoint)
+
+    def _part_from_idle(self) -> None:
+        """Close the clients of endpoints that serve nothing any more; streams in flight go on."""
+        for endpoint in self._clients.keys() - self._book.endpoints:
+            self._spawn(self._clients.pop(endpoint).close(), f"frontend: leave {endpoint}")
 
     def _gauges(self, served: ServedModel) -> None:
         runtime = served.card.runtime_config
@@ -464,7 +491,7 @@ class ModelDirectory:
             for name in dict.fromkeys((served.name, *served.card.aliases)):
                 names.setdefault(name, []).append(served)
         self._by_name = {name: tuple(models) for name, models in names.items()}
-        self._pending_names = frozenset(key.model for key in self._book.keys) - frozenset(self._by_name)
+        self._pending_names = self._book.names - frozenset(self._by_name)
         self._announce()
 
     def _announce(self) -> None:

@@ -16,9 +16,10 @@ from dynamo.frontend.models import ModelDirectory, ServedModel
 from dynamo.frontend.offload import Offload
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import model_not_found
+from dynamo.protocol.openai.schema import openapi_json
 from dynamo.runtime.metrics import CONTENT_TYPE
 
-__all__ = ["HealthRoute", "LiveRoute", "MetricsRoute", "ModelsRoute"]
+__all__ = ["HealthRoute", "LiveRoute", "MetricsRoute", "ModelsRoute", "OpenApiRoute"]
 
 
 def _encode(value: Any) -> bytes:
@@ -68,6 +69,18 @@ class MetricsRoute:
         # Hundreds of series take a millisecond or two: no stream should wait for a scrape.
         body = await self._offload(self._metrics.expose)
         await reply(send, 200, body, content_type=CONTENT_TYPE.encode())
+
+
+class OpenApiRoute:
+    """`/openapi.json`; built on first use, because most frontends are never asked."""
+
+    def __init__(self) -> None:
+        self._body: bytes | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._body is None:
+            self._body = openapi_json()
+        await reply(send, 200, self._body)
 
 
 _READY = re.compile(r"^(?P<id>.+)/ready$")

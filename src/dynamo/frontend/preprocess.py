@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, Final
+from typing import Final
 
+import msgspec
+
+from dynamo.errors import InvalidArgument
+from dynamo.frontend.generation import DEFAULT_RETRIES, WorkRequest
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models import ServedModel
 from dynamo.frontend.offload import Offload
 from dynamo.frontend.settings import FrontendSettings
-from dynamo.frontend.work import WorkRequest
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.requests import (
@@ -18,7 +21,6 @@ from dynamo.protocol.openai.requests import (
     CompletionRequest,
     finish_preprocessing,
     raw_prompt,
-    template_messages,
     template_tools,
     template_variables,
     to_worker_fields,
@@ -35,8 +37,13 @@ class Preprocessor:
     def __init__(self, settings: FrontendSettings, metrics: FrontendMetrics, offload: Offload) -> None:
         self._settings, self._metrics, self._offload = settings, metrics, offload
 
-    async def chat(self, request: ChatRequest, effects: HeaderEffects, model: ServedModel) -> WorkRequest:
-        """Raises `InvalidArgument` when the template refuses, `RequestRejected` when the prompt is too long."""
+    async def chat(
+        self, request: ChatRequest, effects: HeaderEffects, model: ServedModel
+    ) -> tuple[WorkRequest, str | None]:
+        """The work, and the text that was tokenised (None when the client sent ids).
+
+        Raises `InvalidArgument` when the template refuses, `RequestRejected` when the prompt is too long.
+        """
         began = perf_counter()
         text: str | None = None
         ids = request.token_data
@@ -45,37 +52,38 @@ class Preprocessor:
             if text is None:
                 text = self._render(request, model)
             ids = await self._encode(model, text)
-        work = WorkRequest(
-            [ids], request.choices_per_prompt, self._fields(request, effects, model), formatted_prompt=text
-        )
+        work = self._work(request, effects, model, [ids])
         self._check_length(work, model, is_chat=True)
         self._metrics.preprocess_seconds.observe(perf_counter() - began)
-        return work
+        return work, text
 
-    async def completion(self, request: CompletionRequest, effects: HeaderEffects, model: ServedModel) -> WorkRequest:
-        """As `chat`, for a batch of prompts without a template."""
+    async def completion(
+        self, request: CompletionRequest, effects: HeaderEffects, model: ServedModel
+    ) -> tuple[WorkRequest, str | None]:
+        """As `chat`, for a batch of prompts without a template; the text is that of a single prompt."""
         began = perf_counter()
-        prompts = [
-            await self._encode(model, prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts()
-        ]
-        work = WorkRequest(prompts, request.choices_per_prompt, self._fields(request, effects, model))
+        sources = request.prompts()
+        prompts = [await self._encode(model, prompt) if isinstance(prompt, str) else prompt for prompt in sources]
+        work = self._work(request, effects, model, prompts)
         self._check_length(work, model, is_chat=False)
         self._metrics.preprocess_seconds.observe(perf_counter() - began)
-        return work
+        only = sources[0] if len(sources) == 1 else None
+        return work, only if isinstance(only, str) else None
 
     def _render(self, request: ChatRequest, model: ServedModel) -> str:
         began = perf_counter()
         runtime_data = model.card.runtime_config.runtime_data
         variables = template_variables(request, default_thinking_mode=runtime_data.get("default_thinking_mode"))
         if request.response_format is not None:
-            variables["response_format"] = request.response_format
+            variables["response_format"] = msgspec.to_builtins(request.response_format)
         if request.tool_choice is not None and request.tool_choice != "auto":
-            variables["tool_choice"] = request.tool_choice
+            variables["tool_choice"] = msgspec.to_builtins(request.tool_choice)
         text = model.text.template.render(
-            template_messages(request),
+            request.messages,
             tools=template_tools(request, exclude_when_none=self._settings.exclude_tools_when_tool_choice_none),
             add_generation_prompt=request.add_generation_prompt is not False,
-            **variables,
+            continue_final_message=request.continue_final_message is True,
+            variables=variables,
         )
         self._metrics.template_seconds.observe(perf_counter() - began)
         return text
@@ -94,20 +102,38 @@ class Preprocessor:
         self._metrics.tokenizer_latency.observe(seconds * 1000)
         return ids
 
-    def _fields(
-        self, request: ChatRequest | CompletionRequest, effects: HeaderEffects, model: ServedModel
-    ) -> dict[str, Any]:
+    def _work(
+        self,
+        request: ChatRequest | CompletionRequest,
+        effects: HeaderEffects,
+        model: ServedModel,
+        prompts: list[list[int]],
+    ) -> WorkRequest:
         for annotation in request.annotations:
             if annotation.startswith(_QUERY):
                 raise RequestRejected(501, "The annotation `query_instance_id:` is not in this version")
-        fields = finish_preprocessing(to_worker_fields(request), model.text.eos_token_ids)
-        fields["model"] = request.model
-        fields["mdc_sum"] = model.mdc_sum
+        body = finish_preprocessing(to_worker_fields(request), model.text.eos_token_ids)
+        body["model"] = request.model
+        body["mdc_sum"] = model.mdc_sum
+        if body["sampling_options"]["n"] is not None:
+            body["sampling_options"]["n"] = 1  # choices are fanned out into requests of one choice each
+        routing = body["routing"]
         if model.lora_name is not None:
-            fields["routing"]["lora_name"] = model.lora_name
+            routing["lora_name"] = model.lora_name
         if (agent := effects.agent_context) is not None:
-            fields["agent_context"] = agent
-        return fields
+            body["agent_context"] = agent
+        pinned = routing.get("backend_instance_id", routing.get("decode_worker_id"))
+        if pinned is None and self._settings.router_mode == "direct":
+            raise InvalidArgument("Invalid request")  # nothing but the client knows where it should go
+        limit = self._settings.migration_limit
+        return WorkRequest(
+            body,
+            prompts,
+            n=request.choices_per_prompt,
+            pinned_instance_id=pinned,
+            # Before the first token another worker is always safe, so the card's 0 does not mean "give up at once".
+            retries=max(DEFAULT_RETRIES, model.card.migration_limit) if limit is None else limit,
+        )
 
     def _check_length(self, work: WorkRequest, model: ServedModel, *, is_chat: bool) -> None:
         """Refuse what cannot fit before a worker is bothered; fill in the token limit where a budget defines it."""
@@ -128,7 +154,7 @@ class Preprocessor:
             )
         if not isinstance(combined, int):
             return
-        stops = work.fields["stop_conditions"]
+        stops = work.body["stop_conditions"]
         asked = stops["max_tokens"]
         if asked is None:
             if not is_chat:

@@ -1,0 +1,69 @@
+"""`python -m dynamo.frontend`: flags in, one frontend out, until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+from dynamo.errors import DynamoException
+from dynamo.frontend.args import parse_args
+from dynamo.frontend.settings import FrontendSettings
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. 0 after a clean end, 1 with one line when it could not start, 2 after an error of use."""
+    settings = parse_args(argv)
+    # The status server of a worker is configured by this variable; a frontend shares its machine, not its port.
+    os.environ.pop("DYN_SYSTEM_PORT", None)
+    from dynamo.frontend.server import PortInUse, bind
+    from dynamo.runtime.logging import configure_dynamo_logging
+
+    configure_dynamo_logging()
+    try:
+        # Before anything else: a taken port is the most common mistake and should cost no start-up.
+        listener = bind(settings.http_host, settings.http_port)
+    except PortInUse as error:
+        print(error, file=sys.stderr)  # noqa: T201 - the command line's own voice
+        return 1
+    except OSError as error:
+        print(f"Failed to start HTTP server: cannot listen on {settings.http_host}: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_serve(settings, listener))
+    except DynamoException as error:
+        print(f"Failed to start the frontend: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        from uvloop import new_event_loop
+    except ImportError:  # Windows, or left out on purpose: the plain loop serves as well, only slower
+        return asyncio.new_event_loop
+    return new_event_loop
+
+
+async def _serve(settings: FrontendSettings, listener: socket) -> None:
+    loop = asyncio.get_running_loop()
+    plain = RuntimeSettings.from_env()
+    runtime = DistributedRuntime(
+        loop,
+        settings.discovery_backend or plain.discovery_backend,
+        settings.request_plane or plain.request_plane,
+        event_plane=settings.event_plane,
+    )
+    try:
+        async with Frontend(settings, runtime) as frontend:
+            await serve_until_signal(frontend, listener=listener)
+    finally:
+        await runtime.aclose()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

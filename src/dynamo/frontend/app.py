@@ -1,0 +1,177 @@
+"""The frontend as an object: its parts wired, its routes as one ASGI application, its life.
+
+    async with Frontend(settings, runtime) as frontend:
+        ...  # serve `frontend.asgi`
+
+It can be entered at the ASGI application without any socket, which is how simulations and most tests drive it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+from starlette.routing import BaseRoute, Route, Router
+
+from dynamo.frontend.admission import Admission, Stage
+from dynamo.frontend.asgi import Receive, Scope, Send, reply, reply_rejected
+from dynamo.frontend.cards import Scope as NamespaceScope
+from dynamo.frontend.inference import InferenceRoute, InFlight
+from dynamo.frontend.metrics import STALL_SECONDS, FrontendMetrics
+from dynamo.frontend.model_files import ModelFiles
+from dynamo.frontend.models import ModelDirectory, WorkerClient
+from dynamo.frontend.offload import Offload, ThreadOffload
+from dynamo.frontend.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute
+from dynamo.frontend.preprocess import Preprocessor
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.frontend.surfaces import ChatSurface, CompletionSurface
+from dynamo.protocol.openai.errors import route_not_found
+from dynamo.protocol.records import ModelCard
+from dynamo.text.model import TextModel, load_text_model
+
+if TYPE_CHECKING:
+    from dynamo.runtime.distributed import DistributedRuntime
+
+__all__ = ["Frontend"]
+
+logger = logging.getLogger(__name__)
+
+LOOP_PROBE_SECONDS: Final = 1.0  # how often the loop's delay is measured; one timer a second costs nothing
+
+
+class Frontend:
+    """One HTTP frontend over one runtime. The runtime stays the caller's: it is not closed here."""
+
+    def __init__(
+        self, settings: FrontendSettings, runtime: DistributedRuntime, *, offload: Offload | None = None
+    ) -> None:
+        self.settings = settings
+        self.admission = Admission(settings.max_requests_in_flight)
+        self.metrics = FrontendMetrics(runtime.metrics, prefix=settings.metrics_prefix)
+        self._runtime = runtime
+        self._offload: Offload = ThreadOffload(settings.preprocess_workers) if offload is None else offload
+        self._files = ModelFiles(settings.model_cache_dir)
+        self.models = ModelDirectory(
+            runtime.discovery,
+            self._connect,
+            self._load,
+            scope=NamespaceScope(settings.namespace, settings.namespace_prefix),
+            metrics=self.metrics,
+        )
+        self._in_flight = InFlight()
+        self._probe: asyncio.TimerHandle | None = None
+        self.asgi = Router(routes=self._routes(), redirect_slashes=False, default=_unmatched)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Frontend:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def start(self) -> None:
+        """Follow the store. Raises `CannotConnect` when it cannot be reached."""
+        await self._runtime.start()
+        await self.models.start()
+        self._probe_loop(asyncio.get_running_loop().time())
+
+    async def drain(self, timeout_seconds: float) -> bool:
+        """Decline new requests and wait for those in flight; whether all of them ended in time."""
+        self.admission.move(Stage.DRAINING)
+        return await self.admission.wait_idle(timeout_seconds)
+
+    def cut(self) -> int:
+        """End what is in flight with an error; how many requests that were."""
+        return self._in_flight.cut()
+
+    def stopping(self) -> None:
+        """The listener is about to close: not even alive any more."""
+        self.admission.move(Stage.STOPPING)
+
+    async def aclose(self) -> None:
+        """Leave: the view of the cluster goes last. Idempotent."""
+        self.stopping()
+        if self._probe is not None:
+            self._probe.cancel()
+            self._probe = None
+        await self.models.aclose()
+        self._offload.close()
+
+    def _probe_loop(self, due: float) -> None:
+        """Measure how late this very timer runs, and set the next one."""
+        loop = asyncio.get_running_loop()
+        late = max(0.0, loop.time() - due)
+        self.metrics.event_loop_delay.observe(late)
+        if late > STALL_SECONDS:
+            self.metrics.event_loop_stalls.inc()
+        due = loop.time() + LOOP_PROBE_SECONDS
+        self._probe = loop.call_at(due, self._probe_loop, due)
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    async def _connect(self, endpoint: str) -> WorkerClient:
+        return await self._runtime.endpoint(endpoint).client(self.settings.router_mode)
+
+    async def _load(self, card: ModelCard) -> TextModel:
+        return await self._offload(lambda: self._load_blocking(card))
+
+    def _load_blocking(self, card: ModelCard) -> TextModel:
+        sources = self._files.collect(card)
+        template = sources.custom_template
+        if self.settings.custom_jinja_template is not None:
+            with open(self.settings.custom_jinja_template, encoding="utf-8") as file:
+                template = file.read()
+        return load_text_model(
+            sources.directory, custom_template=template, tokenizer_cache_bytes=self.settings.tokenizer_cache_bytes
+        )
+
+    def _routes(self) -> Sequence[BaseRoute]:
+        paths = self.settings.paths
+        parts: dict[str, Any] = {
+            "settings": self.settings,
+            "admission": self.admission,
+            "models": self.models,
+            "metrics": self.metrics,
+            "preprocessor": Preprocessor(self.settings, self.metrics, self._offload),
+            "in_flight": self._in_flight,
+        }
+        catalogue = ModelsRoute(self.models, self.settings)
+        return [
+            _Endpoint(paths["chat"], InferenceRoute(ChatSurface(), **parts), "POST"),
+            _Endpoint(paths["completions"], InferenceRoute(CompletionSurface(), **parts), "POST"),
+            _Endpoint(paths["models"], catalogue, "GET"),
+            _Endpoint(paths["models"] + "/{model:path}", catalogue, "GET"),
+            _Endpoint(paths["health"], HealthRoute(self.admission, self.models), "GET"),
+            _Endpoint(paths["live"], LiveRoute(self.admission), "GET"),
+            _Endpoint(paths["metrics"], MetricsRoute(self.metrics, self._offload), "GET"),
+            _Endpoint("/openapi.json", OpenApiRoute(), "GET"),
+        ]
+
+
+class _Endpoint(Route):
+    """A route whose wrong method is a 405 with an empty body, as 1.6 answers it."""
+
+    def __init__(self, path: str, endpoint: Any, method: str) -> None:
+        super().__init__(path, endpoint, methods=[method])
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.methods is not None and scope["method"] not in self.methods:
+            allowed = ", ".join(sorted(self.methods)).encode()
+            await reply(send, 405, b"", content_type=None, extra=((b"allow", allowed),))
+            return
+        await self.app(scope, receive, send)
+
+
+async def _unmatched(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] != "http":
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+        return
+    await reply_rejected(send, route_not_found(scope["method"], scope["path"]))

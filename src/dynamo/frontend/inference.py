@@ -1,0 +1,461 @@
+"""The way of one inference request through the frontend: read, admit, look up, prepare, generate, answer, count.
+
+A request holds its place in the admission from the moment its body is complete until the answer has ended. The
+client's departure is noticed in every phase by one small task that waits for it and kills the context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from contextlib import aclosing
+from typing import Any, Final, NamedTuple
+
+from dynamo.errors import (
+    DynamoException,
+    Overloaded,
+    ResponseTimeout,
+    WorkerUnavailable,
+    describe,
+    http_assertion,
+    rule_of,
+)
+from dynamo.frontend.admission import Admission, NotReady
+from dynamo.frontend.asgi import (
+    ClientGone,
+    Headers,
+    Receive,
+    Scope,
+    Send,
+    check_content_type,
+    first_headers,
+    read_body,
+    reply,
+    reply_rejected,
+)
+from dynamo.frontend.event_stream import EventStream
+from dynamo.frontend.generation import generate
+from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics, RequestMetrics
+from dynamo.frontend.models import ModelDirectory, ServedModel
+from dynamo.frontend.preprocess import Preprocessor
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.frontend.surfaces import Answer, ChunkWriter, Surface, UnaryAnswer
+from dynamo.protocol.openai.errors import (
+    RequestRejected,
+    model_not_found,
+    model_not_ready,
+    not_ready,
+    rejection_for,
+)
+from dynamo.protocol.openai.headers import HeaderEffects, apply_headers
+from dynamo.protocol.openai.requests import Request
+from dynamo.protocol.openai.sse import DONE, annotation_event
+from dynamo.runtime.context import Context
+from dynamo.runtime.tracing import TraceContext
+
+__all__ = ["InFlight", "InferenceRoute"]
+
+logger = logging.getLogger(__name__)
+
+_TRACE_HEADERS: Final = (b"traceparent", b"tracestate", b"x-request-id", b"request-id")
+_THREAD_ID: Final = b"thread-id"  # the one header we read that does not begin with "x-"
+
+
+class InFlight:
+    """The requests being answered, so that a shutdown can cut them."""
+
+    def __init__(self) -> None:
+        self._exchanges: set[_Exchange] = set()
+
+    def cut(self) -> int:
+        """End every request with a 503 (or an error event); how many there were."""
+        exchanges = list(self._exchanges)
+        for exchange in exchanges:
+            exchange.end_with(WorkerUnavailable("the frontend is stopping"))
+        return len(exchanges)
+
+
+class _Exchange:
+    """One request and its client."""
+
+    __slots__ = ("context", "counted", "is_client_gone", "is_over", "reason")
+
+    def __init__(self, context: Context, counted: RequestMetrics) -> None:
+        self.context, self.counted = context, counted
+        self.is_client_gone = False
+        self.is_over = False  # answered in full: what the connection does now is nobody's concern
+        self.reason: DynamoException | None = None  # why we killed it ourselves
+
+    def end_with(self, reason: DynamoException) -> None:
+        """Kill the work; the client is told `reason`."""
+        if not self.is_over and self.reason is None and not self.is_client_gone:
+            self.reason = reason
+            self.context.kill()
+
+    async def watch(self, receive: Receive) -> None:
+        """Kill the work when the client leaves."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not self.is_over:
+            self.is_client_gone = True
+            self.context.kill()
+
+
+class _Inactivity:
+    """Ends a request whose engine has been silent for too long; costs one assignment for each wake-up."""
+
+    __slots__ = ("_exchange", "_limit", "_loop", "_timer", "last")
+
+    def __init__(self, exchange: _Exchange, limit_seconds: float) -> None:
+        self._exchange, self._limit = exchange, limit_seconds
+        self._loop = asyncio.get_running_loop()
+        self.last = self._loop.time()
+        self._timer = self._loop.call_at(self.last + limit_seconds, self._check)
+
+    def _check(self) -> None:
+        due = self.last + self._limit
+        if self._loop.time() >= due:
+            self._exchange.end_with(ResponseTimeout(f"no output for {self._limit:g} s"))
+        else:
+            self._timer = self._loop.call_at(due, self._check)
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+
+class InferenceRoute:
+    """One route as an ASGI application."""
+
+    def __init__(
+        self,
+        surface: Surface[Any],
+        *,
+        settings: FrontendSettings,
+        admission: Admission,
+        models: ModelDirectory,
+        metrics: FrontendMetrics,
+        preprocessor: Preprocessor,
+        in_flight: InFlight,
+    ) -> None:
+        self._surface = surface
+        self._settings = settings
+        self._admission = admission
+        self._models = models
+        self._metrics = metrics
+        self._preprocessor = preprocessor
+        self._exchanges = in_flight._exchanges
+        self._metadata_prefix = settings.metadata_header_prefix.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        headers = first_headers(scope)
+        request_id = headers.get(b"x-request-id")
+        extra = () if request_id is None else ((b"x-request-id", request_id),)
+        began = loop.time()
+        try:
+            check_content_type(headers)
+            body = await read_body(headers, receive, self._settings.body_limit_bytes)
+            began = loop.time()  # how long a client takes to send its request is no time of ours
+            self._admission.enter()
+        except ClientGone:
+            return
+        except (RequestRejected, NotReady, Overloaded) as error:
+            # Before anything was parsed: a shed request must cost next to nothing.
+            rejected = self._rejection(error)
+            self._count_early(began, rejected, error)
+            await reply_rejected(send, rejected, extra)
+            return
+        try:
+            await self._admitted(scope, headers, body, receive, send, extra, began)
+        finally:
+            self._admission.leave()
+
+    # -- one admitted request ----------------------------------------------------------------------------------------
+
+    async def _admitted(
+        self,
+        scope: Scope,
+        headers: Headers,
+        body: bytes,
+        receive: Receive,
+        send: Send,
+        extra: tuple[tuple[bytes, bytes], ...],
+        began: float,
+    ) -> None:
+        try:
+            request, model, effects = self._understand(scope, body)
+        except RequestRejected as error:
+            self._count_early(began, error, error)
+            logger.info("%s declined: %d %s", self._surface.endpoint, error.status, error.message)
+            await reply_rejected(send, error, extra)
+            return
+        loop = asyncio.get_running_loop()
+        is_streaming = request.is_streaming
+        counted = self._metrics.request(
+            model.name, self._surface.endpoint, "stream" if is_streaming else "unary", began
+        )
+        context = Context(
+            self._surface.id_prefix + str(uuid.uuid4()), effects.metadata or None, trace=_trace_of(headers)
+        )
+        exchange = _Exchange(context, counted)
+        self._exchanges.add(exchange)
+        watcher = loop.create_task(exchange.watch(receive), name="frontend: client watch")  # cancelled below
+        stream: EventStream | None = None
+        if is_streaming:
+            stream = EventStream(
+                send,
+                extra=extra,
+                peek_seconds=self._settings.peek_seconds,
+                keep_alive_seconds=self._settings.keep_alive_seconds,
+            )
+        work = None
+        try:
+            work, text = await self._surface.prepare(self._preprocessor, request, effects, model)
+            answer = Answer(self._surface, request, model, work, context.id(), time.time() - (loop.time() - began))
+            if stream is not None:
+                await self._stream(exchange, request, answer, stream, text, began)
+            else:
+                await self._unary(exchange, answer, send, extra, began)
+            self._log_end(exchange, model, answer, loop.time() - began)
+        except asyncio.CancelledError:
+            context.kill()
+            counted.cancel(loop.time())
+            raise
+        except Exception as error:  # the boundary: whatever it is, the client gets a well-formed answer
+            context.kill()
+            await self._failed(exchange, error, send, stream, extra, work.completion_tokens if work else 0)
+        finally:
+            exchange.is_over = True
+            watcher.cancel()
+            if stream is not None:
+                stream.close()
+            self._exchanges.discard(exchange)
+
+    def _understand(self, scope: Scope, body: bytes) -> tuple[Request, ServedModel, HeaderEffects]:
+        """Everything that can be wrong with a request before a model is asked; in the native order of checks."""
+        settings = self._settings
+        request = self._surface.decode(body, ignore_unsupported=settings.ignore_unsupported_fields)
+        model = self._models.lookup(request.model)
+        if model is None and self._models.is_registered(request.model):
+            raise model_not_ready(request.model)
+        prefix = self._metadata_prefix
+        effects = apply_headers(
+            request,
+            [
+                (name.decode("latin-1"), value.decode("latin-1"))
+                for name, value in scope["headers"]
+                if name[:2] == b"x-" or name == _THREAD_ID or name.startswith(prefix)
+            ],
+            metadata_prefix=settings.metadata_header_prefix,
+            nvext_enabled=not settings.disable_nvext,
+        )
+        for warning in effects.warnings:
+            logger.warning("%s", warning)
+        if request.repaired:
+            logger.warning("a request body was not strict JSON and was mended (model %r)", request.model[:128])
+        self._surface.validate(request)
+        if model is None or not model.surfaces & self._surface.model_type:
+            raise model_not_found()
+        return request, model, effects
+
+    async def _stream(
+        self,
+        exchange: _Exchange,
+        request: Request,
+        answer: Answer,
+        stream: EventStream,
+        text: str | None,
+        began: float,
+    ) -> None:
+        settings = self._settings
+        always = settings.force_include_usage
+        writer = ChunkWriter(answer, continuous_usage=request.continuous_usage or always)
+        head = _annotations(request, answer, text)
+        loop_time = asyncio.get_running_loop().time
+        counted = exchange.counted
+        inactivity = self._inactivity(exchange)
+        try:
+            async with aclosing(generate(answer.model, answer.work, exchange.context)) as batches:
+                async for deltas in batches:
+                    now = loop_time()
+                    if inactivity is not None:
+                        inactivity.last = now
+                    if writer.first_token_seconds is None:
+                        writer.first_token_seconds = now - began
+                    counted.tokens(sum([delta.tokens for delta in deltas]), now)
+                    data = writer.write(deltas)
+                    if head:
+                        data, head = head + data, b""
+                    if data:
+                        await stream.write(data)
+        finally:
+            if inactivity is not None:
+                inactivity.close()
+        self._check_end(exchange)
+        last = writer.usage_chunk() + DONE if request.include_usage or always else DONE
+        exchange.is_over = True
+        await stream.end(head + last)
+        self._finish(exchange, answer)
+
+    async def _unary(
+        self, exchange: _Exchange, answer: Answer, send: Send, extra: tuple[tuple[bytes, bytes], ...], began: float
+    ) -> None:
+        gathered = UnaryAnswer(answer)
+        loop_time = asyncio.get_running_loop().time
+        inactivity = self._inactivity(exchange)
+        try:
+            async with aclosing(generate(answer.model, answer.work, exchange.context)) as batches:
+                async for deltas in batches:
+                    now = loop_time()
+                    if inactivity is not None:
+                        inactivity.last = now
+                    if gathered.first_token_seconds is None:
+                        gathered.first_token_seconds = now - began
+                    exchange.counted.tokens(sum([delta.tokens for delta in deltas]), now)
+                    gathered.add(deltas)
+        finally:
+            if inactivity is not None:
+                inactivity.close()
+        self._check_end(exchange)
+        exchange.is_over = True
+        await reply(send, 200, gathered.body(), extra=extra)
+        self._finish(exchange, answer)
+
+    def _inactivity(self, exchange: _Exchange) -> _Inactivity | None:
+        limit = self._settings.backend_stream_timeout_seconds
+        return None if limit is None else _Inactivity(exchange, limit)
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def _check_end(self, exchange: _Exchange) -> None:
+        """Generation is over: was it an end, or did somebody end it?"""
+        if exchange.is_client_gone:
+            raise ClientGone
+        if exchange.reason is not None:
+            raise exchange.reason
+
+    def _finish(self, exchange: _Exchange, answer: Answer) -> None:
+        work = answer.work
+        exchange.counted.finish(
+            asyncio.get_running_loop().time(),
+            prompt_tokens=work.prompt_tokens,
+            output_tokens=work.completion_tokens,
+            cached_tokens=work.cached_tokens,
+        )
+
+    async def _failed(
+        self,
+        exchange: _Exchange,
+        error: Exception,
+        send: Send,
+        stream: EventStream | None,
+        extra: tuple[tuple[bytes, bytes], ...],
+        output_tokens: int,
+    ) -> None:
+        now = asyncio.get_running_loop().time()
+        request_id = exchange.context.id()
+        if exchange.is_client_gone:
+            exchange.counted.cancel(now, output_tokens=output_tokens)
+            logger.info("request %s: the client left after %d token(s)", request_id, output_tokens)
+            return
+        if exchange.reason is not None:
+            error = exchange.reason
+        rejected = self._rejection(error)
+        failure = _classify(error, rejected)
+        exchange.counted.fail(now, **failure._asdict(), output_tokens=output_tokens)
+        if not isinstance(error, DynamoException | RequestRejected):
+            logger.error("request %s failed inside the frontend", request_id, exc_info=error)
+        elif rejected.status >= 500 and rejected.status != self._settings.overload_status:
+            logger.error("request %s failed with %d: %s: %s", request_id, rejected.status, type(error).__name__, error)
+        else:
+            logger.info("request %s: %d %s", request_id, rejected.status, rejected.message)
+        exchange.is_over = True
+        if stream is not None:
+            await stream.settle()
+            if stream.is_committed:
+                await stream.end(rejected.frame() + DONE)
+                return
+        await reply_rejected(send, rejected, extra)
+
+    def _rejection(self, error: BaseException) -> RequestRejected:
+        if isinstance(error, NotReady):
+            return not_ready()
+        return rejection_for(error, overload_status=self._settings.overload_status)
+
+    def _count_early(self, began: float, rejected: RequestRejected, error: BaseException) -> None:
+        counted = self._metrics.request(UNKNOWN_MODEL, self._surface.endpoint, "unary", began)
+        counted.fail(asyncio.get_running_loop().time(), **_classify(error, rejected)._asdict())
+
+    def _log_end(self, exchange: _Exchange, model: ServedModel, answer: Answer, seconds: float) -> None:
+        if logger.isEnabledFor(logging.INFO):
+            logger.info(
+                "request %s completed: %s, %d + %d tokens, %.3f s",
+                exchange.context.id(),
+                model.name,
+                answer.work.prompt_tokens,
+                answer.work.completion_tokens,
+                seconds,
+            )
+
+
+class _Failure(NamedTuple):
+    """How the metrics name a failure."""
+
+    error_type: str
+    failure_class: str
+    reason: str
+
+
+_BY_STATUS: Final = {
+    400: _Failure("validation", "InvalidRequest", "request.invalid"),
+    404: _Failure("not_found", "NotFound", "request.not_found"),
+    501: _Failure("not_implemented", "NotImplemented", "runtime.not_implemented"),
+    503: _Failure("unavailable", "Unavailable", "runtime.unavailable"),
+    504: _Failure("response_timeout", "DeadlineExceeded", "backend.response_timeout"),
+}
+_INTERNAL: Final = _Failure("internal", "Internal", "runtime.internal")
+
+
+def _classify(error: BaseException, rejected: RequestRejected) -> _Failure:
+    status = rejected.status
+    if isinstance(error, RequestRejected) or not isinstance(error, DynamoException):
+        found = _BY_STATUS.get(status)
+        return found or (_BY_STATUS[400] if 400 <= status < 500 else _INTERNAL)
+    record = describe(error)
+    if rule_of(error).status == 529:
+        error_type = "overload"
+    elif status == 499:
+        error_type = "cancelled"
+    elif 400 <= status < 500:
+        error_type = "validation" if status != 404 else "not_found"
+    elif status in (503, 504):
+        error_type = _BY_STATUS[status].error_type
+    else:
+        error_type = "internal"
+    if http_assertion(error) is not None and 400 <= status < 500:
+        return _Failure(error_type, "InvalidRequest", "backend.invalid_argument")
+    return _Failure(error_type, record["class"], record["reason"])
+
+
+def _trace_of(headers: Headers) -> TraceContext | None:
+    if b"traceparent" not in headers:
+        return None
+    return TraceContext.from_headers(
+        {name.decode(): headers[name].decode("latin-1") for name in _TRACE_HEADERS if name in headers}
+    )
+
+
+def _annotations(request: Request, answer: Answer, text: str | None) -> bytes:
+    """The annotation events that come before any data; the rest are the worker's to answer."""
+    events = []
+    for name in request.annotations:
+        if name == "request_id":
+            events.append(annotation_event(name, answer.id))
+        elif name == "token_ids":
+            ids = [token for prompt in answer.work.prompts for token in prompt]
+            events.append(annotation_event(name, "[" + ",".join(map(str, ids)) + "]"))
+        elif name == "formatted_prompt" and text is not None:
+            events.append(annotation_event(name, text))
+    return b"".join(events)

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.frontend import args
+from dynamo.frontend.args import parse_args
+from dynamo.frontend.settings import FrontendSettings
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str], env: dict[str, str] | None = None) -> str:
+    with pytest.raises(SystemExit) as left:
+        parse_args(argv, env or {})
+    assert left.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def test_without_flags_the_defaults_of_the_native_frontend_hold() -> None:
+    settings = parse_args([], {})
+    assert (settings.http_host, settings.http_port, settings.router_mode) == ("0.0.0.0", 8000, "round-robin")
+    assert (settings.overload_status, settings.graceful_shutdown_seconds) == (529, 5.0)
+    assert settings.body_limit_bytes == 45 * 1024 * 1024
+
+
+def test_a_flag_wins_over_its_variable() -> None:
+    env = {"DYN_HTTP_PORT": "8001", "DYN_NAMESPACE": "from-env"}
+    settings = parse_args(["--http-port", "9001"], env)
+    assert (settings.http_port, settings.namespace) == (9001, "from-env")
+
+
+@pytest.mark.parametrize(
+    ("env", "field", "value"),
+    [
+        ({"DYN_HTTP_OVERLOAD_STATUS_CODE": "503"}, "overload_status", 503),
+        ({"DYN_HTTP_OVERLOAD_STATUS_CODE": "101"}, "overload_status", 529),
+        ({"DYN_HTTP_OVERLOAD_STATUS_CODE": "full"}, "overload_status", 529),
+        ({"DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "250"}, "peek_seconds", 0.25),
+        ({"DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS": "0"}, "keep_alive_seconds", None),
+        ({"DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS": "2000"}, "keep_alive_seconds", 2.0),
+        ({"DYN_HTTP_BODY_LIMIT_MB": "1"}, "body_limit_bytes", 1024 * 1024),
+        ({"DYN_TOKENIZER_CACHE": "0"}, "tokenizer_cache_bytes", 0),
+        ({"DYN_CONTEXT_WINDOW": "4096"}, "context_window", 4096),
+        ({"DYN_CONTEXT_WINDOW": "none"}, "context_window", None),
+        ({"DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": "9"}, "backend_stream_timeout_seconds", 9.0),
+    ],
+)
+def test_variables_are_read_into_the_settings(env: dict[str, str], field: str, value: Any) -> None:
+    assert getattr(FrontendSettings.from_env(env), field) == value
+
+
+def test_route_paths_can_be_moved() -> None:
+    settings = FrontendSettings.from_env({"DYN_HTTP_SVC_CHAT_PATH": "/api/chat"})
+    assert settings.paths["chat"] == "/api/chat"
+    assert settings.paths["health"] == "/health"
+
+
+@pytest.mark.parametrize("source", ["flag", "variable"])
+def test_the_kv_router_is_refused_by_name(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv, env = (["--router-mode", "kv"], {}) if source == "flag" else ([], {"DYN_ROUTER_MODE": "kv"})
+    assert refused(argv, capsys, env).endswith("error: --router-mode kv is not in this version")
+
+
+@pytest.mark.parametrize("flag", [*args._LATER_WITH_VALUE, *args._LATER_SWITCHES])
+def test_a_feature_that_is_not_built_is_refused_by_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [flag, "x"] if flag in args._LATER_WITH_VALUE else [flag]
+    assert refused(argv, capsys).endswith(f"error: {flag} is not in this version")
+
+
+@pytest.mark.parametrize("flag", [*args._INERT_WITH_VALUE, *args._INERT_SWITCHES])
+def test_a_flag_without_an_effect_is_accepted(flag: str) -> None:
+    argv = [flag, "1"] if flag in args._INERT_WITH_VALUE else [flag]
+    assert parse_args(argv, {}) == parse_args([], {})
+
+
+@pytest.mark.parametrize("flag", args._LATER_SWITCHES)
+def test_switching_off_what_does_not_exist_is_fine(flag: str) -> None:
+    parse_args([f"--no-{flag[2:]}"], {})
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--http-port", "http"], "'http' is not an integer"),
+        (["--http-port", "70000"], "is not a port"),
+        (["--router-mode", "best"], "--router-mode 'best' is unknown"),
+        (["--request-plane", "carrier-pigeon"], "invalid choice"),
+        (["--tls-cert-path", "x.pem"], "need each other"),
+        (["--tls-client-ca-cert-path", "x.pem"], "needs --tls-cert-path"),
+        (["--tls-cert-path", "/nowhere/c", "--tls-key-path", "/nowhere/k"], "there is no file /nowhere/c"),
+        (["--max-requests-in-flight", "0"], "0 is below 1"),
+        (["--migration-limit", "-1"], "-1 is below 0"),
+        (["--port", "1"], "unrecognized arguments: --port 1"),
+    ],
+)
+def test_an_error_of_use_is_one_line_and_status_2(
+    argv: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert part in refused(argv, capsys)
+
+
+def test_the_settings_can_be_dumped(tmp_path: Path) -> None:
+    parse_args(["--http-port", "1", "--dump-config-to", str(tmp_path / "config.json")], {})
+    assert json.loads((tmp_path / "config.json").read_text())["http_port"] == 1
+
+
+def test_help_explains_every_flag_that_is_served(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_args(["--help"], {})
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("--http-port", "--namespace-prefix", "--max-requests-in-flight", "DYN_HTTP_MAX_REQUESTS_IN_FLIGHT"):
+        assert flag in text
