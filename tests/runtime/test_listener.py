@@ -20,6 +20,7 @@ from dynamo.runtime.request_plane import listener as listener_module
 from dynamo.runtime.request_plane.base import Instance, RequestPlaneServer, ResponseSink
 from dynamo.runtime.request_plane.listener import Listener, detect_device_type, detect_host
 from dynamo.runtime.request_plane.mux import MAGIC, MuxClient
+from dynamo.runtime.request_plane.mux.client import MuxConnection
 from dynamo.runtime.settings import RequestPlaneSettings
 from support.native_caller import native_caller
 
@@ -100,6 +101,21 @@ async def test_what_only_begins_like_the_magic_is_native() -> None:
         answer = await asyncio.wait_for(reader.read(), 5)
         assert answer[4:].startswith(b"Read error: message of")
         writer.close()
+
+
+@pytest.mark.parametrize("body", [b"", b"\xa2\xff\xfe", b"\xc1", b"\x91" * 30_000], ids=["empty", "text", "c1", "deep"])
+async def test_a_mux_body_that_cannot_be_read_is_that_requests_error_and_no_others(body: bytes) -> None:
+    async with listening() as listener:
+        host, _, port = listener.address.rpartition(":")
+        transport, connection = await asyncio.get_running_loop().create_connection(
+            lambda: MuxConnection(listener.address, on_lost=lambda _: None), host, int(port)
+        )
+        broken = connection.open(PATH, body, Context())
+        good = connection.open(PATH, b"\x81\xa1n\x01", Context())
+        with pytest.raises(InvalidArgument, match="not msgpack"):
+            await broken.next_batch()
+        assert (await good.next_batch())[0].token_ids == [0]
+        transport.abort()
 
 
 async def test_a_silent_connection_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,7 +251,7 @@ class MuxConnection(asyncio.Protocol):
                                 self._ended(item.stream_id)
                 else:
                     self._on_frame(kind, flags, stream_id, payload)
-        except (ProtocolError, msgspec.MsgspecError) as error:
+        except (ProtocolError, msgspec.MsgspecError, ValueError, RecursionError) as error:
             self._fail(f"{self.address} broke the wire: {error}")
 
     def eof_received(self) -> bool:
@@ -468,7 +468,7 @@ class MuxClient:
             raise CannotConnect(f"instance {instance}: {error}") from error
         try:
             encoded = pack(body)
-        except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
             raise InvalidArgument(f"the request cannot be encoded: {error}") from error
         connection = self._connections.get((host, port))
         if connection is None or not connection.usable:

@@ -236,7 +236,7 @@ class MuxServerProtocol(asyncio.Protocol):
                 if handle is None:
                     continue  # a later version's frame: skipping it is what lets versions mix
                 handle(flags, stream_id, payload)
-        except (ProtocolError, msgspec.MsgspecError) as error:
+        except (ProtocolError, msgspec.MsgspecError, ValueError, RecursionError) as error:
             self._fail(str(error))
 
     def eof_received(self) -> bool:
@@ -368,7 +368,7 @@ class MuxServerProtocol(asyncio.Protocol):
             return
         try:
             body = decode_body(raw_body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also text that is no UTF-8, or too deep
             self._decline(stream_id, InvalidArgument(f"the request body is not msgpack: {error}"))
             return
         deadline = None if head.deadline_ms is None else self._loop.time() + head.deadline_ms / 1000
