@@ -10,6 +10,7 @@ import pytest
 from dynamo.common.backend.publisher import PushSource
 from dynamo.common.backend.sample_diffusion_engine import PIXEL_PNG, SampleDiffusionEngine
 from dynamo.common.backend.sample_engine import SampleLLMEngine
+from dynamo.common.backend.testing import run_conformance, run_encode_conformance, run_raw_conformance
 from dynamo.common.constants import DisaggregationMode
 from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.context import Context
@@ -425,3 +426,19 @@ async def test_the_image_engine_registers_as_a_raw_one() -> None:
     assert (config.enable_kv_routing, config.served_model_name, config.model_name) == (False, "m", "")
     assert (await source.start(0)).llm is None
     await source.cleanup()
+
+
+# -- the kit ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"route_to_encoder": True}])
+async def test_the_sample_engine_passes_the_conformance_kit(options: dict[str, Any]) -> None:
+    await run_conformance(lambda: SampleLLMEngine(delay=0.001, **options))
+
+
+async def test_the_sample_encoder_passes_its_conformance_kit() -> None:
+    await run_encode_conformance(lambda: SampleLLMEngine(delay=0.001, disaggregation_mode=ENCODE))
+
+
+async def test_the_image_engine_passes_its_conformance_kit() -> None:
+    await run_raw_conformance(lambda: SampleDiffusionEngine(delay=0.001))
