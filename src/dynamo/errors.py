@@ -36,7 +36,12 @@ class Unknown(DynamoException):
 
 
 class InvalidArgument(DynamoException):
-    """The request cannot be served as it is; the message reaches the client verbatim (400)."""
+    """The request cannot be served as it is; the message reaches the client verbatim (400).
+
+    With `public` False the message was not written for clients (a builtin ValueError, say): HTTP shows a generic text.
+    """
+
+    public: bool = True
 
 
 class CannotConnect(DynamoException):
@@ -239,7 +244,7 @@ def describe(error: BaseException, *, _depth: int = 0) -> dict[str, Any]:
         "class": rule.wire_class,
         "reason": "backend." + _snake(name),
     }
-    if kind is InvalidArgument:
+    if isinstance(error, InvalidArgument) and error.public:
         record["public"] = {"type": "message", "message": message}
     if not isinstance(error, DynamoException) and _depth > 0:
         # A cause that is no error of ours keeps its class name, so the chain stays readable.
@@ -266,6 +271,8 @@ def revive(record: Any, *, _depth: int = 0) -> DynamoException:
         error.args = (message,)
     else:
         error = cls(message)
+    if isinstance(error, InvalidArgument):
+        error.public = record.get("public") is not None
     cause = record.get("caused_by")
     if cause is not None and _depth < MAX_CAUSES:
         error.__cause__ = revive(cause, _depth=_depth + 1)

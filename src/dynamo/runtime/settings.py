@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 logger = logging.getLogger(__name__)
@@ -170,4 +171,39 @@ class CanarySettings:
             enabled=env_bool("DYN_HEALTH_CHECK_ENABLED", env=env),
             wait_seconds=env_float("DYN_CANARY_WAIT_TIME", 10.0, minimum=0.01, env=env),
             timeout_seconds=env_float("DYN_HEALTH_CHECK_REQUEST_TIMEOUT", 3.0, minimum=0.01, env=env),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeSettings:
+    """Which planes a runtime uses, and how its clients behave (times in seconds)."""
+
+    discovery_backend: str = "auto"  # etcd when ETCD_ENDPOINTS is set, else file
+    file_root: Path = Path("/tmp/dynamo_store_kv")
+    etcd_endpoints: str | None = None
+    request_plane: str = "tcp"
+    event_plane: str | None = None
+    response_plane: str | None = None
+    inhibit_seconds: float = 5.0  # how long a failed instance is left out; 0: not at all
+    cuda_to_cpu_ratio: float = 8.0
+    shutdown_seconds: float = 900.0  # for streams in flight at `DistributedRuntime.shutdown()`
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> RuntimeSettings:
+        """The settings of this process."""
+        temporary = env_str("TMPDIR", "/tmp", env=env)
+        plane = (env_str("DYN_REQUEST_PLANE", "tcp", env=env) or "tcp").lower()
+        if plane not in ("tcp", "nats", "mem"):
+            logger.warning("DYN_REQUEST_PLANE=%r is no request plane; using tcp", plane)
+            plane = "tcp"
+        return cls(
+            discovery_backend=(env_str("DYN_DISCOVERY_BACKEND", "auto", env=env) or "auto").lower(),
+            file_root=Path(env_str("DYN_FILE_KV", env=env) or f"{temporary}/dynamo_store_kv"),
+            etcd_endpoints=env_str("ETCD_ENDPOINTS", env=env),
+            request_plane=plane,
+            event_plane=env_str("DYN_EVENT_PLANE", env=env),
+            response_plane=env_str("DYN_RESPONSE_PLANE", env=env),
+            inhibit_seconds=env_float("DYN_RUNTIME_INHIBITED_DURATION_SECS", 5.0, minimum=0.0, env=env),
+            cuda_to_cpu_ratio=env_float("DYN_ENCODER_CUDA_TO_CPU_RATIO", 8.0, minimum=0.001, env=env),
+            shutdown_seconds=env_float("DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", 900.0, minimum=0.0, env=env),
         )

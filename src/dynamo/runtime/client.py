@@ -1,0 +1,461 @@
+"""The caller's side of one endpoint: its instances, a way to each, and the stream of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from dynamo.errors import (
+    CannotConnect,
+    DynamoException,
+    InvalidArgument,
+    RouterQueueLimitExceeded,
+    SelectionServiceError,
+    Unknown,
+    revive,
+    rule_of,
+)
+from dynamo.runtime.context import Context
+from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Put
+from dynamo.runtime.instances import InstanceSet, RouterMode, decode_instance
+from dynamo.runtime.request_plane.base import OBJECT_INDEX, Instance, ResponseStream, StreamItem
+
+if TYPE_CHECKING:
+    from dynamo.runtime.endpoint import Endpoint
+
+logger = logging.getLogger(__name__)
+
+WATCH_RETRY_SECONDS: Final = 1.0
+
+OnChange = Callable[[], None]
+
+
+class Client:
+    """Calls one endpoint. Made by `Endpoint.client`; closed with its runtime, or before by `close`."""
+
+    def __init__(self, endpoint: Endpoint, mode: RouterMode | None = None) -> None:
+        """`mode` None: like the native client, which chooses at random unless told otherwise."""
+        self._endpoint = endpoint
+        self._runtime = endpoint.runtime
+        self._mode = mode or RouterMode.RANDOM
+        settings = self._runtime.settings
+        self._set = InstanceSet(
+            endpoint.path.replace(".", "/"),
+            rng=self._runtime.rng,
+            inhibit_seconds=settings.inhibit_seconds,
+            cuda_to_cpu_ratio=settings.cuda_to_cpu_ratio,
+        )
+        self._prefix = f"{INSTANCES}/{endpoint.namespace}/{endpoint.component}/{endpoint.name}"
+        self._listeners: dict[object, OnChange] = {}
+        self._changed = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def start(self) -> None:
+        """Follow the store; returns once the instances there are now are known. Idempotent."""
+        if self._watching is None:
+            ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            # Held here and awaited in close().
+            self._watching = asyncio.create_task(self._watch(ready), name=f"watch {self._endpoint.path}")
+            await ready
+
+    async def close(self) -> None:
+        """Stop following the store. Streams go on; idempotent."""
+        self._closed = True
+        task, self._watching = self._watching, None
+        self._runtime.forget_client(self)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+        self._changed.set()
+
+    # -- instances -----------------------------------------------------------------------------------------------
+
+    def instance_ids(self) -> list[int]:
+        """The ids discovery lists now, sorted."""
+        return [instance.instance_id for instance in self._set.discovered]
+
+    def instances(self) -> list[InstanceView]:
+        """The instances discovery lists now, by id."""
+        return [InstanceView(instance) for instance in self._set.discovered]
+
+    def on_change(self, callback: OnChange) -> Callable[[], None]:
+        """Call back whenever the instances have changed; returns a function that takes it back."""
+        token = object()
+        self._listeners[token] = callback
+        return lambda: self._forget_listener(token)
+
+    def _forget_listener(self, token: object) -> None:
+        self._listeners.pop(token, None)
+
+    async def wait_for_instances(self) -> list[int]:
+        """Wait until there is at least one instance; their ids."""
+        await self.start()
+        while not (found := self.instance_ids()):
+            if self._closed:
+                raise CannotConnect(f"the client of {self._endpoint.path} was closed while it waited for instances")
+            self._changed.clear()
+            await self._changed.wait()
+        return found
+
+    async def wait_for_instance_by_runtime_data(self, key: str, value: Any, timeout_s: float | None = None) -> int:
+        """The id of an instance whose model card says `runtime_data[key] == value`. Raises TimeoutError."""
+        return (await self.wait_for_instances_by_runtime_data(key, value, 1, timeout_s))[0]
+
+    async def wait_for_instances_by_runtime_data(
+        self, key: str, value: Any, min_count: int, timeout_s: float | None = None
+    ) -> list[int]:
+        """The ids of at least `min_count` such instances, sorted. Raises TimeoutError."""
+        matching: dict[str, int] = {}
+        prefix = f"{MODEL_CARDS}/{self._prefix.removeprefix(INSTANCES + '/')}"
+        async with asyncio.timeout(timeout_s), self._runtime.discovery.watch(prefix) as changes:
+            async for batch in changes:
+                for change in batch:
+                    matching.pop(change.key, None)
+                    if isinstance(change, Put):
+                        found = _runtime_data(change.value)
+                        if found is not None and found[1].get(key) == value:
+                            matching[change.key] = found[0]
+                if len(ids := sorted(set(matching.values()))) >= min_count:
+                    return ids
+        raise CannotConnect("the runtime was closed while waiting for instances")
+
+    def inhibit(self, instance_id: int) -> None:
+        """Leave an instance out for a while: a request to it failed in a way that another might, too."""
+        self._set.inhibit(instance_id, self._now())
+
+    # -- calls, as the planes see them ---------------------------------------------------------------------------
+
+    def pick(self, context: Context, *, exclude: Collection[int] = ()) -> Instance:
+        """The next instance by this client's mode. Raises `WorkerUnavailable` when there is none.
+
+        Open it in the same turn of the loop: the load that others see is booked there.
+        """
+        return self._set.pick(self._mode, self._now(), exclude)
+
+    def named(self, instance_id: int) -> Instance:
+        """One instance by id, inhibited or not. Raises `WorkerUnavailable` naming the id."""
+        return self._set.named(instance_id)
+
+    async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream:
+        """Send a request to one instance; close the stream on every path. Errors are those of the request plane."""
+        instance_id = instance.instance_id
+        self._set.book(instance_id)
+        metrics = self._runtime.caller_metrics
+        metrics.inflight_requests.inc()
+        try:
+            stream = await self._runtime.plane_client(instance).open(instance, body, context)
+        except BaseException:
+            self._release(instance_id)
+            raise
+        return _BookedStream(stream, lambda: self._release(instance_id))
+
+    def _release(self, instance_id: int) -> None:
+        self._set.release(instance_id)
+        self._runtime.caller_metrics.inflight_requests.dec()
+
+    # -- calls, as users make them -------------------------------------------------------------------------------
+
+    async def generate(self, request: Any, annotated: bool = True, context: Context | None = None) -> ClientStream:
+        """Call an instance by this client's router mode (random unless one was given) and iterate over its answer."""
+        return await self._call(self._mode, request, annotated, context)
+
+    async def random(self, request: Any, annotated: bool = True, context: Context | None = None) -> ClientStream:
+        """Call an instance by chance."""
+        return await self._call(RouterMode.RANDOM, request, annotated, context)
+
+    async def round_robin(self, request: Any, annotated: bool = True, context: Context | None = None) -> ClientStream:
+        """Call the instances in turn."""
+        return await self._call(RouterMode.ROUND_ROBIN, request, annotated, context)
+
+    async def device_aware_weighted(
+        self, request: Any, annotated: bool = True, context: Context | None = None
+    ) -> ClientStream:
+        """Call an instance by load, counting a GPU as several CPUs."""
+        return await self._call(RouterMode.DEVICE_AWARE_WEIGHTED, request, annotated, context)
+
+    async def direct(
+        self, request: Any, instance_id: int, annotated: bool = True, context: Context | None = None
+    ) -> ClientStream:
+        """Call one instance. An unknown id is an error naming it."""
+        return await self._call(None, request, annotated, context, instance_id)
+
+    async def _call(
+        self,
+        mode: RouterMode | None,
+        request: Any,
+        annotated: bool,
+        context: Context | None,
+        instance_id: int = 0,
+    ) -> ClientStream:
+        context = context or Context()
+        if context.is_stopped():
+            return ClientStream(None, context, annotated, _nothing)
+        chosen: Instance | None = None
+        try:
+            await self.start()
+            chosen = self._set.named(instance_id) if mode is None else self._set.pick(mode, self._now())
+            stream = await self.open(chosen, request, context)
+        except DynamoException as error:
+            if chosen is not None:
+                self._failed(chosen, error)
+            raise _prefixed(error) from error
+        return ClientStream(stream, context, annotated, lambda error: self._failed(chosen, error))
+
+    def _failed(self, instance: Instance, error: DynamoException) -> None:
+        if rule_of(error).inhibits:
+            self.inhibit(instance.instance_id)
+
+    # -- following the store -------------------------------------------------------------------------------------
+
+    async def _watch(self, ready: asyncio.Future[None]) -> None:
+        ids: dict[str, int] = {}  # key -> the instance it told of
+        while True:
+            try:
+                await self._runtime.start()
+                async with self._runtime.discovery.watch(self._prefix) as changes:
+                    async for batch in changes:
+                        self._apply(batch, ids)
+                        if not ready.done():
+                            ready.set_result(None)
+                return  # the store was closed: the runtime is going away
+            except Exception as error:
+                if not ready.done():
+                    ready.set_exception(error)
+                    return
+                logger.exception("watching %s failed; trying again", self._prefix)
+                await asyncio.sleep(WATCH_RETRY_SECONDS)
+            finally:
+                if not ready.done():
+                    ready.cancel()
+
+    def _apply(self, batch: list[Change], ids: dict[str, int]) -> None:
+        for change in batch:
+            known = ids.get(change.key)
+            if isinstance(change, Put):
+                try:
+                    instance = decode_instance(change.value)
+                except msgspec.MsgspecError as error:
+                    logger.warning("ignoring the record of %s, which is no instance: %s", change.key, error)
+                    continue  # what was known of this key stays
+                if known is not None and known != instance.instance_id:
+                    self._set.remove(known)
+                ids[change.key] = instance.instance_id
+                self._set.add(instance)
+            elif known is not None:
+                del ids[change.key]
+                self._set.remove(known)
+        self._changed.set()
+        for callback in list(self._listeners.values()):
+            callback()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+class InstanceView:
+    """An instance as users see it."""
+
+    __slots__ = ("component", "device_type", "endpoint", "instance_id", "namespace", "transport")
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance_id = instance.instance_id
+        self.namespace = instance.namespace
+        self.component = instance.component
+        self.endpoint = instance.endpoint
+        self.transport = TransportView(instance.transport)
+        self.device_type = instance.device_type
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.component}/{self.endpoint}/{self.instance_id}"
+
+    def __repr__(self) -> str:
+        return f"Instance({self})"
+
+
+class TransportView:
+    """How an instance is reached: `kind` is "tcp", "nats_tcp" or "mem"."""
+
+    __slots__ = ("address", "kind")
+
+    def __init__(self, transport: Mapping[str, str]) -> None:
+        self.kind, self.address = next(iter(transport.items()), ("", ""))
+
+    def __repr__(self) -> str:
+        return f"Transport({self.kind}={self.address})"
+
+
+class _BookedStream:
+    """A stream that gives its booking back when it is closed."""
+
+    __slots__ = ("_release", "_stream", "kill", "next_batch", "stop")
+
+    def __init__(self, stream: ResponseStream, release: Callable[[], None]) -> None:
+        self._stream = stream
+        self._release: Callable[[], None] | None = release
+        # Bound once: a layer of calls per batch would be paid for every token.
+        self.next_batch = stream.next_batch
+        self.stop = stream.stop
+        self.kill = stream.kill
+
+    def close(self) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+            self._stream.close()
+
+
+class Annotated:
+    """One item of an answer with what came with it."""
+
+    __slots__ = ("_envelope",)
+
+    def __init__(self, envelope: Mapping[str, Any]) -> None:
+        self._envelope = envelope
+
+    def data(self) -> Any:
+        return self._envelope.get("data")
+
+    def event(self) -> str | None:
+        return self._envelope.get("event")
+
+    def comments(self) -> list[str] | None:
+        return self._envelope.get("comment")
+
+    def id(self) -> str | None:
+        return self._envelope.get("id")
+
+    def __repr__(self) -> str:
+        return f"Annotated({dict(self._envelope)!r})"
+
+
+class ClientStream(AsyncIterator[Any]):
+    """The items of one answer, to be iterated once. One that is dropped half-read kills its request.
+
+    Raises `InvalidArgument` when the handler did, and `ValueError("{Class}: {message}")`, caused by the typed error, for
+    every other failure. Once this side stopped the context, an error is the end.
+    """
+
+    def __init__(
+        self,
+        stream: ResponseStream | None,
+        context: Context,
+        annotated: bool,
+        on_failure: Callable[[DynamoException], None],
+    ) -> None:
+        self._stream = stream
+        self._context = context
+        self._annotated = annotated
+        self._on_failure = on_failure
+        self._items: list[StreamItem] = []  # last one first
+        self._finalizer: Callable[[], object] | None = None
+        if stream is not None:
+            self._finalizer = _when_dropped(self, stream)
+
+    def __aiter__(self) -> ClientStream:
+        return self
+
+    async def __anext__(self) -> Any:
+        if not self._items:
+            if self._stream is None:
+                raise StopAsyncIteration
+            try:
+                batch = await self._stream.next_batch()
+            except DynamoException as error:
+                self._fail(error)
+                raise StopAsyncIteration from None
+            if not batch:
+                await self.aclose()
+                raise StopAsyncIteration
+            batch.reverse()
+            self._items = batch
+        envelope = _envelope_of(self._items.pop())
+        if envelope.get("event") == "error":
+            self._fail(_error_of(envelope))
+            raise StopAsyncIteration
+        return Annotated(envelope) if self._annotated else envelope.get("data")
+
+    async def aclose(self) -> None:
+        """Leave; what has not ended is killed. Idempotent."""
+        self._items = []
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+        if self._finalizer is not None:
+            self._finalizer()
+            self._finalizer = None
+
+    def _fail(self, error: DynamoException) -> None:
+        """End the stream; raises what the user sees of `error`, unless this side had asked for the end."""
+        self._items = []
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+        if self._context.is_stopped():
+            return
+        self._on_failure(error)
+        if isinstance(error, InvalidArgument) and error.public:
+            raise error
+        raise ValueError(f"{rule_of(error).wire_class}: {error}") from error
+
+
+def _when_dropped(owner: object, stream: ResponseStream) -> Callable[[], object]:
+    """Close `stream` when `owner` is collected, in whatever thread that happens; returns what calls it off."""
+    loop = asyncio.get_running_loop()
+
+    def close() -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(stream.close)
+
+    finalizer = weakref.finalize(owner, close)
+    finalizer.atexit = False
+    return finalizer.detach
+
+
+def _envelope_of(item: StreamItem) -> Mapping[str, Any]:
+    """An object item as it is, a token item as the chunk it was made of."""
+    if item.index == OBJECT_INDEX:
+        return item.extra or {}
+    chunk: dict[str, Any] = {"token_ids": list(item.token_ids), "index": item.index}
+    if item.finish_reason is not None:
+        chunk["finish_reason"] = item.finish_reason
+    if item.extra:
+        chunk.update(item.extra)
+    return {"data": chunk}
+
+
+def _error_of(envelope: Mapping[str, Any]) -> DynamoException:
+    record = envelope.get("error")
+    if record is not None:
+        return revive(record)
+    return Unknown("; ".join(str(comment) for comment in envelope.get("comment") or ()) or "the handler sent an error")
+
+
+def _prefixed(error: DynamoException) -> Exception:
+    """The form of a failure before there is a stream: its class's name goes before its message."""
+    if isinstance(error, InvalidArgument | RouterQueueLimitExceeded | SelectionServiceError):
+        return error
+    return type(error)(f"{rule_of(error).wire_class}: {error}")
+
+
+def _nothing(_error: DynamoException) -> None:
+    pass
+
+
+def _runtime_data(record: bytes) -> tuple[int, Mapping[str, Any]] | None:
+    """(instance id, `runtime_data`) of a model record; None for anything else."""
+    try:
+        match msgspec.json.decode(record):
+            case {
+                "instance_id": int(instance_id),
+                "card_json": {"runtime_config": {"runtime_data": dict(data)}},
+            }:
+                return instance_id, data
+    except msgspec.MsgspecError:
+        pass  # not a record of ours to complain about: the model watch does
+    return None

@@ -1,0 +1,113 @@
+"""The two decorators of the native Python surface, and its unary helpers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from dynamo.runtime.client import Client, ClientStream
+from dynamo.runtime.context import Context
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.endpoint import Endpoint
+from dynamo.runtime.handler import takes_context
+
+
+def dynamo_worker(enable_nats: Any = None) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Awaitable[Any]]]:
+    """Turn `async def worker(runtime, *args)` into `async def worker(*args)` with a runtime as the environment says.
+
+    The runtime is closed when the function returns. No signal handlers are installed.
+    """
+
+    def decorate(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        @functools.wraps(function)
+        async def run(*args: Any, **kwargs: Any) -> Any:
+            nats = None if callable(enable_nats) else enable_nats
+            runtime = DistributedRuntime(asyncio.get_running_loop(), None, None, nats)
+            async with runtime:
+                return await function(runtime, *args, **kwargs)
+
+        return run
+
+    # `@dynamo_worker` without parentheses is understood, too.
+    return decorate(enable_nats) if callable(enable_nats) else decorate  # type: ignore[return-value]
+
+
+def dynamo_endpoint(request_model: Any, response_model: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Parse the request (JSON text or a dict) into a pydantic model before the async generator sees it.
+
+    A request that does not fit raises ValueError "Invalid request: ...". Models that are yielded travel as dicts.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        async def handle(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            found = list(args)
+            # The request is the last argument, or the one before the context; a method has `self` in front.
+            position = len(found) - 2 if found and isinstance(found[-1], Context) else len(found) - 1
+            if position >= 0:
+                found[position] = _parse(request_model, found[position])
+            async for item in function(*found, **kwargs):
+                yield item.model_dump(mode="json") if hasattr(item, "model_dump") else item
+
+        return handle
+
+    return decorate
+
+
+def _parse(model: Any, request: Any) -> Any:
+    if not hasattr(model, "model_validate"):
+        return request  # `str` or `dict` in place of a model: nothing to check
+    try:
+        return model.model_validate(json.loads(request) if isinstance(request, str | bytes) else request)
+    except ValueError as error:  # pydantic's and json's errors are both one
+        raise ValueError(f"Invalid request: {error}") from error
+
+
+async def serve_unary_endpoint(
+    endpoint: Endpoint, handler: Callable[..., Awaitable[Any]], *, graceful_shutdown: bool = True, **options: Any
+) -> None:
+    """Serve `async def handler(request[, context])` that returns one value; see `Endpoint.serve_endpoint`."""
+    with_context = takes_context(handler)
+
+    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+        yield await (handler(request, context) if with_context else handler(request))
+
+    await endpoint.serve_endpoint(stream, graceful_shutdown, **options)
+
+
+class UnaryClient:
+    """Calls an endpoint whose answer is one value."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def generate(self, request: Any, context: Context | None = None) -> Any:
+        """The one value. Raises as `ClientStream` does, and ValueError when the answer is empty."""
+        stream = await self._client.generate(request, annotated=False, context=context)
+        return await self._only(stream)
+
+    async def direct(self, request: Any, instance_id: int, context: Context | None = None) -> Any:
+        """The same from one instance."""
+        stream = await self._client.direct(request, instance_id, annotated=False, context=context)
+        return await self._only(stream)
+
+    @staticmethod
+    async def _only(stream: ClientStream) -> Any:
+        try:
+            async for value in stream:
+                return value
+        finally:
+            await stream.aclose()
+        raise ValueError("Unavailable: the answer was empty")
+
+
+class PyAsyncRequestStream:
+    """The request stream of a bidirectional endpoint. Not built in this version."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "bidirectional endpoints are not built in this version; see 'Known limits' in docs/architecture.md"
+        )

@@ -1,0 +1,356 @@
+"""One process's place in the cluster: its planes, its endpoints, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import warnings
+import weakref
+from typing import Any, Final
+
+from dynamo.errors import CannotConnect, DynamoException
+from dynamo.runtime.client import Client
+from dynamo.runtime.discovery.base import Discovery
+from dynamo.runtime.discovery.file import FileDiscovery
+from dynamo.runtime.discovery.memory import MemoryDiscovery, shared_hub
+from dynamo.runtime.endpoint import Endpoint, ServedEndpoint
+from dynamo.runtime.health import HealthState
+from dynamo.runtime.metrics import CallerMetrics, MetricsRegistry, WorkHandlerMetrics, register_uptime
+from dynamo.runtime.request_plane.base import Instance, RequestPlaneClient, RequestPlaneServer
+from dynamo.runtime.request_plane.core import ServerCore
+from dynamo.runtime.request_plane.memory import TRANSPORT, MemoryPlane, shared_plane
+from dynamo.runtime.settings import CanarySettings, RequestPlaneSettings, RuntimeSettings, SystemSettings
+from dynamo.runtime.status_server import EngineRoute, StatusServer
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Client", "DistributedRuntime", "Endpoint", "ServedEndpoint", "create_runtime"]
+
+DISCOVERY_BACKENDS: Final = ("auto", "file", "mem", "etcd", "kubernetes")
+REQUEST_PLANES: Final = ("tcp", "mem", "nats")
+
+
+class DistributedRuntime:
+    """Made cheaply, connected by `start` or by the first thing that needs it. Several may share a process.
+
+    All of it belongs to one event loop; only `shutdown` may be called from another thread.
+    """
+
+    def __init__(
+        self,
+        event_loop: asyncio.AbstractEventLoop | None,
+        discovery_backend: str | None,
+        request_plane: str | None,
+        enable_nats: bool | None = None,
+        *,
+        event_plane: str | None = None,
+        response_plane: str | None = None,
+        settings: RuntimeSettings | None = None,
+        discovery: Discovery | None = None,
+        memory_plane: MemoryPlane | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        """Backends: auto (etcd when ETCD_ENDPOINTS is set, else file), file, mem; planes: tcp, mem. None: as configured.
+
+        `discovery`, `memory_plane` and `rng` replace what this process would share or draw: tests and simulation.
+        Raises ValueError for an unknown name and `CannotConnect` for one that this version cannot reach.
+        """
+        if enable_nats is not None:
+            warnings.warn(
+                "enable_nats is ignored; choose request_plane and event_plane", DeprecationWarning, stacklevel=2
+            )
+        self.settings = settings or RuntimeSettings.from_env()
+        self.rng = rng or random.Random()
+        self._loop = event_loop or asyncio.get_running_loop()
+        self._request_plane = _check_planes(
+            request_plane or self.settings.request_plane,
+            event_plane or self.settings.event_plane,
+            response_plane or self.settings.response_plane,
+        )
+        self.event_plane = event_plane or self.settings.event_plane
+        self._memory_plane = memory_plane or shared_plane(self._loop)
+        self._plane_settings = RequestPlaneSettings.from_env()
+        self.discovery: Discovery = discovery or self._choose_discovery(
+            discovery_backend or self.settings.discovery_backend
+        )
+        system = SystemSettings.from_env()
+        self._system = system
+        self.metrics = MetricsRegistry()
+        self.caller_metrics = CallerMetrics(self.metrics)
+        self.health = HealthState(
+            starting_ready=system.starting_ready, canary_enabled=CanarySettings.from_env().enabled
+        )
+        self.status_server = StatusServer(self.health, self.metrics, settings=system)
+        self._starting: asyncio.Task[None] | None = None
+        self._server: RequestPlaneServer | None = None
+        self._core: ServerCore | None = None
+        self._server_lock = asyncio.Lock()
+        self._plane_clients: dict[str, RequestPlaneClient] = {}
+        self._served: dict[str, ServedEndpoint] = {}
+        self._clients: set[Client] = set()
+        self._shutting_down: asyncio.Task[None] | None = None
+        self._closing: asyncio.Future[None] | None = None
+        _latest.add(self)
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Reach discovery, and start the status server where one is configured. Idempotent. Raises `CannotConnect`."""
+        if self._closing is not None:
+            raise CannotConnect("the runtime is closed")
+        if self._starting is None:
+            # Awaited right here by everybody who asks meanwhile.
+            self._starting = self._loop.create_task(self._start(), name="runtime start")
+        try:
+            await asyncio.shield(self._starting)
+        except (DynamoException, OSError):
+            self._starting = None  # the next caller tries again
+            raise
+
+    async def _start(self) -> None:
+        await self.discovery.start()
+        register_uptime(self.metrics, f"{self.connection_id():x}")
+        if self._system.enabled:
+            await self.status_server.start()
+
+    def shutdown(self) -> None:
+        """Ask for a graceful end: leave discovery, let streams end, disconnect. Returns at once; any thread; idempotent.
+
+        `serve_endpoint` returns when its endpoint has drained; `aclose` waits for all of it.
+        """
+        try:
+            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if here is self._loop:
+            self._begin_shutdown()
+        else:
+            self._loop.call_soon_threadsafe(self._begin_shutdown)
+
+    def _begin_shutdown(self) -> None:
+        if self._shutting_down is None and self._closing is None:
+            # Held here and awaited by aclose().
+            self._shutting_down = self._loop.create_task(self._shut_down(), name="runtime shutdown")
+
+    async def _shut_down(self) -> None:
+        self.health.begin_shutdown()
+        await self.status_server.close()
+        served = list(self._served.values())
+        logger.info("shutting down: leaving discovery, %d streams in flight", sum(each.inflight for each in served))
+        await asyncio.gather(*(each.drain(self.settings.shutdown_seconds) for each in served))
+        await self._disconnect()
+
+    async def aclose(self) -> None:
+        """Leave: wait for a shutdown that was begun, or cut everything at once. Idempotent."""
+        if self._shutting_down is not None:
+            if self._shutting_down is not asyncio.current_task():
+                await asyncio.shield(self._shutting_down)
+            return
+        self.health.begin_shutdown()
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+            return
+        self._closing = self._loop.create_future()
+        try:
+            for client in list(self._clients):
+                await client.close()
+            for served in list(self._served.values()):
+                await served.close()
+            for plane in self._plane_clients.values():
+                await plane.close()
+            if self._server is not None:
+                await self._server.close()
+            await self.status_server.close()
+            if self._starting is not None:
+                await asyncio.wait({self._starting})
+            await self.discovery.close()
+        finally:
+            self._closing.set_result(None)
+            _latest.discard(self)
+
+    async def __aenter__(self) -> DistributedRuntime:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    # -- the public surface --------------------------------------------------------------------------------------
+
+    def endpoint(self, path: str) -> Endpoint:
+        """The endpoint "ns.comp.ep" (or "dyn://ns.comp.ep"). Raises ValueError for anything but three parts."""
+        return Endpoint(self, path)
+
+    def connection_id(self) -> int:
+        """The id (u64) of every instance of this runtime; in keys and labels it is written in hex."""
+        return self.discovery.lease_id
+
+    def event_loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    def set_health_status(self, ready: bool) -> None:
+        """Report the readiness of the whole process."""
+        self.health.set_health_status(ready)
+
+    def system_status_server_url(self) -> str | None:
+        """`http://host:port` of the status server; None while there is none."""
+        return self.status_server.url
+
+    def register_engine_route(self, name: str, callback: EngineRoute) -> None:
+        """Serve `/engine/{name}` on the status server: `await callback(dict) -> dict`."""
+        self.status_server.register_route(name, callback)
+
+    @staticmethod
+    def detached() -> DistributedRuntime:
+        """The runtime this process has open. Raises RuntimeError unless there is exactly one."""
+        found = list(_latest)
+        if len(found) != 1:
+            raise RuntimeError(f"this process has {len(found)} runtimes open; pass the one you mean along")
+        return found[0]
+
+    # -- for endpoints and clients -------------------------------------------------------------------------------
+
+    async def plane_server(self) -> RequestPlaneServer:
+        """The one listener of this runtime, started. Raises `CannotConnect`."""
+        await self.start()
+        async with self._server_lock:
+            if self._server is None:
+                server, core = self._make_server()
+                await server.start()
+                self._server, self._core = server, core
+                _expose(core, self.metrics, self._plane_settings)
+            return self._server
+
+    def _make_server(self) -> tuple[RequestPlaneServer, ServerCore]:
+        if self._request_plane == "mem":
+            memory = self._memory_plane.server(self._plane_settings)
+            return memory, memory.core
+        # Imported here: a frontend or a simulation never listens.
+        from dynamo.runtime.request_plane.listener import Listener
+
+        listener = Listener(settings=self._plane_settings)
+        return listener, listener.core
+
+    def plane_client(self, instance: Instance) -> RequestPlaneClient:
+        """The client of the plane that an instance is reached by."""
+        kind = TRANSPORT if TRANSPORT in instance.transport else "tcp"
+        client = self._plane_clients.get(kind)
+        if client is None:
+            if self._closing is not None:
+                raise CannotConnect("the runtime is closed")
+            client = self._plane_clients[kind] = self._make_client(kind)
+        return client
+
+    def _make_client(self, kind: str) -> RequestPlaneClient:
+        if kind == TRANSPORT:
+            return self._memory_plane.client()
+        from dynamo.runtime.request_plane.mux.client import MuxClient
+
+        return MuxClient(connect_timeout=self._plane_settings.connect_timeout_seconds)
+
+    @property
+    def queued_requests(self) -> int:
+        """Requests that were admitted and wait for a place."""
+        return self._core.queued if self._core is not None else 0
+
+    def adopt(self, served: ServedEndpoint) -> None:
+        """An endpoint is served from now on; it ends with this runtime."""
+        self._served[served.endpoint.path] = served
+
+    def release(self, served: ServedEndpoint) -> None:
+        if self._served.get(served.endpoint.path) is served:
+            del self._served[served.endpoint.path]
+
+    def served(self, path: str) -> ServedEndpoint | None:
+        """The endpoint "ns.comp.ep" if this runtime serves it."""
+        return self._served.get(path)
+
+    def decline(self, route: str) -> None:
+        """Decline new requests for a routing path."""
+        if self._server is not None:
+            self._server.unregister(route)
+
+    def remember_client(self, client: Client) -> None:
+        self._clients.add(client)
+
+    def forget_client(self, client: Client) -> None:
+        self._clients.discard(client)
+
+    # -- choosing ------------------------------------------------------------------------------------------------
+
+    def _choose_discovery(self, backend: str) -> Discovery:
+        backend = backend.lower()
+        chosen = backend
+        if backend == "auto":
+            chosen = "etcd" if self.settings.etcd_endpoints else "file"
+        match chosen:
+            case "file":
+                if backend == "auto":
+                    logger.info(
+                        "discovery: files in %s, because ETCD_ENDPOINTS is not set; choose another store with "
+                        "--discovery-backend or DYN_DISCOVERY_BACKEND, another directory with DYN_FILE_KV",
+                        self.settings.file_root,
+                    )
+                return FileDiscovery(self.settings.file_root)
+            case "mem":
+                return MemoryDiscovery(shared_hub(self._loop))
+            case "etcd" | "kubernetes":
+                why = f" (ETCD_ENDPOINTS={self.settings.etcd_endpoints})" if backend == "auto" else ""
+                raise CannotConnect(
+                    f"the {chosen} discovery backend{why} is not built in this version; use --discovery-backend file "
+                    "(one machine) or mem (one process), or set DYN_DISCOVERY_BACKEND"
+                )
+        raise ValueError(f"unknown discovery backend {backend!r}; use one of {', '.join(DISCOVERY_BACKENDS)}")
+
+
+_latest: weakref.WeakSet[DistributedRuntime] = weakref.WeakSet()
+
+
+def create_runtime(
+    settings: RuntimeSettings | None = None, *, loop: asyncio.AbstractEventLoop | None = None
+) -> DistributedRuntime:
+    """A runtime as the environment (or `settings`) says, on the running loop."""
+    return DistributedRuntime(loop or asyncio.get_running_loop(), None, None, settings=settings)
+
+
+def _check_planes(request_plane: str, event_plane: str | None, response_plane: str | None) -> str:
+    """The request plane's name. Raises for names nobody knows, and for those not built."""
+    request_plane = request_plane.lower()
+    if request_plane not in REQUEST_PLANES:
+        raise ValueError(f"unknown request plane {request_plane!r}; use one of {', '.join(REQUEST_PLANES)}")
+    if request_plane == "nats":
+        raise CannotConnect(
+            "the nats request plane is not built in this version; use --request-plane tcp (or DYN_REQUEST_PLANE=tcp)"
+        )
+    if event_plane == "nats":
+        raise CannotConnect(
+            "the nats event plane is not built in this version; use --event-plane zmq (or DYN_EVENT_PLANE=zmq)"
+        )
+    if response_plane == "quic":
+        raise CannotConnect(
+            "the quic response plane is not built in this version; use --response-plane tcp (or DYN_RESPONSE_PLANE=tcp)"
+        )
+    return request_plane
+
+
+def _expose(core: ServerCore, registry: MetricsRegistry, settings: RequestPlaneSettings) -> None:
+    """Let the gauges of admission read the core at every scrape: nothing is counted per request."""
+    metrics = WorkHandlerMetrics(registry)
+    limited = settings.engine_request_limit is not None
+    run = settings.engine_request_limit if limited else settings.worker_pool_size
+    queue = settings.engine_queue_limit if limited else settings.work_queue_size
+    metrics.engine_requests.read_from(lambda: core.running)
+    metrics.queued_requests.read_from(lambda: core.queued)
+    metrics.pool_active_tasks.read_from(lambda: core.running)
+    metrics.queue_depth.read_from(lambda: core.queued)
+    metrics.pool_capacity.set(run or 0)
+    metrics.queue_capacity.set(queue)
+
+
+def open_runtimes() -> list[Any]:
+    """The runtimes of this process that were not closed yet; for leak checks in tests."""
+    return list(_latest)
