@@ -357,7 +357,7 @@ class MetricsRegistry:
                 out.append(f"# TYPE {name} {block.kind}")
             out += block.lines
         out.append("")
-        return "\n".join(out).encode()
+        return "\n".join(out).encode("utf-8", "replace")
 
     @property
     def has_callbacks(self) -> bool:

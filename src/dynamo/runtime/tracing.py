@@ -167,7 +167,7 @@ class ExportedSpan(SpanProxy):
 
     def headers(self) -> dict[str, str] | None:
         identity = self._span.get_span_context()
-        found = {"traceparent": f"00-{self.trace_id}-{self.span_id}-{int(identity.trace_flags):02x}"}
+        found = {"traceparent": f"00-{self.trace_id}-{self.span_id}-{identity.trace_flags & 1:02x}"}
         if state := identity.trace_state.to_header():
             found["tracestate"] = state
         return found
