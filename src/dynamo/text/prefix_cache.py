@@ -40,7 +40,7 @@ class CacheStats:
     misses: int = 0
     cached_tokens: int = 0  # tokens that came from the cache
     uncached_tokens: int = 0  # tokens that had to be encoded, short texts included
-    evictions: int = 0  # chunks dropped, those kept by their use since not counted
+    evictions: int = 0  # chunks dropped
 
 
 class CachedTokenizer:
@@ -127,7 +127,8 @@ class CachedTokenizer:
         cached_tokens = 0
         for chunk in chunks:
             ids = self._young.get(chunk)
-            if ids is None and (ids := self._old.get(chunk)) is not None:
+            if ids is None and (ids := self._old.pop(chunk, None)) is not None:
+                self._old_bytes -= _entry_bytes(chunk, ids)
                 self._keep(chunk, ids)
             if ids is None:
                 missing[chunk] = None
