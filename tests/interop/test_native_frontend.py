@@ -6,11 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
-import socket
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -43,27 +38,13 @@ from dynamo.runtime.discovery import INSTANCES, MODEL_CARDS, FileDiscovery
 from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.runtime.request_plane.listener import Listener
 from dynamo.runtime.settings import RequestPlaneSettings
+from support.native_frontend import Frontend, Reply, native_frontend, why_not
 from support.tiny_model import write_tiny_model
 
-NATIVE_PYTHON = os.environ.get("DYNAMO_NATIVE_PYTHON", "")
 MODEL = "tiny-model"
 ENDPOINT = ("interop", "backend", "generate")
 
 Behaviour = Callable[[Any, Context, ResponseSink], Awaitable[None]]
-
-
-def why_not() -> str:
-    """Why these tests cannot run; empty when they can."""
-    if not NATIVE_PYTHON:
-        return "DYNAMO_NATIVE_PYTHON names no python with ai-dynamo 1.6.1"
-    asked = "from importlib.metadata import version; print(version('ai-dynamo'))"
-    try:
-        found = subprocess.run([NATIVE_PYTHON, "-c", asked], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"DYNAMO_NATIVE_PYTHON={NATIVE_PYTHON} does not run: {error}"
-    if found.stdout.strip() != "1.6.1":
-        return f"DYNAMO_NATIVE_PYTHON={NATIVE_PYTHON} holds ai-dynamo {found.stdout.strip() or 'not at all'}, not 1.6.1"
-    return ""
 
 
 REASON = why_not()
@@ -74,37 +55,11 @@ pytestmark = [
 ]
 
 
-class Reply:
-    """An HTTP answer read to its end."""
-
-    def __init__(self, raw: bytes) -> None:
-        head, _, body = raw.partition(b"\r\n\r\n")
-        self.status = int(head.split(b" ", 2)[1])
-        self.body = _dechunked(body) if b"transfer-encoding: chunked" in head.lower() else body
-
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    def events(self) -> list[Any]:
-        lines = [line.removeprefix("data: ") for line in self.body.decode().splitlines() if line.startswith("data: ")]
-        assert lines[-1] == "[DONE]"
-        return [json.loads(line) for line in lines[:-1]]
-
-
-def _dechunked(body: bytes) -> bytes:
-    whole = b""
-    while body:
-        size, _, body = body.partition(b"\r\n")
-        length = int(size, 16)
-        whole, body = whole + body[:length], body[length + 2 :]
-    return whole
-
-
 class Cluster:
     """One real frontend, one worker of ours whose behaviour each test sets."""
 
-    def __init__(self, port: int, tokenizer: Tokenizer, listener: Listener) -> None:
-        self.port, self.tokenizer, self.listener = port, tokenizer, listener
+    def __init__(self, frontend: Frontend, tokenizer: Tokenizer, listener: Listener) -> None:
+        self.frontend, self.tokenizer, self.listener = frontend, tokenizer, listener
         self.path = ""
         self.behave: Behaviour = self.count
         self.seen: list[tuple[Any, Context]] = []
@@ -120,31 +75,11 @@ class Cluster:
             await asyncio.sleep(0)
         sink.send_tokens([], 0, "stop")
 
-    async def send(self, path: str, body: Any = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        data = b"" if body is None else json.dumps(body).encode()
-        method = "GET" if body is None else "POST"
-        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
-        writer.write(head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        return reader, writer
-
-    async def ask(self, path: str, body: Any = None) -> Reply:
-        reader, writer = await self.send(path, body)
-        raw = await asyncio.wait_for(reader.read(), 20)
-        writer.close()
-        return Reply(raw)
-
     async def chat(self, **options: Any) -> Reply:
-        return await self.ask("/v1/chat/completions", chat_body(**options))
+        return await self.frontend.ask("/v1/chat/completions", chat_body(**options))
 
     async def chat_when_ready(self, **options: Any) -> Reply:
-        """As `chat`, past the moment in which the frontend has no free instance: not yet seen, or just still busy."""
-        for _ in range(100):
-            reply = await self.chat(**options)
-            if reply.status not in (404, 503, 529):
-                break
-            await asyncio.sleep(0.05)
-        return reply
+        return await self.frontend.ask_when_ready("/v1/chat/completions", chat_body(**options))
 
 
 def chat_body(**options: Any) -> dict[str, Any]:
@@ -156,33 +91,32 @@ def file_record(path: Path) -> dict[str, Any]:
     return {"path": str(path), "checksum": f"blake3:{blake3(data).hexdigest()}", "size": len(data)}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     root = tmp_path_factory.mktemp("native")
-    store, model_dir, port = root / "store", write_tiny_model(root / "model"), free_port()
+    store, model_dir = root / "store", write_tiny_model(root / "model")
     one_at_a_time = RequestPlaneSettings(engine_request_limit=1, engine_queue_limit=0)
     listener = Listener("127.0.0.1", settings=one_at_a_time)
-    await listener.start()
-    cluster = Cluster(port, Tokenizer.from_file(str(model_dir / "tokenizer.json")), listener)
     discovery = FileDiscovery(store)
+    await listener.start()
     await discovery.start()
+    try:
+        async with native_frontend(root, store) as frontend:
+            tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+            cluster = Cluster(frontend, tokenizer, listener)
+            await publish(cluster, discovery, model_dir)
+            await frontend.model_appears()
+            yield cluster
+    finally:
+        await listener.close()
+        await discovery.close()
+
+
+async def publish(cluster: Cluster, discovery: FileDiscovery, model_dir: Path) -> None:
+    """Write the two records by hand: the least that a 1.6.1 frontend serves."""
     namespace, component, endpoint = ENDPOINT
     instance_id = discovery.lease_id
-    path = cluster.path = f"{instance_id:x}/{'/'.join(ENDPOINT)}"
-    listener.register(path, cluster.handle)
-    key = f"{'/'.join(ENDPOINT)}/{instance_id:x}"
-    names = {
-        "namespace": namespace,
-        "component": component,
-        "endpoint": endpoint,
-        "instance_id": instance_id,
-    }
+    names = {"namespace": namespace, "component": component, "endpoint": endpoint, "instance_id": instance_id}
     card = {
         "display_name": MODEL,
         "slug": "tiny-model",
@@ -190,56 +124,19 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         "model_info": {"hf_config_json": file_record(model_dir / "config.json")},
         "tokenizer": {"hf_tokenizer_json": file_record(model_dir / "tokenizer.json")},
         "prompt_formatter": {"hf_tokenizer_config_json": file_record(model_dir / "tokenizer_config.json")},
-        "gen_config": {"hf_generation_config_json": file_record(model_dir / "generation_config.json")},
         "context_length": 2048,
         "kv_cache_block_size": 16,
         "migration_limit": 0,
         "model_type": "Chat | Completions",
         "model_input": "Tokens",
-        "worker_type": "aggregated",
-        "runtime_config": {},
     }
-    await discovery.put(
-        f"{INSTANCES}/{key}", msgspec.json.encode({"type": "Endpoint", **names, **listener.transport(path)})
-    )
-    await discovery.put(f"{MODEL_CARDS}/{key}", msgspec.json.encode({"type": "Model", **names, "card_json": card}))
-    environment = {
-        **os.environ,
-        "DYN_FILE_KV": str(store),
-        "DYN_TCP_RPC_HOST": "127.0.0.1",
-        "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
-        "DYN_RUNTIME_INHIBITED_DURATION_SECS": "0",  # else one engine error would close the model for 5 s
-        "HF_HUB_OFFLINE": "1",
-        "HOME": str(root),
-    }
-    log = (root / "frontend.log").open("wb")
-    frontend = await asyncio.create_subprocess_exec(
-        NATIVE_PYTHON,
-        *("-m", "dynamo.frontend", "--discovery-backend", "file", "--http-port", str(port)),
-        env=environment,
-        stdout=log,
-        stderr=log,
-        cwd=root,
-    )
-    try:
-        await _model_appears(cluster)
-        yield cluster
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            frontend.terminate()
-        await frontend.wait()
-        log.close()
-        await listener.close()
-        await discovery.close()
-
-
-async def _model_appears(cluster: Cluster) -> None:
-    async with asyncio.timeout(30):
-        while True:
-            with contextlib.suppress(OSError):
-                if (await cluster.ask("/v1/models")).json()["data"]:
-                    return
-            await asyncio.sleep(0.1)
+    cluster.path = f"{instance_id:x}/{'/'.join(ENDPOINT)}"
+    cluster.listener.register(cluster.path, cluster.handle)
+    key = f"{'/'.join(ENDPOINT)}/{instance_id:x}"
+    instance = {"type": "Endpoint", **names, **cluster.listener.transport(cluster.path)}
+    await discovery.put(f"{INSTANCES}/{key}", msgspec.json.encode(instance))
+    model = {"type": "Model", **names, "card_json": card}
+    await discovery.put(f"{MODEL_CARDS}/{key}", msgspec.json.encode(model))
 
 
 async def test_a_chat_answer_arrives_whole(cluster: Cluster) -> None:
@@ -252,7 +149,6 @@ async def test_a_chat_answer_arrives_whole(cluster: Cluster) -> None:
     assert cluster.tokenizer.decode(body["token_ids"], skip_special_tokens=False).endswith("count</s><|assistant|>")
     assert body["stop_conditions"]["max_tokens"] == 64
     assert context.id() == reply.json()["id"].removeprefix("chatcmpl-")
-    print("\nUNARY", reply.body.decode())
 
 
 async def test_a_chat_answer_is_streamed(cluster: Cluster) -> None:
@@ -267,7 +163,6 @@ async def test_a_chat_answer_is_streamed(cluster: Cluster) -> None:
     assert usage["completion_tokens"] == len(
         cluster.tokenizer.encode("count from 0 to 9", add_special_tokens=False).ids
     )
-    print("\nSTREAMED", reply.body.decode())
 
 
 async def test_a_finished_answer_is_no_cancellation(cluster: Cluster) -> None:
@@ -309,7 +204,6 @@ async def test_an_engine_error_has_its_http_status(cluster: Cluster, error: Exce
     assert (await cluster.chat_when_ready()).status == 200
     cluster.behave = fail
     reply = await cluster.chat()
-    print("\nERROR", type(error).__name__, reply.status, reply.body.decode())
     assert reply.status == status, reply.body
     assert text in reply.body.decode()
     assert "secret" not in reply.body.decode()
@@ -332,7 +226,7 @@ async def test_a_client_that_leaves_arrives_as_kill(cluster: Cluster, stream: bo
     cluster.behave = cluster.count
     assert (await cluster.chat_when_ready()).status == 200
     cluster.behave = endless
-    reader, writer = await cluster.send("/v1/chat/completions", chat_body(stream=stream))
+    reader, writer = await cluster.frontend.send("/v1/chat/completions", chat_body(stream=stream))
     await asyncio.wait_for(started.wait(), 10)
     if stream:
         await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
