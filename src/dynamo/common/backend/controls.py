@@ -221,8 +221,8 @@ class AdminRoutes:
                 refusal = self._refusal()
                 if refusal is not None:
                     return refusal
-                if self._record is not None:
-                    await (self._record.withdraw() if verb == "withdraw" else self._record.advertise())
+                assert self._record is not None  # else the call was refused
+                await (self._record.withdraw() if verb == "withdraw" else self._record.advertise())
                 return None
 
         # A cancelled control must not leave a write in flight that overtakes the final withdrawal: the write holds the
@@ -244,6 +244,8 @@ class AdminRoutes:
 
     def _refusal(self) -> Body | None:
         gate = AdminGate.CLOSED if self._closed else self._gate()
+        if gate is AdminGate.OPEN and self._record is None:
+            gate = AdminGate.STARTING  # the instance is still on its way into discovery
         return None if gate is AdminGate.OPEN else _unavailable(gate)
 
 

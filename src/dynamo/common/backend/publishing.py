@@ -1,0 +1,111 @@
+"""The worker's end of what an engine publishes: builds the publishers it declared, and keeps them until the clean-up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from dynamo.common.backend.engine_config import EngineConfig
+from dynamo.common.backend.lifecycle_metrics import WorkerMetrics
+from dynamo.common.backend.publisher import (
+    EventChannel,
+    KvEventPublisher,
+    PushSource,
+    SnapshotPublisher,
+    WorkerMetricsPublisher,
+    ZmqSource,
+)
+from dynamo.errors import CannotConnect, DynamoException
+
+__all__ = ["Publishing"]
+
+logger = logging.getLogger(__name__)
+
+
+class Publishing:
+    """The publishers of one engine."""
+
+    def __init__(self, endpoint: Any, config: EngineConfig, *, enable_local_indexer: bool) -> None:
+        self._endpoint = endpoint
+        self._block_size = config.kv_cache_block_size
+        self._enable_local_indexer = enable_local_indexer
+        # Without an event plane the engine still gets its publishers: what it may call does not depend on deployment.
+        self._channel: EventChannel | None = None if hasattr(endpoint, "event_channel") else _NoChannel()
+        self._close: list[Callable[[], None]] = []
+
+    def connect_kv_events(self, sources: object) -> None:
+        """Build one publisher for each source that `kv_event_sources()` declared.
+
+        Raises TypeError for anything else than a list of sources, CannotConnect when a publisher cannot be built, and
+        what `on_ready` raises.
+        """
+        checked = _checked_sources(sources)
+        if not checked:
+            return
+        if self._block_size is None:
+            logger.warning(
+                "kv_event_sources() declared %d source(s), but EngineConfig.kv_cache_block_size is not set: "
+                "no KV events are published and KV-aware routing falls back to round-robin",
+                len(checked),
+            )
+            return
+        for source in checked:
+            publisher = self._kv_publisher(self._block_size, source)
+            self._close.append(publisher.shutdown)
+            if type(source).__name__ == PushSource.__name__:
+                source.on_ready(publisher)
+
+    def _kv_publisher(self, block_size: int, source: Any) -> KvEventPublisher:
+        try:
+            return KvEventPublisher(
+                self._endpoint,
+                kv_block_size=block_size,
+                dp_rank=source.dp_rank,
+                enable_local_indexer=self._enable_local_indexer,
+                zmq_endpoint=getattr(source, "endpoint", None),
+                zmq_topic=getattr(source, "topic", None),
+                channel=self._channel,
+            )
+        except DynamoException:
+            raise
+        except Exception as error:
+            raise CannotConnect(
+                f"KV event publisher of rank {source.dp_rank}: {type(error).__name__}: {error}"
+            ) from error
+
+    async def snapshot_publisher(self, metrics: WorkerMetrics) -> SnapshotPublisher:
+        """The publisher an engine hands its snapshots to. Raises CannotConnect."""
+        loads = WorkerMetricsPublisher()
+        try:
+            await loads.create_endpoint(self._endpoint, channel=self._channel)
+        except DynamoException:
+            raise
+        except Exception as error:
+            raise CannotConnect(f"load publisher: {type(error).__name__}: {error}") from error
+        self._close.append(loads.close)
+        return SnapshotPublisher(
+            metrics.publish, lambda rank, used_blocks: loads.publish(rank, kv_used_blocks=used_blocks)
+        )
+
+    def close(self) -> None:
+        """End every publisher; on the event loop, after `cleanup()`. Idempotent."""
+        while self._close:
+            self._close.pop()()
+
+
+class _NoChannel:
+    """Where messages go when this process has no event plane: nowhere."""
+
+    def publish(self, payload: Any) -> None:
+        pass
+
+
+def _checked_sources(sources: object) -> list[Any]:
+    if not isinstance(sources, list):
+        raise TypeError(f"kv_event_sources() must return a list, got {type(sources).__name__}")
+    for source in sources:
+        # By name, so that the descriptors of another copy of the contract are accepted as well.
+        if type(source).__name__ not in (ZmqSource.__name__, PushSource.__name__):
+            raise TypeError(f"kv_event_sources() must list ZmqSource or PushSource, got {type(source).__name__}")
+    return sources

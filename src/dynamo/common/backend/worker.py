@@ -1,0 +1,609 @@
+"""The worker: drives one engine from its construction to its clean-up, by the table in `lifecycle`.
+
+The way up: connect, `start()`, metrics and publishers, register the model, serve. The way down: readiness off, take the
+instance out of discovery, grace, wait for streams in flight, cut what is left, `drain()`, `cleanup()`, leave. Whatever
+fails on the way up, an engine whose `start()` was entered is cleaned up exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypedDict
+
+from dynamo.common.backend.config import RESPONSE_PLANES, WorkerConfig
+from dynamo.common.backend.controls import AdminRoutes, RlDirectory, checked_names, rl_endpoint_name
+from dynamo.common.backend.engine import BaseEngine, LLMEngine, RawEngine
+from dynamo.common.backend.engine_config import EngineConfig, read_engine_config
+from dynamo.common.backend.health_check import resolve_health_check_payload
+from dynamo.common.backend.lifecycle import Event, Lifecycle, ShutdownTimes, State
+from dynamo.common.backend.lifecycle_metrics import WorkerMetrics
+from dynamo.common.backend.metrics import EngineMetrics
+from dynamo.common.backend.publishing import Publishing
+from dynamo.common.backend.registration import (
+    build_card,
+    check_encoder_route,
+    plan_role,
+    resolve_assets,
+    runtime_config_of,
+    unregister_model,
+    update_model_taints,
+)
+from dynamo.common.backend.serving import RawServing, TokenServing, wrap_error
+from dynamo.common.backend.signals import Deadline, SignalGuard
+from dynamo.common.backend.telemetry import GenerateSpan
+from dynamo.common.constants import (
+    DisaggregationMode,
+    NativeDisaggregationMode,
+    coerce_disaggregation_mode,
+    native_disaggregation_mode,
+)
+from dynamo.errors import CannotConnect, DynamoException, EngineShutdown, InvalidArgument, Unknown, text_of
+from dynamo.protocol.model_types import ModelInput
+from dynamo.protocol.records import ModelCard
+from dynamo.runtime.context import Context
+from dynamo.runtime.distributed import DistributedRuntime, Endpoint, ServedEndpoint
+from dynamo.runtime.logging import configure_dynamo_logging
+from dynamo.runtime.request_plane.base import Handler
+from dynamo.runtime.settings import env_bool, env_float, env_int, env_str
+
+__all__ = ["Worker", "WorkerConfig"]
+
+logger = logging.getLogger(__name__)
+
+QUIESCENCE_POLL_SECONDS: Final = 0.5
+HEARTBEAT_SECONDS: Final = 5.0  # how often a long wait says that it still waits
+
+
+class Worker:
+    """Serves one engine. `await Worker(engine, config).run()` returns after a graceful shutdown, once per instance."""
+
+    def __init__(
+        self,
+        engine: BaseEngine,
+        config: WorkerConfig,
+        *,
+        runtime: DistributedRuntime | None = None,
+        times: ShutdownTimes | None = None,
+        force_exit: Callable[[int], Any] = os._exit,
+        handle_signals: bool = True,
+    ) -> None:
+        """`runtime`: one that somebody else made and will shut down; None: the worker makes its own.
+
+        A worker inside a larger process passes `handle_signals=False` and calls `request_stop` itself; the deadline
+        that ends the process by force then does not exist.
+        """
+        self._engine = engine
+        self._config = config
+        self._shared_runtime = runtime
+        self._times = times or shutdown_times()
+        self._force_exit = force_exit
+        self._handle_signals = handle_signals
+        self._life = Lifecycle()
+        self._entered = False
+        self._stop = asyncio.Event()
+        self._serving = asyncio.Event()
+        self._deadline: Deadline | None = None
+        self._stopped_at = 0.0  # loop time of the request to stop
+
+    @property
+    def state(self) -> State:
+        """Where this worker is in its life."""
+        return self._life.state
+
+    async def wait_serving(self) -> None:
+        """Return when the instance is routable. Never returns for a worker that fails before: watch `run` as well."""
+        await self._serving.wait()
+
+    def request_stop(self) -> None:
+        """Begin the graceful shutdown; on the loop only, idempotent. What a signal does."""
+        if self._stop.is_set():
+            return
+        self._stopped_at = asyncio.get_running_loop().time()
+        self._stop.set()
+        if self._deadline is not None:
+            self._deadline.arm()
+        if self._life.state is not State.CLOSED:
+            self._life.apply(Event.STOP)
+
+    async def run(self) -> None:
+        """Serve until a signal, `request_stop`, or the end of the endpoint.
+
+        Raises RuntimeError when called twice, and the typed error of whatever failed; by then everything is cleaned up.
+        """
+        if self._entered:
+            raise RuntimeError("Worker.run() can only be called once per Worker instance; create a new Worker")
+        self._entered = True
+        configure_dynamo_logging()
+        _warn_deprecated(self._config)
+        with SignalGuard(asyncio.get_running_loop()) as guard:
+            _check_config(self._engine, self._config)
+            if not self._handle_signals:
+                await self._run()
+                return
+            with Deadline(self._times.deadline_seconds, force_exit=self._force_exit) as self._deadline:
+                guard.listen(self._on_signal, at_once=self._deadline.arm)
+                await self._run()
+
+    def _on_signal(self, name: str) -> None:
+        if self._stop.is_set():
+            logger.debug("%s received again; the shutdown is under way", name)
+            return
+        logger.info("%s received", name)
+        self.request_stop()
+
+    # -- the whole life ----------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        async with self._connected() as runtime:
+            if runtime is None or self._stop.is_set():
+                logger.info("Shutdown requested before the engine was started; leaving")
+                return
+            config = self._config
+            endpoint = runtime.endpoint(f"{config.namespace}.{config.component}.{config.endpoint}")
+            await _EngineLife(self, self._engine, config, runtime, endpoint).run()
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[DistributedRuntime | None]:
+        """The runtime, connected; None when a stop came first. Only one of our own is closed on the way out."""
+        runtime = self._shared_runtime
+        try:
+            try:
+                runtime = runtime or self._make_runtime()
+                connected = await self._unless_stopped(runtime.start())
+            except Exception as error:
+                self._life.apply(Event.FAILED)
+                raise _connection_failure(error) from error
+            yield runtime if connected else None
+        finally:
+            if runtime is not None and runtime is not self._shared_runtime:
+                await runtime.aclose()
+
+    def _make_runtime(self) -> DistributedRuntime:
+        config = self._config
+        return DistributedRuntime(
+            asyncio.get_running_loop(),
+            config.discovery_backend,
+            config.request_plane,
+            event_plane=config.event_plane,
+            response_plane=config.response_plane,
+        )
+
+    async def _unless_stopped(self, work: Awaitable[object]) -> bool:
+        """Await `work` unless a stop comes first (then it is cancelled); whether it was finished."""
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                return False
+            await task
+            return True
+        finally:
+            for each in (task, stop):
+                each.cancel()
+            await asyncio.wait({task, stop})
+
+
+class _Names(TypedDict):
+    """What the worker's metrics are labelled with."""
+
+    namespace: str
+    component: str
+    endpoint: str
+    worker_id: str  # lower-case hex
+    model: str
+    model_name: str
+
+
+class _EngineLife:
+    """From `start()` to `cleanup()`: one engine on one connected runtime."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        engine: BaseEngine,
+        config: WorkerConfig,
+        runtime: DistributedRuntime,
+        endpoint: Endpoint,
+    ) -> None:
+        self._worker = worker
+        self._life = worker._life
+        self._times = worker._times
+        self._engine = engine
+        self._config = config
+        self._runtime = runtime
+        self._endpoint = endpoint
+        self._metrics: WorkerMetrics | None = None
+        self._publishing: Publishing | None = None
+        self._admin: AdminRoutes | None = None
+        self._served: ServedEndpoint | None = None
+        self._rl: ServedEndpoint | None = None
+        self._model_published = False
+        self._has_ended_itself = False
+
+    async def run(self) -> None:
+        """Live the whole life; raises what failed first, after the clean-up."""
+        failure = await self._come_up()
+        if self._life.state is State.SERVING:
+            failure = await self._serve()
+        if self._life.state is State.DRAINING:
+            await self._go_down(in_haste=isinstance(failure, asyncio.CancelledError))
+            self._life.apply(Event.DRAINED)
+        await self._cleanup_once()
+        await self._leave()
+        if failure is not None:
+            raise failure
+
+    # -- up ----------------------------------------------------------------------------------------------------------
+
+    async def _come_up(self) -> BaseException | None:
+        """Start the engine and set everything up; afterwards the worker is SERVING, DRAINING or CLEANING."""
+        try:
+            self._life.apply(Event.START)
+            engine_config, seconds = await self._start_engine()
+            if self._life.apply(Event.STARTED) is State.PREPARING:
+                await self._prepare(engine_config, seconds)
+                self._life.apply(Event.PREPARED)
+        except BaseException as error:  # also a cancellation: an engine that was started must be cleaned up
+            self._life.apply(Event.FAILED)
+            failure = _typed(error)
+            logger.error(
+                "worker start-up failed: %s", text_of(failure), exc_info=error if failure is not error else None
+            )
+            return failure
+        return None
+
+    async def _start_engine(self) -> tuple[EngineConfig, float]:
+        began = time.perf_counter()
+        config = read_engine_config(await self._engine.start(self._runtime.connection_id()))
+        return config, time.perf_counter() - began
+
+    async def _prepare(self, engine_config: EngineConfig, load_seconds: float) -> None:
+        """Everything between `start()` and the first request; a stop ends it after the step in flight."""
+        self._served_name = engine_config.resolve_served_name(self._config.served_model_name)
+        self._model = engine_config.model
+        self._names = _Names(
+            namespace=self._config.namespace,
+            component=self._config.component,
+            endpoint=self._config.endpoint,
+            worker_id=f"{self._runtime.connection_id():x}",
+            model=self._model,
+            model_name=self._served_name,
+        )
+        await self._attach_observers(engine_config, load_seconds)
+        if not self._life.is_stopping:
+            await self._register(engine_config)
+        if not self._life.is_stopping:
+            self._prepare_admin()
+
+    async def _attach_observers(self, engine_config: EngineConfig, load_seconds: float) -> None:
+        engine, config = self._engine, self._config
+        registry, names = self._runtime.metrics, self._names
+        # Twice, because the times of the lifecycle are there even if the engine's own set-up fails.
+        self._metrics = WorkerMetrics(registry, **names)
+        self._metrics.model_load_time_seconds.set(load_seconds)
+        await engine.register_prometheus(EngineMetrics(registry, **names))
+        ranks = _checked_ranks(engine.component_metrics_dp_ranks())
+        self._metrics = WorkerMetrics(registry, dp_ranks=ranks, **names)
+        if not config.enable_kv_routing:
+            return
+        self._publishing = Publishing(self._endpoint, engine_config, enable_local_indexer=config.local_indexer_enabled)
+        if isinstance(engine, LLMEngine):
+            self._publishing.connect_kv_events(await engine.kv_event_sources())
+        if ranks:
+            engine.attach_snapshot_publisher(await self._publishing.snapshot_publisher(self._metrics))
+
+    async def _register(self, engine_config: EngineConfig) -> None:
+        config = self._config
+        plan = plan_role(config.disaggregation_mode, config.endpoint_types, route_to_encoder=config.route_to_encoder)
+        is_raw = isinstance(self._engine, RawEngine)
+        assets = None if is_raw else await resolve_assets(config.model_name)
+        card = await asyncio.to_thread(
+            build_card,
+            self._served_name,
+            source_path=config.model_name or engine_config.model,
+            assets=assets,
+            model_input=config.model_input,
+            model_type=plan.model_type,
+            worker_type=plan.worker_type,
+            needs=plan.needs,
+            runtime_config=runtime_config_of(config, engine_config),
+            kv_cache_block_size=engine_config.kv_cache_block_size,
+            custom_template_path=config.custom_jinja_template,
+            aliases=engine_config.model_aliases,
+            media_decoder=config.media_decoder,
+            media_fetcher=config.media_fetcher,
+        )
+        await self._engine.on_endpoint_ready(self._endpoint)
+        await self._publish(card)
+
+    async def _publish(self, card: ModelCard) -> None:
+        self._model_published = True  # before the attempt: what was half done is withdrawn as well
+        try:
+            await self._endpoint.publish_model(card.to_json())
+        except Exception as error:
+            raise Unknown(f"model attach: {error}") from error
+
+    def _prepare_admin(self) -> None:
+        engine = self._engine
+        if not isinstance(engine, LLMEngine):
+            return
+        admin = AdminRoutes(
+            engine,
+            controls=checked_names("control", engine.supported_controls()),
+            updates=checked_names("update", engine.supported_updates()),
+            gate=lambda: self._life.gate,
+            set_taints=lambda taints: update_model_taints(self._endpoint, taints),
+        )
+        for name, route in admin.routes().items():
+            self._runtime.register_engine_route(name, route)
+        self._admin = admin
+
+    # -- serving -----------------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> BaseException | None:
+        """Publish the instance and serve until the end; what went wrong, if anything."""
+        config, worker = self._config, self._worker
+        logger.info("Serving %s on %s.%s.%s", self._served_name, config.namespace, config.component, config.endpoint)
+        try:
+            self._served = served = await self._endpoint.start_serving(
+                self._handler(),
+                metrics_labels=config.metrics_labels,
+                health_check_payload=await self._canary_payload(),
+            )
+            if self._admin is not None:
+                self._admin.attach(served)
+            await self._serve_rl_directory()
+            worker._serving.set()
+            await self._until_the_end(served)
+        except BaseException as error:
+            if self._life.state is State.SERVING:  # else a stop came meanwhile and the way down is decided
+                worker._stopped_at = asyncio.get_running_loop().time()
+                self._life.apply(Event.FAILED)
+            if isinstance(error, asyncio.CancelledError | InvalidArgument):
+                return error
+            failure = Unknown(f"serve: {error}")
+            failure.__cause__ = error
+            logger.error("worker failed: %s", text_of(failure), exc_info=error)
+            return failure
+        return None
+
+    async def _until_the_end(self, served: ServedEndpoint) -> None:
+        """Return when a stop was asked for, or when the endpoint ended: somebody shut the runtime down."""
+        stop = asyncio.ensure_future(self._worker._stop.wait())
+        ended = asyncio.ensure_future(served.wait_closed())
+        try:
+            await asyncio.wait({stop, ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in (stop, ended):
+                each.cancel()
+            await asyncio.wait({stop, ended})
+        if not self._worker._stop.is_set():
+            logger.info("The endpoint ended; shutting down")
+            self._has_ended_itself = True
+            self._worker.request_stop()
+
+    def _handler(self) -> Handler:
+        engine, config = self._engine, self._config
+        map_errors = env_bool("DYN_BACKEND_MAP_BUILTIN_ERRORS")
+        if isinstance(engine, RawEngine):
+            return RawServing(engine, map_builtin_errors=map_errors).handle
+        assert isinstance(engine, LLMEngine)  # _check_config lets no other kind pass
+        loop, model, role = asyncio.get_running_loop(), self._model, str(config.disaggregation_mode)
+
+        def start_span(context: Context, request: Mapping[str, Any]) -> GenerateSpan | None:
+            return GenerateSpan.begin(
+                context,
+                now=loop.time(),
+                model=model,
+                input_tokens=len(request["token_ids"]),
+                role=role,
+                migration_link=request.get("migration_link"),
+            )
+
+        return TokenServing(
+            engine,
+            mode=config.disaggregation_mode,
+            validate=env_bool("DYN_BACKEND_VALIDATE"),
+            map_builtin_errors=map_errors,
+            start_span=start_span,
+        ).handle
+
+    async def _canary_payload(self) -> dict[str, Any] | None:
+        own: Any = None
+        if self._config.health_check_payload is None and env_str("DYN_HEALTH_CHECK_PAYLOAD") is None:
+            try:
+                own = await self._engine.health_check_payload()
+            except Exception:  # the canary is a convenience; a worker without one serves as well
+                logger.warning("health_check_payload() failed; serving without a canary", exc_info=True)
+        return resolve_health_check_payload(self._config.health_check_payload, own)
+
+    async def _serve_rl_directory(self) -> None:
+        if not self._config.enable_rl or self._admin is None:
+            return
+        name = rl_endpoint_name(self._config.endpoint)
+        url = self._runtime.system_status_server_url()
+        if url is None:
+            raise InvalidArgument("--enable-rl needs the status server: set DYN_SYSTEM_PORT (0 for any free port)")
+        endpoint = self._runtime.endpoint(f"{self._config.namespace}.{self._config.component}.{name}")
+        self._rl = await endpoint.start_serving(RlDirectory(url, self._admin.routes()).handle)
+
+    # -- down --------------------------------------------------------------------------------------------------------
+
+    async def _go_down(self, *, in_haste: bool) -> None:
+        """Leave discovery, let the streams end, drain. Nothing here may fail: every step goes on after an error."""
+        if self._worker._shared_runtime is None:
+            self._runtime.health.begin_shutdown()
+        in_haste = in_haste or self._has_ended_itself
+        if self._admin is not None:
+            await self._admin.close()
+        await self._unregister()
+        if not in_haste and self._times.grace_seconds > 0:
+            logger.info("Grace period %.2fs before drain", self._times.grace_seconds)
+            await asyncio.sleep(self._times.grace_seconds)
+        began = time.perf_counter()
+        await self._end_streams(in_haste=in_haste)
+        try:
+            await self._engine.drain()
+        except Exception:
+            logger.warning("engine drain failed", exc_info=True)
+        await self._await_quiescence()
+        if self._metrics is not None:
+            self._metrics.drain_time_seconds.set(time.perf_counter() - began)
+
+    async def _unregister(self) -> None:
+        try:
+            if self._rl is not None:
+                await self._rl.close()
+            if self._served is not None:
+                await self._served.withdraw()
+        except Exception as error:
+            logger.warning("discovery unregister failed: %s", error)
+            return
+        logger.info("Endpoint unregistered from discovery")
+
+    async def _end_streams(self, *, in_haste: bool) -> None:
+        """Wait for streams in flight until the deadline less a reserve, then cut the rest: a frontend migrates them."""
+        served = self._served
+        if served is None:
+            return
+        until = self._worker._stopped_at + self._times.streams_until_seconds
+        loop = asyncio.get_running_loop()
+        while served.inflight and not in_haste and loop.time() < until:
+            logger.info("Waiting for %d streams in flight, at most %.1fs more", served.inflight, until - loop.time())
+            if await served.wait_idle(min(HEARTBEAT_SECONDS, until - loop.time())):
+                break
+        served.stop_accepting()
+        cut = served.cut(EngineShutdown("the worker is shutting down"))
+        if cut:
+            logger.warning("%d streams were still running and were cut; frontends may migrate them", cut)
+
+    async def _await_quiescence(self) -> None:
+        """Prefill only, and only for an engine that overrides `is_quiescent`: peers may still pull from its memory."""
+        if type(self._engine).is_quiescent is BaseEngine.is_quiescent:
+            return
+        if self._config.disaggregation_mode is not DisaggregationMode.PREFILL:
+            return
+        loop = asyncio.get_running_loop()
+        budget = self._times.quiescence_seconds(self._config.disaggregation_mode)
+        ends_at, said_at = loop.time() + budget, None
+        while not await self._is_quiescent():
+            now = loop.time()
+            if now >= ends_at:
+                logger.warning("drain: timed out at %.1fs; peers may lose what they still pull", budget)
+                return
+            if said_at is None or now - said_at >= HEARTBEAT_SECONDS:
+                logger.info("drain: the engine is not quiescent, waiting at most %.1fs more", ends_at - now)
+                said_at = now
+            await asyncio.sleep(min(QUIESCENCE_POLL_SECONDS, ends_at - now))
+
+    async def _is_quiescent(self) -> bool:
+        try:
+            return await self._engine.is_quiescent() is True
+        except Exception:
+            logger.debug("is_quiescent() failed", exc_info=True)
+            return False
+
+    async def _cleanup_once(self) -> None:
+        began = time.perf_counter()
+        try:
+            await self._engine.cleanup()
+            logger.info("Engine cleanup complete")
+        except Exception:
+            logger.error("engine cleanup failed", exc_info=True)
+        finally:
+            self._life.apply(Event.CLEANED)
+            if self._metrics is not None:
+                self._metrics.cleanup_time_seconds.set(time.perf_counter() - began)
+            if self._publishing is not None:  # engines may publish until cleanup() returns
+                self._publishing.close()
+
+    async def _leave(self) -> None:
+        """Take back what this worker put into a runtime that may outlive it."""
+        try:
+            if self._model_published:
+                await unregister_model(self._endpoint)
+            if self._served is not None:
+                await self._served.close()
+            if self._admin is not None:
+                for name in self._admin.routes():
+                    self._runtime.status_server.unregister_route(name)
+        except Exception as error:
+            logger.warning("leaving discovery failed, its records will expire: %s", error)
+
+
+# -- decisions --------------------------------------------------------------------------------------------------------
+
+
+def shutdown_times(env: Mapping[str, str] | None = None) -> ShutdownTimes:
+    """The times of this process's end, from the environment."""
+    default = ShutdownTimes()
+    return ShutdownTimes(
+        grace_seconds=env_float("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", default.grace_seconds, minimum=0.0, env=env),
+        timeout_seconds=env_int("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", default.timeout_seconds, minimum=0, env=env),
+        prefill_drain_seconds=env_float(
+            "DYN_PREFILL_DRAIN_TIMEOUT_S", default.prefill_drain_seconds, minimum=0.0, env=env
+        ),
+    )
+
+
+def _check_config(engine: BaseEngine, config: WorkerConfig) -> None:
+    """Raises InvalidArgument for a configuration that cannot serve this engine; before anything was touched."""
+    if isinstance(engine, RawEngine):
+        if config.model_input not in (ModelInput.Text, ModelInput.Tensor):
+            raise InvalidArgument(
+                f"model_input must be Text or Tensor for a RawEngine ({type(engine).__name__}), got {config.model_input}"
+            )
+    elif isinstance(engine, LLMEngine):
+        if config.model_input is not ModelInput.Tokens:
+            raise InvalidArgument(
+                f"model_input must be Tokens for an LLMEngine ({type(engine).__name__}), got {config.model_input}"
+            )
+    else:
+        raise InvalidArgument(f"{type(engine).__name__} is neither an LLMEngine nor a RawEngine; subclass one of them")
+    check_encoder_route(config.disaggregation_mode, config.route_to_encoder)
+    if config.response_plane not in RESPONSE_PLANES:
+        raise ValueError(f"response_plane must be one of {', '.join(RESPONSE_PLANES)}, got {config.response_plane!r}")
+
+
+def _warn_deprecated(config: WorkerConfig) -> None:
+    if config.use_kv_events:
+        warnings.warn(
+            "WorkerConfig.use_kv_events is ignored; override kv_event_sources() instead",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+
+
+def _checked_ranks(ranks: object) -> list[int]:
+    if not isinstance(ranks, list) or not all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in ranks):
+        raise InvalidArgument(f"component_metrics_dp_ranks() must return a list of ranks (int), got {ranks!r}")
+    return ranks
+
+
+def _connection_failure(error: Exception) -> DynamoException:
+    """What a failed connection is reported as: bad names are the operator's, everything else the store's."""
+    if isinstance(error, CannotConnect | InvalidArgument):
+        return error
+    if isinstance(error, ValueError):
+        return InvalidArgument(str(error))
+    return CannotConnect(f"{type(error).__name__}: {error}")
+
+
+def _typed(error: BaseException) -> BaseException:
+    """Engine failures as typed errors; what is no failure (a cancellation, an exit) stays itself."""
+    return wrap_error(error) if isinstance(error, Exception) else error
+
+
+# Names that tests written for the native system import from here.
+_coerce_disagg_mode = coerce_disaggregation_mode
+
+
+def _to_rust_disaggregation_mode(mode: DisaggregationMode) -> NativeDisaggregationMode:
+    return native_disaggregation_mode(mode)
