@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from dynamo.protocol.openai.body import check_depth, deserialisation_error, read_json
+from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.shapes import (
     ChatRequest,
     CommonRequest,
@@ -28,6 +29,7 @@ __all__ = [
     "CompletionRequest",
     "NvExt",
     "Request",
+    "continued_prompt",
     "decode_chat",
     "decode_completion",
     "finish_preprocessing",
@@ -163,6 +165,26 @@ def raw_prompt(request: ChatRequest) -> str | None:
         return None
     contents = (message.get("content") for message in template_messages(request))
     return "\n".join(content for content in contents if isinstance(content, str))
+
+
+def continued_prompt(request: ChatRequest, rendered: str) -> str:
+    """`rendered` as it is, or with `continue_final_message` cut after the last message's text, so that it goes on there.
+
+    Raises:
+        RequestRejected: 400, the template did not put the last message's text into the prompt.
+    """
+    if request.continue_final_message is not True:
+        return rendered
+    content = template_messages(request)[-1].get("content")
+    # Many templates strip a message; look for what was sent first, so that its trailing space is kept where it can be.
+    for text in (content, content.strip()) if isinstance(content, str) else ():
+        if text and (found := rendered.rfind(text)) >= 0:
+            return rendered[: found + len(text)]
+    raise RequestRejected(
+        400,
+        "Validation: continue_final_message needs a last message whose text appears in the prompt",
+        param="continue_final_message",
+    )
 
 
 def template_variables(request: ChatRequest, *, default_thinking_mode: str | None = None) -> JsonObject:

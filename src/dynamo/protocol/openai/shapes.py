@@ -364,6 +364,11 @@ class ChatRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True):
         return self.chat_template_args or self.chat_template_kwargs or {}
 
     @property
+    def opens_answer(self) -> bool:
+        """The template's `add_generation_prompt`: on, unless the request says no or continues its last message."""
+        return self.add_generation_prompt is not False and self.continue_final_message is not True
+
+    @property
     def requested_logprobs(self) -> int | None:
         """How many alternatives per token to report; None: no log probabilities at all."""
         if self.logprobs is not True:
@@ -395,10 +400,10 @@ class CompletionRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True)
         """The batch, one entry per prompt: text still to be tokenised, or token ids. Call only after validation."""
         if self.token_data is not None:
             return [self.token_data]
-        if isinstance(self.prompt, str):
-            return [self.prompt]
         if not self.prompt:  # validation let this pass only beside `prompt_embeds`
             return [[]]
+        if isinstance(self.prompt, str):
+            return [self.prompt]
         if isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item]  # one list of ids: validation refused a mixed one
         return self.prompt  # type: ignore[return-value]  # list[str] or list[list[int]]
