@@ -16,6 +16,7 @@ from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS
 from dynamo.runtime.handler import PythonHandler, serve_python
 from dynamo.runtime.health import Canary
 from dynamo.runtime.instances import RouterMode, encode_instance
+from dynamo.runtime.logging import enter_request_span
 from dynamo.runtime.metrics import EndpointMetrics, TypedFamily
 from dynamo.runtime.request_plane.base import Handler, ResponseSink
 from dynamo.runtime.settings import CanarySettings
@@ -242,6 +243,12 @@ class ServedEndpoint:
             worker_id=f"{self._instance_id:x}",
             user_labels=labels,
         )
+        self._log_fields = {
+            "namespace": endpoint.namespace,
+            "component": endpoint.component,
+            "endpoint": endpoint.name,
+            "instance_id": f"{self._instance_id:x}",
+        }
         self._canary: Canary | None = None
         self._inflight: dict[ResponseSink, Context] = {}
         self._idle = asyncio.Event()
@@ -264,6 +271,7 @@ class ServedEndpoint:
         """The handler that the request plane calls: the user's one, counted."""
         loop = asyncio.get_running_loop()
         began = loop.time()
+        enter_request_span(self._log_fields, context)
         metrics = self._metrics
         metrics.started(sink.request_bytes)
         self._inflight[sink] = context

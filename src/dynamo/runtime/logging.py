@@ -23,6 +23,7 @@ from typing import Any, Final, TextIO
 
 import msgspec
 
+from dynamo.runtime.context import Context
 from dynamo.runtime.settings import env_bool, env_str
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "LoggingSettings",
     "configure_dynamo_logging",
     "enter_log_span",
+    "enter_request_span",
     "format_jsonl",
     "format_readable",
     "log_span",
@@ -226,6 +228,21 @@ def enter_log_span(name: str, fields: Mapping[str, Any]) -> None:
     None values are left out. It costs a dict; there is nothing to leave, since the fields go with the task.
     """
     _SPAN.set(_span_fields(name, fields))
+
+
+def enter_request_span(endpoint_fields: Mapping[str, Any], context: Context) -> None:
+    """Log the rest of this task as the request `context` at an endpoint; `endpoint_fields` are made once for all.
+
+    The engine's own records get the fields too: whoever reads a traceback sees whose request it was.
+    """
+    fields = {**endpoint_fields, "span_name": "handle_payload", "request_id": context.id()}
+    trace = context.trace
+    if trace is not None:
+        fields["trace_id"] = trace.trace_id
+        fields["parent_id"] = trace.span_id
+        if trace.x_request_id is not None:
+            fields["x_request_id"] = trace.x_request_id
+    _SPAN.set(fields)
 
 
 @contextmanager
