@@ -77,9 +77,10 @@ class Frontend:
     async def ask(self, path: str, body: Any = None) -> Reply:
         """One request and its whole answer."""
         reader, writer = await self.send(path, body)
-        raw = await asyncio.wait_for(reader.read(), 20)
-        writer.close()
-        return Reply(raw)
+        try:
+            return Reply(await asyncio.wait_for(reader.read(), 20))
+        finally:
+            writer.close()
 
     async def ask_when_ready(self, path: str, body: Any) -> Reply:
         """As `ask`, past the moment in which the frontend has no free instance: not yet seen, or just still busy."""
