@@ -37,6 +37,7 @@ from dynamo.runtime.context import Context
 if TYPE_CHECKING:
     from dynamo.common.backend.config import WorkerConfig
     from dynamo.common.backend.publisher import KvEventSource, SnapshotPublisher
+    from dynamo.runtime.endpoint import Endpoint
 
 __all__ = [
     "BaseEngine",
@@ -113,7 +114,7 @@ class BaseEngine(ABC):
     def attach_snapshot_publisher(self, publisher: SnapshotPublisher) -> None:
         """Receive the publisher for the ranks above; once. Usable from any thread until `cleanup` returns."""
 
-    async def on_endpoint_ready(self, endpoint: Any) -> None:
+    async def on_endpoint_ready(self, endpoint: Endpoint) -> None:
         """The serving endpoint exists and the model is not registered yet. Raising fails the start-up."""
 
     async def health_check_payload(self) -> dict[str, Any] | None:
