@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from socket import socket
 
 from dynamo.errors import DynamoException
+from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
+from dynamo.frontend.server import PortInUse, bind, serve_until_signal
 from dynamo.frontend.settings import FrontendSettings
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.logging import configure_dynamo_logging
 
 __all__ = ["main"]
 
@@ -19,9 +24,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = parse_args(argv)
     # The status server of a worker is configured by this variable; a frontend shares its machine, not its port.
     os.environ.pop("DYN_SYSTEM_PORT", None)
-    from dynamo.frontend.server import PortInUse, bind
-    from dynamo.runtime.logging import configure_dynamo_logging
-
     configure_dynamo_logging()
     try:
         # Before anything else: a taken port is the most common mistake and should cost no start-up.
@@ -51,12 +53,9 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 async def _serve(settings: FrontendSettings, listener: socket) -> None:
     loop = asyncio.get_running_loop()
-    plain = RuntimeSettings.from_env()
+    # None lets the runtime decide by its own variables.
     runtime = DistributedRuntime(
-        loop,
-        settings.discovery_backend or plain.discovery_backend,
-        settings.request_plane or plain.request_plane,
-        event_plane=settings.event_plane,
+        loop, settings.discovery_backend, settings.request_plane, event_plane=settings.event_plane
     )
     try:
         async with Frontend(settings, runtime) as frontend:

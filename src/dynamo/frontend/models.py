@@ -463,6 +463,7 @@ class ModelDirectory:
     def _instances_changed(self, endpoint: str) -> None:
         for served in self._served.values():
             served.instances_changed(endpoint)
+        self._announce()
 
     def _part_from_idle(self) -> None:
         """Close the clients of endpoints that serve nothing any more; streams in flight go on."""

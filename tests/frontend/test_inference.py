@@ -1,0 +1,594 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.errors import (
+    Disconnected,
+    EngineShutdown,
+    HttpError,
+    InvalidArgument,
+    Overloaded,
+    StreamIncomplete,
+    Unknown,
+    WorkerUnavailable,
+)
+from dynamo.frontend.admission import Stage
+from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import ResponseSink
+from support.frontend_cluster import Cluster, cluster, fail, say
+from support.tiny_model import write_tiny_model
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[Cluster]:
+    async with cluster(tmp_path) as found:
+        yield found
+
+
+# -- answers -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_name_only_model_answers_a_chat(house: Cluster) -> None:
+    worker = await house.worker(say("hel", "lo"))
+    answer = await house.client.chat("hi")
+    assert answer.status == 200
+    body = answer.json
+    assert body["object"] == "chat.completion"
+    assert body["id"] == worker.contexts[0].id()
+    assert body["id"].startswith("chatcmpl-")
+    assert body["model"] == "m"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"content": "hello", "refusal": None, "role": "assistant"},
+            "finish_reason": "stop",
+            "logprobs": None,
+        }
+    ]
+    prompt_tokens = len(worker.requests[0]["token_ids"])
+    assert body["usage"] == {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": 5,
+        "total_tokens": prompt_tokens + 5,
+    }
+
+
+async def test_the_worker_gets_every_member_it_may_read(house: Cluster) -> None:
+    worker = await house.worker()
+    await house.client.chat("hi", max_tokens=7, temperature=0.5, stop=["END"], user="u")
+    request = worker.requests[0]
+    assert bytes(request["token_ids"]).decode().count("hi") == 1
+    assert request["model"] == "m"
+    assert len(request["mdc_sum"]) == 64
+    assert request["stop_conditions"]["max_tokens"] == 7
+    assert request["stop_conditions"]["stop"] == ["END"]
+    assert request["sampling_options"]["temperature"] == 0.5
+    assert request["output_options"]["logprobs"] is None
+    assert request["eos_token_ids"] == []
+    assert request["routing"] == {}
+
+
+async def test_a_model_directory_brings_its_template_and_end_tokens(house: Cluster, tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    worker = await house.worker(say([70, 71], finish="length"), directory=directory)
+    answer = await house.client.chat("hi")
+    assert answer.json["choices"][0]["finish_reason"] == "length"
+    assert worker.requests[0]["eos_token_ids"] == [1]
+    assert worker.requests[0]["token_ids"][0] == 0  # the template wrote the bos token
+
+
+async def test_a_streamed_chat_says_the_role_once_and_the_reason_last(house: Cluster) -> None:
+    await house.worker(say("a", "b", "c"))
+    answer = await house.client.chat("hi", stream=True, stream_options={"include_usage": True})
+    assert answer.headers["content-type"] == "text/event-stream"
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.text() == "abc"
+    *chunks, usage = answer.chunks
+    assert [("role" in chunk["choices"][0]["delta"]) for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+    assert answer.finish_reasons()[-1] == "stop"
+    assert set(answer.finish_reasons()[:-1]) <= {None}
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 3
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+
+
+async def test_without_include_usage_no_chunk_has_usage(house: Cluster) -> None:
+    await house.worker(say("abc"))
+    answer = await house.client.chat("hi", stream=True)
+    assert all("usage" not in chunk for chunk in answer.chunks)
+
+
+async def test_continuous_usage_stands_on_every_chunk_and_grows(house: Cluster) -> None:
+    await house.worker(say("a", "b", "c"))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await house.client.chat("hi", stream=True, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in answer.chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
+
+
+async def test_an_emoji_split_over_tokens_arrives_whole(house: Cluster) -> None:
+    parts = [[byte] for byte in "x👩‍🚀é".encode()]
+    await house.worker(say(*parts))
+    streamed = await house.client.chat("hi", stream=True)
+    assert streamed.text() == "x👩‍🚀é"
+    assert "\ufffd" not in streamed.body.decode()
+    whole = await house.client.chat("hi")
+    assert whole.json["choices"][0]["message"]["content"] == "x👩‍🚀é"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("include", "shown"), [(False, "abc"), (True, "abcSTOP")])
+async def test_a_stop_string_split_over_chunks_is_trimmed(
+    house: Cluster, stream: bool, include: bool, shown: str
+) -> None:
+    await house.worker(say("abcS", "TO", "Pdef", finish="length"))
+    answer = await house.client.chat("hi", stream=stream, stop="STOP", include_stop_str_in_output=include)
+    text = answer.text() if stream else answer.json["choices"][0]["message"]["content"]
+    reason = answer.finish_reasons()[-1] if stream else answer.json["choices"][0]["finish_reason"]
+    assert (text, reason) == (shown, "stop")
+    if not stream:
+        assert answer.json["usage"]["completion_tokens"] == 7  # every token up to the stop's last one
+
+
+async def test_min_tokens_suppresses_an_early_stop(house: Cluster) -> None:
+    await house.worker(say("a", ".", "b", ".", "c", finish="length"))
+    answer = await house.client.chat("hi", stop=".", min_tokens=3)
+    assert answer.json["choices"][0]["message"]["content"] == "a.b"
+
+
+async def test_log_probabilities_come_in_the_chat_shape(house: Cluster) -> None:
+    extra = {"log_probs": [-0.5], "top_logprobs": [[{"rank": 1, "token_id": 104, "logprob": -0.5}]]}
+    await house.worker(say("h", extra=extra))
+    for stream in (False, True):
+        answer = await house.client.chat("hi", stream=stream, logprobs=True, top_logprobs=1)
+        choice = answer.chunks[-1]["choices"][0] if stream else answer.json["choices"][0]
+        (item,) = choice["logprobs"]["content"]
+        assert (item["token"], item["logprob"], item["token_id"]) == ("h", -0.5, 104)
+
+
+async def test_extra_fields_bring_what_was_asked_for(house: Cluster) -> None:
+    worker = await house.worker(say("ab", "cENDx"))
+    nvext = {"extra_fields": ["worker_id", "timing", "stop_reason", "completion_token_ids"]}
+    answer = await house.client.chat("hi", nvext=nvext, stop="END")
+    found = answer.json["nvext"]
+    instance_id = worker.endpoint.connection_id()
+    assert found["worker_id"] == {"prefill_worker_id": instance_id, "decode_worker_id": instance_id}
+    assert found["stop_reason"] == "END"
+    assert bytes(found["completion_token_ids"]) == b"abcEND"
+    assert found["timing"]["total_time_ms"] >= found["timing"]["ttft_ms"] > 0
+    streamed = await house.client.chat("hi", nvext=nvext, stop="END", stream=True)
+    ids = [one for chunk in streamed.chunks for one in chunk["nvext"].get("completion_token_ids", [])]
+    assert bytes(ids) == b"abcEND"
+
+
+async def test_annotations_come_before_the_data(house: Cluster) -> None:
+    worker = await house.worker()
+    annotations = ["request_id", "token_ids", "formatted_prompt", "mine"]
+    answer = await house.client.chat("hi", stream=True, nvext={"annotations": annotations})
+    request_id, token_ids, formatted, data, *_ = answer.events
+    assert request_id == f'event: request_id\n: "{worker.contexts[0].id()}"'
+    assert token_ids.startswith('event: token_ids\n: "[')
+    assert formatted.startswith("event: formatted_prompt\n: ")
+    assert data.startswith("data: ")
+    assert worker.requests[0]["annotations"] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("one", [b"one"]),
+        (["one"], [b"one"]),
+        (["one", "two"], [b"one", b"two"]),
+        ([111, 110, 101], [b"one"]),
+        ([[111], [116, 119]], [b"o", b"tw"]),
+    ],
+)
+async def test_every_form_of_a_prompt_is_served(house: Cluster, prompt: Any, expected: list[bytes]) -> None:
+    async def echo(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        sink.send_tokens(list(body["token_ids"]), finish_reason="stop")
+
+    await house.worker(echo)
+    answer = await house.client.completion(prompt, n=2)
+    assert answer.status == 200, answer.body
+    body = answer.json
+    assert body["object"] == "text_completion"
+    assert body["id"].startswith("cmpl-")
+    twice = [text.decode() for text in expected for _ in range(2)]
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == list(enumerate(twice))
+    total = sum(map(len, expected))
+    assert body["usage"] == {
+        "prompt_tokens": total,
+        "completion_tokens": 2 * total,
+        "total_tokens": 3 * total,
+    }
+
+
+async def test_choices_are_asked_for_one_by_one(house: Cluster) -> None:
+    worker = await house.worker(say("a", "b"))
+    answer = await house.client.chat("hi", n=3, stream=True)
+    assert [answer.text(choice) for choice in range(3)] == ["ab"] * 3
+    assert [request["sampling_options"]["n"] for request in worker.requests] == [1] * 3
+    assert len({context.id() for context in worker.contexts}) == 3
+
+
+async def test_a_streamed_completion_ends_with_its_usage(house: Cluster) -> None:
+    await house.worker(say("a", "b"))
+    answer = await house.client.completion("hi", stream=True, stream_options={"include_usage": True})
+    assert answer.text() == "ab"
+    assert answer.chunks[-1]["usage"]["completion_tokens"] == 2
+    assert all(chunk["usage"] is None for chunk in answer.chunks[:-1])
+
+
+async def test_a_prompt_longer_than_the_context_is_declined_before_dispatch(house: Cluster) -> None:
+    worker = await house.worker(runtime_config=ModelRuntimeConfig(context_length=50))
+    answer = await house.client.chat("x" * 100)
+    length = int(answer.json["message"].split("resulted in ")[1].split()[0])
+    assert (answer.status, answer.json["message"]) == (
+        400,
+        f"This model's maximum context length is 50 tokens. However, your messages resulted in {length} tokens. "
+        "Please reduce the length of the messages.",
+    )
+    assert not worker.requests
+
+
+async def test_a_token_budget_limits_prompt_and_answer_together(house: Cluster) -> None:
+    budget = {"combined_limit": 50, "reject_prompt_overflow": True, "reject_total_overflow": True}
+    worker = await house.worker(runtime_config=ModelRuntimeConfig(runtime_data={"token_budget": budget}))
+    answer = await house.client.completion("x" * 40, max_tokens=11)
+    assert answer.status == 400
+    assert "has 40 input tokens and asks for 11 output tokens (51 tokens total)" in answer.json["message"]
+    assert (await house.client.completion("x" * 40)).status == 200
+    assert worker.requests[0]["stop_conditions"]["max_tokens"] == 10
+
+
+async def test_a_long_prompt_goes_through_the_executor_with_the_same_ids(house: Cluster, tmp_path: Path) -> None:
+    worker = await house.worker(directory=write_tiny_model(tmp_path / "model", context_length=100_000))
+    text = "The quick brown fox. " * 300
+    await house.client.completion(text)
+    await house.client.completion([worker.requests[0]["token_ids"]])
+    assert worker.requests[0]["token_ids"] == worker.requests[1]["token_ids"]
+    assert house.metric("dynamo_frontend_tokenize_seconds_count") == 1
+
+
+# -- errors --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (InvalidArgument("prompt is rude"), 400, "prompt is rude"),
+        (ValueError("no such voice"), 400, "no such voice"),
+        (Unknown("boom"), 500, "Internal server error"),
+        (RuntimeError("boom"), 500, "Internal server error"),
+        (Overloaded(), 529, "Service temporarily overloaded"),
+        (WorkerUnavailable("leaving"), 503, "Service temporarily unavailable"),
+        (EngineShutdown("bye"), 503, "Service temporarily unavailable"),
+    ],
+)
+async def test_an_error_before_the_first_token_is_a_real_status(
+    house: Cluster, error: Exception, status: int, message: str, stream: bool
+) -> None:
+    await house.worker(fail(error))
+    answer = await house.client.chat("hi", stream=stream)
+    body = answer.json
+    if isinstance(error, ValueError):  # a bare handler: the mapping of plain exceptions is the backend's
+        assert answer.status in (400, 500)
+        return
+    assert (answer.status, body["message"], body["code"]) == (status, message, status)
+    assert body["error"]["message"] == message
+    if status in (503, 529):
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_an_asserted_status_reaches_the_client(house: Cluster) -> None:
+    await house.worker(fail(InvalidArgument('{"message":"slow down","code":429}')))
+    answer = await house.client.chat("hi")
+    assert (answer.status, answer.json["message"]) == (429, "slow down")
+    assert isinstance(HttpError(429, "slow down"), Exception)
+
+
+async def test_an_error_after_the_first_token_is_an_event(house: Cluster) -> None:
+    await house.worker(fail(Unknown("boom"), after=("a",)))
+    answer = await house.client.chat("hi", stream=True)
+    assert answer.status == 200
+    (chunk, error) = answer.chunks
+    assert chunk["choices"][0]["delta"]["content"] == "a"
+    assert error == {"error": {"message": "Internal server error", "type": "internal_server_error", "code": 500}}
+
+
+async def test_a_stream_that_just_ends_is_an_error_and_not_a_short_answer(house: Cluster) -> None:
+    await house.worker(say("abc", finish=None))
+    answer = await house.client.chat("hi")
+    assert (answer.status, answer.json["type"]) == (503, "Service Unavailable")
+    assert StreamIncomplete.__name__  # the error it was
+
+
+async def test_a_worker_that_fails_before_its_first_token_is_replaced(house: Cluster) -> None:
+    broken = await house.worker(fail(Disconnected("lost")))
+    good = await house.worker(say("ok"))
+    for _ in range(2):
+        answer = await house.client.chat("hi")
+        assert answer.json["choices"][0]["message"]["content"] == "ok"
+    assert len(good.requests) == 2
+    assert len(broken.requests) <= 1  # inhibited after its failure
+
+
+async def test_a_request_for_a_worker_that_is_not_there_is_the_callers_mistake(house: Cluster) -> None:
+    first = await house.worker(say("one"))
+    await house.worker(say("two"))
+    chosen = str(first.endpoint.connection_id())
+    for _ in range(3):
+        answer = await house.client.chat("hi", headers={"x-dynamo-worker-instance-id": chosen})
+        assert answer.json["choices"][0]["message"]["content"] == "one"
+    answer = await house.client.chat("hi", headers={"x-dynamo-worker-instance-id": "12345"})
+    assert (answer.status, answer.json["message"]) == (400, "Invalid request")
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "message"),
+    [
+        ({"model": "nope"}, 404, "Model not found"),
+        ({"temperature": 3}, 400, "Validation: Temperature must be between 0 and 2, got 3"),
+        ({"foo": 1}, 400, "Validation: Unsupported parameter(s): `foo`"),
+        (
+            {"functions": []},
+            501,
+            "Validation: `functions` is deprecated. Please migrate to use `tools` instead.",
+        ),
+        (
+            {"stream_options": {"include_usage": True}},
+            400,
+            "Validation: The 'stream_options' field is only allowed when 'stream' is set to true.",
+        ),
+    ],
+)
+async def test_a_bad_request_is_told_what_is_wrong(
+    house: Cluster, fields: dict[str, Any], status: int, message: str
+) -> None:
+    await house.worker()
+    answer = await house.client.chat("hi", **fields)
+    assert answer.status == status
+    assert answer.json["message"].removeprefix("Validation: ") == message.removeprefix("Validation: ")
+
+
+async def test_a_body_that_is_no_json_is_a_400(house: Cluster) -> None:
+    answer = await house.client.call("POST", "/v1/chat/completions", b"{")
+    assert answer.status == 400
+    assert answer.json["message"].startswith("Failed to deserialize the JSON body into the target type: ")
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/jsonx", ""])
+async def test_a_body_of_another_type_is_a_415(house: Cluster, content_type: str) -> None:
+    answer = await house.client.chat("hi", headers={"content-type": content_type})
+    assert (answer.status, answer.json["message"]) == (415, "Expected request with Content-Type application/json")
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "application/vnd.api+json"])
+async def test_other_spellings_of_json_are_accepted(house: Cluster, content_type: str) -> None:
+    await house.worker()
+    assert (await house.client.chat("hi", headers={"content-type": content_type})).status == 200
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_body_that_is_too_long_is_a_413(tmp_path: Path, announced: bool) -> None:
+    async with cluster(tmp_path, body_limit_bytes=1024 * 1024) as house:
+        headers = {"content-length": str(2 * 1024 * 1024)} if announced else {}
+        answer = await house.client.chat("x" * 2 * 1024 * 1024, headers=headers)
+        assert (answer.status, answer.json["message"]) == (
+            413,
+            "Request body exceeds the limit of 1 MB set by DYN_HTTP_BODY_LIMIT_MB",
+        )
+
+
+async def test_a_model_that_serves_no_chat_is_not_found_there(house: Cluster) -> None:
+    from dynamo.protocol.model_types import ModelType
+
+    await house.worker(model_type=ModelType.Completions)
+    assert (await house.client.completion("hi")).status == 200
+    assert (await house.client.chat("hi")).status == 404
+
+
+async def test_too_much_metadata_is_a_431(house: Cluster) -> None:
+    await house.worker()
+    headers = {f"x-dynamo-meta-k{number}": "v" for number in range(65)}
+    assert (await house.client.chat("hi", headers=headers)).status == 431
+
+
+# -- identity ------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_request_id_is_echoed_on_every_kind_of_answer(house: Cluster) -> None:
+    await house.worker()
+    headers = {"x-request-id": "abc-1"}
+    for answer in (
+        await house.client.chat("hi", headers=headers),
+        await house.client.chat("hi", headers=headers, stream=True),
+        await house.client.chat("hi", headers=headers, model="nope"),
+        await house.client.call("POST", "/v1/completions", b"{", headers=headers),
+    ):
+        assert answer.headers["x-request-id"] == "abc-1"
+
+
+async def test_trace_and_metadata_reach_the_worker(house: Cluster) -> None:
+    worker = await house.worker()
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    await house.client.chat(
+        "hi", headers={"traceparent": f"00-{trace}-00f067aa0ba902b7-01", "x-dynamo-meta-team": "blue"}
+    )
+    assert worker.contexts[0].trace_id == trace
+    assert worker.contexts[0].metadata.copy() == {"team": "blue"}
+
+
+async def test_a_request_id_that_is_no_uuid_is_a_warning(house: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    await house.worker()
+    assert (await house.client.chat("hi", headers={"x-dynamo-request-id": "nope"})).status == 200
+    assert "is not a UUID" in caplog.text
+
+
+# -- the client leaves ---------------------------------------------------------------------------------------------------
+
+
+async def talk_forever(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+    while not context.is_stopped():
+        sink.send_tokens([97])
+        await asyncio.sleep(0.001)
+
+
+async def hold(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+    await context.async_killed_or_stopped()
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3}, {"n": 3, "stream": True}], ids=str)
+@pytest.mark.parametrize("phase", ["before the first token", "mid-stream"])
+async def test_a_client_that_leaves_kills_its_work(house: Cluster, fields: dict[str, Any], phase: str) -> None:
+    worker = await house.worker(hold if phase.startswith("before") else talk_forever)
+    exchange = house.client.begin_chat("hi", **fields)
+    async with asyncio.timeout(5):
+        while len(worker.contexts) < fields.get("n", 1):
+            await asyncio.sleep(0.001)
+        if phase == "mid-stream" and fields.get("stream"):
+            await exchange.until(lambda one: b'"content":"a' in one.body)
+        exchange.disconnect()
+        for context in worker.contexts:
+            while not context.is_killed():
+                await asyncio.sleep(0.001)
+    await exchange.done()
+    kind = "stream" if fields.get("stream") else "unary"
+    assert house.metric("dynamo_frontend_disconnected_clients") == 1
+    labels = {"model": "m", "endpoint": "chat_completions", "request_type": kind}
+    assert house.metric("dynamo_frontend_model_cancellation_total", **labels) == 1
+    assert house.metric("dynamo_frontend_requests_total", **labels, status="error", error_type="cancelled") == 1
+    assert house.metric("dynamo_frontend_inflight_requests", model="m") == 0
+    assert house.frontend.admission.in_flight == 0
+
+
+async def test_a_client_that_leaves_before_its_body_is_complete_costs_nothing(house: Cluster) -> None:
+    from support.asgi_client import Exchange
+
+    exchange = Exchange(house.frontend.asgi, "POST", "/v1/chat/completions", b"{", {"content-type": "application/json"})
+    first = exchange._messages.get_nowait()
+    exchange._messages.put_nowait({**first, "more_body": True})
+    exchange.disconnect()
+    await exchange.done()
+    assert exchange.status is None
+    assert house.frontend.admission.in_flight == 0
+
+
+async def test_after_an_answer_the_closing_connection_is_no_cancellation(house: Cluster) -> None:
+    await house.worker()
+    answer = await house.client.chat("hi")
+    answer.disconnect()
+    await asyncio.sleep(0)
+    assert house.metric("dynamo_frontend_disconnected_clients") == 0
+
+
+# -- when 200 is said ----------------------------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_thinks_long_gets_its_headers_out_and_a_comment(tmp_path: Path) -> None:
+    release = asyncio.Event()
+
+    async def think(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        await release.wait()
+        raise Unknown("boom")
+
+    async with cluster(tmp_path, peek_seconds=0.005) as house:
+        await house.worker(think)
+        exchange = house.client.begin_chat("hi", stream=True)
+        await exchange.until(lambda one: one.body == b": keep-alive\n\n")
+        assert exchange.status == 200
+        release.set()
+        await exchange.done()
+        assert exchange.chunks[-1]["error"]["code"] == 500  # too late for a status
+
+
+async def test_a_backend_that_falls_silent_is_cut_at_the_inactivity_limit(tmp_path: Path) -> None:
+    async with cluster(tmp_path, backend_stream_timeout_seconds=0.02) as house:
+        worker = await house.worker(hold)
+        answer = await house.client.chat("hi")
+        assert answer.status == 504
+        assert worker.contexts[0].is_killed()
+        labels = {"model": "m", "endpoint": "chat_completions", "request_type": "unary"}
+        assert (
+            house.metric("dynamo_frontend_requests_total", **labels, status="error", error_type="response_timeout") == 1
+        )
+
+
+# -- admission and the end -----------------------------------------------------------------------------------------------
+
+
+async def test_beyond_the_bound_a_request_is_declined_with_retry_after(tmp_path: Path) -> None:
+    async with cluster(tmp_path, max_requests_in_flight=1) as house:
+        worker = await house.worker(hold)
+        first = house.client.begin_chat("hi")
+        await worker.started.wait()
+        answer = await house.client.chat("hi")
+        assert (answer.status, answer.json["type"]) == (529, "Overloaded")
+        assert answer.json["message"] == "Service temporarily overloaded"
+        assert answer.headers["retry-after"] == "1"
+        first.disconnect()
+        await first.done()
+        worker.script = say("ok")
+        assert (await house.client.chat("hi")).status == 200
+
+
+async def test_the_overload_status_is_a_setting(tmp_path: Path) -> None:
+    async with cluster(tmp_path, overload_status=503) as house:
+        await house.worker(fail(Overloaded()))
+        assert (await house.client.chat("hi")).status == 503
+
+
+async def test_draining_lets_requests_finish_and_declines_new_ones(house: Cluster) -> None:
+    release = asyncio.Event()
+
+    async def wait(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        sink.send_tokens([97])
+        await release.wait()
+        sink.send_tokens([98], finish_reason="stop")
+
+    worker = await house.worker(wait)
+    exchange = house.client.begin_chat("hi", stream=True)
+    await worker.started.wait()
+    draining = asyncio.create_task(house.frontend.drain(5))
+    await asyncio.sleep(0)
+    declined = await house.client.chat("hi")
+    assert (declined.status, declined.json["message"]) == (503, "Service is not ready")
+    health = await house.client.get("/health")
+    assert (health.status, health.json) == (
+        503,
+        {"status": "not_ready", "stage": "draining", "message": "Service is not ready"},
+    )
+    assert (await house.client.get("/live")).status == 200
+    release.set()
+    assert await draining is True
+    await exchange.done()
+    assert exchange.text() == "ab"
+    house.frontend.stopping()
+    assert house.frontend.admission.stage is Stage.STOPPING
+    live = await house.client.get("/live")
+    assert (live.status, live.json["status"]) == (503, "shutting_down")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_does_not_finish_in_time_is_cut_with_an_error(house: Cluster, stream: bool) -> None:
+    worker = await house.worker(talk_forever)
+    exchange = house.client.begin_chat("hi", stream=stream)
+    await worker.started.wait()
+    if stream:
+        await exchange.until(lambda one: b'"content":"a' in one.body)
+    assert await house.frontend.drain(0.001) is False
+    assert house.frontend.cut() == 1
+    await exchange.done()
+    if stream:
+        assert exchange.chunks[-1]["error"]["code"] == 503
+    else:
+        assert exchange.status == 503
+    assert worker.contexts[0].is_killed()

@@ -1,0 +1,150 @@
+"""A frontend and scripted workers in one process, over the memory planes: real parts, no sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from dynamo.common.backend.registration import build_card, read_model_directory
+from dynamo.frontend.app import Frontend
+from dynamo.frontend.offload import InlineOffload
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.protocol.records import ModelCard
+from dynamo.runtime.context import Context
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.request_plane.base import ResponseSink
+from support.asgi_client import AsgiClient
+
+Script = Callable[[Mapping[str, Any], Context, ResponseSink], Awaitable[None]]
+
+
+def say(*chunks: str | list[int], finish: str | None = "stop", extra: dict[str, Any] | None = None) -> Script:
+    """A worker that sends these chunks (text as bytes, or ids) and ends; the finish reason is on the last one."""
+
+    async def script(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        for position, chunk in enumerate(chunks):
+            ids = list(chunk.encode()) if isinstance(chunk, str) else chunk
+            is_last = position == len(chunks) - 1
+            sink.send_tokens(list(ids), finish_reason=finish if is_last else None, extra=extra)
+            await asyncio.sleep(0)
+
+    return script
+
+
+def fail(error: Exception, *, after: tuple[str, ...] = ()) -> Script:
+    """A worker that says something, then fails."""
+
+    async def script(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        for text in after:
+            sink.send_tokens(list(text.encode()))
+            await asyncio.sleep(0.002)
+        raise error
+
+    return script
+
+
+class ScriptedWorker:
+    """One worker: whatever it is asked it does what its script says, and it keeps a record."""
+
+    def __init__(self, runtime: DistributedRuntime, script: Script) -> None:
+        self.runtime = runtime
+        self.script = script
+        self.requests: list[Mapping[str, Any]] = []
+        self.contexts: list[Context] = []
+        self.killed = asyncio.Event()
+        self.started = asyncio.Event()
+        self.served: Any = None
+        self.endpoint: Any = None
+
+    async def handle(self, body: Any, context: Context, sink: ResponseSink) -> None:
+        self.requests.append(body)
+        self.contexts.append(context)
+        context.on_cancel(lambda killed: self.killed.set() if killed else None)
+        self.started.set()
+        await self.script(body, context, sink)
+
+    async def hold(self, body: Any, context: Context, sink: ResponseSink) -> None:
+        """A script: nothing until the request is killed."""
+        await context.async_killed_or_stopped()
+
+    async def stop(self) -> None:
+        await self.runtime.aclose()
+
+
+class Cluster:
+    """Workers come and go with `worker()`; `client` speaks to the frontend."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self.frontend = frontend
+        self.client = AsgiClient(frontend.asgi)
+        self.workers: list[ScriptedWorker] = []
+
+    async def worker(
+        self,
+        script: Script | None = None,
+        *,
+        model: str = "m",
+        namespace: str = "ns",
+        component: str = "backend",
+        directory: Path | None = None,
+        card: ModelCard | None = None,
+        wait: bool = True,
+        **members: Any,
+    ) -> ScriptedWorker:
+        """Start a worker and wait until the frontend serves its model."""
+        runtime = memory_runtime()
+        worker = ScriptedWorker(runtime, script or say("hello"))
+        self.workers.append(worker)
+        worker.endpoint = runtime.endpoint(f"{namespace}.{component}.generate")
+        worker.served = await worker.endpoint.start_serving(worker.handle)
+        if card is None:
+            assets = await asyncio.to_thread(read_model_directory, directory) if directory is not None else None
+            card = build_card(model, assets=assets, **members)
+        await worker.endpoint.publish_model(card.to_json())
+        if wait:
+            async with asyncio.timeout(10):
+                await self.frontend.models.wait_for(lambda: self.sees(worker, card.display_name))
+        return worker
+
+    def sees(self, worker: ScriptedWorker, model: str) -> bool:
+        instance_id = worker.endpoint.connection_id()
+        listed = {record["instance_id"] for record in self.frontend.models.instances()}
+        models = self.frontend.models._by_name.get(model, ())
+        return instance_id in listed and any(found.instance(instance_id) is not None for found in models)
+
+    async def gone(self, model: str) -> None:
+        async with asyncio.timeout(10):
+            await self.frontend.models.wait_for(lambda: not self.frontend.models.is_registered(model))
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One series by name and exact labels, 0 when it does not exist."""
+        for line in self.frontend.metrics.expose().decode().splitlines():
+            series, _, value = line.rpartition(" ")
+            found, _, rest = series.partition("{")
+            given = dict(pair.split("=", 1) for pair in rest.rstrip("}").split(",") if pair)
+            if found == name and {key: text.strip('"') for key, text in given.items()} == labels:
+                return float(value)
+        return 0.0
+
+
+def memory_runtime() -> DistributedRuntime:
+    return DistributedRuntime(asyncio.get_running_loop(), "mem", "mem")
+
+
+@asynccontextmanager
+async def cluster(tmp_path: Path, **settings: Any) -> AsyncIterator[Cluster]:
+    """A frontend without workers; everything is closed at the end."""
+    runtime = memory_runtime()
+    settings.setdefault("model_cache_dir", tmp_path / "cache")
+    async with Frontend(FrontendSettings(**settings), runtime, offload=InlineOffload()) as frontend:
+        found = Cluster(frontend)
+        try:
+            yield found
+        finally:
+            await found.client.aclose()
+            for worker in found.workers:
+                await worker.stop()
+    await runtime.aclose()
