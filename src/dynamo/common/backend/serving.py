@@ -74,7 +74,9 @@ class RequestSpan(Protocol):
 
     def fail(self, kind: str) -> None: ...
 
-    def dropped(self) -> None: ...
+    def dropped(self, output_tokens: int = 0) -> None: ...
+
+    def worker_trace_link(self) -> dict[str, str]: ...
 
 
 SpanFactory = Callable[[Context, Mapping[str, Any]], RequestSpan | None]
@@ -130,7 +132,7 @@ class TokenServing:
             sink.end(failure)
             log_failure(context, error, failure)
             if span is not None:
-                span.fail(type(failure).__name__)
+                span.fail(type(failure).__name__ if stream is not None else "setup_failed")
             if not isinstance(error, Exception | GeneratorExit):
                 raise
         finally:
@@ -153,7 +155,10 @@ class TokenServing:
         now = asyncio.get_running_loop().time
         open_choices = choices
         burst = tokens = 0
+        link = span.worker_trace_link() if span is not None else None
         async for chunk in stream:
+            if link is not None and isinstance(chunk, Mapping) and (chunk.get("token_ids") or "finish_reason" in chunk):
+                chunk, link = {**chunk, "worker_trace_link": link}, None
             try:
                 ids = chunk["token_ids"]
                 index = chunk.get("index") or 0
@@ -203,7 +208,7 @@ class TokenServing:
                         return
             if sink.ended and not watch.deferring:  # killed, lost or cut: whoever did that has told the watch
                 if span is not None:
-                    span.dropped()
+                    span.dropped(tokens)
                 return
             burst += 1
             if burst == CHUNKS_PER_TURN:
