@@ -459,6 +459,7 @@ class ModelDirectory:
                     await client.close()
                     continue
                 client.on_change(partial(self._instances_changed, endpoint))
+                self._announce()
 
     def _instances_changed(self, endpoint: str) -> None:
         for served in self._served.values():
