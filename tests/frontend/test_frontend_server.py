@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from dynamo.frontend.server import HttpServer, PortInUse, bind
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import ResponseSink
+from support.frontend_cluster import Cluster, cluster, say
+
+
+@asynccontextmanager
+async def served(tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Cluster, HttpServer]]:
+    async with cluster(tmp_path, http_host="127.0.0.1", http_port=0, **settings) as house:
+        server = HttpServer(house.frontend)
+        await server.start()
+        try:
+            yield house, server
+        finally:
+            await server.close()
+
+
+class Connection:
+    """A client that writes what it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def send(self, method: str, path: str, body: Any = None, *headers: str) -> None:
+        raw = b"" if body is None else json.dumps(body).encode()
+        head = [f"{method} {path} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {len(raw)}"]
+        self.writer.write("\r\n".join([*head, *headers, "", ""]).encode() + raw)
+
+    async def head(self) -> tuple[int, dict[str, str]]:
+        lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines[1:] if line)
+        return int(lines[0].split()[1]), headers
+
+    async def answer(self) -> tuple[int, bytes]:
+        status, headers = await self.head()
+        return status, await self.reader.readexactly(int(headers["content-length"]))
+
+    async def close(self) -> None:
+        self.writer.close()
+        with_error = asyncio.gather(self.writer.wait_closed(), return_exceptions=True)
+        await with_error
+
+
+@asynccontextmanager
+async def connection(port: int) -> AsyncIterator[Connection]:
+    found = Connection(*await asyncio.open_connection("127.0.0.1", port))
+    try:
+        yield found
+    finally:
+        await found.close()
+
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_the_openai_client_is_served_streaming_and_not(tmp_path: Path) -> None:
+    async with served(tmp_path) as (house, server):
+        await house.worker(say("hel", "lo"))
+        async with AsyncOpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
+            answer = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+            assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("hello", "stop")
+            stream = await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "hi"}], stream=True
+            )
+            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hello"
+            assert [model.id async for model in client.models.list()] == ["m"]
+
+
+async def test_a_connection_is_kept_for_the_next_request(tmp_path: Path) -> None:
+    async with served(tmp_path) as (house, server), connection(server.port) as client:
+        await house.worker()
+        for _ in range(3):
+            client.send("POST", "/v1/chat/completions", CHAT)
+            status, body = await client.answer()
+            assert (status, json.loads(body)["object"]) == (200, "chat.completion")
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+async def test_a_closed_connection_kills_the_work(tmp_path: Path, fields: dict[str, Any]) -> None:
+    async def hold(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        await context.async_killed_or_stopped()
+
+    async with served(tmp_path) as (house, server):
+        worker = await house.worker(hold)
+        async with connection(server.port) as client:
+            client.send("POST", "/v1/chat/completions", {**CHAT, **fields})
+            await worker.started.wait()
+        async with asyncio.timeout(5):
+            await worker.killed.wait()
+
+
+async def test_a_client_that_never_reads_holds_back_its_worker_and_no_one_else(tmp_path: Path) -> None:
+    sent = 0
+
+    async def flood(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        nonlocal sent
+        while not context.is_stopped():
+            if not sink.has_credit():
+                stalled.set()
+                await sink.wait_credit()
+            sink.send_tokens([97] * 64)
+            sent += 64
+            await asyncio.sleep(0)
+
+    stalled = asyncio.Event()
+    async with served(tmp_path) as (house, server):
+        worker = await house.worker(flood)
+        async with connection(server.port) as lazy, connection(server.port) as other:
+            lazy.writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            lazy.writer.transport.pause_reading()
+            lazy.send("POST", "/v1/chat/completions", {**CHAT, "stream": True})
+            async with asyncio.timeout(20):
+                await stalled.wait()
+                before = -1
+                while before != sent:  # until the whole way is full
+                    before = sent
+                    await asyncio.sleep(0.05)
+            worker.script = say("quick")
+            other.send("POST", "/v1/chat/completions", CHAT)
+            assert (await other.answer())[0] == 200
+
+
+async def test_headers_beyond_the_limit_are_declined(tmp_path: Path) -> None:
+    async with served(tmp_path, header_limit_bytes=16 * 1024) as (_, server), connection(server.port) as client:
+        client.writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n")
+        for number in range(100):
+            client.writer.write(f"x-{number}: {'v' * 1000}\r\n".encode())
+        status, headers = await client.head()
+        assert (status, headers["connection"]) == (431, "close")
+
+
+async def test_a_body_may_be_longer_than_the_headers(tmp_path: Path) -> None:
+    async with served(tmp_path, header_limit_bytes=16 * 1024) as (house, server), connection(server.port) as client:
+        await house.worker()
+        for _ in range(2):
+            client.send("POST", "/v1/completions", {"model": "m", "prompt": "x" * 100_000})
+            assert (await client.answer())[0] == 200
+
+
+async def test_a_bad_request_line_is_a_400_and_not_a_crash(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, server), connection(server.port) as client:
+        client.writer.write(b"\x00\x01nonsense\r\n\r\n")
+        assert (await client.head())[0] == 400
+
+
+async def test_an_overload_status_beyond_599_can_be_sent(tmp_path: Path) -> None:
+    settings = {"overload_status": 777, "max_requests_in_flight": 1}
+    async with served(tmp_path, **settings) as (house, server), connection(server.port) as client:
+        house.frontend.admission.enter()
+        client.send("POST", "/v1/chat/completions", CHAT)
+        assert (await client.answer())[0] == 777
+        house.frontend.admission.leave()
+
+
+async def test_stopping_finishes_what_is_in_flight(tmp_path: Path) -> None:
+    release = asyncio.Event()
+
+    async def wait(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        sink.send_tokens([97])
+        await release.wait()
+        sink.send_tokens([98], finish_reason="stop")
+
+    async with served(tmp_path) as (house, server), connection(server.port) as client:
+        worker = await house.worker(wait)
+        client.send("POST", "/v1/chat/completions", {**CHAT, "stream": True})
+        await worker.started.wait()
+        stopping = asyncio.create_task(server.stop())
+        async with connection(server.port) as other:  # the listener is open while it drains
+            other.send("GET", "/health")
+            status, body = await other.answer()
+            assert (status, json.loads(body)["stage"]) == (503, "draining")
+            other.send("POST", "/v1/chat/completions", CHAT)
+            assert (await other.answer())[0] == 503
+        release.set()
+        await stopping
+        assert b"[DONE]" in await client.reader.read()
+        with pytest.raises(OSError, match=r"refused|Connect call failed"):
+            await asyncio.open_connection("127.0.0.1", server.port)
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse) as error:
+            bind("127.0.0.1", port)
+    assert str(error.value) == (
+        f"Failed to start HTTP server: port {port} already in use. Use --http-port to specify a different port."
+    )
+
+
+# -- the process ---------------------------------------------------------------------------------------------------------
+
+
+async def frontend_process(tmp_path: Path, *arguments: str, **env: str) -> asyncio.subprocess.Process:
+    base = {key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "ETCD_"))}
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "dynamo.frontend",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**base, "DYN_FILE_KV": str(tmp_path / "kv"), **env},
+    )
+
+
+async def test_a_taken_port_ends_the_process_with_that_line(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = await frontend_process(tmp_path, "--discovery-backend", "file", "--http-port", str(port))
+        _, errors = await process.communicate()
+    assert process.returncode == 1
+    assert errors.decode().splitlines() == [
+        f"Failed to start HTTP server: port {port} already in use. Use --http-port to specify a different port."
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_the_process_cleanly(tmp_path: Path, number: signal.Signals) -> None:
+    process = await frontend_process(
+        tmp_path, "--discovery-backend", "file", "--http-host", "127.0.0.1", "--http-port", "0"
+    )
+    assert process.stderr is not None
+    port = 0
+    async with asyncio.timeout(20):
+        while not port:
+            line = (await process.stderr.readline()).decode()
+            assert line, "the frontend ended at once"
+            if "serving HTTP on" in line:
+                port = int(line.strip().rsplit(":", 1)[1].split("\x1b")[0])
+        async with connection(port) as client:
+            client.send("GET", "/health")
+            assert (await client.answer())[0] == 200
+        process.send_signal(number)
+        await process.communicate()
+    assert process.returncode == 0
