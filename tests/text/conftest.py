@@ -83,9 +83,34 @@ WORDS = [
 ]
 
 
+SEPARATORS = [
+    " ",
+    " ",
+    "  ",
+    "   ",
+    "\n",
+    "\n\n",
+    " \n",
+    "\n ",
+    "\n  ",
+    "\r\n",
+    "\t",
+    "，",
+    "。",
+    "/",
+    "'s ",
+    ".",
+    "(",
+    "\u3000",
+]
+
+
 def corpus() -> list[str]:
+    """Prose, and lines where anything stands beside anything: a tokenizer learns merges across every kind of border."""
     rng = random.Random(7)
-    return [" ".join(rng.choices(WORDS, k=40)) + rng.choice([".\n", "\n\n", "，你好。\n", "  \n"]) for _ in range(120)]
+    prose = [" ".join(rng.choices(WORDS, k=40)) + rng.choice([".\n", "\n\n", "，你好。\n", "  \n"]) for _ in range(80)]
+    mixed = ["".join(rng.choice(WORDS) + rng.choice(SEPARATORS) for _ in range(60)) for _ in range(60)]
+    return prose + mixed
 
 
 def _byte_level(split: pre_tokenizers.PreTokenizer, normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
@@ -95,7 +120,7 @@ def _byte_level(split: pre_tokenizers.PreTokenizer, normalizer: normalizers.Norm
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=700,
+        vocab_size=1000,
         special_tokens=SPECIALS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -129,7 +154,15 @@ def _sentencepiece_bpe(*, legacy: bool, strip: bool = True) -> Tokenizer:
         vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
     state["model"]["byte_fallback"] = True
     state["model"]["fuse_unk"] = True
-    if legacy:
+    if not strip:  # Gemma: spaces are only replaced, and the pre-tokenizer finds none to split at
+        state["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        state["pre_tokenizer"] = {
+            "type": "Split",
+            "pattern": {"String": " "},
+            "behavior": "MergedWithPrevious",
+            "invert": False,
+        }
+    elif legacy:
         state["pre_tokenizer"] = None
         state["normalizer"] = {
             "type": "Sequence",

@@ -138,6 +138,9 @@ def test_a_code_point_the_prompt_began_is_completed_and_a_broken_one_is_not_blam
     assert stream(tokenizer, prompt, [[0xAC], [0x41]]) == "€A"
     assert stream(tokenizer, prompt, [[0x41]]) == "A"
     assert stream(tokenizer, prompt, []) == ""
+    surrogate = [0xED, 0xAD]  # two invalid bytes, though the first begins other code points
+    assert stream(tokenizer, surrogate, [[0xAC]]) == "\ufffd"
+    assert stream(tokenizer, [], [surrogate, [0x41]]) == "\ufffd\ufffdA"
 
 
 def test_special_tokens_are_skipped_or_shown_by_name(hf: Family) -> None:

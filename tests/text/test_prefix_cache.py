@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -20,6 +21,7 @@ ALPHABET = [
     *["👩‍🚀", "🎉", "🇩🇪", "\u200d", "\u200b", "\x00", "\x01", "\x1c", "\x85", "\ufffd", "\u3000", "\xa0"],
     *[" ", " ", " ", " ", "  ", "   ", "\t", "\n", "\n", "\n\n", "\r\n", " \n", "\n ", "\r", "\u2028"],
     *["/", "//", "'", "'s", "'S", "-", "--", "...", "!?", "(", ")", "{", '"', "<", "|", ">", "_", "=", "\\"],
+    *[" the answer", " x the", "▁", "world\nx"],
     *["<|begin|>", "<|end|>", "<|user|>", "<｜User｜>", "<tool_call>", "plainé", "plaine\u0301", "<|be", "<s>", "</s>"],
 ]
 
@@ -46,15 +48,18 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CUT_INSIDE_TEXT = ("llama3", "qwen", "o200k", "deepseek", "gpt2", "gpt2-prefix", "starcoder")
-CUT_AT_SPECIALS = ("odd-regex", "llama2", "llama2-metaspace", "unigram", "wordpiece", "suffix-bpe")
+CUT_BETWEEN_WORDS = ("llama2", "llama2-metaspace", "gemma")
+CUT_AT_SPECIALS = ("odd-regex", "unigram", "wordpiece", "suffix-bpe")
 
 
 @pytest.mark.usefixtures("tiny_chunks")
-@pytest.mark.parametrize(("name", "seed"), [(n, i) for i, n in enumerate(CUT_INSIDE_TEXT + CUT_AT_SPECIALS)])
+@pytest.mark.parametrize(
+    ("name", "seed"), [(n, i) for i, n in enumerate(CUT_INSIDE_TEXT + CUT_BETWEEN_WORDS + CUT_AT_SPECIALS)]
+)
 def test_ids_are_those_of_the_uncached_tokenizer(hf: Family, name: str, seed: int) -> None:
     plain = JsonTokenizer(hf(name))
     cached = CachedTokenizer(plain)
-    cases = [text for pair in pairs(seed, 1200 if name in CUT_INSIDE_TEXT else 500) for text in pair]
+    cases = [text for pair in pairs(seed, 500 if name in CUT_AT_SPECIALS else 1200) for text in pair]
     # One uncached call for all: what is compared is the cache, not the library's speed.
     for text, expected in zip(cases, plain.encode_many(cases), strict=True):
         assert cached.encode(text) == expected, repr(text)
@@ -62,7 +67,7 @@ def test_ids_are_those_of_the_uncached_tokenizer(hf: Family, name: str, seed: in
 
 
 @pytest.mark.usefixtures("tiny_chunks")
-@pytest.mark.parametrize("name", ["llama3", "qwen", "gpt2"])
+@pytest.mark.parametrize("name", ["llama3", "qwen", "gpt2", "llama2", "llama2-metaspace", "gemma"])
 @pytest.mark.parametrize(
     "token",
     [
@@ -76,6 +81,10 @@ def test_ids_are_those_of_the_uncached_tokenizer(hf: Family, name: str, seed: in
         AddedToken("\n", normalized=False, lstrip=True, rstrip=True),
         AddedToken("世界，", normalized=False),
         AddedToken("e\u0301 ", normalized=True),
+        AddedToken("answer", normalized=True),
+        AddedToken("answer", normalized=False),
+        AddedToken("x the", normalized=True),
+        AddedToken("▁x▁answer", normalized=True),
     ],
     ids=repr,
 )
@@ -89,6 +98,22 @@ def test_added_tokens_that_see_their_neighbours_do_not_spoil_the_ids(
     cases = [text for pair in pairs(11, 60) for text in pair]
     for text, expected in zip(cases, plain.encode_many(cases), strict=True):
         assert cached.encode(text) == expected, repr(text)
+
+
+@pytest.mark.parametrize(("name", "skip"), [("llama2", 1), ("llama2-metaspace", 1), ("gemma", 0)])
+def test_sentencepiece_bpe_is_cut_between_words(hf: Family, name: str, skip: int) -> None:
+    cuts = exact_cuts(hf(name))
+    assert cuts is not None
+    assert cuts.skip == skip
+    assert cuts.next("two words", 1) == 3
+
+
+def test_a_vocabulary_that_joins_words_is_not_cut_between_them(hf: Family) -> None:
+    state = json.loads(hf("llama2").to_str())
+    state["model"]["vocab"]["e▁a"] = len(state["model"]["vocab"])
+    cuts = exact_cuts(HfTokenizer.from_str(json.dumps(state)))
+    assert cuts is not None
+    assert cuts.before_match
 
 
 @pytest.mark.parametrize("name", CUT_INSIDE_TEXT)

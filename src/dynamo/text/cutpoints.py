@@ -1,6 +1,6 @@
 r"""Where a text may be cut so that encoding the parts gives exactly the ids of the whole.
 
-A cut is *exact* when no step of the tokenizer can see across it. Two kinds are provable from `tokenizer.json` alone:
+A cut is *exact* when no step of the tokenizer can see across it. Three kinds are provable from `tokenizer.json` alone:
 
 **Inside text, for byte-level pipelines.** Their pre-tokenizer is a regex alternation, matched from left to right, each
 match starting where the last one ended; the model then sees one match at a time. For a set of known alternatives
@@ -14,6 +14,11 @@ characters are never inside a match, whatever stands around them:
 Nor does any alternative look back, or look ahead in a way that tells such a place from the end of the text: the only
 look-ahead, `\s+(?!\S)`, stands behind spaces. A pattern with any other alternative is not trusted. NFC is allowed
 because a space, a letter or digit behind a newline, and that punctuation never compose with what stands before them.
+
+**Between two words, for SentencePiece BPE** (Llama 2, Mistral, Gemma), which has no pre-tokenizer to speak of: spaces
+become "▁" and merges run over the whole text. If no entry of the vocabulary has a letter in front of a "▁", no merge can
+ever join what stands on both sides of such a place, and merges on one side do not see the other. Pipelines that put a
+"▁" in front of every text do so to the second part too, so that part is given without its own space.
 
 **Before a special token, for every pipeline.** Special tokens are cut out of the raw text first, leftmost longest; each
 piece between them is then normalised, split and encoded on its own.
@@ -32,6 +37,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import models
 
 from dynamo.text.pieces import flatten_steps
 
@@ -85,7 +91,8 @@ class ExactCuts:
     """Finds places where a text may be cut."""
 
     pattern: re.Pattern[str]
-    before_match: bool  # cut before what the pattern finds; otherwise behind it
+    before_match: bool = False  # cut before what the pattern finds; otherwise behind it
+    skip: int = 0  # characters at the cut that the tokenizer itself puts in front of the next part
 
     def next(self, text: str, start: int) -> int:
         """The first cut the pattern finds at or behind `start` (> 0); -1 when there is none."""
@@ -100,10 +107,12 @@ def exact_cuts(tokenizer: HfTokenizer) -> ExactCuts | None:
     added = list(tokenizer.get_added_tokens_decoder().values())
     if any(token.single_word for token in added):
         return None
-    if json.loads(tokenizer.model.__getstate__()).get("dropout"):
+    if getattr(tokenizer.model, "dropout", None):
         return None  # encoding is then a matter of chance
     if inside := _cuts_inside_text(tokenizer, added):
-        return ExactCuts(re.compile("|".join(inside)), before_match=False)
+        return ExactCuts(re.compile("|".join(inside)))
+    if between := _cuts_between_words(tokenizer, added):
+        return between
     if specials := _cuttable_specials(added):
         return ExactCuts(re.compile("|".join(map(re.escape, specials))), before_match=True)
     return None
@@ -197,6 +206,59 @@ def split_alternatives(pattern: str) -> frozenset[str]:
             start = at + 1
         at += 1
     return frozenset([*parts, pattern[start:]])
+
+
+_BEGINS_AT_A_WORD: Final = re.compile(r" (?:[^\W\d_]|$)")  # an added token that takes the very space of a cut
+_LETTER_BEFORE_SPACE_MARK: Final = re.compile(r"[^\W\d_]▁")
+
+
+def _cuts_between_words(tokenizer: HfTokenizer, added: list[Any]) -> ExactCuts | None:
+    """The cuts of a SentencePiece BPE, or None if this is none or its vocabulary joins words."""
+    model = tokenizer.model
+    if not isinstance(model, models.BPE) or model.ignore_merges:
+        return None
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    skip = _leading_space(tokenizer)
+    if skip is None:
+        return None
+    # A token must not begin behind the cut's space: the space before it would then be a part of its own.
+    starts = {form.lstrip(" ▁")[:1] for token in added for form in _forms(token.content)}
+    ends = {form.rstrip(" ▁")[-1:] for token in added for form in _forms(token.content) if token.rstrip}
+    cut = re.compile(
+        rf"(?![{re.escape(''.join(sorted(ends)))} ])[^\W\d_](?= (?![{re.escape(''.join(sorted(starts)))} ])[^\W\d_])"
+    )
+    contents = {form.replace("▁", " ") for token in added for form in _forms(token.content)}
+    if any(_cuts_through(cut, content) or _BEGINS_AT_A_WORD.match(content) for content in contents):
+        return None
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    if "▁" not in vocabulary or _LETTER_BEFORE_SPACE_MARK.search("\n".join(vocabulary)):
+        return None
+    return ExactCuts(cut, skip=skip)
+
+
+def _leading_space(tokenizer: HfTokenizer) -> int | None:
+    """1 if the pipeline puts a "▁" in front of a text, 0 if it does not; None for a pipeline not known to be safe."""
+    skip, marks_spaces = 0, False
+    if tokenizer.normalizer is not None:
+        for step in flatten_steps(json.loads(tokenizer.normalizer.__getstate__()), "normalizers"):
+            match step:
+                case {"type": "Prepend", "prepend": "▁"} if not marks_spaces:
+                    skip = 1
+                case {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
+                    marks_spaces = True
+                case _:
+                    return None
+    if tokenizer.pre_tokenizer is not None:
+        for step in flatten_steps(json.loads(tokenizer.pre_tokenizer.__getstate__()), "pretokenizers"):
+            match step:
+                case {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme} if not marks_spaces:
+                    skip, marks_spaces = int(scheme != "never"), True
+                case {"type": "Split", "pattern": {"String": " "}} if marks_spaces:
+                    pass  # no space is left to split at
+                case _:
+                    return None
+    return skip if marks_spaces else None
 
 
 def _cuttable_specials(added: list[Any]) -> list[str]:

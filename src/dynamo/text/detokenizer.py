@@ -15,7 +15,7 @@ from codecs import utf_8_decode
 from collections.abc import Sequence
 from typing import Final
 
-from dynamo.text.pieces import PER_BYTE, PieceTable
+from dynamo.text.pieces import PieceTable
 from dynamo.text.tokenizer import Tokenizer
 
 __all__ = ["Detokenizer"]
@@ -41,7 +41,7 @@ class Detokenizer:
         self._table = table
         self._pending = _unfinished_tail(table, prompt_ids)
         # How many U+FFFD the pending bytes would show if they stay broken: they are the prompt's, not ours.
-        self._prompt_tail = len(self._pending) if table.errors == PER_BYTE else bool(self._pending)
+        self._prompt_tail = len(utf_8_decode(self._pending, table.errors, True)[0])
         starts = (table.first is not None or table.strip > 0) and not any(map(table.seen, reversed(prompt_ids)))
         self._at_start = starts and table.first is not None
         self._strip = table.strip if starts else 0

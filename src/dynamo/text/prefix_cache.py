@@ -117,7 +117,7 @@ class CachedTokenizer:
         start = 0
         while (end := cuts.next(text, start + CHUNK_CHARS)) >= 0:
             chunks.append(text[start:end])
-            start = end
+            start = end + cuts.skip
         chunks.append(text[start:])
         return chunks
 
