@@ -142,10 +142,6 @@ class Client:
         """One instance by id, inhibited or not. Raises `WorkerUnavailable` naming the id."""
         return self._set.named(instance_id)
 
-    def named(self, instance_id: int) -> Instance:
-        """The instance with this id, inhibited or not. Raises `WorkerUnavailable` naming the id."""
-        return self._set.named(instance_id)
-
     async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream:
         """Send a request to one instance; close the stream on every path. Errors are those of the request plane."""
         instance_id = instance.instance_id

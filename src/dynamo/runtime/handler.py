@@ -145,13 +145,15 @@ async def _close(stream: AsyncIterator[Any], context: Context) -> None:
 
 
 def takes_context(handler: PythonHandler) -> bool:
-    """Whether a handler wants `(request, context)`."""
+    """Whether a handler wants `(request, context)`: its second parameter has no default, or is called `context`."""
     try:
-        parameters = inspect.signature(handler).parameters.values()
+        parameters = list(inspect.signature(handler).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature
         return False
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return True
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return len(positional) >= 2 and (positional[1].default is positional[1].empty or positional[1].name == "context")
 
 
 def envelope(item: Any) -> dict[str, Any]:
