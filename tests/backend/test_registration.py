@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,33 @@ class RecordingEndpoint:
 
     async def published_model(self, suffix: str | None = None) -> dict[str, Any] | None:
         return self.cards.get(suffix)
+
+
+class Host:
+    """A status server's file routes, without the server."""
+
+    url = "http://10.0.0.1:9090"
+
+    def __init__(self) -> None:
+        self.files: dict[str, Path] = {}
+
+    def add_metadata_files(self, *place: Any) -> dict[str, str]:
+        *folder, files = place
+        paths = {name: "/v1/metadata/" + "/".join([*folder, name]) for name in files}
+        self.files |= {paths[name]: path for name, path in files.items()}
+        return paths
+
+    def remove_metadata_files(self, *folder: str) -> None:
+        prefix = "/v1/metadata/" + "/".join(folder) + "/"
+        self.files = {path: file for path, file in self.files.items() if not path.startswith(prefix)}
+
+
+class HostedEndpoint(RecordingEndpoint):
+    namespace, component, name = "ns", "backend", "generate"
+
+    def __init__(self, host: Host) -> None:
+        super().__init__()
+        self.runtime = SimpleNamespace(status_server=host)
 
 
 async def unreachable(name: str, ignore_weights: bool) -> str:
@@ -291,6 +319,60 @@ async def test_register_and_unregister(model_directory: Path) -> None:
     await unregister_model(endpoint)
     await unregister_model(endpoint)
     assert endpoint.cards == {}
+
+
+async def test_a_status_server_offers_the_cards_files(model_directory: Path, tmp_path: Path) -> None:
+    template = tmp_path / "config.json"  # the name of another artefact, from another directory
+    template.write_text("{{ messages }}")
+    host = Host()
+    endpoint = HostedEndpoint(host)
+    common: dict[str, Any] = {"worker_type": WorkerType.Aggregated, "custom_template_path": str(template)}
+    await register_model(ModelInput.Tokens, ModelType.Chat, endpoint, str(model_directory), "m", **common)
+    card = decode_card(endpoint.cards[None])
+    local = build_card(
+        "m",
+        assets=read_model_directory(model_directory),
+        model_type=ModelType.Chat,
+        custom_template_path=template,
+    )
+    assert card.checksum() == local.checksum()
+    there = dict(local.files())
+    for kind, ref in card.files():
+        assert ref.path.startswith("http://10.0.0.1:9090/v1/metadata/ns/backend/generate/m/_base/")
+        assert host.files[ref.path.removeprefix(host.url)] == Path(there[kind].path)
+        assert ref.checksum == there[kind].checksum
+    await unregister_model(endpoint)
+    assert host.files == {}
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+async def test_self_hosting_can_be_switched_off(
+    model_directory: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = HostedEndpoint(Host())
+    if how == "environment":
+        monkeypatch.setenv("DYN_SELF_HOST_METADATA", "false")
+    await register_model(
+        ModelInput.Tokens,
+        ModelType.Chat,
+        endpoint,
+        str(model_directory),
+        worker_type=WorkerType.Aggregated,
+        self_host_metadata=False if how == "argument" else None,
+    )
+    assert all(Path(ref.path).is_absolute() for _, ref in decode_card(endpoint.cards[None]).files())
+
+
+async def test_self_hosting_without_a_status_server_is_refused(model_directory: Path) -> None:
+    with pytest.raises(InvalidArgument, match="DYN_SYSTEM_PORT"):
+        await register_model(
+            ModelInput.Tokens,
+            ModelType.Chat,
+            RecordingEndpoint(),
+            str(model_directory),
+            worker_type=WorkerType.Aggregated,
+            self_host_metadata=True,
+        )
 
 
 async def test_an_adapter_is_registered_beside_its_base_model(model_directory: Path) -> None:

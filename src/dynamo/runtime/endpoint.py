@@ -255,6 +255,7 @@ class ServedEndpoint:
         self._idle.set()
         self._ended = asyncio.Event()
         self._closing = False
+        self._is_withdrawn = False
 
     def begin(self) -> None:
         """Report readiness, and start the canary where there is one."""
@@ -311,9 +312,13 @@ class ServedEndpoint:
             endpoint.namespace, endpoint.component, endpoint.name, self._instance_id, server.transport(self.route)
         )
         await self._runtime.discovery.put(self._key, record)
+        if self._is_withdrawn:  # an engine that slept is back: ready again, or as soon as the canary has seen it
+            self._is_withdrawn = False
+            self._runtime.health.register(endpoint.path, has_payload=self._payload is not None)
 
     async def withdraw(self) -> None:
         """Remove the instance record; what arrives all the same is served. Idempotent."""
+        self._is_withdrawn = True
         self._runtime.health.unregister(self.endpoint.path)
         await self._runtime.discovery.delete(self._key)
 

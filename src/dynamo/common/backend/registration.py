@@ -25,12 +25,14 @@ from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType, parse_endpoint_types
 from dynamo.protocol.records import (
     DEFAULT_BLOCK_SIZE,
+    FileRef,
     LoraRecord,
     ModelCard,
     ModelRuntimeConfig,
     decode_card,
     slugify,
 )
+from dynamo.runtime.settings import env_bool
 
 __all__ = [
     "RESERVED_TAINT_PREFIX",
@@ -41,6 +43,7 @@ __all__ = [
     "checked_taints",
     "fetch_model",
     "plan_role",
+    "publish_card",
     "read_model_directory",
     "register_model",
     "resolve_assets",
@@ -53,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 RESERVED_TAINT_PREFIX: Final = "dynamo.topology/"  # written by the system itself
 MAX_TAINTS: Final = 256
+BASE_SUFFIX: Final = "_base"  # where an adapter's slug would stand in the URL of a card's file
 
 Fetch = Callable[[str, bool], Awaitable[str]]
 
@@ -65,6 +69,19 @@ class ModelEndpoint(Protocol):
     async def withdraw_model(self, suffix: str | None = None) -> None: ...
 
     async def published_model(self, suffix: str | None = None) -> dict[str, Any] | None: ...
+
+
+class FileHost(Protocol):
+    """What self-hosting needs of a runtime's status server."""
+
+    @property
+    def url(self) -> str | None: ...
+
+    def add_metadata_files(
+        self, namespace: str, component: str, endpoint: str, slug: str, suffix: str, files: Mapping[str, Path]
+    ) -> dict[str, str]: ...
+
+    def remove_metadata_files(self, namespace: str, component: str, endpoint: str, slug: str, suffix: str) -> None: ...
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -352,8 +369,6 @@ async def register_model(
     """
     if (lora_name is None) != (base_model_path is None):
         raise InvalidArgument("lora_name and base_model_path belong together: give both or neither")
-    if self_host_metadata and not hasattr(endpoint, "host_metadata"):
-        raise InvalidArgument("self_host_metadata needs the status server; set DYN_SYSTEM_PORT or share the directory")
     source = base_model_path if base_model_path is not None else model_path
     takes_text = model_input is not ModelInput.Tokens
     assets = None if skip_model_assets or takes_text else await resolve_assets(source)
@@ -380,12 +395,66 @@ async def register_model(
         aliases=model_aliases or (),
         **members,
     )
-    await endpoint.publish_model(card.to_json(), _suffix(lora_name))
+    await publish_card(endpoint, card, _suffix(lora_name), self_host=self_host_metadata)
+
+
+async def publish_card(
+    endpoint: ModelEndpoint, card: ModelCard, suffix: str | None = None, *, self_host: bool | None = None
+) -> None:
+    """Put a card into discovery. `self_host` None: its files are offered on the status server where there is one, so
+    that frontends on other machines can read them, unless DYN_SELF_HOST_METADATA is false.
+
+    Raises InvalidArgument when self-hosting is demanded and there is no status server.
+    """
+    host = _file_host(endpoint)
+    if self_host is None:
+        self_host = host is not None and env_bool("DYN_SELF_HOST_METADATA", True)
+    elif self_host and host is None:
+        raise InvalidArgument("self_host_metadata needs the status server: set DYN_SYSTEM_PORT (0 for any free port)")
+    record = card.to_json()
+    if self_host and host is not None:
+        files = {name: Path(ref.path) for name, ref in _named_files(card)}
+        paths = host.add_metadata_files(*_place(endpoint), card.slug, suffix or BASE_SUFFIX, files)
+        urls = {str(files[name]): f"{host.url}{path}" for name, path in paths.items()}
+        record = _with_paths(record, urls)
+    await endpoint.publish_model(record, suffix)
+
+
+def _file_host(endpoint: ModelEndpoint) -> FileHost | None:
+    host: FileHost | None = getattr(getattr(endpoint, "runtime", None), "status_server", None)
+    return host if host is not None and host.url is not None else None
+
+
+def _place(endpoint: Any) -> tuple[str, str, str]:
+    return endpoint.namespace, endpoint.component, endpoint.name
+
+
+def _named_files(card: ModelCard) -> list[tuple[str, FileRef]]:
+    """The card's files by a name that is unique among them: two artefacts may come from different directories."""
+    named: dict[str, FileRef] = {}
+    for kind, ref in card.files():
+        name = Path(ref.path).name
+        named[name if name not in named else f"{kind}-{name}"] = ref
+    return list(named.items())
+
+
+def _with_paths(value: Any, urls: Mapping[str, str]) -> Any:
+    """A card's JSON with every FILE of `urls` at its new place."""
+    if not isinstance(value, dict):
+        return value
+    moved = {key: _with_paths(member, urls) for key, member in value.items()}
+    if "checksum" in moved and moved.get("path") in urls:
+        moved["path"] = urls[moved["path"]]
+    return moved
 
 
 async def unregister_model(endpoint: ModelEndpoint, lora_name: str | None = None) -> None:
     """Withdraw a model (or one adapter); absent is fine."""
-    await endpoint.withdraw_model(_suffix(lora_name))
+    suffix = _suffix(lora_name)
+    host = _file_host(endpoint)
+    if host is not None and (published := await endpoint.published_model(suffix)) is not None:
+        host.remove_metadata_files(*_place(endpoint), decode_card(published).slug, suffix or BASE_SUFFIX)
+    await endpoint.withdraw_model(suffix)
 
 
 async def update_model_taints(endpoint: ModelEndpoint, taints: Iterable[str]) -> list[str]:

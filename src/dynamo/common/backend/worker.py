@@ -29,6 +29,7 @@ from dynamo.common.backend.registration import (
     build_card,
     check_encoder_route,
     plan_role,
+    publish_card,
     resolve_assets,
     runtime_config_of,
     unregister_model,
@@ -71,19 +72,19 @@ class Worker:
         runtime: DistributedRuntime | None = None,
         times: ShutdownTimes | None = None,
         force_exit: Callable[[int], Any] = os._exit,
-        handle_signals: bool = True,
+        embedded: bool = False,
     ) -> None:
         """`runtime`: one that somebody else made and will shut down; None: the worker makes its own.
 
-        A worker inside a larger process passes `handle_signals=False` and calls `request_stop` itself; the deadline
-        that ends the process by force then does not exist.
+        `embedded`: the worker is part of a larger process, which owns signals and logging, calls `request_stop` itself
+        and must not be ended by force: there is no deadline then.
         """
         self._engine = engine
         self._config = config
         self._shared_runtime = runtime
         self._times = times or shutdown_times()
         self._force_exit = force_exit
-        self._handle_signals = handle_signals
+        self._is_embedded = embedded
         self._life = Lifecycle()
         self._entered = False
         self._stop = asyncio.Event()
@@ -119,11 +120,12 @@ class Worker:
         if self._entered:
             raise RuntimeError("Worker.run() can only be called once per Worker instance; create a new Worker")
         self._entered = True
-        configure_dynamo_logging()
+        if not self._is_embedded:
+            configure_dynamo_logging()
         _warn_deprecated(self._config)
         with SignalGuard(asyncio.get_running_loop()) as guard:
             _check_config(self._engine, self._config)
-            if not self._handle_signals:
+            if self._is_embedded:
                 await self._run()
                 return
             with Deadline(self._times.deadline_seconds, force_exit=self._force_exit) as self._deadline:
@@ -326,7 +328,7 @@ class _EngineLife:
     async def _publish(self, card: ModelCard) -> None:
         self._model_published = True  # before the attempt: what was half done is withdrawn as well
         try:
-            await self._endpoint.publish_model(card.to_json())
+            await publish_card(self._endpoint, card)
         except Exception as error:
             raise Unknown(f"model attach: {error}") from error
 
