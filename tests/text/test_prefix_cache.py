@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
-from dynamo.text import ByteTokenizer, CachedTokenizer, JsonTokenizer, prefix_cache
+from dynamo.text import ByteTokenizer, CachedTokenizer, JsonTokenizer, cutpoints, prefix_cache
 from dynamo.text.cutpoints import exact_cuts, split_alternatives
 
 Family = Callable[[str], HfTokenizer]
@@ -145,6 +145,16 @@ def test_special_tokens_that_overlap_are_not_cut_at(hf_copy: Family) -> None:
     tokenizer = hf_copy("odd-regex")
     tokenizer.add_special_tokens(["<|x<|user|>"])
     assert exact_cuts(tokenizer) is None
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama2", "odd-regex"])
+def test_a_cut_is_found_wherever_the_searched_pieces_meet(hf: Family, name: str) -> None:
+    cuts = exact_cuts(hf(name))
+    assert cuts is not None
+    for lead in range(cutpoints.SEARCH_CHARS - 12, cutpoints.SEARCH_CHARS + 12):
+        text = "x" * lead + "<|begin|>a b"
+        found = lead if cuts.before_match else len(text) - 2
+        assert cuts.next(text, 1) == found
 
 
 def test_alternatives_are_split_at_the_top_level_only() -> None:

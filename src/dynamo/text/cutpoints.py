@@ -43,6 +43,8 @@ from dynamo.text.pieces import flatten_steps
 
 __all__ = ["ExactCuts", "exact_cuts", "split_alternatives"]
 
+SEARCH_CHARS: Final = 16_384  # under a millisecond
+
 _CONTRACTIONS: Final = frozenset({"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"})
 _O200K_SUFFIX: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 # Every alternative here was checked for: no white space but as its first character or in a run of white space alone;
@@ -92,14 +94,18 @@ class ExactCuts:
 
     pattern: re.Pattern[str]
     before_match: bool = False  # cut before what the pattern finds; otherwise behind it
+    reach: int = 4  # the longest thing the pattern must see at once, in characters
     skip: int = 0  # characters at the cut that the tokenizer itself puts in front of the next part
 
     def next(self, text: str, start: int) -> int:
         """The first cut the pattern finds at or behind `start` (> 0); -1 when there is none."""
-        found = self.pattern.search(text, start)
-        if found is None:
-            return -1
-        return found.start() if self.before_match else found.end()
+        while start < len(text):
+            # A search holds the interpreter lock, so a huge text without cuts is searched in pieces.
+            found = self.pattern.search(text, start, start + SEARCH_CHARS + self.reach)
+            if found is not None:
+                return found.start() if self.before_match else found.end()
+            start += SEARCH_CHARS
+        return -1
 
 
 def exact_cuts(tokenizer: HfTokenizer) -> ExactCuts | None:
@@ -114,7 +120,8 @@ def exact_cuts(tokenizer: HfTokenizer) -> ExactCuts | None:
     if between := _cuts_between_words(tokenizer, added):
         return between
     if specials := _cuttable_specials(added):
-        return ExactCuts(re.compile("|".join(map(re.escape, specials))), before_match=True)
+        pattern = re.compile("|".join(map(re.escape, specials)))
+        return ExactCuts(pattern, before_match=True, reach=len(specials[0]))
     return None
 
 
