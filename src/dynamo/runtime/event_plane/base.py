@@ -1,0 +1,141 @@
+"""What every event plane promises: messages by scope and topic, at most once, with gaps that show.
+
+Promises, held by one set of contract tests over all planes:
+
+* A publisher numbers its messages from 0. A subscriber gets each message at most once and in the publisher's order.
+* What was lost (a full queue, a lost connection) shows as `missed` on the next message of that publisher. It is up to the
+  reader to repair it, with a snapshot from wherever the truth is.
+* Publishing never blocks and never fails for want of readers. A slow reader loses messages; it holds up nobody.
+* A subscriber hears the publishers there are and those that come later; what was said before it subscribed is gone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Protocol
+from urllib.parse import quote
+
+MAX_QUEUED: Final = 100_000  # messages of one subscriber (DYN_ZMQ_EVENT_SUBSCRIBER_CHANNEL_CAPACITY)
+MAX_PUBLISHERS: Final = 100_000  # whose sequence a subscriber remembers; the one not heard of for longest goes first
+PUBLISHER_ID_BITS: Final = 53  # safe in JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Whose events: a namespace's, a component's or an endpoint's."""
+
+    namespace: str
+    component: str | None = None
+    endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.endpoint is not None and self.component is None:
+            raise ValueError("an endpoint's scope names its component, too")
+
+    @property
+    def kind(self) -> Literal["namespace", "component", "endpoint"]:
+        if self.endpoint is not None:
+            return "endpoint"
+        return "namespace" if self.component is None else "component"
+
+    @property
+    def path(self) -> str:
+        """As in keys: `namespace/ns/component/c/endpoint/e`."""
+        return "/".join(self._parts())
+
+    @property
+    def subject(self) -> str:
+        """As in subjects: `namespace.ns.component.c.endpoint.e`."""
+        return ".".join(self._parts())
+
+    def to_json(self) -> dict[str, Any]:
+        """As in records."""
+        match self.kind:
+            case "namespace":
+                return {"kind": "namespace", "name": self.namespace}
+            case "component":
+                return {"kind": "component", "namespace": self.namespace, "component": self.component}
+            case "endpoint":
+                endpoint = {"namespace": self.namespace, "component": self.component, "name": self.endpoint}
+                return {"kind": "endpoint", "endpoint": endpoint}
+
+    def channel_key(self, topic: str, publisher_id: int) -> str:
+        """The key inside `v1/event_channels` and `v1/event_sources`: segments percent-encoded."""
+        parts = [*self._parts(), "topic", topic, f"{publisher_id:x}"]
+        return "/".join(encode_segment(part) for part in parts)
+
+    def _parts(self) -> list[str]:
+        parts = ["namespace", self.namespace]
+        if self.component is not None:
+            parts += ["component", self.component]
+        if self.endpoint is not None:
+            parts += ["endpoint", self.endpoint]
+        return parts
+
+
+def encode_segment(text: str) -> str:
+    """Percent-encode everything but ASCII letters, digits, `_` and `-`."""
+    return quote(text, safe="").replace(".", "%2E").replace("~", "%7E")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One message as a subscriber gets it."""
+
+    topic: str
+    publisher_id: int
+    sequence: int
+    published_at_ms: int  # unix time
+    payload: bytes  # msgpack
+    missed: int = 0  # messages of this publisher that were lost right before this one
+
+
+class EventPublisher(Protocol):
+    """Says things under one scope and topic. Not thread-safe."""
+
+    @property
+    def publisher_id(self) -> int: ...
+
+    def publish(self, payload: bytes) -> int:
+        """Send one message and return its sequence number. Never blocks."""
+
+    async def close(self) -> None:
+        """Leave; idempotent."""
+
+
+class EventPlane(Protocol):
+    """A way for events to travel."""
+
+    async def publisher(self, scope: Scope, topic: str) -> EventPublisher:
+        """A publisher with an id and a sequence of its own."""
+
+    def subscribe(self, scope: Scope, topic: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+        """`async with plane.subscribe(s, t) as events: async for event in events: ...`"""
+
+    async def close(self) -> None:
+        """Close every publisher and subscription; idempotent."""
+
+
+class SequenceWatch:
+    """Judges each publisher's sequence numbers: is a message new, and how many are missing before it."""
+
+    def __init__(self, max_publishers: int = MAX_PUBLISHERS) -> None:
+        self._next: OrderedDict[int, int] = OrderedDict()
+        self._max = max_publishers
+
+    def admit(self, publisher_id: int, sequence: int) -> int | None:
+        """How many messages are missing before this one; None when it is old, or came twice.
+
+        The first one heard of a publisher is never a gap: nobody knows how many there were before the subscription.
+        """
+        expected = self._next.get(publisher_id)
+        if expected is not None and sequence < expected:
+            return None
+        self._next[publisher_id] = sequence + 1
+        self._next.move_to_end(publisher_id)
+        if len(self._next) > self._max:
+            self._next.popitem(last=False)
+        return 0 if expected is None else sequence - expected
