@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,6 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dynamo.errors import DynamoException
+from dynamo.runtime.context import Context
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.settings import RuntimeSettings
 
 ENGINE = Path(__file__).parent.parent / "support" / "failing_engine.py"
 PATIENCE_SECONDS = 30.0  # for a loaded machine; nothing here waits that long when it works
@@ -45,7 +51,7 @@ class Process:
 
     def __init__(self, home: Path, plan: dict[str, Any], env: dict[str, str], argv: list[str]) -> None:
         home.mkdir()
-        self.home = home
+        self.outcome: str | None = None  # of the stream that was read meanwhile
         self.journal = home / "journal"
         self.store = home / "store"
         self.stderr = home / "stderr"
@@ -141,6 +147,44 @@ def terminate_three_times(process: Process) -> None:
     process.signal(signal.SIGINT)
 
 
+def terminate_under_a_stream(process: Process) -> None:
+    """The stream that was running when the signal came is read to its end, which is written into the journal."""
+
+    def halfway() -> None:
+        process.signal()
+        process.wait_log("Endpoint unregistered from discovery")
+
+    process.wait_serving()
+    process.outcome = asyncio.run(read_stream(process, tokens=12, at=(4, halfway)))
+
+
+def terminate_and_cut_a_stream(process: Process) -> None:
+    process.wait_serving()
+    process.outcome = asyncio.run(read_stream(process, tokens=100_000, at=(4, process.signal)))
+
+
+async def read_stream(process: Process, *, tokens: int, at: tuple[int, Callable[[], None]]) -> str:
+    """ "N tokens" and how the stream ended; the second part of `at` is called after that many tokens."""
+    settings = RuntimeSettings(discovery_backend="file", file_root=process.store)
+    count, (when, then) = 0, at
+    async with DistributedRuntime(asyncio.get_running_loop(), None, None, settings=settings) as runtime:
+        client = await runtime.endpoint("ns.backend.generate").client("round-robin")
+        await client.wait_for_instances()
+        context = Context()
+        body = {"token_ids": [1], "stop_conditions": {"max_tokens": tokens}}
+        stream = await client.open(client.pick(context), body, context)
+        try:
+            while batch := await asyncio.wait_for(stream.next_batch(), PATIENCE_SECONDS):
+                before, count = count, count + sum(len(item.token_ids) for item in batch)
+                if before < when <= count:
+                    await asyncio.to_thread(then)
+        except DynamoException as error:
+            return f"some tokens, {type(error).__name__}" if count else f"no tokens, {type(error).__name__}"
+        finally:
+            stream.close()
+    return f"{count} tokens, clean"
+
+
 @dataclass(frozen=True)
 class Row:
     """One way to end, and what must be true afterwards."""
@@ -164,6 +208,8 @@ class Row:
     served: bool = False
     calls: list[str] | None = None
     seconds: tuple[float, float] | None = None  # from the last signal to the end
+    pace: float = 0.0  # seconds between the tokens of a stream
+    stream: str | None = None  # what its reader saw
     keeps_records: bool = False  # a process that was cut leaves its records to the lease
 
 
@@ -357,6 +403,30 @@ ROWS = [
         drains=1,
         never_says=("Serving failing",),
     ),
+    # -- serving a stream, and a signal
+    Row(
+        "a stream is running",
+        0,
+        pace=0.05,
+        act=terminate_under_a_stream,
+        drains=1,
+        served=True,
+        stream="12 tokens, clean",
+        calls=[*ALL_HOOKS[:-2], "generate", "generated", *ALL_HOOKS[-2:]],
+        says=("Waiting for 1 streams in flight",),
+        never_says=("were cut",),
+    ),
+    Row(
+        "a stream outlives the wait",
+        0,
+        pace=0.01,
+        env={"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "6"},
+        act=terminate_and_cut_a_stream,
+        drains=1,
+        served=True,
+        stream="some tokens, EngineShutdown",
+        says=("1 streams were still running and were cut", "Engine cleanup complete"),
+    ),
     # -- the deadline
     Row(
         "cleanup hangs",
@@ -429,6 +499,7 @@ def play(row: Row, home: Path) -> Outcome:
         "block": row.block,
         "config": row.config,
         "engine": row.engine,
+        "pace": row.pace,
     }
     process = Process(home, plan, row.env, list(row.argv))
     try:
@@ -485,6 +556,7 @@ def test_a_worker_ends_as_the_matrix_says(row: Row, outcomes: dict[str, Future[O
     if row.exit_code == 1 and "never" not in row.name and not row.fail.get("from_args", "").startswith("Runtime"):
         last = log.strip().splitlines()[-1]
         assert last.split(":")[0].isidentifier(), f"the last line is for the operator: {last!r}"
+    assert process.outcome == row.stream
     if row.seconds is not None:
         assert row.seconds[0] <= outcome.seconds <= row.seconds[1]
     if not row.keeps_records:

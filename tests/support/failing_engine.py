@@ -82,15 +82,16 @@ class FailingEngine(LLMEngine):
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         note("generate")
         count = request["stop_conditions"]["max_tokens"]
-        for number in range(count):
-            await asyncio.sleep(PLAN.get("pace", 0.0))
-            if context.is_stopped():
-                note("stopped")
-                yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
-                return
-            last = {"finish_reason": "length"} if number == count - 1 else {}
-            yield {"token_ids": [number], "index": 0, **last}
-        note("generated")
+        try:
+            for number in range(count):
+                await asyncio.sleep(PLAN.get("pace", 0.0))
+                if context.is_stopped():
+                    yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
+                    return
+                last = {"finish_reason": "length"} if number == count - 1 else {}
+                yield {"token_ids": [number], "index": 0, **last}
+        finally:
+            note("generated")
 
     async def register_prometheus(self, metrics: Any) -> None:
         await act("register_prometheus")
