@@ -101,7 +101,8 @@ class Context:
         self._metadata: ContextMetadata | dict[str, str] | None = metadata
         self._stopped = False
         self._killed = False
-        self._callbacks: dict[object, Callable[[bool], None]] | None = None
+        # Made here and not on first use: two threads that register at once must find the same one.
+        self._callbacks: dict[object, Callable[[bool], None]] = {}
         self._first_token: Callable[[], None] | None = None
         self._trace = trace
         self._span: SpanProxy | None = None
@@ -139,28 +140,24 @@ class Context:
         """Call `callback(killed)` at stop and again at a later kill; at once if it already happened.
 
         Returns a function that takes the registration back. Callbacks run in the thread that stops the context and
-        must not block or raise.
+        must not block or raise. One that is registered while another thread stops the context may be called twice for it.
         """
         token = object()
-        if self._callbacks is None:
-            self._callbacks = {}
         self._callbacks[token] = callback
         if self._stopped:
             callback(self._killed)
         return lambda: self._forget(token)
 
     def _forget(self, token: object) -> None:
-        if self._callbacks is not None:
-            self._callbacks.pop(token, None)
+        self._callbacks.pop(token, None)
 
     def link_child(self, child: Context) -> Callable[[], None]:
         """Stop or kill `child` with this context. Returns a function that unlinks it."""
         return self.on_cancel(lambda killed: child.kill() if killed else child.stop_generating())
 
     def _fire(self, *, killed: bool) -> None:
-        if self._callbacks:
-            for callback in list(self._callbacks.values()):
-                callback(killed)
+        for callback in list(self._callbacks.values()):
+            callback(killed)
 
     async def async_killed_or_stopped(self) -> bool:
         """Wait until the context is stopped or killed, then return True; returns at once if it already is."""
