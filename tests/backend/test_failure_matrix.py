@@ -209,6 +209,7 @@ class Row:
     calls: list[str] | None = None
     seconds: tuple[float, float] | None = None  # from the last signal to the end
     pace: float = 0.0  # seconds between the tokens of a stream
+    linger: float | None = None  # seconds a job of the engine's goes on
     stream: str | None = None  # what its reader saw
     keeps_records: bool = False  # a process that was cut leaves its records to the lease
 
@@ -453,6 +454,16 @@ ROWS = [
         keeps_records=True,
     ),
     Row(
+        "a job of the engine outlives its clean-up",
+        143,
+        linger=600.0,
+        env={"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "1"},
+        act=terminate,
+        drains=1,
+        served=True,
+        says=("Engine cleanup complete", "911"),
+    ),
+    Row(
         "start outlives the deadline",
         143,
         sleep={"start": 600.0},
@@ -500,6 +511,7 @@ def play(row: Row, home: Path) -> Outcome:
         "config": row.config,
         "engine": row.engine,
         "pace": row.pace,
+        "linger": row.linger,
     }
     process = Process(home, plan, row.env, list(row.argv))
     try:

@@ -364,9 +364,7 @@ async def test_a_stop_before_the_runtime_is_there_never_starts_the_engine() -> N
     await asyncio.wait_for(task, PATIENCE)
     assert engine.calls == []
     assert worker.state is State.CLOSED
-    assert runtime._starting is not None
-    runtime._starting.cancel()
-    await runtime.aclose()
+    await asyncio.wait_for(runtime.aclose(), PATIENCE)
 
 
 @pytest.mark.parametrize("hook", ["start", "register_prometheus", "kv_event_sources", "on_endpoint_ready"])

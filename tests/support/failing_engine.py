@@ -9,6 +9,7 @@
     give     {hook: value}: what it returns
     config   members of WorkerConfig; engine: members of EngineConfig
     pace     seconds between the tokens of a stream
+    linger   seconds that a job of the loop's executor goes on after the clean-up
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class FailingEngine(LLMEngine):
 
     async def start(self, worker_id: int) -> EngineConfig:
         await act("start")
+        if (seconds := PLAN.get("linger")) is not None:
+            asyncio.get_running_loop().run_in_executor(None, time.sleep, seconds)
         return EngineConfig(**({"model": "failing"} | PLAN.get("engine", {})))
 
     async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:

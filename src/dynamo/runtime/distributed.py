@@ -166,6 +166,7 @@ class DistributedRuntime:
                 await self._server.close()
             await self.status_server.close()
             if self._starting is not None:
+                self._starting.cancel()  # a store that does not answer must not delay the end
                 await asyncio.wait({self._starting})
             await self.discovery.close()
         finally:

@@ -16,7 +16,8 @@ from typing import Final
 
 from dynamo.common.backend.config import WorkerConfig
 from dynamo.common.backend.engine import BaseEngine
-from dynamo.common.backend.worker import Worker
+from dynamo.common.backend.signals import Deadline
+from dynamo.common.backend.worker import Worker, shutdown_times
 from dynamo.errors import DynamoException, text_of
 
 __all__ = ["EngineFactory", "run"]
@@ -37,9 +38,15 @@ def run(
     Returns after a graceful shutdown. Raises SystemExit(1) when the worker failed; an exception of `from_args` that is
     none of ours passes through.
     """
+    runner = asyncio.Runner(loop_factory=_loop_factory())
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        try:
             runner.run(_start(engine_cls, argv, engine_factory))
+        finally:
+            # Waits for whatever the engine left in the loop's executor or in tasks of its own: so again with a limit.
+            with Deadline(shutdown_times().timeout_seconds) as deadline:
+                deadline.arm()
+                runner.close()
     except DynamoException as error:
         print(text_of(error), file=sys.stderr)  # noqa: T201 - the last line of a process that failed is for its operator
         raise SystemExit(EXIT_FAILED) from error

@@ -53,7 +53,7 @@ from dynamo.runtime.logging import configure_dynamo_logging
 from dynamo.runtime.request_plane.base import Handler
 from dynamo.runtime.settings import env_bool, env_float, env_int, env_str
 
-__all__ = ["Worker", "WorkerConfig"]
+__all__ = ["Worker", "WorkerConfig", "shutdown_times"]
 
 logger = logging.getLogger(__name__)
 
