@@ -1,0 +1,153 @@
+"""HTTP by hand, one request per connection: tests decide when to read, when to stop reading and how to leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+PATIENCE_SECONDS = 20.0
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+DONE = "[DONE]"
+
+
+@dataclass
+class Reply:
+    """An answer read to its end."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of a whole event stream; its `[DONE]` is checked and left out."""
+        lines = [line.removeprefix("data: ") for line in self.body.decode().splitlines() if line.startswith("data: ")]
+        assert lines[-1] == DONE, self.body
+        return [json.loads(line) for line in lines[:-1]]
+
+    @property
+    def text(self) -> str:
+        """What the first choice said, streamed or not."""
+        if not self.headers["content-type"].startswith("text/event-stream"):
+            return _said(self.json()["choices"][0])
+        return "".join(_said(choice) for event in self.events for choice in event["choices"] if choice["index"] == 0)
+
+
+def _said(choice: Mapping[str, Any]) -> str:
+    part = choice.get("message") or choice.get("delta") or choice
+    return part.get("content") or part.get("text") or ""
+
+
+@dataclass
+class Exchange:
+    """One request on its own connection."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+
+    async def head(self) -> int:
+        """Read the status line and the headers; the status."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            raw = await self.reader.readuntil(b"\r\n\r\n")
+        first, *lines = raw.decode("latin-1").strip().split("\r\n")
+        self.status = int(first.split(" ", 2)[1])
+        pairs = (line.split(":", 1) for line in lines)
+        self.headers = {name.lower(): value.strip() for name, value in pairs}
+        return self.status
+
+    async def event(self) -> Any:
+        """The data of the next event: an object, or `DONE`. Comments are skipped."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while True:
+                # The events of this server are never split over lines of a chunk; chunk sizes are no event lines.
+                line = (await self.reader.readuntil(b"\n")).decode().rstrip("\r\n")
+                if line.startswith("data: "):
+                    data = line.removeprefix("data: ")
+                    return DONE if data == DONE else json.loads(data)
+
+    async def reply(self) -> Reply:
+        """Read everything that is left."""
+        if not self.status:
+            await self.head()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            rest = await self.reader.read()
+        if self.headers.get("transfer-encoding") == "chunked":
+            rest = _dechunked(rest)
+        return Reply(self.status, self.headers, rest)
+
+    def leave(self, *, politely: bool = True) -> None:
+        """Close the connection now: with a FIN, or with a reset."""
+        if politely:
+            self.writer.close()
+        else:
+            self.writer.transport.abort()
+
+
+def _dechunked(body: bytes) -> bytes:
+    whole = b""
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        length = int(size, 16)
+        whole, body = whole + body[:length], body[length + 2 :]
+    return whole
+
+
+@asynccontextmanager
+async def exchange(
+    port: int,
+    path: str,
+    body: Any = None,
+    *,
+    method: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    receive_buffer: int | None = None,
+) -> AsyncIterator[Exchange]:
+    """Send a request; nothing is read yet. `body`: an object for JSON, bytes as they are, None for no body (a GET)."""
+    data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    method = method or ("GET" if body is None else "POST")
+    fields = {"host": "localhost", "connection": "close", "content-type": "application/json"}
+    fields |= {"content-length": str(len(data))} | dict(headers or {})
+    limits = {} if receive_buffer is None else {"limit": receive_buffer}
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, **limits)
+    try:
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
+        yield Exchange(reader, writer)
+    finally:
+        writer.transport.abort()
+        await asyncio.sleep(0)  # the transport lets go of its socket at the next turn
+
+
+async def ask(
+    port: int,
+    path: str,
+    body: Any = None,
+    *,
+    method: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Reply:
+    """One request and its whole answer."""
+    async with exchange(port, path, body, method=method, headers=headers) as opened:
+        return await opened.reply()
+
+
+def chat(model: str, **more: Any) -> dict[str, Any]:
+    """A chat request."""
+    return {"model": model, "messages": [{"role": "user", "content": "hi"}], **more}
+
+
+def script(*steps: Any, tag: str = "") -> dict[str, str]:
+    """The headers that bring a script to the scripted engine."""
+    return {"x-dynamo-meta-script": json.dumps(steps), "x-dynamo-meta-tag": tag}

@@ -1,0 +1,142 @@
+"""An engine that does what each request asks of it, for end-to-end tests. It writes down what happens to it.
+
+A request brings its script as metadata (header `x-dynamo-meta-script`), a JSON list of steps:
+
+    ["say", text, pace]       one token per byte of the text, `pace` seconds before each (optional)
+    ["flood"]                 tokens without end
+    ["wait"]                  until the request is stopped
+    ["hang"]                  for ever: deaf to a stop
+    ["raise", kind, message]  a typed or builtin exception, or ["raise", 422, message] for an HttpError
+    ["yield", chunk]          whatever it is
+    ["end", reason]           the terminal chunk; without one the stream ends "stop", or "length" at max_tokens
+    ["return"]                without a terminal chunk
+
+and a `x-dynamo-meta-tag` under which the journal, JSON lines in the file SCRIPTED_JOURNAL, can be searched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncGenerator
+from typing import Any, Self
+
+from dynamo import errors
+from dynamo.common.backend import EngineConfig, GenerateRequest, LLMEngine, WorkerConfig
+from dynamo.common.backend.run import run
+
+MODEL = os.environ["SCRIPTED_MODEL"]
+NAME = os.environ["SCRIPTED_NAME"]
+DEFAULT_SCRIPT = '[["say", "Hello"]]'
+
+
+class ScriptedEngine(LLMEngine):
+    def __init__(self) -> None:
+        self._journal = os.open(os.environ["SCRIPTED_JOURNAL"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._tokens = 0
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
+        return cls(), WorkerConfig(
+            namespace="e2e",
+            component=MODEL,
+            endpoint="generate",
+            model_name=MODEL,
+            served_model_name=MODEL,
+            discovery_backend="file",
+        )
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        return EngineConfig(model=MODEL, context_length=8192)
+
+    async def register_prometheus(self, metrics: Any) -> None:
+        metrics.register_prometheus_expfmt_callback(self._expose)
+
+    def _expose(self) -> str:
+        return f"# TYPE scripted_tokens_total counter\nscripted_tokens_total {self._tokens}\n"
+
+    async def generate(self, request: GenerateRequest, context: Any) -> AsyncGenerator[Any, None]:
+        self._note("generate", context, trace=context.trace_headers(), prompt=len(request["token_ids"]))
+        limit = (request.get("stop_conditions") or {}).get("max_tokens") or 10**9
+        sent = 0
+        try:
+            for verb, *operands in json.loads(context.metadata.get("script", DEFAULT_SCRIPT)):
+                match verb:
+                    case "say" | "flood":
+                        text, pace = (b"x", 0.0) if verb == "flood" else (operands[0].encode(), [*operands, 0.0][1])
+                        for token in _endless(text) if verb == "flood" else text:
+                            if pace:
+                                await asyncio.sleep(pace)
+                            if context.is_stopped():
+                                self._note("stopped", context, sent=sent)
+                                yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
+                                return
+                            sent += 1
+                            self._tokens += 1
+                            if sent == 1:
+                                self._note("first", context)
+                            if sent == limit:
+                                yield self._chunk(request, token) | {"finish_reason": "length"}
+                                return
+                            yield self._chunk(request, token)
+                    case "wait":
+                        await context.async_killed_or_stopped()
+                        self._note("stopped", context, sent=sent)
+                        yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
+                        return
+                    case "hang":
+                        await asyncio.Event().wait()
+                    case "raise":
+                        raise _failure(*operands)
+                    case "yield":
+                        yield operands[0]
+                    case "end":
+                        yield {"token_ids": [], "index": 0, "finish_reason": operands[0]}
+                        return
+                    case "return":
+                        return
+            yield {"token_ids": [], "index": 0, "finish_reason": "stop"}
+        finally:
+            self._note("finally", context, sent=sent)
+
+    async def abort(self, context: Any) -> None:
+        self._note("abort", context)
+
+    async def drain(self) -> None:
+        self._note("drain", None)
+
+    async def cleanup(self) -> None:
+        self._note("cleanup", None)
+
+    def _chunk(self, request: GenerateRequest, token: int) -> dict[str, Any]:
+        chunk: dict[str, Any] = {"token_ids": [token], "index": 0}
+        wanted = (request.get("output_options") or {}).get("logprobs")
+        if wanted is not None:
+            top = [{"rank": 1 + n, "token_id": token + n, "logprob": -0.5 * (n + 1)} for n in range(max(wanted, 1))]
+            chunk |= {"log_probs": [-0.5], "top_logprobs": [top]}
+        return chunk
+
+    def _note(self, event: str, context: Any, **more: Any) -> None:
+        known = {"event": event, "at": time.monotonic(), "worker": NAME}
+        tag = "" if context is None else context.metadata.get("tag", "")
+        line = known | {"id": context and context.id(), "tag": tag} | more
+        os.write(self._journal, json.dumps(line).encode() + b"\n")
+
+
+def _endless(text: bytes) -> Any:
+    while True:
+        yield from text
+
+
+def _failure(kind: str | int, message: str) -> BaseException:
+    if isinstance(kind, int):
+        return errors.HttpError(kind, message)
+    found = getattr(errors, kind, None) or getattr(__import__("builtins"), kind)
+    error: BaseException = found(message)
+    return error
+
+
+if __name__ == "__main__":
+    run(ScriptedEngine)
