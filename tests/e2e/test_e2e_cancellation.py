@@ -9,6 +9,7 @@ import time
 from contextlib import AsyncExitStack
 
 import pytest
+
 from support.http_client import CHAT, COMPLETIONS, DONE, Exchange, ask, chat, exchange, script
 from support.processes import Stack, Worker, until
 
