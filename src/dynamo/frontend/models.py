@@ -76,11 +76,13 @@ class ServedModel:
         "_turn",
         "_workers",
         "card",
+        "context_length",
         "created",
         "lora_name",
         "mdc_sum",
         "name",
         "namespace",
+        "surfaces",
         "text",
     )
 
@@ -100,6 +102,11 @@ class ServedModel:
         self.card = card
         self.mdc_sum = group.fingerprint
         self.lora_name = card.lora.name if card.lora else None
+        self.surfaces = card.surfaces
+        # Tokens of prompt and answer together; None when the worker did not say.
+        self.context_length = (
+            card.runtime_config.context_length or card.context_length or self.text.context_length or None
+        )
         workers: dict[str, set[int]] = {}
         for entry in group.accepted:
             workers.setdefault(entry.endpoint, set()).add(entry.instance_id)
@@ -120,16 +127,6 @@ class ServedModel:
     def created_at_text(self) -> str:
         """When it was first served here, RFC 3339."""
         return datetime.fromtimestamp(self.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-    @property
-    def surfaces(self) -> ModelType:
-        return self.card.surfaces
-
-    @property
-    def context_length(self) -> int | None:
-        """Tokens of prompt and answer together; None when the worker did not say."""
-        runtime = self.card.runtime_config.context_length
-        return runtime or self.card.context_length or self.text.context_length or None
 
     def pick(self, context: Context, *, exclude: Collection[int] = ()) -> Instance:
         """The worker the router mode chooses. Raises `WorkerUnavailable` when none is left."""
