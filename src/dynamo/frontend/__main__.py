@@ -19,15 +19,18 @@ from dynamo.runtime.logging import configure_dynamo_logging
 __all__ = ["main"]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. 0 after a clean end, 1 with one line when it could not start, 2 after an error of use."""
+def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. 0 after a clean end, 1 with one line when it could not start, 2 after an error of use.
+
+    `listener`: a bound socket that stands in for the address of the flags (`dynamo serve` keeps the port itself).
+    """
     settings = parse_args(argv)
     # The status server of a worker is configured by this variable; a frontend shares its machine, not its port.
     os.environ.pop("DYN_SYSTEM_PORT", None)
     configure_dynamo_logging()
     try:
         # Before anything else: a taken port is the most common mistake and should cost no start-up.
-        listener = bind(settings.http_host, settings.http_port)
+        listener = listener or bind(settings.http_host, settings.http_port)
     except PortInUse as error:
         print(error, file=sys.stderr)  # noqa: T201 - the command line's own voice
         return 1

@@ -20,7 +20,7 @@ from dynamo.common.backend.signals import Deadline
 from dynamo.common.backend.worker import Worker, shutdown_times
 from dynamo.errors import DynamoException, text_of
 
-__all__ = ["EngineFactory", "run"]
+__all__ = ["EngineFactory", "event_loop_factory", "run"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +31,23 @@ EXIT_FAILED: Final = 1
 
 
 def run(
-    engine_cls: type[BaseEngine], argv: list[str] | None = None, engine_factory: EngineFactory | None = None
+    engine_cls: type[BaseEngine],
+    argv: list[str] | None = None,
+    engine_factory: EngineFactory | None = None,
+    *,
+    on_serving: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Serve until a signal; blocks. `argv=None` means `sys.argv[1:]`.
+
+    `on_serving` is awaited beside the worker once its instance is routable.
 
     Returns after a graceful shutdown. Raises SystemExit(1) when the worker failed; an exception of `from_args` that is
     none of ours passes through.
     """
-    runner = asyncio.Runner(loop_factory=_loop_factory())
+    runner = asyncio.Runner(loop_factory=event_loop_factory())
     try:
         try:
-            runner.run(_start(engine_cls, argv, engine_factory))
+            runner.run(_start(engine_cls, argv, engine_factory, on_serving))
         finally:
             # Waits for whatever the engine left in the loop's executor or in tasks of its own: so again with a limit.
             with Deadline(shutdown_times().timeout_seconds) as deadline:
@@ -54,7 +60,10 @@ def run(
 
 
 async def _start(
-    engine_cls: type[BaseEngine], argv: list[str] | None = None, engine_factory: EngineFactory | None = None
+    engine_cls: type[BaseEngine],
+    argv: list[str] | None = None,
+    engine_factory: EngineFactory | None = None,
+    on_serving: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     try:
         engine, config = await (engine_factory or engine_cls.from_args)(argv)
@@ -62,10 +71,23 @@ async def _start(
         traceback.print_exc()  # `run` prints one line for these, and an author wants to see where it came from
         raise
     worker = Worker(engine, config)
-    await worker.run()
+    if on_serving is None:
+        await worker.run()
+        return
+    listening = asyncio.create_task(_once_serving(worker, on_serving), name="on_serving")
+    try:
+        await worker.run()
+    finally:
+        listening.cancel()
+        await asyncio.wait({listening})
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+async def _once_serving(worker: Worker, on_serving: Callable[[], Awaitable[None]]) -> None:
+    await worker.wait_serving()
+    await on_serving()
+
+
+def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop's where it is installed (None: the standard loop)."""
     try:
         import uvloop

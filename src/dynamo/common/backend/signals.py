@@ -103,7 +103,8 @@ class SignalGuard:
             self._remove(number)
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
         self._previous.clear()
-        del self._loop.add_signal_handler, self._loop.remove_signal_handler
+        for name in ("add_signal_handler", "remove_signal_handler"):
+            vars(self._loop).pop(name, None)  # gone already when another worker of this loop ended first
 
     def listen(self, on_signal: Callable[[str], None], *, at_once: Callable[[], None]) -> bool:
         """Call `on_signal("SIGTERM")` on the loop for every signal; whether this thread can hear signals at all.

@@ -1,0 +1,137 @@
+"""`python -m dynamo.cli.child`: one process of `dynamo serve`. Not for people.
+
+It ends when its parent does: standard input is a lifeline that nobody writes to, and its end is the parent's end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from dynamo.cli.usage import EXIT_USAGE, UsageError, split_engine_args
+
+if TYPE_CHECKING:
+    from dynamo.common.backend.config import WorkerConfig
+    from dynamo.common.backend.engine import BaseEngine
+
+__all__ = ["Lifeline", "Reports", "endpoint_path", "main", "on_planes"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Be a frontend or a worker; the exit status."""
+    own, rest = split_engine_args(list(sys.argv[1:] if argv is None else argv))
+    parser = argparse.ArgumentParser("dynamo.cli.child")
+    parser.add_argument("role", choices=("frontend", "worker"))
+    parser.add_argument("--kill-after", type=float, required=True, help="seconds from the lifeline's end to SIGKILL")
+    parser.add_argument("--report", type=int, required=True, help="descriptor for reports")
+    parser.add_argument("--listener", type=int, help="descriptor of the frontend's bound socket")
+    parser.add_argument("--engine", default="")
+    options = parser.parse_args(own)
+
+    lifeline = Lifeline(options.kill_after)
+    lifeline.watch()  # before the imports below: they take the better part of a second
+    try:
+        if options.role == "frontend":
+            return _be_frontend(options.listener, rest)
+        return _be_worker(options.engine, rest, Reports(options.report))
+    finally:
+        lifeline.sweep()
+
+
+class Lifeline:
+    """Ends this process, and its group, when the parent is gone."""
+
+    def __init__(self, kill_after: float) -> None:
+        self._kill_after = kill_after
+        self._is_cut = False
+
+    def watch(self) -> None:
+        """Take standard input away from whatever runs here, and watch it from a thread."""
+        watched = os.dup(0)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        threading.Thread(target=self._wait, args=(watched,), name="lifeline", daemon=True).start()
+
+    def _wait(self, watched: int) -> None:
+        while os.read(watched, 1):
+            pass  # nobody writes; if somebody did, it would mean nothing
+        self._is_cut = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(self._kill_after)
+        os.killpg(0, signal.SIGKILL)
+
+    def sweep(self) -> None:
+        """Without a parent nobody else ends what this process started."""
+        if self._is_cut:
+            os.killpg(0, signal.SIGKILL)
+
+
+class Reports:
+    """Tells the parent, one JSON object a line, what it cannot see from outside."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __call__(self, event: str, **members: Any) -> None:
+        line = json.dumps({"event": event, **members}) + "\n"
+        try:
+            os.write(self._descriptor, line.encode())
+        except BrokenPipeError:
+            return  # the parent is gone, and the lifeline is about to say so
+
+
+def _be_frontend(listener: int, argv: list[str]) -> int:
+    from dynamo.frontend.__main__ import main as frontend_main
+
+    return frontend_main(argv, listener=socket.socket(fileno=listener))
+
+
+def _be_worker(engine: str, argv: list[str], report: Reports) -> int:
+    from dynamo.cli.engines import load_engine
+
+    try:
+        engine_cls = load_engine(engine)
+    except UsageError as error:
+        print(f"dynamo serve: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+    from dynamo.common.backend.run import run
+    from dynamo.runtime.distributed import DistributedRuntime
+
+    async def make(args: list[str] | None) -> tuple[BaseEngine, WorkerConfig]:
+        engine, config = await engine_cls.from_args(args)
+        config = on_planes(config, discovery="file", requests="tcp")
+        report("configured", endpoint=endpoint_path(config), surfaces=config.endpoint_types)
+        return engine, config
+
+    async def serving() -> None:
+        server = await DistributedRuntime.detached().plane_server()
+        report("serving", address=str(server.transport("")["transport"]["tcp"]).partition("/")[0])
+
+    run(engine_cls, argv, make, on_serving=serving)
+    return 0
+
+
+def endpoint_path(config: WorkerConfig) -> str:
+    return f"{config.namespace}.{config.component}.{config.endpoint}"
+
+
+def on_planes(config: WorkerConfig, *, discovery: str, requests: str) -> WorkerConfig:
+    """The configuration on planes that need no service, whatever the engine's flags default to."""
+    event_plane = None if config.event_plane == "nats" else config.event_plane
+    return dataclasses.replace(
+        config, discovery_backend=discovery, request_plane=requests, response_plane="tcp", event_plane=event_plane
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The same frontend and workers in one process and one event loop, over memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from typing import TYPE_CHECKING, Any, Final
+
+from dynamo.cli.child import endpoint_path, on_planes
+from dynamo.cli.console import Console
+from dynamo.cli.engines import load_engine
+from dynamo.cli.local import stopping_signals
+from dynamo.cli.readiness import Address, ready_text, wait_listed
+from dynamo.cli.usage import UsageError
+from dynamo.common.backend.run import event_loop_factory
+from dynamo.common.backend.signals import Deadline
+from dynamo.common.backend.worker import Worker, shutdown_times
+from dynamo.errors import DynamoException, text_of
+from dynamo.frontend.app import Frontend
+from dynamo.frontend.args import parse_args
+from dynamo.frontend.server import HttpServer
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.logging import configure_dynamo_logging
+
+if TYPE_CHECKING:
+    from dynamo.cli.serve import ServeOptions
+    from dynamo.common.backend.config import WorkerConfig
+    from dynamo.common.backend.engine import BaseEngine
+
+__all__ = ["serve_in_process"]
+
+EXIT_FAILED: Final = 1
+
+
+def serve_in_process(options: ServeOptions, console: Console, listener: socket.socket, address: Address) -> int:
+    """Serve until a signal; the exit status. A worker that fails ends everything: it shares this process."""
+    engine_cls = load_engine(options.engine)
+    os.environ.setdefault("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0")  # as in `local`
+    system_port = os.environ.get("DYN_SYSTEM_PORT", "").strip()
+    if options.workers > 1 and system_port.isdigit() and int(system_port) > 0:
+        raise UsageError(
+            f"DYN_SYSTEM_PORT={system_port} is one port for {options.workers} workers in one process; use 0"
+        )
+    configure_dynamo_logging()
+    failure: BaseException | None = None
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        try:
+            runner.run(_OneProcess(options, console, listener, address).run(engine_cls))
+        except* DynamoException as failures:
+            failure = _first(failures)
+    if failure is not None:
+        console.complain(text_of(failure))
+        return EXIT_FAILED
+    console.say("stopped")
+    return 0
+
+
+class _OneProcess:
+    def __init__(self, options: ServeOptions, console: Console, listener: socket.socket, address: Address) -> None:
+        self._options = options
+        self._console = console
+        self._listener = listener
+        self._address = address
+        self._stop = asyncio.Event()
+        self._workers: list[Worker] = []
+
+    async def run(self, engine_cls: type[BaseEngine]) -> None:
+        made = [await self._make(engine_cls) for _ in range(self._options.workers)]
+        settings = parse_args(["--http-host", self._options.http_host, "--http-port", str(self._options.http_port)])
+        runtime = _frontend_runtime()
+        self._show_table([config for _, config in made])
+        # From the first signal on, as in a process of its own. Requests have their own time before that.
+        limit = shutdown_times().deadline_seconds + settings.graceful_shutdown_seconds
+        with (
+            Deadline(limit) as deadline,
+            stopping_signals(lambda number: self._asked(number, deadline), _leave_at_once),
+        ):
+            try:
+                async with Frontend(settings, runtime) as frontend:
+                    await self._serve(HttpServer(frontend, listener=self._listener), made)
+            finally:
+                await runtime.aclose()
+
+    async def _make(self, engine_cls: type[BaseEngine]) -> tuple[BaseEngine, WorkerConfig]:
+        engine, config = await engine_cls.from_args(list(self._options.engine_args))
+        return engine, on_planes(config, discovery="mem", requests="mem")
+
+    async def _serve(self, server: HttpServer, made: list[tuple[BaseEngine, WorkerConfig]]) -> None:
+        self._workers = [Worker(engine, config, embedded=True) for engine, config in made]
+        await server.start()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, worker in enumerate(self._workers, 1):
+                    group.create_task(self._run(worker), name=f"worker-{number}")
+                readiness = group.create_task(self._announce(made[0][1].endpoint_types), name="readiness")
+                await self._stop.wait()
+                readiness.cancel()
+                await server.stop()  # first: its requests need the workers to end well
+                for worker in self._workers:
+                    worker.request_stop()
+        finally:
+            await server.close()
+
+    async def _run(self, worker: Worker) -> None:
+        await worker.run()
+        self._stop.set()
+
+    async def _announce(self, surfaces: str) -> None:
+        models = await wait_listed(
+            self._address,
+            self._console,
+            waits_for=lambda: f"{len(self._workers)} worker(s) to load",
+            on_answer=lambda: None,
+        )
+        self._console.say("Ready", strong=True)
+        self._console.say(ready_text(self._address, models[0], surfaces))
+
+    def _show_table(self, configs: list[WorkerConfig]) -> None:
+        pid = str(os.getpid())
+        rows = [("frontend", pid, self._address.url)]
+        rows += [(f"worker-{number}", pid, endpoint_path(config)) for number, config in enumerate(configs, 1)]
+        self._console.table(("part", "pid", "address"), rows)
+
+    def _asked(self, number: signal.Signals, deadline: Deadline) -> None:
+        self._console.say(f"{number.name}: stopping (again: at once)")
+        deadline.arm()
+        self._stop.set()
+
+
+def _frontend_runtime() -> DistributedRuntime:
+    """A runtime without a status server: that one is the workers'."""
+    system_port = os.environ.pop("DYN_SYSTEM_PORT", None)
+    try:
+        return DistributedRuntime(asyncio.get_running_loop(), "mem", "mem")
+    finally:
+        if system_port is not None:
+            os.environ["DYN_SYSTEM_PORT"] = system_port
+
+
+def _leave_at_once(number: signal.Signals) -> None:
+    os._exit(128 + number)
+
+
+def _first(group: BaseExceptionGroup[Any]) -> BaseException:
+    first: BaseException = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,253 @@
+"""A frontend and workers as child processes: start them, say so, keep them, end them in the right order."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from dynamo.cli.console import Console
+from dynamo.cli.processes import GaveUp, Place, Program, exit_words
+from dynamo.cli.readiness import Address, ready_text, wait_listed
+from dynamo.cli.usage import EXIT_USAGE
+
+if TYPE_CHECKING:
+    from dynamo.cli.serve import ServeOptions
+
+__all__ = ["LocalCluster", "programs", "stopping_signals"]
+
+KILL_RESERVE_SECONDS: Final = 5.0  # the child's own deadline comes first; this one is for a child that cannot keep it
+EXIT_KILLED: Final = 1
+
+
+class LocalCluster:
+    """`await LocalCluster(...).run()` serves until a signal."""
+
+    def __init__(
+        self, options: ServeOptions, console: Console, listener: socket.socket, address: Address, store: Path
+    ) -> None:
+        """`listener` is closed at the beginning of the end, so that nobody connects to a socket without a frontend."""
+        self._console = console
+        self._listener = listener
+        self._address = address
+        self._store = store
+        self._stop = asyncio.Event()
+        self._failure: GaveUp | None = None
+        self._killed_by: signal.Signals | None = None
+        self._endpoints: dict[str, str] = {}
+        self._surfaces = ""
+        self._is_table_shown = False
+        self._is_announced = False
+        self._frontend_started = asyncio.Event()
+        frontend, *workers = programs(options, listener.fileno(), store, os.environ)
+        self._frontend = self._place(frontend)
+        self._workers = [self._place(worker) for worker in workers]
+        self._places = [self._frontend, *self._workers]
+
+    def _place(self, program: Program) -> Place:
+        self._console.join(program.name)
+        return Place(
+            program,
+            say=self._say_death,
+            on_line=self._console.pass_on,
+            on_report=self._hear,
+            on_start=self._started,
+        )
+
+    async def run(self) -> int:
+        """The exit status of the command."""
+        self._console.hold()
+        with stopping_signals(self._asked_to_stop, self._asked_again):
+            async with asyncio.TaskGroup() as group:
+                for place in self._places:
+                    group.create_task(self._keep(place), name=place.name)
+                readiness = group.create_task(self._watch_frontend(), name="readiness")
+                await self._stop.wait()
+                readiness.cancel()
+                self._listener.close()
+                # The frontend first: it lets its requests end, and they need the workers for that.
+                await self._frontend.stop()
+                await asyncio.gather(*(worker.stop() for worker in self._workers))
+        return self._status()
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _asked_to_stop(self, number: signal.Signals) -> None:
+        self._console.release()
+        self._console.say(f"{number.name}: stopping (again: at once)")
+        self._stop.set()
+
+    def _asked_again(self, number: signal.Signals) -> None:
+        self._killed_by = number
+        for place in self._places:
+            place.kill()
+
+    def _status(self) -> int:
+        if self._failure is not None:
+            return self._report_failure(self._failure)
+        self._console.release()
+        if self._killed_by is not None:
+            return 128 + self._killed_by
+        killed = [place.name for place in self._places if place.was_killed]
+        if killed:
+            self._console.complain(f"dynamo serve: {', '.join(killed)} did not end in time and had to be killed")
+            return EXIT_KILLED
+        self._console.say("stopped")
+        return 0
+
+    def _report_failure(self, failure: GaveUp) -> int:
+        self._console.release(forget=True)
+        if failure.status != EXIT_USAGE:  # then the child's own line says it all
+            self._console.complain(
+                f"dynamo serve: {failure.name} {exit_words(failure.status)} and cannot be kept running. Its last lines:"
+            )
+        for line in failure.last_lines:
+            self._console.complain(line)
+        return failure.status if failure.status > 0 else 128 - failure.status if failure.status else EXIT_KILLED
+
+    # -- what happens meanwhile --------------------------------------------------------------------------------------
+
+    async def _keep(self, place: Place) -> None:
+        try:
+            await place.keep()
+        except GaveUp as failure:
+            self._failure = self._failure or failure
+            self._stop.set()
+
+    def _say_death(self, text: str) -> None:
+        self._console.release()  # whoever died has told why
+        self._console.say(text)
+
+    def _started(self, place: Place) -> None:
+        if place is self._frontend:
+            self._frontend_started.set()
+
+    def _hear(self, place: Place, report: Mapping[str, Any]) -> None:
+        """A worker's report (`child.Reports`)."""
+        match report["event"]:
+            case "configured":
+                self._endpoints[place.name] = report["endpoint"]
+                self._surfaces = report["surfaces"]
+                self._show_table(report["endpoint"])
+            case "serving":
+                place.mark_ready()
+                again = " again" if place.starts > 1 else ""
+                pid = place.process.pid if place.process is not None else 0
+                self._console.say(
+                    f"{place.name} (pid {pid}) serves {self._endpoints[place.name]}{again} at {report['address']}"
+                )
+
+    def _show_table(self, endpoint: str) -> None:
+        """Once, when the first worker has understood its command line: all of them have the same."""
+        if self._is_table_shown:
+            return
+        self._is_table_shown = True
+        rows = [
+            (place.name, str(place.process.pid) if place.process else "-", where)
+            for place, where in ((p, self._address.url if p is self._frontend else endpoint) for p in self._places)
+        ]
+        self._console.table(("process", "pid", "address"), rows)
+        self._console.say(f"they find each other in {self._store}")
+        self._console.release()
+
+    async def _watch_frontend(self) -> None:
+        """After every start of the frontend: wait until it answers and lists a model; say so the first time."""
+        while True:
+            await self._frontend_started.wait()
+            self._frontend_started.clear()
+            models = await wait_listed(
+                self._address, self._console, waits_for=self._missing, on_answer=self._frontend.mark_ready
+            )
+            if not self._is_announced:
+                self._is_announced = True
+                self._console.say("Ready", strong=True)
+                self._console.say(ready_text(self._address, models[0], self._surfaces))
+            else:
+                self._console.say(f"frontend serves again at {self._address.url}")
+
+    def _missing(self) -> str:
+        loading = [worker.name for worker in self._workers if not worker.is_ready]
+        if len(loading) == len(self._workers):
+            return f"{', '.join(loading)} to load its model" if len(loading) == 1 else f"{', '.join(loading)} to load"
+        return "the frontend to list a model"
+
+
+def programs(options: ServeOptions, listener: int, store: Path, environ: Mapping[str, str]) -> list[Program]:
+    """What to start: the frontend, then the workers."""
+    env = dict(environ)
+    env |= {
+        "DYN_DISCOVERY_BACKEND": "file",
+        "DYN_FILE_KV": str(store),
+        "DYN_REQUEST_PLANE": "tcp",
+        "PYTHONUNBUFFERED": "1",  # lines arrive when they are written
+    }
+    env.setdefault("DYN_TCP_RPC_HOST", "127.0.0.1")
+    # Grace lets frontends hear that a worker leaves. Here the only one has left before.
+    env.setdefault("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0")
+
+    frontend_env = dict(env)
+    if options.store is None:  # a private store holds what these workers register, whatever its namespace
+        for name in ("DYN_NAMESPACE", "DYN_NAMESPACE_PREFIX"):
+            frontend_env.pop(name, None)
+    stop_seconds = _seconds(env, "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", 5.0) + KILL_RESERVE_SECONDS
+    arguments = _child(
+        *("frontend", stop_seconds, "--listener", str(listener), "--"),
+        *("--http-host", options.http_host, "--http-port", str(options.http_port)),
+    )
+    found = [Program("frontend", arguments, frontend_env, stop_seconds, (listener,))]
+    limits = {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": 30.0, "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": 5.0}
+    deadline = sum(_seconds(env, name, default) for name, default in limits.items()) + KILL_RESERVE_SECONDS
+    arguments = _child("worker", deadline, "--engine", options.engine, "--", *options.engine_args)
+    for index in range(options.workers):
+        ports = {name: _nth_port(env.get(name, ""), index) for name in ("DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT")}
+        worker_env = {**env, **{name: port for name, port in ports.items() if port}}
+        found.append(Program(f"worker-{index + 1}", arguments, worker_env, deadline))
+    return found
+
+
+def _child(role: str, kill_after: float, *more: str) -> tuple[str, ...]:
+    head = (sys.executable, "-m", "dynamo.cli.child", role, "--kill-after", str(kill_after), "--report", "{report}")
+    return (*head, *more)
+
+
+def _nth_port(text: str, index: int) -> str:
+    """A fixed port serves one worker; the next ones count up. 0 and what is no number stay as they are."""
+    return str(int(text) + index) if text.isascii() and text.isdigit() and int(text) > 0 else text
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    """As the children read it; they warn about what cannot be read. (Importing their reader would cost more than it
+    saves: this process has none of the runtime in it.)"""
+    try:
+        value = float(env.get(name, "").strip() or default)
+    except ValueError:
+        return default
+    return max(0.0, value) if math.isfinite(value) else default
+
+
+@contextmanager
+def stopping_signals(first: Any, again: Any) -> Iterator[None]:
+    """Call `first(signal)` for the first SIGINT or SIGTERM on the loop, `again(signal)` for every later one."""
+    loop = asyncio.get_running_loop()
+    was_asked = False
+
+    def hear(number: signal.Signals) -> None:
+        nonlocal was_asked
+        (again if was_asked else first)(number)
+        was_asked = True
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, hear, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,74 @@
+"""`dynamo COMMAND ...`: find the command, run it, turn an error of use into one line and exit status 2.
+
+A command's module is imported only when it is asked for, so that `dynamo --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from dynamo import __version__
+from dynamo.cli.usage import EXIT_USAGE, PlainRefusal, UsageError
+
+__all__ = ["main"]
+
+COMMANDS: Final = {
+    # name: (module with `main(argv) -> int`, what it does)
+    "serve": ("dynamo.cli.serve", "start a frontend and workers on this machine, ready for curl"),
+    "new": ("dynamo.cli.new", "write the package of a new backend, with tests that pass"),
+    "conformance": ("dynamo.cli.conformance", "hold an engine to the contract and name what it breaks"),
+}
+
+EXIT_INTERRUPTED: Final = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] in (["-h"], ["--help"], ["help"]):
+        print(_help(), end="")
+        return 0
+    if args[:1] in (["-V"], ["--version"]):
+        print(f"dynamo {__version__}")
+        return 0
+    if not args or args[0] not in COMMANDS:
+        said = f"there is no command {args[0]!r}" if args else "no command given"
+        print(f"dynamo: error: {said}; use one of {', '.join(COMMANDS)} (see dynamo --help)", file=sys.stderr)
+        return EXIT_USAGE
+    module = importlib.import_module(COMMANDS[args[0]][0])
+    try:
+        status: int = module.main(args[1:])
+    except PlainRefusal as refusal:
+        print(refusal, file=sys.stderr)
+        return EXIT_USAGE
+    except UsageError as error:
+        print(f"dynamo {args[0]}: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return status
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items())
+    return f"""\
+usage: dynamo COMMAND ...
+
+Put any LLM engine behind a production API.
+
+commands:
+{commands}
+
+example:
+  dynamo serve test-model
+
+dynamo COMMAND --help explains a command; dynamo --version prints the version.
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

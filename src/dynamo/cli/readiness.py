@@ -1,0 +1,142 @@
+"""Where the frontend is, and whether it lists a model: the question a person would ask with curl."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import shlex
+import socket
+import ssl
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, Self
+
+from dynamo.cli.console import Console
+from dynamo.cli.usage import PlainRefusal, UsageError
+
+__all__ = ["Address", "bind", "listed_models", "ready_text", "wait_listed"]
+
+POLL_SECONDS: Final = 0.1
+PROBE_SECONDS: Final = 2.0
+PROGRESS_SECONDS: Final = 3.0
+MAX_ANSWER_BYTES: Final = 1 << 20
+WILDCARDS: Final = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The frontend as a client on this machine reaches it."""
+
+    host: str
+    port: int
+    is_tls: bool = False
+    models_path: str = "/v1/models"
+
+    @classmethod
+    def of(cls, host: str, port: int, env: Mapping[str, str]) -> Self:
+        """The address of a frontend that listens on `host`. Raises UsageError for one that this command cannot ask."""
+        if env.get("DYN_TLS_CLIENT_CA_CERT_PATH"):
+            raise UsageError(
+                "a frontend that asks for client certificates (DYN_TLS_CLIENT_CA_CERT_PATH) cannot be watched from "
+                "here; start python -m dynamo.frontend and the backend by themselves"
+            )
+        path = env.get("DYN_HTTP_SVC_MODELS_PATH", "").strip() or "/v1/models"
+        return cls(WILDCARDS.get(host, host), port, bool(env.get("DYN_TLS_CERT_PATH")), path)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.is_tls else 'http'}://{host}:{self.port}"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The frontend's socket, bound and not listening yet.
+
+    This process keeps it, so that the port is ours while the frontend is started again. Raises UsageError.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            from dynamo.frontend.server import PortInUse  # it has the words; the import is slow and only needed here
+
+            raise PlainRefusal(str(PortInUse(port))) from None
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return listener
+
+
+async def listed_models(address: Address) -> list[str] | None:
+    """The models that the frontend lists, or None when it does not answer."""
+    with suppress(OSError, TimeoutError, ValueError, KeyError, TypeError):
+        async with asyncio.timeout(PROBE_SECONDS):
+            return [str(model["id"]) for model in json.loads(await _get(address))["data"]]
+    return None
+
+
+async def _get(address: Address) -> bytes:
+    """The body of the list of models; raises what goes wrong."""
+    tls = None
+    if address.is_tls:
+        tls = ssl.create_default_context()
+        tls.check_hostname = False  # our own child on a socket of ours: there is nobody to be fooled by
+        tls.verify_mode = ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls, limit=MAX_ANSWER_BYTES)
+    try:
+        head = f"GET {address.models_path} HTTP/1.1\r\nHost: {address.host}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode())
+        answer_head = await reader.readuntil(b"\r\n\r\n")
+        if answer_head.split(b" ", 2)[1] != b"200":
+            raise ValueError("not a list of models")
+        return await reader.read(MAX_ANSWER_BYTES) if b"chunked" not in answer_head else b""
+    finally:
+        writer.close()
+
+
+async def wait_listed(
+    address: Address, console: Console, *, waits_for: Callable[[], str], on_answer: Callable[[], None]
+) -> list[str]:
+    """The models, as soon as there is one; every few seconds a line says what is missing.
+
+    `on_answer` is called at the frontend's first answer, with models or without.
+    """
+    loop = asyncio.get_running_loop()
+    begun = said = loop.time()
+    has_answered = False
+    while True:
+        models = await listed_models(address)
+        if models is not None and not has_answered:
+            has_answered = True
+            on_answer()
+        if models:
+            return models
+        if loop.time() - said >= PROGRESS_SECONDS:
+            said = loop.time()
+            missing = waits_for() if has_answered else f"{waits_for()}; the frontend does not answer yet"
+            console.say(f"waiting for {missing} ({said - begun:.0f} s)")
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def ready_text(address: Address, model: str, surfaces: str) -> str:
+    """A request that works, and how to stop."""
+    offered = {surface.strip() for surface in surfaces.split(",")}
+    if "chat" in offered:
+        path = os.environ.get("DYN_HTTP_SVC_CHAT_PATH") or "/v1/chat/completions"
+        body = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
+    elif "completions" in offered:
+        path = os.environ.get("DYN_HTTP_SVC_CMP_PATH") or "/v1/completions"
+        body = {"model": model, "prompt": "Hello"}
+    else:
+        path, body = address.models_path, {}
+    insecure = "-k " if address.is_tls else ""
+    request = f"curl {insecure}{address.url}{path}"
+    if body:
+        request += f" -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    return f"  {request}\n  Ctrl-C stops it (twice: at once)"

@@ -1,0 +1,37 @@
+"""Whether and when a process that died is started again. Pure: the caller has the clock."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dynamo.cli.usage import EXIT_USAGE
+
+__all__ = ["RestartPolicy"]
+
+FIRST_DELAY_SECONDS: Final = 0.5
+LONGEST_DELAY_SECONDS: Final = 30.0
+HEALTHY_SECONDS: Final = 60.0  # after so long the next death is a new story, not the same crash loop
+EARLY_FAILURES: Final = 3  # a process that never came up so often will not come up the next time either
+
+
+class RestartPolicy:
+    """The record of one process over its incarnations."""
+
+    def __init__(self) -> None:
+        self._deaths_in_a_row = 0
+        self._was_ever_ready = False
+
+    def after_death(self, status: int, *, healthy_seconds: float | None) -> float | None:
+        """Seconds until the next start, or None to give up.
+
+        `healthy_seconds`: how long this incarnation was ready; None if it never was.
+        """
+        if healthy_seconds is None and status == EXIT_USAGE:
+            return None  # the next one would read the same command line
+        self._was_ever_ready |= healthy_seconds is not None
+        if healthy_seconds is not None and healthy_seconds >= HEALTHY_SECONDS:
+            self._deaths_in_a_row = 0
+        self._deaths_in_a_row += 1
+        if not self._was_ever_ready and self._deaths_in_a_row >= EARLY_FAILURES:
+            return None
+        return min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** min(self._deaths_in_a_row - 1, 16))

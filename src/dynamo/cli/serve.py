@@ -1,0 +1,155 @@
+"""`dynamo serve`: a frontend and workers on this machine, with nothing else installed or running."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dynamo.cli.console import Console
+from dynamo.cli.engines import BUILT_IN, class_path
+from dynamo.cli.readiness import Address, bind
+from dynamo.cli.usage import CommandParser, UsageError, split_engine_args
+
+__all__ = ["ServeOptions", "main", "read_options"]
+
+MAX_WORKERS: Final = 256  # a slip of the keyboard should not start ten thousand processes
+
+_EPILOG: Final = f"""\
+engines: {", ".join(sorted(BUILT_IN))}, or module:Class (also from the current directory). Everything after -- goes to the
+engine's from_args unchanged. The frontend reads its variables as always (DYN_ROUTER_MODE, DYN_TLS_CERT_PATH, ...).
+
+A process that dies is started again. Ctrl-C lets requests in flight end; a second one does not. Exit status: 0 after a
+clean stop, 2 for an error of use, else that of the process that could not be kept running.
+
+example:
+  dynamo serve test-model
+  dynamo serve --engine my_backend.engine:MyEngine --workers 2 --http-port 9000 -- --delay 0.02
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What to serve and where."""
+
+    engine: str
+    engine_args: tuple[str, ...]
+    workers: int
+    http_host: str
+    http_port: int
+    store: Path | None  # None: a private directory, removed at the end
+    in_process: bool
+
+
+def main(argv: list[str]) -> int:
+    """Serve until a signal; the exit status."""
+    options = read_options(argv, os.environ)
+    console = Console()
+    with closing(bind(options.http_host, options.http_port)) as listener:
+        address = Address.of(options.http_host, listener.getsockname()[1], os.environ)
+        if options.in_process:
+            from dynamo.cli.in_process import serve_in_process
+
+            return serve_in_process(options, console, listener, address)
+        from dynamo.cli.local import LocalCluster
+
+        with _store(options.store) as store:
+            return asyncio.run(LocalCluster(options, console, listener, address, store).run())
+
+
+def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
+    """The command line over the environment. Raises UsageError; leaves as argparse does for `--help`."""
+    own, engine_args = split_engine_args(argv)
+    parser = CommandParser(
+        "dynamo serve",
+        description="Start a frontend and workers on this machine. No service is needed.",
+        usage="dynamo serve [MODEL] [options] [-- ENGINE ARGUMENTS]",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="passed to the engine as --model-name MODEL")
+    parser.add_argument("--engine", default="sample", metavar="NAME|module:Class", help="the engine (default: sample)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="how many workers (default: 1)")
+    parser.add_argument(
+        "--http-host",
+        default=env.get("DYN_HTTP_HOST", "").strip() or "0.0.0.0",
+        metavar="HOST",
+        help="address the frontend listens on (default: %(default)s) [DYN_HTTP_HOST]",
+    )
+    parser.add_argument(
+        "--http-port",
+        default=env.get("DYN_HTTP_PORT", "").strip() or "8000",
+        metavar="PORT",
+        help="its port; 0 takes any free one (default: %(default)s) [DYN_HTTP_PORT]",
+    )
+    parser.add_argument(
+        "--store",
+        type=Path,
+        metavar="DIR",
+        help="directory in which the processes find each other; kept at the end (default: a private one)",
+    )
+    parser.add_argument("--in-process", action="store_true", help="all of it in one process, over memory")
+    given = parser.parse_args(own)
+    if not 1 <= given.workers <= MAX_WORKERS:
+        raise UsageError(f"--workers {given.workers} is out of range; use 1 to {MAX_WORKERS}")
+    if given.in_process and given.store is not None:
+        raise UsageError("--store has no meaning with --in-process: one process finds itself in memory")
+    class_path(given.engine)
+    _check_planes(engine_args)
+    model_args = [] if given.model is None else ["--model-name", given.model]
+    return ServeOptions(
+        engine=given.engine,
+        engine_args=(*model_args, *engine_args),
+        workers=given.workers,
+        http_host=given.http_host,
+        http_port=_port(given.http_port),
+        store=given.store,
+        in_process=given.in_process,
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise UsageError(f"--http-port {text!r} is not a port; use 0 to 65535")
+    return int(text)
+
+
+def _check_planes(engine_args: list[str]) -> None:
+    """Refuse what would be overridden: a flag that is silently ignored is a trap."""
+    allowed = {
+        "--discovery-backend": "file",
+        "--request-plane": "tcp",
+        "--response-plane": "tcp",
+        "--event-plane": "zmq",
+    }
+    for position, argument in enumerate(engine_args):
+        flag, equals, value = argument.partition("=")
+        if not equals:
+            value = engine_args[position + 1] if position + 1 < len(engine_args) else ""
+        if flag in allowed and value != allowed[flag]:
+            raise UsageError(
+                f"{flag} {value} needs more than this machine; dynamo serve uses {allowed[flag]}. Start the backend and "
+                "python -m dynamo.frontend by themselves"
+            )
+
+
+@contextmanager
+def _store(kept: Path | None) -> Iterator[Path]:
+    """The discovery directory."""
+    if kept is not None:
+        try:
+            kept.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--store {kept}: {error.strerror}") from None
+        yield kept.absolute()
+        return
+    private = Path(tempfile.mkdtemp(prefix="dynamo-serve-"))
+    try:
+        yield private
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
