@@ -18,7 +18,7 @@ from dynamo.frontend.model_files import ChecksumMismatch, ModelFiles
 from dynamo.protocol.model_types import WorkerType
 from dynamo.protocol.records import ModelCard, ModelRecord
 from dynamo.runtime.discovery.base import MODEL_CARDS, Delete, Put
-from support.frontend_cluster import Cluster, cluster, say
+from support.frontend_cluster import Cluster, cluster, memory_runtime, say
 from support.tiny_model import write_tiny_model
 
 
@@ -226,6 +226,24 @@ def test_a_template_of_the_operator_overrides_the_models_own(tmp_path: Path, kin
 
 
 # -- live ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_card_without_an_instance_is_not_listed_and_not_ready(house: Cluster) -> None:
+    runtime = memory_runtime()
+    directory = house.frontend.models
+    try:
+        await runtime.endpoint("ns.backend.generate").publish_model(build_card("m").to_json())
+        async with asyncio.timeout(10):
+            await directory.wait_for(lambda: bool(directory._clients))  # everything is loaded; only a worker is missing
+        assert (await house.client.get("/v1/models")).json["data"] == []
+        assert (await house.client.get("/v1/models/m/ready")).status == 503
+        answer = await house.client.chat("hi")
+        assert answer.status == 503
+        assert answer.json["message"].startswith("Model `m` is not ready to serve requests yet.")
+        await house.worker()
+        assert (await house.client.chat("hi")).status == 200
+    finally:
+        await runtime.aclose()
 
 
 async def test_a_model_comes_and_goes_with_its_workers(house: Cluster) -> None:

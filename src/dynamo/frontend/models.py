@@ -124,6 +124,14 @@ class ServedModel:
         return sum(map(len, self._workers.values()))
 
     @property
+    def is_reachable(self) -> bool:
+        """Whether an instance stands behind one of its cards: a card may come first, or stay a moment longer."""
+        return any(
+            endpoint in self._clients and not ids.isdisjoint(self._clients[endpoint].instance_ids())
+            for endpoint, ids in self._workers.items()
+        )
+
+    @property
     def created_at_text(self) -> str:
         """When it was first served here, RFC 3339."""
         return datetime.fromtimestamp(self.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -456,12 +464,12 @@ class ModelDirectory:
                     await client.close()
                     continue
                 client.on_change(partial(self._instances_changed, endpoint))
-                self._announce()
+                self._index()
 
     def _instances_changed(self, endpoint: str) -> None:
         for served in self._served.values():
             served.instances_changed(endpoint)
-        self._announce()
+        self._index()
 
     def _part_from_idle(self) -> None:
         """Close the clients of endpoints that serve nothing any more; streams in flight go on."""
@@ -484,9 +492,12 @@ class ModelDirectory:
         )
 
     def _index(self) -> None:
+        """Who may be asked for: what is loaded and has an instance. The rest of the book is registered, not ready."""
         names: dict[str, list[ServedModel]] = {}
         for key in sorted(self._served):
             served = self._served[key]
+            if not served.is_reachable:
+                continue
             for name in dict.fromkeys((served.name, *served.card.aliases)):
                 names.setdefault(name, []).append(served)
         self._by_name = {name: tuple(models) for name, models in names.items()}
