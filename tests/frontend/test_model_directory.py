@@ -350,6 +350,8 @@ async def test_a_name_has_aliases(house: Cluster) -> None:
     await house.worker(aliases=["other"])
     answer = await house.client.chat("hi", model="other")
     assert (answer.status, answer.json["model"]) == (200, "other")
+    assert (await house.client.get("/v1/models/other/ready")).json["ready"] is True
+    assert [model["id"] for model in (await house.client.get("/v1/models")).json["data"]] == ["m"]
 
 
 async def test_a_model_whose_files_come_late_is_served_when_they_are_there(

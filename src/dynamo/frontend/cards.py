@@ -117,6 +117,18 @@ class CardBook:
         entries = [entry for group in self._groups.values() for entry in group.values()]
         return frozenset(name for entry in entries for name in (entry.card.display_name, *entry.card.aliases))
 
+    def owner_of(self, alias: str) -> str | None:
+        """The model that goes by this other name, if there is one."""
+        return next(
+            (
+                key.model
+                for key, group in self._groups.items()
+                for entry in group.values()
+                if alias in entry.card.aliases
+            ),
+            None,
+        )
+
     @property
     def endpoints(self) -> frozenset[str]:
         """Every endpoint with a card."""

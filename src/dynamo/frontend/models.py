@@ -285,9 +285,8 @@ class ModelDirectory:
     def readiness(self, name: str) -> dict[str, Any] | None:
         """The body of `/v1/models/{name}/ready`, or None for a name that nobody registered."""
         groups = self._book.groups(name)
-        if not groups:
-            found = self._by_name.get(name)  # an alias
-            groups = self._book.groups(found[0].name) if found else []
+        if not groups and (owner := self._book.owner_of(name)) is not None:
+            groups = self._book.groups(owner)
         if not groups:
             return None
         namespaces: dict[str, list[Group]] = {}
@@ -297,12 +296,13 @@ class ModelDirectory:
         return {"model": name, "ready": any(body["ready"] for body in bodies.values()), "namespaces": bodies}
 
     def _namespace_readiness(self, groups: Sequence[Group]) -> dict[str, Any]:
-        present = sorted(group.key.role for group in groups)
+        workers = {group.key.role: sum(map(self._has_instance, group.accepted)) for group in groups}
+        present = sorted(role for role, count in workers.items() if count)
         missing = sorted({role for group in groups for role in _missing(group.card.needs, present)})
         body: dict[str, Any] = {
-            "ready": any(group.key in self._served for group in groups) and not missing,
+            "ready": any(self._is_ready(group.key) for group in groups) and not missing,
             "worker_types": {
-                group.key.role: {"workers": len(group.accepted), "needs": group.card.needs} for group in groups
+                group.key.role: {"workers": workers[group.key.role], "needs": group.card.needs} for group in groups
             },
             "present": present,
             "missing_worker_types": missing,
@@ -319,6 +319,13 @@ class ModelDirectory:
         if all(_unservable(group) for group in groups):
             body["error"] = _unservable(groups[0])
         return body
+
+    def _is_ready(self, key: GroupKey) -> bool:
+        served = self._served.get(key)
+        return served is not None and served.is_reachable
+
+    def _has_instance(self, entry: CardEntry) -> bool:
+        return "/".join(entry.key.split("/", 4)[:4]) in self._instances  # without the adapter's suffix
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
@@ -481,7 +488,6 @@ class ModelDirectory:
         self._metrics.describe_model(
             served.name,
             {
-                "ready": 1,
                 "total_kv_blocks": runtime.total_kv_blocks,
                 "max_num_seqs": runtime.max_num_seqs,
                 "max_num_batched_tokens": runtime.max_num_batched_tokens,
@@ -500,6 +506,8 @@ class ModelDirectory:
                 continue
             for name in dict.fromkeys((served.name, *served.card.aliases)):
                 names.setdefault(name, []).append(served)
+        for name in {served.name for served in self._served.values()}:
+            self._metrics.describe_model(name, {"ready": float(name in names)})
         self._by_name = {name: tuple(models) for name, models in names.items()}
         self._pending_names = self._book.names - frozenset(self._by_name)
         self._announce()
