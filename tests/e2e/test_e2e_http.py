@@ -112,14 +112,21 @@ async def test_a_model_comes_and_goes(stack: Stack, tag: str, name: str) -> None
     assert (ready.status, ready.json()["ready"]) == (200, True)
     assert (await ask(port, f"/v1/models/{name}")).json()["context_window"] == 8192
 
-    headers = script(["say", "abcdef", 0.05], tag=tag)
+    headers = script(["say", "abcdef", 0.15], tag=tag)
     async with exchange(port, CHAT, chat(name, stream=True), headers=headers) as last:
         await guest.sees("first", tag)
         guest.terminate()
+        await until(lambda: name not in frontend.models())
+        late = await ask(port, CHAT, chat(name))
+        assert late.status == 503
+        assert late.json()["message"] == (
+            f"Model `{name}` is not ready to serve requests yet. The deployment may still be starting up or is not fully "
+            "provisioned. Please retry shortly."
+        )
         assert (await last.reply()).text == "abcdef"
     assert await guest.ended() == 0
     assert guest.count("abort", tag) == 0
-    await until(lambda: name not in frontend.models())
+    await until(lambda: frontend.get(f"/v1/models/{name}/ready")[0] == 404)
     after = await ask(port, CHAT, chat(name))
     assert (after.status, flat(after.json())) == (404, NOT_FOUND)
     assert (await ask(port, f"/v1/models/{name}")).status == 404

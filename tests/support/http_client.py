@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 PATIENCE_SECONDS = 20.0
+SMALL_BUFFER_BYTES = 4096
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -112,15 +114,27 @@ async def exchange(
     *,
     method: str | None = None,
     headers: Mapping[str, str] | None = None,
-    receive_buffer: int | None = None,
+    small_buffers: bool = False,
 ) -> AsyncIterator[Exchange]:
-    """Send a request; nothing is read yet. `body`: an object for JSON, bytes as they are, None for no body (a GET)."""
+    """Send a request; nothing is read yet. `body`: an object for JSON, bytes as they are, None for no body (a GET).
+
+    `small_buffers`: what is not read soon stays at the server.
+    """
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     method = method or ("GET" if body is None else "POST")
     fields = {"host": "localhost", "connection": "close", "content-type": "application/json"}
     fields |= {"content-length": str(len(data))} | dict(headers or {})
-    limits = {} if receive_buffer is None else {"limit": receive_buffer}
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, **limits)
+    connection = socket.socket()
+    connection.setblocking(False)
+    if small_buffers:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER_BYTES)
+    try:
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
+    except BaseException:
+        connection.close()
+        raise
+    limit = SMALL_BUFFER_BYTES if small_buffers else 2**16
+    reader, writer = await asyncio.open_connection(sock=connection, limit=limit)
     try:
         head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + data)

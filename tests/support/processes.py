@@ -60,14 +60,14 @@ class Process:
         wait(look, lambda: f"{self.name} to log {pattern!r}; its log:\n{self.log}")
         return found[0]
 
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
     def terminate(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self._process.kill()
-
-    def suspend(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
 
     def exit_code(self) -> int:
         """Wait for the end."""

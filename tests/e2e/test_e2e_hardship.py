@@ -1,0 +1,182 @@
+"""Engines that hang or flood, clients that do not read, and the end of a frontend: nobody else is harmed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+
+import pytest
+
+from support.http_client import CHAT, DONE, ask, chat, exchange, script
+from support.processes import Stack, until
+
+MEBIBYTE = 1024 * 1024
+
+# About a KiB on the wire for each token: buffers are counted in bytes.
+LARGE = chat("scripted", stream=True, logprobs=True, top_logprobs=10)
+
+
+async def settled(stack: Stack) -> float:
+    """The engine's token count once it has stopped growing."""
+    before, after = -1.0, stack.scripted.metric("scripted_tokens_total")
+    async with asyncio.timeout(15):
+        while before != after:
+            await asyncio.sleep(0.2)  # how long "stopped" takes to believe
+            before, after = after, stack.scripted.metric("scripted_tokens_total")
+    return after
+
+
+async def test_hung_engines_hold_nobody_up_and_are_freed_by_their_clients(stack: Stack, tag: str) -> None:
+    async with AsyncExitStack() as connections:
+        hung = [
+            await connections.enter_async_context(
+                exchange(stack.port, CHAT, chat("scripted", stream=bool(n % 2)), headers=script(["hang"], tag=tag))
+            )
+            for n in range(10)
+        ]
+        await stack.scripted.sees("generate", tag, 10)
+        began = time.monotonic()
+        others = await asyncio.gather(*(ask(stack.port, CHAT, chat("scripted", stream=bool(n % 2))) for n in range(20)))
+        assert {reply.text for reply in others} == {"Hello"}
+        assert time.monotonic() - began < 5
+        for one in hung:
+            one.leave()
+        await stack.scripted.sees("abort", tag, 10)
+        await stack.scripted.sees("finally", tag, 10)
+        await stack.scripted.idle()
+    assert stack.scripted.count("abort", tag) == 10
+
+
+@pytest.mark.parametrize("rubbish", ["text", 7, None, [], {}, {"token_ids": "x"}, {"token_ids": [2**32]}, {"index": 0}])
+@pytest.mark.parametrize("after", ["", "ab"])
+async def test_an_engine_that_yields_rubbish_harms_only_its_own_stream(
+    stack: Stack, tag: str, rubbish: object, after: str
+) -> None:
+    headers = script(["say", "abcdef", 0.01], tag=f"{tag}-neighbour")
+    async with exchange(stack.port, CHAT, chat("scripted", stream=True), headers=headers) as neighbour:
+        await stack.scripted.sees("first", f"{tag}-neighbour")
+        steps = script(["say", after], ["yield", rubbish], ["hang"], tag=tag)
+        reply = await ask(stack.port, CHAT, chat("scripted"), headers=steps)
+        assert reply.status == 400
+        assert "the engine's chunk is invalid" in reply.json()["message"]
+        await stack.scripted.sees("finally", tag)
+        assert (await neighbour.reply()).text == "abcdef"
+    assert not stack.scripted.has_ended
+
+
+async def test_unknown_keys_of_a_chunk_are_nobodys_business(stack: Stack) -> None:
+    odd = {"token_ids": [97], "index": 0, "mine": {"deep": [1, None]}, "finish_reason": None}
+    assert (await ask(stack.port, CHAT, chat("scripted"), headers=script(["yield", odd]))).text == "a"
+
+
+async def test_a_client_that_never_reads_stops_its_engine_and_nobody_else(stack: Stack, tag: str) -> None:
+    baseline = stack.frontend.resident_bytes()
+    start = await settled(stack)
+    async with exchange(stack.port, CHAT, LARGE, headers=script(["flood"], tag=tag), small_buffers=True) as deaf:
+        await stack.scripted.sees("first", tag)
+        produced = await settled(stack) - start
+        assert produced < 100_000
+        assert stack.scripted.count("finally", tag) == 0  # it waits; it has not failed
+        assert stack.frontend.resident_bytes() - baseline < 64 * MEBIBYTE
+
+        others = await asyncio.gather(*(ask(stack.port, CHAT, chat("scripted", stream=bool(n % 2))) for n in range(10)))
+        assert {reply.text for reply in others} == {"Hello"}
+        assert await settled(stack) - start - produced == 50  # what the others got, and not one token more
+
+        left_at = time.monotonic()
+        deaf.leave(politely=False)
+        (abort,) = await stack.scripted.sees("abort", tag)
+        assert abort["at"] - left_at < 0.5
+        await stack.scripted.idle()
+
+
+async def test_a_client_that_reads_again_gets_every_token(stack: Stack, tag: str) -> None:
+    count = 20_000
+    start = stack.scripted.metric("scripted_tokens_total")
+    request, headers = LARGE | {"max_tokens": count}, script(["flood"], tag=tag)
+    async with exchange(stack.port, CHAT, request, headers=headers, small_buffers=True) as slow:
+        await stack.scripted.sees("first", tag)
+        assert await settled(stack) - start < count  # it is held back
+        reply = await slow.reply()
+    assert len(reply.text) == count
+    assert reply.events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_frontend_sent_home_finishes_what_it_has_begun(stack: Stack, tag: str, name: str) -> None:
+    leaving = stack.cluster.frontend(name)
+    leaving.wait_ready()
+    leaving.wait_for("scripted")
+    headers = script(["say", "abcdefghij", 0.06], tag=tag)
+    async with (
+        exchange(leaving.port, CHAT, chat("scripted", stream=True), headers=headers) as streamed,
+        exchange(leaving.port, CHAT, chat("scripted"), headers=headers) as unary,
+    ):
+        await stack.scripted.sees("first", tag, 2)
+        leaving.terminate()
+        await until(lambda: leaving.get("/health")[0] == 503)
+        health = await ask(leaving.port, "/health")
+        assert health.json() == {"status": "not_ready", "stage": "draining", "message": "Service is not ready"}
+        assert (await ask(leaving.port, "/live")).status == 200
+        refused = await ask(leaving.port, CHAT, chat("scripted"), headers={"x-request-id": "late"})
+        assert (refused.status, refused.json()["message"]) == (503, "Service is not ready")
+        assert refused.headers["x-request-id"] == "late"
+        assert (await streamed.reply()).text == "abcdefghij"
+        assert (await unary.reply()).text == "abcdefghij"
+    assert await leaving.ended() == 0
+    assert stack.scripted.count("abort", tag) == 0
+    assert "Traceback" not in leaving.log
+
+
+async def test_what_does_not_end_in_time_is_cut_with_an_error_and_the_engine_is_told(
+    stack: Stack, tag: str, name: str
+) -> None:
+    leaving = stack.cluster.frontend(name, DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="0.2")
+    leaving.wait_ready()
+    leaving.wait_for("scripted")
+    headers = script(["say", "ab"], ["wait"], tag=tag)
+    async with (
+        exchange(leaving.port, CHAT, chat("scripted", stream=True), headers=headers) as streamed,
+        exchange(leaving.port, CHAT, chat("scripted"), headers=headers) as unary,
+    ):
+        await stack.scripted.sees("first", tag, 2)
+        leaving.terminate()
+        events = (await streamed.reply()).events  # a whole stream, with `[DONE]`
+        assert events[-1]["error"]["type"] == "service_unavailable"
+        assert (await unary.reply()).status == 503
+    assert await leaving.ended() == 0
+    await stack.scripted.sees("finally", tag, 2)
+    await stack.scripted.idle()
+    assert stack.scripted.count("abort", tag) == 2
+
+
+async def test_a_second_signal_ends_a_frontend_at_once(stack: Stack, tag: str, name: str) -> None:
+    leaving = stack.cluster.frontend(name, DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="60")
+    leaving.wait_ready()
+    leaving.wait_for("scripted")
+    async with exchange(leaving.port, CHAT, chat("scripted"), headers=script(["wait"], tag=tag)):
+        await stack.scripted.sees("generate", tag)
+        leaving.terminate()
+        await until(lambda: leaving.get("/health")[0] == 503)
+        leaving.terminate()
+        assert await leaving.ended() != 0
+        await stack.scripted.sees("abort", tag)
+    await stack.scripted.idle()
+
+
+async def test_a_stream_is_fed_while_hundreds_of_others_run(stack: Stack, tag: str) -> None:
+    async with asyncio.TaskGroup() as group:
+        crowd = [
+            group.create_task(
+                ask(stack.port, CHAT, chat("scripted", stream=True), headers=script(["say", "x" * 20, 0.005]))
+            )
+            for _ in range(200)
+        ]
+        async with exchange(
+            stack.port, CHAT, chat("scripted", stream=True), headers=script(["say", "y" * 10, 0.005], tag=tag)
+        ) as one:
+            events = [await one.event()]
+            while events[-1] != DONE:
+                events.append(await one.event())
+    assert {task.result().text for task in crowd} == {"x" * 20}
+    await stack.scripted.idle()

@@ -1,0 +1,212 @@
+"""Several workers: taking turns, losing one, sending one home, and one written in another language."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from support.http_client import CHAT, COMPLETIONS, Reply, ask, chat, script
+from support.processes import Frontend, Stack, Worker, until
+
+NODE = shutil.which("node")
+SENTENCE = "abcdefghijklmnopqrst"
+
+
+@dataclass
+class Pair:
+    """Two workers of one model behind a frontend of its own, with the quarantine that users have."""
+
+    frontend: Frontend
+    first: Worker
+    second: Worker
+    model: str
+
+    @property
+    def both(self) -> tuple[Worker, Worker]:
+        return self.first, self.second
+
+    def served_by(self, tag: str) -> Counter[str]:
+        events = [event for worker in self.both for event in worker.events(tag)]
+        return Counter(event["worker"] for event in events if event["event"] == "generate")
+
+
+@pytest.fixture
+def pair(stack: Stack, name: str) -> Pair:
+    frontend = stack.cluster.frontend(f"{name}-frontend")
+    first, second = (stack.cluster.worker(f"{name}-{letter}", name) for letter in "ab")
+    for process in (frontend, first, second):
+        process.wait_ready()
+    frontend.wait_for(name, workers=2)
+    return Pair(frontend, first, second, name)
+
+
+@dataclass
+class Load:
+    """Clients that ask one thing after the other; every answer is kept."""
+
+    replies: list[Reply] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list)
+
+    @property
+    def good(self) -> int:
+        return sum(reply.status == 200 and reply.text == SENTENCE for reply in self.replies)
+
+
+@asynccontextmanager
+async def load(pair: Pair, tag: str, clients: int = 6, pace: float = 0.01) -> AsyncIterator[Load]:
+    """Run clients, half of them streaming, for as long as the block runs."""
+    found, is_over = Load(), False
+
+    async def one(streamed: bool) -> None:
+        while not is_over:
+            try:
+                body = chat(pair.model, stream=streamed)
+                found.replies.append(
+                    await ask(pair.frontend.port, CHAT, body, headers=script(["say", SENTENCE, pace], tag=tag))
+                )
+            except Exception as error:  # judged by the test
+                found.errors.append(error)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(clients):
+            group.create_task(one(bool(number % 2)))
+        try:
+            yield found
+        finally:
+            is_over = True
+
+
+async def test_two_workers_take_turns(pair: Pair, tag: str) -> None:
+    for _ in range(10):
+        assert (
+            await ask(pair.frontend.port, CHAT, chat(pair.model), headers=script(["say", "a"], tag=tag))
+        ).text == "a"
+    assert sorted(pair.served_by(tag).values()) == [5, 5]
+    await asyncio.gather(
+        *(ask(pair.frontend.port, CHAT, chat(pair.model), headers=script(["say", "a"], tag=tag)) for _ in range(20))
+    )
+    assert sorted(pair.served_by(tag).values()) == [15, 15]
+    choices = (await ask(pair.frontend.port, CHAT, chat(pair.model, n=4), headers=script(["say", "a"], tag=tag))).json()
+    assert len(choices["choices"]) == 4
+    assert sorted(pair.served_by(tag).values()) == [17, 17]  # the choices of one request are spread as well
+
+
+async def test_a_worker_killed_under_load_costs_only_its_own_streams(pair: Pair, tag: str) -> None:
+    def request(streamed: bool) -> Coroutine[Any, Any, Reply]:
+        headers = script(["say", SENTENCE, 0.05], tag=tag)
+        return ask(pair.frontend.port, CHAT, chat(pair.model, stream=streamed), headers=headers)
+
+    before = [asyncio.create_task(request(bool(number // 2 % 2))) for number in range(8)]
+    await asyncio.gather(pair.first.sees("first", tag, 4), pair.second.sees("first", tag, 4))
+    pair.first.kill()
+    await pair.first.ended()
+    replies = await asyncio.gather(*before)
+    whole = [reply for reply in replies if reply.status == 200 and "error" not in reply.body.decode()]
+    cut = [reply for reply in replies if reply not in whole]
+    assert len(whole) == len(cut) == 4
+    assert {reply.text for reply in whole} == {SENTENCE}
+    for reply in cut:
+        error = reply.events[-1]["error"] if reply.status == 200 else reply.json()["error"]
+        assert (error["message"], error["type"]) == ("Service temporarily unavailable", "service_unavailable")
+
+    # Its record is still there, for up to the lease's length; nobody must notice.
+    later = [await ask(pair.frontend.port, CHAT, chat(pair.model)) for _ in range(6)]
+    crowd = await asyncio.gather(*(ask(pair.frontend.port, CHAT, chat(pair.model, stream=True)) for _ in range(20)))
+    assert {(reply.status, reply.text) for reply in [*later, *crowd]} == {(200, "Hello")}
+    await pair.second.idle()
+    assert pair.second.count("abort", tag) == 0
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["unary", "streamed"])
+async def test_what_a_killed_worker_had_not_begun_is_begun_elsewhere(pair: Pair, tag: str, streamed: bool) -> None:
+    # The worker waits before its first token, so nothing of an answer has been seen by anybody.
+    headers = script(["say", "a", 0.5], ["say", "bc"], tag=tag)
+    body = chat(pair.model, stream=streamed)
+    requests = [asyncio.create_task(ask(pair.frontend.port, CHAT, body, headers=headers)) for _ in range(6)]
+    await asyncio.gather(pair.first.sees("generate", tag, 3), pair.second.sees("generate", tag, 3))
+    pair.first.kill()
+    replies = await asyncio.gather(*requests)
+    assert {(reply.status, reply.text) for reply in replies} == {(200, "abc")}
+    assert pair.second.count("generate", tag) == 6
+    assert pair.second.count("abort", tag) == 0
+
+
+async def test_a_worker_sent_home_under_load_costs_nothing(pair: Pair, tag: str) -> None:
+    async with load(pair, tag) as found:
+        await asyncio.gather(pair.first.sees("first", tag, 3), pair.second.sees("first", tag, 3))
+        pair.first.terminate()
+        await until(lambda: "Endpoint unregistered from discovery" in pair.first.log)
+        assert await pair.first.ended() == 0
+        served = pair.first.count("generate", tag)
+        so_far = found.good
+        await until(lambda: found.good >= so_far + 12)
+    assert found.errors == []
+    assert found.good == len(found.replies)
+    assert pair.first.count("generate", tag) == pair.first.count("finally", tag) == served
+    assert pair.first.count("abort", tag) == pair.second.count("abort", tag) == 0
+    names = [event["event"] for event in pair.first.events() if event["event"] in ("finally", "drain", "cleanup")]
+    assert names[-2:] == ["drain", "cleanup"]  # no stream ended after them
+
+
+async def test_a_frozen_worker_delays_nobody_else(pair: Pair, tag: str) -> None:
+    headers = script(["say", "a"], ["wait"], tag=tag)
+    pair.first.signal(signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(10):
+            stuck = [
+                asyncio.create_task(ask(pair.frontend.port, CHAT, chat(pair.model), headers=headers)) for _ in range(2)
+            ]
+            await pair.second.sees("first", tag)
+            replies = [asyncio.create_task(ask(pair.frontend.port, CHAT, chat(pair.model))) for _ in range(10)]
+            done: set[asyncio.Task[Reply]] = set()
+            while len(done) < 5:  # every other one
+                done, _ = await asyncio.wait(replies, timeout=0.05)
+        assert {task.result().text for task in done} == {"Hello"}
+    finally:
+        pair.first.signal(signal.SIGCONT)
+    assert {(await reply).text for reply in replies} == {"Hello"}
+    for task in stuck:
+        task.cancel()
+    await asyncio.wait(stuck)
+    await asyncio.gather(pair.first.idle(), pair.second.idle())
+
+
+@pytest.mark.skipif(NODE is None, reason="needs node")
+async def test_a_worker_in_javascript_beside_one_in_python(stack: Stack, name: str) -> None:
+    frontend = stack.frontend
+    python = stack.cluster.sample(f"{name}-py", f"{name}-py", "--delay", "0.001")
+    javascript = stack.cluster.node(f"{name}-js", NODE or "", f"{name}-js", "--delay", "0.001")
+    models = {f"{name}-py", f"{name}-js"}
+    await until(lambda: models <= frontend.models(), lambda: f"{models}\n{frontend.log}\n{javascript.log}")
+
+    def request(model: str, number: int) -> Coroutine[Any, Any, Reply]:
+        body = {"model": model, "prompt": "hi", "max_tokens": 1 + number % 7, "stream": bool(number % 2)}
+        return ask(stack.port, COMPLETIONS, body)
+
+    asked = [(model, number) for number in range(30) for model in sorted(models)]
+    replies = await asyncio.gather(*(request(model, number) for model, number in asked))
+    texts: dict[int, set[str]] = {}
+    for (model, number), reply in zip(asked, replies, strict=True):
+        assert reply.status == 200, (model, reply.body)
+        last = reply.json() if number % 2 == 0 else reply.events[-1]
+        assert (last["model"], last["choices"][0]["finish_reason"]) == (model, "length")
+        texts.setdefault(number % 7, set()).add(reply.text)
+    assert all(len(one) == 1 for one in texts.values())  # both speak the sample engine's language
+    tokens = sum(1 + number % 7 for number in range(30))
+    metrics = frontend.get("/metrics")[1].decode()
+    for model in models:
+        assert f'dynamo_frontend_output_tokens_total{{model="{model}"}} {tokens}' in metrics
+    python.wait_ready()
+    assert python.metric("dynamo_component_requests_total") == 30
+    for process in (python, javascript):
+        process.terminate()
+    assert [await python.ended(), await javascript.ended()] == [0, 0]
+    await until(lambda: not models & frontend.models())
