@@ -106,7 +106,8 @@ def stack(model: Path, delay: float) -> Iterator[Stack]:
                     break
                 except Exception:
                     if time.perf_counter() - begun > 30 or frontend.poll() is not None or worker.poll() is not None:
-                        raise RuntimeError("the stack did not come up:\n" + (Path(store) / "log").read_text()) from None
+                        tail = (Path(store) / "log").read_text()[-3000:]
+                        raise RuntimeError(f"the stack did not come up:\n{tail}") from None
                     time.sleep(0.01)
             yield Stack(port, frontend.pid, worker.pid, time.perf_counter() - begun)
         finally:

@@ -24,8 +24,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "prometheus_names": frozenset(),
     "runtime": frozenset({"errors", "runtime", "prometheus_names"}),
     "logits_processing": frozenset(),
-    "health_check": frozenset({"errors", "runtime", "common", "health_check"}),
-    "common": frozenset({"errors", "protocol", "kv", "runtime", "common", "logits_processing", "prometheus_names"}),
+    "health_check": frozenset({"errors", "runtime", "health_check"}),
+    "common": frozenset(
+        {"errors", "protocol", "kv", "runtime", "common", "logits_processing", "prometheus_names", "health_check"}
+    ),
     "frontend": frozenset({"errors", "protocol", "text", "kv", "runtime", "frontend", "prometheus_names"}),
     "llm": frozenset({"errors", "protocol", "runtime", "common", "llm", "kv"}),
     "_core": frozenset({"errors", "protocol", "runtime", "common", "_core", "llm", "kv"}),

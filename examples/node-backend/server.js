@@ -166,7 +166,11 @@ class Connection {
   }
 }
 
-const failure = (kind, message) => ({ error_type: kind.startsWith("Worker") ? kind : { Backend: kind }, message });
+const failure = (kind, message) => ({
+  error_type: kind.startsWith("Worker") ? kind : { Backend: kind },
+  message,
+  ...(kind === "InvalidArgument" ? { public: { type: "message", message } } : {}), // without it the client sees a generic text
+});
 
 class Stream { // one request: its credit, and whether its caller still wants it
   constructor(connection, id, request) {

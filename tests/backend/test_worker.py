@@ -322,7 +322,7 @@ async def test_a_configuration_that_does_not_fit_touches_nothing(engine: Any, me
     assert getattr(engine, "calls", []) == []
 
 
-@pytest.mark.parametrize("plane", [{"discovery_backend": "etcd"}, {"request_plane": "nats"}])
+@pytest.mark.parametrize("plane", [{"discovery_backend": "kubernetes"}, {"request_plane": "nats"}])
 async def test_what_cannot_be_reached_is_said_before_the_engine_starts(plane: dict[str, str]) -> None:
     engine = Recorder()
     with pytest.raises(CannotConnect, match="not built"):

@@ -800,7 +800,6 @@ async def test_closing_leaves_no_task_behind(open_runtime: Open) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        (("etcd", "tcp"), CannotConnect, "--discovery-backend file"),
         (("kubernetes", "tcp"), CannotConnect, "kubernetes discovery backend is not built"),
         (("consul", "tcp"), ValueError, "unknown discovery backend 'consul'"),
         (("mem", "nats"), CannotConnect, "--request-plane tcp"),
@@ -905,3 +904,20 @@ async def test_metrics_count_requests_by_endpoint_and_user_labels(open_runtime: 
     assert line.endswith(" 4")
     with pytest.raises(ValueError, match="worker_id"):
         await worker.endpoint("ns.c.other").start_serving(serve_python(echo), metrics_labels={"worker_id": "x"})
+
+
+@pytest.mark.parametrize("backend", ["etcd", "auto"])
+async def test_etcd_endpoints_that_are_set_are_not_ignored(backend: str) -> None:
+    settings = RuntimeSettings.from_env({"ETCD_ENDPOINTS": "http://etcd:2379"})
+    with pytest.raises(CannotConnect, match=r"etcd discovery backend \(ETCD_ENDPOINTS=http://etcd:2379\) is not built"):
+        DistributedRuntime(asyncio.get_running_loop(), backend, "tcp", settings=settings)
+
+
+async def test_etcd_without_endpoints_is_the_file_store_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = RuntimeSettings.from_env({"DYN_FILE_KV": str(tmp_path)})
+    runtime = DistributedRuntime(asyncio.get_running_loop(), "etcd", "mem", settings=settings)
+    assert isinstance(runtime.discovery, FileDiscovery)
+    assert "ETCD_ENDPOINTS is not set" in caplog.text
+    await runtime.aclose()

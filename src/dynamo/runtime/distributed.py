@@ -286,10 +286,18 @@ class DistributedRuntime:
     def _choose_discovery(self, backend: str) -> Discovery:
         backend = backend.lower()
         chosen = backend
-        if backend == "auto":
+        if backend in ("auto", "etcd"):
+            # The guide's own engine asks for "etcd" unless told otherwise. Where nobody said where an etcd is, the file
+            # store lets its commands run as printed on one machine; a deployment that has an etcd sets ETCD_ENDPOINTS.
             chosen = "etcd" if self.settings.etcd_endpoints else "file"
         match chosen:
             case "file":
+                if backend == "etcd":
+                    logger.warning(
+                        "discovery: etcd was asked for, but ETCD_ENDPOINTS is not set; using files in %s, which serve "
+                        "one machine. Say --discovery-backend file (or DYN_DISCOVERY_BACKEND=file) to choose them",
+                        self.settings.file_root,
+                    )
                 if backend == "auto":
                     logger.info(
                         "discovery: files in %s, because ETCD_ENDPOINTS is not set; choose another store with "
@@ -300,7 +308,7 @@ class DistributedRuntime:
             case "mem":
                 return MemoryDiscovery(shared_hub(self._loop))
             case "etcd" | "kubernetes":
-                why = f" (ETCD_ENDPOINTS={self.settings.etcd_endpoints})" if backend == "auto" else ""
+                why = f" (ETCD_ENDPOINTS={self.settings.etcd_endpoints})" if chosen == "etcd" else ""
                 raise CannotConnect(
                     f"the {chosen} discovery backend{why} is not built in this version; use --discovery-backend file "
                     "(one machine) or mem (one process), or set DYN_DISCOVERY_BACKEND"

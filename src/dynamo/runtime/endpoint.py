@@ -13,6 +13,8 @@ from dynamo.errors import DynamoException, EngineShutdown, WorkerUnavailable
 from dynamo.runtime.client import Client
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS
+from dynamo.runtime.event_plane.base import EventPublisher, Scope
+from dynamo.runtime.event_plane.memory import shared_event_plane
 from dynamo.runtime.handler import PythonHandler, serve_python
 from dynamo.runtime.health import Canary
 from dynamo.runtime.instances import RouterMode, encode_instance
@@ -43,6 +45,17 @@ def split_endpoint(path: str) -> tuple[str, str, str]:
     return namespace, component, name
 
 
+class EndpointEvents:
+    """One topic of an endpoint. Use it on the event loop."""
+
+    def __init__(self, publisher: EventPublisher) -> None:
+        self._publisher = publisher
+
+    def publish(self, payload: Any) -> None:
+        """Send one message: any value that msgpack can carry. Never blocks; without a reader it goes nowhere."""
+        self._publisher.publish(msgspec.msgpack.encode(payload))
+
+
 class Endpoint:
     """A name in the cluster. Cheap: nothing happens until it is served or called."""
 
@@ -63,6 +76,11 @@ class Endpoint:
     def connection_id(self) -> int:
         """The id of every instance of this runtime."""
         return self.runtime.connection_id()
+
+    def event_channel(self, topic: str) -> EndpointEvents:
+        """A publisher of this endpoint's events, heard by subscribers of the same process (see Known limits)."""
+        plane = shared_event_plane(self.runtime.event_loop())
+        return EndpointEvents(plane.new_publisher(Scope(self.namespace, self.component, self.name), topic))
 
     # -- serving -------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from typing import Any
 from dynamo.common.backend.engine_config import EngineConfig
 from dynamo.common.backend.lifecycle_metrics import WorkerMetrics
 from dynamo.common.backend.publisher import (
-    EventChannel,
     KvEventPublisher,
     PushSource,
     SnapshotPublisher,
@@ -30,8 +29,6 @@ class Publishing:
         self._endpoint = endpoint
         self._block_size = config.kv_cache_block_size
         self._enable_local_indexer = enable_local_indexer
-        # Without an event plane the engine still gets its publishers: what it may call does not depend on deployment.
-        self._channel: EventChannel | None = None if hasattr(endpoint, "event_channel") else _NoChannel()
         self._close: list[Callable[[], None]] = []
 
     def connect_kv_events(self, sources: object) -> None:
@@ -65,7 +62,6 @@ class Publishing:
                 enable_local_indexer=self._enable_local_indexer,
                 zmq_endpoint=getattr(source, "endpoint", None),
                 zmq_topic=getattr(source, "topic", None),
-                channel=self._channel,
             )
         except DynamoException:
             raise
@@ -78,7 +74,7 @@ class Publishing:
         """The publisher an engine hands its snapshots to. Raises CannotConnect."""
         loads = WorkerMetricsPublisher()
         try:
-            await loads.create_endpoint(self._endpoint, channel=self._channel)
+            await loads.create_endpoint(self._endpoint)
         except DynamoException:
             raise
         except Exception as error:
@@ -92,13 +88,6 @@ class Publishing:
         """End every publisher; on the event loop, after `cleanup()`. Idempotent."""
         while self._close:
             self._close.pop()()
-
-
-class _NoChannel:
-    """Where messages go when this process has no event plane: nowhere."""
-
-    def publish(self, payload: Any) -> None:
-        pass
 
 
 def _checked_sources(sources: object) -> list[Any]:

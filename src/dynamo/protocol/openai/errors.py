@@ -13,6 +13,7 @@ import msgspec
 from dynamo.errors import (
     Cancelled,
     DynamoException,
+    InvalidArgument,
     Overloaded,
     RouterQueueLimitExceeded,
     Unknown,
@@ -215,6 +216,8 @@ def rejection_for(error: BaseException, *, overload_status: int = DEFAULT_OVERLO
     elif rule.status in (503, DEFAULT_OVERLOAD_STATUS):
         retry_after = RETRY_AFTER_SECONDS
     message = rule.public if rule.public is not None else str(error) or "Invalid request"
+    if isinstance(error, InvalidArgument) and not error.public:
+        message = "Invalid request"  # a bare handler's ValueError says what its author meant for the log
     return RequestRejected(
         status, message, details, type_=rule.phrase, stream_type=rule.stream_type, retry_after_seconds=retry_after
     )

@@ -41,6 +41,10 @@ class MemoryEventPlane:
         self._closed = False
 
     async def publisher(self, scope: Scope, topic: str) -> EventPublisher:
+        return self.new_publisher(scope, topic)
+
+    def new_publisher(self, scope: Scope, topic: str) -> EventPublisher:
+        """`publisher` without the waiting that other planes need."""
         self._check_open()
         return _Publisher(self, (scope, topic), self._rng.getrandbits(PUBLISHER_ID_BITS))
 

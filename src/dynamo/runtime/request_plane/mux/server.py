@@ -40,6 +40,7 @@ SILENCE_SECONDS: Final = 90.0  # callers ping every 20 s; three lost pings and a
 MAX_STREAMS: Final = 16_384  # of one connection; more is refused per stream, not by closing
 MAX_PENDING_BODIES: Final = 1024  # requests whose body is still arriving
 MAX_CREDIT: Final = 1 << 20  # a caller may not make one stream buffer more than a million tokens
+TOKEN_BYTES: Final = 10  # of a one-token chunk in a batch
 GOODBYE_SECONDS: Final = 1.0  # how long the last bytes of a closing connection may take to leave
 
 
@@ -48,6 +49,7 @@ class MuxSink:
 
     __slots__ = (
         "_connection",
+        "_object_bytes",
         "_others",
         "_out",
         "_stream_id",
@@ -55,6 +57,7 @@ class MuxSink:
         "context",
         "credit",
         "ended",
+        "failure",
         "offset",
         "request_bytes",
         "total",
@@ -71,6 +74,8 @@ class MuxSink:
         self.offset = 0  # of choice 0, nearly always the only one
         self.total = 0
         self.request_bytes = 0
+        self.failure: BaseException | None = None  # what `end` was given
+        self._object_bytes = 0
         self.ended = False
 
     def send_tokens(
@@ -113,6 +118,7 @@ class MuxSink:
         encoded = msgspec.Raw(pack(envelope))
         cost = len(encoded) // OBJECT_CREDIT_BYTES + 1
         self.credit -= cost
+        self._object_bytes += len(encoded)
         self._out.append((self._stream_id, OBJECT_INDEX, cost, (), None, encoded))
         if not self._connection.flush_scheduled:
             self._connection.schedule_flush()
@@ -139,12 +145,19 @@ class MuxSink:
         if self.ended:
             return
         self.ended = True
+        self.failure = error
         record = describe(error) if error is not None else None
         self._out.append((self._stream_id, END_INDEX, self.total, (), None, record))
         self._connection.forget(self._stream_id)
         self.wake()
         if not self._connection.flush_scheduled:
             self._connection.schedule_flush()
+
+    @property
+    def response_bytes(self) -> int:
+        """Encoded bytes sent so far: exact for objects; token chunks are encoded many streams at a time, so each token
+        counts for what a chunk of one token takes."""
+        return self._object_bytes + TOKEN_BYTES * self.total
 
     def abandon(self) -> None:
         """The caller is gone: nothing more is sent."""
