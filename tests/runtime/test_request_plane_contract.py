@@ -554,3 +554,41 @@ def serve_ping(plane: Plane) -> str:
 
     plane.serve(ping, "1f/ping")
     return "1f/ping"
+
+
+async def test_finishing_with_the_terminal_chunk_lets_the_worker_end_in_its_own_time(plane: Plane) -> None:
+    go, ended = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        sink.send_tokens([1], finish_reason="stop")
+        await go.wait()  # a generator's `finally`
+        ended.set_result(context.is_stopped())
+
+    plane.serve(handler)
+    context = Context()
+    stream = await plane.open(context=context)
+    assert [item.finish_reason for item in await stream.next_batch()] == ["stop"]
+    stream.finish()
+    stream.close()
+    context.kill()  # the request is over: what happens to its context concerns nobody
+    go.set()
+    assert await ended is False
+
+
+async def test_a_worker_that_does_not_end_after_its_terminal_chunk_is_told(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("memory", "mux.client"):
+        monkeypatch.setattr(f"dynamo.runtime.request_plane.{module}.FINISH_SECONDS", 0.01)
+    killed = asyncio.Event()
+
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        sink.send_tokens([1], finish_reason="stop")
+        await context.async_killed_or_stopped()
+        killed.set()
+
+    plane.serve(handler)
+    stream = await plane.open()
+    await stream.next_batch()
+    stream.finish()
+    await killed.wait()

@@ -325,12 +325,15 @@ class _Choice:
             delta.stop_reason = decoder.stop_reason
             if reason is None and self._stream is not None:
                 self._stream.stop()
+                self._release()
         else:
             if isinstance(reason, dict):
                 raise Unknown(str(reason.get("error")))
             delta.text += decoder.finish()
             delta.finish_reason = _OPENAI_REASON.get(reason, "stop")
-        self._release()
+        if self._stream is not None:
+            self._stream.finish()
+            self._stream = None
 
     def _release(self) -> None:
         if self._stream is not None:

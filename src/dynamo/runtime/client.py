@@ -303,6 +303,12 @@ class _BookedStream:
         self.stop = stream.stop
         self.kill = stream.kill
 
+    def finish(self) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+            self._stream.finish()
+
     def close(self) -> None:
         release, self._release = self._release, None
         if release is not None:

@@ -26,6 +26,10 @@ INITIAL_CREDITS: Final = 1024
 """Tokens a producer may be ahead of its consumer. A fast reader renews half a window at a time, so this is also how
 seldom credit frames travel; 1024 tokens of a stalled stream are a few KiB."""
 
+FINISH_SECONDS: Final = 5.0
+"""How long a worker may take from its terminal chunk to the END: a generator's `finally` runs in between where a bare
+handler serves, and a request that is done must not look cancelled to it."""
+
 OBJECT_CREDIT_BYTES: Final = 64  # an object item costs one credit per started 64 bytes of its encoding
 
 
@@ -91,6 +95,12 @@ class ResponseStream(Protocol):
 
     def kill(self) -> None:
         """Tell the worker the reader is gone; nothing more is delivered."""
+
+    def finish(self) -> None:
+        """Release the stream without a kill: the reader has the terminal chunk, and the END is on its way.
+
+        What still arrives is dropped. A worker that has not ended the stream within `FINISH_SECONDS` is told (kill).
+        """
 
     def close(self) -> None:
         """Release the stream; kills it if it has not ended. Idempotent; call it on every path."""

@@ -25,6 +25,7 @@ from dynamo.errors import (
 )
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.base import (
+    FINISH_SECONDS,
     INITIAL_CREDITS,
     OBJECT_CREDIT_BYTES,
     OBJECT_INDEX,
@@ -162,6 +163,7 @@ class MemoryStream:
     __slots__ = (
         "__weakref__",
         "_buffer",
+        "_draining",
         "_ended",
         "_error",
         "_forget",
@@ -179,6 +181,7 @@ class MemoryStream:
         self._buffer: list[StreamItem] = []
         self._waiter: asyncio.Future[None] | None = None
         self._offsets = OffsetCounter()
+        self._draining: asyncio.TimerHandle | None = None  # only the end is awaited, and nobody reads it
         self._ended = False  # nothing will be added to the buffer any more
         self._error: DynamoException | None = None
         self._total: int | None = None  # tokens the worker says it sent; None: there was no clean end
@@ -227,12 +230,19 @@ class MemoryStream:
             self._finish()
             self._loop.call_soon(self._sink._abandon)
 
+    def finish(self) -> None:
+        self._unfollow()
+        self._buffer.clear()
+        if not self._ended and self._draining is None:
+            self._draining = self._loop.call_later(FINISH_SECONDS, self.kill)
+
     def close(self) -> None:
-        self.kill()
-        self._release()
+        if self._draining is None:
+            self.kill()
+            self._release()
 
     def _deliver(self, item: StreamItem) -> None:
-        if not self._ended:
+        if not self._ended and self._draining is None:
             self._buffer.append(item)
             self._wake()
 
@@ -252,6 +262,9 @@ class MemoryStream:
 
     def _finish(self) -> None:
         self._ended = True
+        if self._draining is not None:
+            self._draining.cancel()
+            self._draining = None
         self._release()
         self._wake()
 
@@ -268,10 +281,13 @@ class MemoryStream:
         else:
             self.stop()
 
-    def _release(self) -> None:
+    def _unfollow(self) -> None:
         forget, self._forget = self._forget, None
         if forget is not None:
             forget()
+
+    def _release(self) -> None:
+        self._unfollow()
         for home in self._homes:
             home.discard(self)
         self._homes = ()

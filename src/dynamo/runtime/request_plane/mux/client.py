@@ -23,6 +23,7 @@ from dynamo.errors import (
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.base import (
     END_INDEX,
+    FINISH_SECONDS,
     INITIAL_CREDITS,
     Instance,
     OffsetCounter,
@@ -67,6 +68,7 @@ class MuxStream:
         "_buffer",
         "_connection",
         "_consumed",
+        "_draining",
         "_ended",
         "_error",
         "_forget",
@@ -83,6 +85,7 @@ class MuxStream:
         self._waiter: asyncio.Future[None] | None = None
         self._offsets = OffsetCounter()
         self._consumed = 0
+        self._draining: asyncio.TimerHandle | None = None  # only the END is awaited, and nobody reads it
         self._ended = False  # END was read, or the stream was killed or lost
         self._error: DynamoException | None = None
         self._forget: Callable[[], None] | None = None
@@ -140,6 +143,10 @@ class MuxStream:
 
     def deliver(self, item: StreamItem) -> None:
         """An item has arrived. Called by the connection, many times before the reader runs once."""
+        if self._draining is not None:
+            if item.index == END_INDEX:
+                self._settle()
+            return
         buffer = self._buffer
         buffer.append(item)
         if len(buffer) > MAX_BUFFERED_ITEMS:
@@ -168,6 +175,9 @@ class MuxStream:
         """The connection is gone."""
         if self._ended:
             return
+        if self._draining is not None:
+            self._settle()
+            return
         if self._buffer and self._buffer[-1].index == END_INDEX:
             return  # everything had arrived
         self._ended = True
@@ -182,17 +192,37 @@ class MuxStream:
     def kill(self) -> None:
         if self._ended:
             return
-        self._ended = True
+        self._settle()
         self._buffer.clear()
         self._connection.drop(self.stream_id)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def _settle(self) -> None:
+        self._ended = True
+        if self._draining is not None:
+            self._draining.cancel()
+            self._draining = None
+
+    def finish(self) -> None:
+        self._unfollow()
+        if self._ended or self._draining is not None:
+            return
+        if self._buffer and self._buffer[-1].index == END_INDEX:
+            self._ended = True
+        else:
+            self._draining = self._connection.loop.call_later(FINISH_SECONDS, self.kill)
+        self._buffer.clear()
+
     def close(self) -> None:
+        self._unfollow()
+        if self._draining is None:
+            self.kill()
+
+    def _unfollow(self) -> None:
         if self._forget is not None:
             self._forget()
             self._forget = None
-        self.kill()
 
     def follow(self, context: Context) -> None:
         """Pass a stop or kill of the caller's context on to the worker."""
