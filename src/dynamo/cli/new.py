@@ -1,0 +1,107 @@
+"""`dynamo new NAME`: the package of a backend that runs, with tests that pass, to be changed into yours."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path, PurePosixPath
+from typing import Final, Self
+
+from dynamo.cli.usage import CommandParser, UsageError
+
+__all__ = ["Names", "main", "rendered"]
+
+SUFFIX: Final = ".tmpl"  # keeps what is no Python yet away from linters and type checkers
+MAX_NAME: Final = 64
+
+# A name that an index, a shell and a file system all take: words of letters and digits, joined by one separator.
+_NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9]*([._-][A-Za-z0-9]+)*")
+_RESERVED: Final = frozenset({"dynamo", "test", "tests", "main", "engine"})
+
+_EPILOG: Final = """\
+example:
+  dynamo new my-backend
+  cd my-backend && pip install -e ".[dev]" && pytest
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """One name in its three spellings."""
+
+    name: str  # my-backend: distribution and command
+    module: str  # my_backend
+    engine: str  # MyEngine
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """Raises UsageError with what a name may be."""
+        if len(name) > MAX_NAME or not _NAME.fullmatch(name):
+            raise UsageError(
+                f"{name!r} cannot be a package's name; use up to {MAX_NAME} letters and digits, in words joined by -, "
+                "such as my-backend"
+            )
+        words = re.split(r"[._-]", name.lower())
+        module = "_".join(words)
+        if keyword.iskeyword(module) or module in _RESERVED or module in sys.stdlib_module_names:
+            raise UsageError(f"{name!r} would hide the Python module {module!r}; use another name, such as my-{name}")
+        stem = words[:-1] if len(words) > 1 and words[-1] in ("backend", "engine") else words
+        return cls(name, module, "".join(word.capitalize() for word in stem) + "Engine")
+
+
+def main(argv: list[str]) -> int:
+    """Write the package; the exit status."""
+    parser = CommandParser(
+        "dynamo new", description="Write a backend's package: engine, command, tests, README.", epilog=_EPILOG
+    )
+    parser.add_argument("name", metavar="NAME", help="of the package and its command, such as my-backend")
+    parser.add_argument("--dir", type=Path, default=Path(), metavar="D", help="where to put it (default: here)")
+    parser.add_argument("--force", action="store_true", help="overwrite the files of an earlier one")
+    options = parser.parse_args(argv)
+    names = Names.of(options.name)
+    root: Path = options.dir / names.name
+    try:
+        if not options.force and root.exists() and (not root.is_dir() or any(root.iterdir())):
+            raise UsageError(f"{root} exists already; use another name, or --force to overwrite the files in it")
+        for path, text in rendered(names).items():
+            target = root / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+            print(f"wrote {target}")
+    except OSError as error:
+        raise UsageError(f"cannot write {error.filename or root}: {error.strerror}") from None
+    print(f"""
+Next:
+  cd {shlex.quote(str(root))}
+  pip install -e ".[dev]"
+  pytest
+  dynamo serve my-model --engine {names.module}.engine:{names.engine}
+Then make {PurePosixPath("src", names.module, "engine.py")} yours; README.md says where to begin.""")
+    return 0
+
+
+def rendered(names: Names) -> Mapping[PurePosixPath, str]:
+    """Every file of the package: its path below the root, and its text."""
+    values = {"@@name@@": names.name, "@@module@@": names.module, "@@class@@": names.engine}
+    found: dict[PurePosixPath, str] = {}
+    for path, text in _templates(files("dynamo.cli") / "template", PurePosixPath()):
+        for mark, value in values.items():
+            text = text.replace(mark, value)
+        parts = [names.module if part == "module" else part for part in path.parts]
+        parts[-1] = ".gitignore" if parts[-1] == "gitignore" else parts[-1]
+        found[PurePosixPath(*parts)] = text
+    return found
+
+
+def _templates(folder: Traversable, at: PurePosixPath) -> Iterator[tuple[PurePosixPath, str]]:
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from _templates(entry, at / entry.name)
+        elif entry.name.endswith(SUFFIX):
+            yield at / entry.name.removesuffix(SUFFIX), entry.read_text(encoding="utf-8")

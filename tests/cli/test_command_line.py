@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dynamo import __version__
+from dynamo.cli.main import COMMANDS, main
+from dynamo.frontend.server import PortInUse
+from support.serve_command import GUIDE_ENGINE
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A working directory with an engine in it, forgotten afterwards."""
+    (tmp_path / "guide_engine.py").write_text(GUIDE_ENGINE)
+    (tmp_path / "needs_more.py").write_text("import a_library_nobody_has\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name in ("guide_engine", "needs_more"):
+        sys.modules.pop(name, None)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line that an error of use is."""
+    try:
+        status = main(argv)
+    except SystemExit as leaving:
+        status = int(str(leaving.code))
+    said = capsys.readouterr()
+    assert (status, said.out) == (2, "")
+    assert said.err.count("\n") == 1, said.err
+    return said.err.rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "no command given; use one of serve, new, conformance"),
+        (["serv"], "there is no command 'serv'"),
+        (["serve", "--engine", "nope"], "there is no engine 'nope'; use one of sample, or module:Class"),
+        (["serve", "--engine", "a b:C"], "there is no engine 'a b:C'"),
+        (["serve", "--workers", "0"], "--workers 0 is out of range; use 1 to 256"),
+        (["serve", "--workers", "many"], "--workers: invalid int value: 'many' (see dynamo serve --help)"),
+        (["serve", "--http-port", "65536"], "--http-port '65536' is not a port"),
+        (["serve", "--http-host", "192.0.2.1"], "cannot listen on 192.0.2.1:8000"),
+        (["serve", "--in-process", "--store", "x"], "--store has no meaning with --in-process"),
+        (["serve", "--http-port", "0", "--store", "guide_engine.py"], "--store guide_engine.py: File exists"),
+        (["serve", "--", "--discovery-backend", "etcd"], "--discovery-backend etcd needs more than this machine"),
+        (["serve", "--", "--event-plane=nats"], "--event-plane nats needs more than this machine"),
+        (["serve", "a", "b"], "unrecognized arguments: b"),
+        (["conformance", "nope:Engine"], "there is no module 'nope'"),
+        (["conformance", "guide_engine.sub:Engine"], "there is no module 'guide_engine.sub'"),
+        (["conformance", "needs_more:Engine"], "module 'needs_more' needs 'a_library_nobody_has'"),
+        (["conformance", "guide_engine:Missing"], "has no class 'Missing'; it has GuideEngine"),
+        (["conformance", "guide_engine:not_an_engine"], "is not a subclass of LLMEngine or RawEngine"),
+        (["conformance", "guide_engine:argparse"], "is not a subclass of LLMEngine or RawEngine"),
+        (["conformance", "dynamo.common.backend.engine:LLMEngine"], "LLMEngine is abstract: it does not implement"),
+        (
+            ["conformance", "dynamo.common.backend.sample_diffusion_engine:SampleDiffusionEngine", "--encode"],
+            "a raw engine has no encode role",
+        ),
+        (["new", "my backend"], "'my backend' cannot be a package's name"),
+        (["new"], "the following arguments are required: NAME"),
+    ],
+)
+def test_an_error_of_use_is_one_line_and_status_2(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refused(capsys, *argv)
+
+
+def test_a_client_certificate_that_the_command_does_not_have_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYN_TLS_CLIENT_CA_CERT_PATH", "ca.pem")
+    assert "DYN_TLS_CLIENT_CA_CERT_PATH" in refused(capsys, "serve", "--http-port", "0")
+
+
+def test_a_taken_port_is_the_frontends_own_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(capsys, "serve", "--http-host", "127.0.0.1", "--http-port", str(port))
+    assert said == str(PortInUse(port))
+
+
+def test_a_port_of_the_status_server_cannot_be_shared_by_workers_of_one_process(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYN_SYSTEM_PORT", "9999")
+    said = refused(capsys, "serve", "--in-process", "--workers", "2", "--http-port", "0")
+    assert "DYN_SYSTEM_PORT=9999 is one port for 2 workers" in said
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"dynamo {__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main([command, "--help"])
+    assert leaving.value.code == 0
+    assert f"example:\n  dynamo {command} " in capsys.readouterr().out
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = ("asyncio", "argparse", "rich", "msgspec", "dynamo.runtime", "dynamo.frontend", "dynamo.common")
+    program = (
+        "import sys; from dynamo.cli.main import main; main(['--help']); "
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "usage: dynamo COMMAND" in shown
+    assert shown.rstrip().endswith("['argparse']"), "argparse is what error lines need; nothing else belongs here"
+
+
+def test_the_parent_of_the_processes_imports_neither_runtime_nor_frontend() -> None:
+    program = "import sys; import dynamo.cli.serve, dynamo.cli.local; print([m for m in sys.modules if m.startswith('dynamo.')])"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert {name.split(".")[1] for name in eval(shown)} == {"cli"}
+
+
+# -- conformance --------------------------------------------------------------------------------------------------------
+
+BROKEN = """
+from dynamo.common.backend import EngineConfig, LLMEngine
+
+class Broken(LLMEngine):
+    @classmethod
+    async def from_args(cls, argv=None):
+        raise AssertionError("the class needs no arguments")
+    async def start(self, worker_id):
+        return EngineConfig(model="m")
+    async def generate(self, request, context):
+        yield {"token_ids": [1], "index": 0}
+    async def cleanup(self):
+        pass
+"""
+
+
+def test_an_engine_that_keeps_the_contract_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", "sample", "--", "--delay", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "ok  start succeeds"
+    assert lines[-1] == f"SampleLLMEngine keeps the contract ({len(lines) - 1} checks)"
+
+
+def test_a_raw_engine_and_an_encoder_are_judged_by_their_own_kits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", "dynamo.common.backend.sample_diffusion_engine:SampleDiffusionEngine"]) == 0
+    assert "ok  the config is a raw engine's" in capsys.readouterr().out
+    assert main(["conformance", "sample", "--encode", "--", "--disaggregation-mode", "encode", "--delay", "0"]) == 0
+    assert "ok  one encode request is served" in capsys.readouterr().out
+
+
+def test_a_broken_promise_is_named_and_ends_with_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "broken_engine.py").write_text(BROKEN)
+    assert main(["conformance", "broken_engine:Broken"]) == 1
+    said = capsys.readouterr()
+    assert said.err == "NoTerminalChunk: the last chunk must have a finish_reason\n"
+    assert "ok  metrics set-up is stable" in said.out
+    sys.modules.pop("broken_engine")

@@ -1,0 +1,96 @@
+"""`dynamo serve` over real processes: few, because each costs seconds."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from support.serve_command import is_running, left_behind, serve_command
+
+ENGINE = ("--engine", "guide_engine:GuideEngine", "--http-host", "127.0.0.1", "--http-port", "0")
+
+
+def port_is_free(url: str) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return probe.connect_ex(("127.0.0.1", urlsplit(url).port or 0)) != 0
+
+
+def test_an_engine_of_the_guide_is_served_without_a_service_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with serve_command(tmp_path, "my-model", *ENGINE, ETCD_ENDPOINTS="http://127.0.0.1:1") as command:
+        command.wait_ready()
+        answer = command.ask("my-model")
+        pids = [command.pid_of("frontend"), command.pid_of("worker-1")]
+        command.process.send_signal(signal.SIGINT)
+        status = command.wait_ended()
+    assert answer == "hello from the guide"
+    assert status == 0, command.err
+    assert command.out.endswith("SIGINT: stopping (again: at once)\nstopped\n")
+    assert '"my-model"' in command.printed_curl()
+    assert not [pid for pid in pids if is_running(pid)]
+    assert port_is_free(command.url)
+    assert left_behind(tmp_path) == []
+
+
+def test_a_worker_and_a_frontend_that_die_are_started_again(tmp_path: Path) -> None:
+    with serve_command(tmp_path, "my-model", *ENGINE) as command:
+        command.wait_ready()
+        os.kill(command.pid_of("worker-1"), signal.SIGKILL)
+        command.wait_for(lambda: "worker-1 was ended by SIGKILL; starting it again in 0.5 s" in command.out, "the news")
+        os.kill(command.pid_of("frontend"), signal.SIGKILL)
+        command.wait_for(lambda: "guide.backend.generate again at" in command.out, "the worker")
+        command.wait_for(lambda: "frontend serves again at" in command.out, "the frontend")
+        answer = command.ask_until_answered("my-model")
+        command.process.send_signal(signal.SIGTERM)
+        status = command.wait_ended()
+    assert answer == "hello from the guide"
+    assert (status, left_behind(tmp_path)) == (0, [])
+
+
+def test_children_and_what_they_started_end_when_the_parent_is_killed(tmp_path: Path) -> None:
+    with serve_command(tmp_path, *ENGINE, "--", "--helper") as command:
+        command.wait_ready()
+        helper = int(re.findall(r"worker-1 \| helper (\d+)", command.err)[0])
+        pids = [command.pid_of("frontend"), command.pid_of("worker-1"), helper]
+        assert all(map(is_running, pids))
+        command.process.kill()
+        command.wait_for(lambda: not any(map(is_running, pids)), "the end of the children")
+
+
+def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
+    with serve_command(tmp_path, *ENGINE, "--", "--hang", "--helper") as command:
+        command.wait_ready()
+        helper = int(re.findall(r"worker-1 \| helper (\d+)", command.err)[0])
+        command.process.send_signal(signal.SIGINT)
+        command.wait_for(lambda: "unregistered from discovery" in command.err, "the worker's stop")
+        command.process.send_signal(signal.SIGINT)
+        status = command.wait_ended()
+    assert status == 130
+    assert not is_running(command.pid_of("worker-1"))
+    assert not is_running(helper)
+    assert left_behind(tmp_path) == []
+
+
+def test_one_process_serves_the_same(tmp_path: Path) -> None:
+    with serve_command(tmp_path, "my-model", *ENGINE, "--in-process", "--workers", "2") as command:
+        command.wait_ready()
+        answer = command.ask("my-model")
+        command.process.send_signal(signal.SIGINT)
+        status = command.wait_ended()
+    assert answer == "hello from the guide"
+    assert status == 0, command.err
+    assert command.out.endswith("stopped\n")
+    assert port_is_free(command.url)
+
+
+def test_a_bad_flag_of_the_engine_ends_everything_with_the_engines_own_words(tmp_path: Path) -> None:
+    with serve_command(tmp_path, "--http-port", "0", "--", "--max-tokens", "many") as command:
+        status = command.wait_ended()
+    assert status == 2
+    assert command.err.count("\n") == 1
+    assert "--max-tokens" in command.err
+    assert left_behind(tmp_path) == []

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.cli.console import Console
+from dynamo.cli.lines import CUT, LineSplitter
+from dynamo.cli.local import programs
+from dynamo.cli.processes import GaveUp, Place, Program, exit_words
+from dynamo.cli.readiness import Address, ready_text
+from dynamo.cli.restarts import RestartPolicy
+from dynamo.cli.serve import read_options
+
+# -- lines --------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.text(alphabet="ab \u00e9", max_size=6)), st.integers(1, 5))
+def test_lines_survive_any_split(lines: list[str], step: int) -> None:
+    wire = "".join(f"{line}\n" for line in lines).encode()
+    splitter = LineSplitter(limit=64)
+    found = [line for at in range(0, len(wire), step) for line in splitter.feed(wire[at : at + step])]
+    assert found + splitter.finish() == [line for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("step", range(1, 24))
+def test_a_line_too_long_is_cut_and_the_next_one_is_whole(step: int) -> None:
+    wire = b"0123456789abcdef\nnext\n"
+    splitter = LineSplitter(limit=8)
+    found = [line for at in range(0, len(wire), step) for line in splitter.feed(wire[at : at + step])]
+    assert found == [f"01234567{CUT}", "next"]
+
+
+def test_a_progress_bar_is_lines_and_the_last_one_needs_no_end() -> None:
+    splitter = LineSplitter()
+    assert splitter.feed(b" 10%\r 20%\r\ndone") == [" 10%", " 20%"]
+    assert splitter.finish() == ["done"]
+    assert splitter.finish() == []
+
+
+# -- restarts -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_back_off_doubles_to_half_a_minute() -> None:
+    policy = RestartPolicy()
+    delays = [policy.after_death(1, healthy_seconds=1.0) for _ in range(9)]
+    assert delays == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_a_minute_of_health_forgets_what_was() -> None:
+    policy = RestartPolicy()
+    for _ in range(5):
+        policy.after_death(-9, healthy_seconds=1.0)
+    assert policy.after_death(-9, healthy_seconds=60.0) == 0.5
+
+
+@pytest.mark.parametrize("status", [0, 1, -11, 143])
+def test_three_failures_before_it_was_ever_ready_are_enough(status: int) -> None:
+    policy = RestartPolicy()
+    assert [policy.after_death(status, healthy_seconds=None) for _ in range(3)] == [0.5, 1, None]
+
+
+def test_a_process_that_was_ready_once_is_never_given_up() -> None:
+    policy = RestartPolicy()
+    policy.after_death(1, healthy_seconds=3.0)
+    assert all(policy.after_death(1, healthy_seconds=None) is not None for _ in range(50))
+
+
+def test_a_usage_error_is_final_only_before_the_process_was_ready() -> None:
+    assert RestartPolicy().after_death(2, healthy_seconds=None) is None
+    assert RestartPolicy().after_death(2, healthy_seconds=5.0) == 0.5
+
+
+# -- one place, real (tiny) processes -----------------------------------------------------------------------------------
+
+
+class Watched:
+    """A place with a record."""
+
+    def __init__(self, code: str, *, stop_seconds: float = 5.0, **env: str) -> None:
+        self.said: list[str] = []
+        self.lines: list[str] = []
+        self.reports: list[dict[str, Any]] = []
+        self.reported = asyncio.Event()
+        program = Program(
+            "p", (sys.executable, "-S", "-c", code, "{report}"), {**os.environ, **env}, stop_seconds=stop_seconds
+        )
+        self.place = Place(
+            program, say=self.said.append, on_line=lambda name, line: self.lines.append(line), on_report=self._hear
+        )
+
+    def _hear(self, place: Place, report: dict[str, Any]) -> None:
+        self.reports.append(report)
+        self.reported.set()
+
+
+REPORT = 'import os, sys; os.write(int(sys.argv[1]), b\'{"event": "up"}\\n\')\n'
+
+
+async def test_a_process_that_fails_three_times_is_given_up_with_its_last_lines() -> None:
+    watched = Watched("import sys; print('about to fail'); sys.exit('boom')")
+    with pytest.raises(GaveUp) as gave_up:
+        await watched.place.keep()
+    assert gave_up.value.status == 1
+    assert gave_up.value.last_lines == ["about to fail", "boom"] or gave_up.value.last_lines == [
+        "boom",
+        "about to fail",
+    ]
+    assert watched.said == [f"p exited with 1; starting it again in {delay} s" for delay in ("0.5", "1")]
+
+
+async def test_a_process_is_asked_to_end_and_its_output_reaches_us_to_the_last_line() -> None:
+    watched = Watched(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('bye'), sys.exit(0)))\n" + REPORT + "time.sleep(60)"
+    )
+    keeping = asyncio.create_task(watched.place.keep())
+    await asyncio.wait_for(watched.reported.wait(), 10)
+    await watched.place.stop()
+    await keeping
+    assert (watched.lines, watched.reports, watched.place.was_killed) == (["bye"], [{"event": "up"}], False)
+
+
+async def test_a_process_that_does_not_listen_is_killed_with_everything_it_started() -> None:
+    watched = Watched(
+        "import signal, subprocess, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print(subprocess.Popen(['sleep', '600']).pid, flush=True)\n" + REPORT + "time.sleep(60)",
+        stop_seconds=0.2,
+    )
+    keeping = asyncio.create_task(watched.place.keep())
+    await asyncio.wait_for(watched.reported.wait(), 10)
+    await watched.place.stop()
+    await keeping
+    assert watched.place.was_killed
+    # Its output ended, so the grandchild, which shares the pipe, is gone as well.
+    assert len(watched.lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "words"), [(3, "exited with 3"), (-9, "was ended by SIGKILL"), (-40, "was ended by signal 40")]
+)
+def test_a_status_reads_as_words(status: int, words: str) -> None:
+    assert exit_words(status) == words
+
+
+# -- what is started ----------------------------------------------------------------------------------------------------
+
+
+def started(*argv: str, **env: str) -> list[Program]:
+    return programs(read_options(list(argv), env), 7, Path("/store"), env)
+
+
+def test_children_use_the_private_store_and_no_service_whatever_the_environment_says() -> None:
+    for program in started("m", ETCD_ENDPOINTS="x", DYN_DISCOVERY_BACKEND="etcd", DYN_REQUEST_PLANE="nats"):
+        assert program.env["DYN_DISCOVERY_BACKEND"] == "file"
+        assert program.env["DYN_FILE_KV"] == "/store"
+        assert program.env["DYN_REQUEST_PLANE"] == "tcp"
+        assert program.env["DYN_TCP_RPC_HOST"] == "127.0.0.1"
+        assert program.env["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] == "0"
+
+
+def test_what_the_user_set_about_hosts_and_times_stays() -> None:
+    given = {"DYN_TCP_RPC_HOST": "10.0.0.1", "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "3"}
+    _, worker = started(**given, DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT="10")
+    assert given.items() <= worker.env.items()
+    assert worker.stop_seconds == 10 + 3 + 5
+
+
+def test_a_fixed_port_counts_up_over_the_workers_and_zero_stays() -> None:
+    _, *workers = started("--workers", "3", DYN_SYSTEM_PORT="9000", DYN_TCP_RPC_PORT="0")
+    assert [worker.env["DYN_SYSTEM_PORT"] for worker in workers] == ["9000", "9001", "9002"]
+    assert {worker.env["DYN_TCP_RPC_PORT"] for worker in workers} == {"0"}
+    assert [worker.name for worker in workers] == ["worker-1", "worker-2", "worker-3"]
+
+
+def test_the_model_and_everything_after_the_dashes_reach_the_engine_unchanged() -> None:
+    _, worker = started("m", "--workers", "1", "--", "--delay", "1", "--", "x")
+    assert worker.argv[-7:] == ("--", "--model-name", "m", "--delay", "1", "--", "x")
+
+
+def test_a_namespace_of_the_environment_does_not_hide_the_models_of_a_private_store() -> None:
+    frontend, worker = started(DYN_NAMESPACE="other")
+    assert "DYN_NAMESPACE" not in frontend.env
+    assert worker.env["DYN_NAMESPACE"] == "other"
+    assert started("--store", "/store", DYN_NAMESPACE="other")[0].env["DYN_NAMESPACE"] == "other"
+
+
+# -- what is said -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("0.0.0.0", "http://127.0.0.1:1"), ("::", "http://[::1]:1"), ("::1", "http://[::1]:1"), ("h", "http://h:1")],
+)
+def test_an_address_is_one_that_curl_can_reach(host: str, url: str) -> None:
+    assert Address.of(host, 1, {}).url == url
+    assert Address.of(host, 1, {"DYN_TLS_CERT_PATH": "c"}).url == url.replace("http:", "https:")
+
+
+@pytest.mark.parametrize(
+    ("surfaces", "path"),
+    [("chat,completions", "/v1/chat/completions"), ("completions", "/v1/completions"), ("images", "/v1/models")],
+)
+def test_the_request_that_is_shown_fits_the_model(surfaces: str, path: str) -> None:
+    shown = ready_text(Address("h", 1), "it's", surfaces)
+    assert f"curl http://h:1{path}" in shown
+    assert "Ctrl-C" in shown
+
+
+def test_lines_that_were_held_back_come_in_order_or_not_at_all() -> None:
+    for forget, shown in ((False, "a | 1\nbb | 2\na | 3\n"), (True, "a | 3\n")):
+        err = io.StringIO()
+        console = Console(io.StringIO(), err)
+        console.hold()
+        console.pass_on("a", "1")
+        console.pass_on("bb", "2")
+        console.release(forget=forget)
+        console.pass_on("a", "3")
+        assert err.getvalue() == shown
+
+
+def test_a_reader_who_left_does_not_stop_the_command() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    out = os.fdopen(writing, "w", buffering=1)
+    console = Console(out, io.StringIO())
+    console.say("into the void")
+    console.say("again")
+    with pytest.raises(BrokenPipeError):
+        out.close()
+
+
+def test_a_table_lines_up_without_a_terminal() -> None:
+    out = io.StringIO()
+    Console(out, io.StringIO()).table(("process", "pid"), [("a", "1"), ("frontend", "22")])
+    assert out.getvalue() == "process   pid\na         1\nfrontend  22\n"
