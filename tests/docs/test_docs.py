@@ -18,6 +18,7 @@ import dynamo.frontend.args as frontend_args
 from dynamo.common.backend.args import add_backend_arguments
 from dynamo.common.backend.lifecycle_metrics import WorkerMetrics
 from dynamo.common.backend.publisher import ComponentSnapshot
+from dynamo.common.backend.testing import FAILURE_NAMES
 from dynamo.errors import RULES
 from dynamo.frontend.metrics import _LOG_BUCKETS, FrontendMetrics
 from dynamo.frontend.settings import FrontendSettings
@@ -87,6 +88,14 @@ def calls(path: Path, *names: str) -> Iterator[ast.Call]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
             yield node
+
+
+# -- the kit -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_kits_failures_are_those_of_the_code() -> None:
+    listed = {code(row[0])[0]: row[1] for row in rows("writing-a-backend.md", "Failure", "Promise")}
+    assert listed == FAILURE_NAMES
 
 
 # -- metrics -------------------------------------------------------------------------------------------------------------
