@@ -136,6 +136,7 @@ class HttpServer:
             lifespan="off",
             log_config=None,
             access_log=False,
+            log_level="warning",  # its start and stop lines say what ours say already
             proxy_headers=False,
             server_header=False,
             date_header=False,
