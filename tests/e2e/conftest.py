@@ -17,10 +17,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         frontend = cluster.frontend("frontend", DYN_RUNTIME_INHIBITED_DURATION_SECS="0")
         scripted = cluster.worker("scripted", "scripted")
         narrow = cluster.worker("narrow", "narrow", DYN_ENGINE_REQUEST_LIMIT="1", DYN_DYNAMO_REQUEST_QUEUE_LIMIT="1")
-        for process in (frontend, scripted, narrow):
-            process.wait_ready()
-        frontend.wait_for("scripted")
-        frontend.wait_for("narrow")
+        cluster.wait_ready(frontend, scripted, narrow)
         yield Stack(cluster, frontend, scripted, narrow)
 
 

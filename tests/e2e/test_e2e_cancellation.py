@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import statistics
 import time
 from contextlib import AsyncExitStack
@@ -123,8 +124,7 @@ async def test_a_queued_request_leaves_the_queue_and_never_reaches_the_engine(
 
 async def test_a_frontend_that_is_killed(stack: Stack, tag: str, name: str) -> None:
     doomed = stack.cluster.frontend(name)
-    doomed.wait_ready()
-    doomed.wait_for("scripted")
+    stack.cluster.wait_ready(doomed, stack.scripted)
     bodies = [chat("scripted", stream=True), chat("scripted"), chat("scripted", n=2)]
     async with AsyncExitStack() as connections:
         for body in bodies:
@@ -160,12 +160,28 @@ async def test_a_stream_that_is_silent_for_too_long_ends_with_an_error_event(
     await told(stack.scripted, tag, at)
 
 
+async def test_a_worker_frozen_mid_stream_ends_in_an_error_and_hears_of_it_once_it_wakes(
+    stack: Stack, impatient: int, tag: str
+) -> None:
+    headers = script(["say", "x" * 5000, 0.02], tag=tag)
+    async with exchange(impatient, CHAT, chat("scripted", stream=True), headers=headers) as one:
+        await one.event()
+        stack.scripted.signal(signal.SIGSTOP)
+        try:
+            rest = await one.rest()
+        finally:
+            stack.scripted.signal(signal.SIGCONT)
+        assert b'"error":{"message":"Request deadline exceeded"' in rest
+        assert f"data: {DONE}".encode() in rest
+        await told(stack.scripted, tag, time.monotonic())
+    await still_serves(stack, "scripted")
+
+
 @pytest.fixture(scope="module")
 def impatient(stack: Stack) -> int:
     """The port of a frontend that gives an engine little time between two tokens."""
     frontend = stack.cluster.frontend("impatient", DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS="0.3")
-    frontend.wait_ready()
-    frontend.wait_for("scripted")
+    stack.cluster.wait_ready(frontend, stack.scripted)
     return frontend.port
 
 

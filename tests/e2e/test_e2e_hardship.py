@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from support.http_client import CHAT, DONE, ask, chat, exchange, script
+from support.http_client import CHAT, COMPLETIONS, DONE, ask, chat, exchange, script
 from support.processes import Stack, until
 
 MEBIBYTE = 1024 * 1024
@@ -103,10 +103,39 @@ async def test_a_client_that_reads_again_gets_every_token(stack: Stack, tag: str
     assert reply.events[-1]["choices"][0]["finish_reason"] == "length"
 
 
+async def test_a_full_frontend_declines_at_once(stack: Stack, tag: str, name: str) -> None:
+    frontend = stack.cluster.frontend(name, DYN_HTTP_MAX_REQUESTS_IN_FLIGHT="2", DYN_HTTP_OVERLOAD_STATUS_CODE="429")
+    stack.cluster.wait_ready(frontend, stack.scripted)
+    headers = script(["wait"], tag=tag)
+    async with (
+        exchange(frontend.port, CHAT, chat("scripted", stream=True), headers=headers) as first,
+        exchange(frontend.port, CHAT, chat("scripted"), headers=headers),
+    ):
+        await stack.scripted.sees("generate", tag, 2)
+        for streamed in (False, True):
+            began = time.monotonic()
+            reply = await ask(frontend.port, CHAT, chat("scripted", stream=streamed))
+            assert (reply.status, reply.json()["message"]) == (429, "Service temporarily overloaded")
+            assert reply.headers["retry-after"] == "1"
+            assert time.monotonic() - began < 0.5
+        assert (await ask(frontend.port, "/health")).status == 200
+        first.leave()
+        await stack.scripted.sees("abort", tag)
+        assert (await ask(frontend.port, CHAT, chat("scripted"))).text == "Hello"
+    await stack.scripted.idle()
+
+
+async def test_a_prompt_larger_than_any_frame_arrives_whole(stack: Stack, tag: str) -> None:
+    request = {"model": "scripted", "prompt": "ü" * 200_000}
+    reply = await ask(stack.port, COMPLETIONS, request, headers=script(["say", "a"], tag=tag))
+    assert reply.status == 200, reply.body
+    (seen,) = await stack.scripted.sees("generate", tag)
+    assert seen["prompt"] == reply.json()["usage"]["prompt_tokens"] == 400_000
+
+
 async def test_a_frontend_sent_home_finishes_what_it_has_begun(stack: Stack, tag: str, name: str) -> None:
     leaving = stack.cluster.frontend(name)
-    leaving.wait_ready()
-    leaving.wait_for("scripted")
+    stack.cluster.wait_ready(leaving, stack.scripted)
     headers = script(["say", "abcdefghij", 0.06], tag=tag)
     async with (
         exchange(leaving.port, CHAT, chat("scripted", stream=True), headers=headers) as streamed,
@@ -132,8 +161,7 @@ async def test_what_does_not_end_in_time_is_cut_with_an_error_and_the_engine_is_
     stack: Stack, tag: str, name: str
 ) -> None:
     leaving = stack.cluster.frontend(name, DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="0.2")
-    leaving.wait_ready()
-    leaving.wait_for("scripted")
+    stack.cluster.wait_ready(leaving, stack.scripted)
     headers = script(["say", "ab"], ["wait"], tag=tag)
     async with (
         exchange(leaving.port, CHAT, chat("scripted", stream=True), headers=headers) as streamed,
@@ -152,8 +180,7 @@ async def test_what_does_not_end_in_time_is_cut_with_an_error_and_the_engine_is_
 
 async def test_a_second_signal_ends_a_frontend_at_once(stack: Stack, tag: str, name: str) -> None:
     leaving = stack.cluster.frontend(name, DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="60")
-    leaving.wait_ready()
-    leaving.wait_for("scripted")
+    stack.cluster.wait_ready(leaving, stack.scripted)
     async with exchange(leaving.port, CHAT, chat("scripted"), headers=script(["wait"], tag=tag)):
         await stack.scripted.sees("generate", tag)
         leaving.terminate()

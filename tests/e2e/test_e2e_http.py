@@ -110,7 +110,7 @@ async def test_a_model_comes_and_goes(stack: Stack, tag: str, name: str) -> None
     assert (await ask(port, CHAT, chat(name))).text == "Hello"
     ready = await ask(port, f"/v1/models/{name}/ready")
     assert (ready.status, ready.json()["ready"]) == (200, True)
-    assert (await ask(port, f"/v1/models/{name}")).json()["context_window"] == 8192
+    assert (await ask(port, f"/v1/models/{name}")).json()["context_window"] == 1_000_000
 
     headers = script(["say", "abcdef", 0.15], tag=tag)
     async with exchange(port, CHAT, chat(name, stream=True), headers=headers) as last:

@@ -42,9 +42,7 @@ class Pair:
 def pair(stack: Stack, name: str) -> Pair:
     frontend = stack.cluster.frontend(f"{name}-frontend")
     first, second = (stack.cluster.worker(f"{name}-{letter}", name) for letter in "ab")
-    for process in (frontend, first, second):
-        process.wait_ready()
-    frontend.wait_for(name, workers=2)
+    stack.cluster.wait_ready(frontend, first, second)
     return Pair(frontend, first, second, name)
 
 
@@ -139,6 +137,29 @@ async def test_what_a_killed_worker_had_not_begun_is_begun_elsewhere(pair: Pair,
     assert pair.second.count("abort", tag) == 0
 
 
+async def test_a_worker_killed_under_one_choice_frees_the_others(pair: Pair, tag: str) -> None:
+    headers = script(["say", SENTENCE, 0.05], ["wait"], tag=tag)
+    asked = asyncio.create_task(ask(pair.frontend.port, CHAT, chat(pair.model, n=4), headers=headers))
+    await asyncio.gather(pair.first.sees("first", tag, 2), pair.second.sees("first", tag, 2))
+    pair.first.kill()
+    reply = await asked
+    assert (reply.status, reply.json()["message"]) == (503, "Service temporarily unavailable")
+    await pair.second.sees("finally", tag, 2)
+    await pair.second.idle()
+    assert pair.second.count("abort", tag) == 2
+
+
+async def test_a_worker_that_failed_mid_stream_is_left_alone_for_a_while(pair: Pair, tag: str) -> None:
+    headers = script(["say", "ab", 0.01], ["raise", "EngineShutdown", "out of memory"], tag=tag)
+    failed = await ask(pair.frontend.port, CHAT, chat(pair.model, stream=True), headers=headers)
+    assert failed.events[-1]["error"]["type"] == "service_unavailable"
+    (culprit,) = pair.served_by(tag)
+    for _ in range(6):
+        reply = await ask(pair.frontend.port, CHAT, chat(pair.model), headers=script(["say", "a"], tag=f"{tag}-later"))
+        assert reply.text == "a"
+    assert pair.served_by(f"{tag}-later").keys().isdisjoint({culprit})
+
+
 async def test_a_worker_sent_home_under_load_costs_nothing(pair: Pair, tag: str) -> None:
     async with load(pair, tag) as found:
         await asyncio.gather(pair.first.sees("first", tag, 3), pair.second.sees("first", tag, 3))
@@ -154,6 +175,23 @@ async def test_a_worker_sent_home_under_load_costs_nothing(pair: Pair, tag: str)
     assert pair.first.count("abort", tag) == pair.second.count("abort", tag) == 0
     names = [event["event"] for event in pair.first.events() if event["event"] in ("finally", "drain", "cleanup")]
     assert names[-2:] == ["drain", "cleanup"]  # no stream ended after them
+
+
+async def test_a_worker_sent_home_serves_its_queue_first(stack: Stack, tag: str, name: str) -> None:
+    limits = {"DYN_ENGINE_REQUEST_LIMIT": "1", "DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "4"}
+    worker = stack.cluster.worker(name, name, **limits)
+    stack.cluster.wait_ready(stack.frontend, worker)
+    headers = script(["say", "abc", 0.1], tag=tag)
+    requests = [
+        asyncio.create_task(ask(stack.port, CHAT, chat(name, stream=bool(number % 2)), headers=headers))
+        for number in range(4)
+    ]
+    await worker.sees("first", tag)
+    await until(lambda: worker.metric("dynamo_work_handler_queue_depth") == 3)
+    worker.terminate()
+    assert {(reply.status, reply.text) for reply in await asyncio.gather(*requests)} == {(200, "abc")}
+    assert await worker.ended() == 0
+    assert worker.count("abort", tag) == 0
 
 
 async def test_a_frozen_worker_delays_nobody_else(pair: Pair, tag: str) -> None:

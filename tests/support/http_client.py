@@ -79,12 +79,16 @@ class Exchange:
                     data = line.removeprefix("data: ")
                     return DONE if data == DONE else json.loads(data)
 
+    async def rest(self) -> bytes:
+        """What is left, as it comes over the wire; for an answer that was read in part."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            return await self.reader.read()
+
     async def reply(self) -> Reply:
-        """Read everything that is left."""
+        """Read everything; nothing of the body may have been read before."""
         if not self.status:
             await self.head()
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            rest = await self.reader.read()
+        rest = await self.rest()
         if self.headers.get("transfer-encoding") == "chunked":
             rest = _dechunked(rest)
         return Reply(self.status, self.headers, rest)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,10 +126,6 @@ class Frontend(Process):
         instances = json.loads(self.get("/health")[1])["instances"]
         return sum(one["component"] == model for one in instances)
 
-    def wait_for(self, model: str, workers: int = 1) -> None:
-        """Return when `model` is served by that many workers."""
-        wait(lambda: self.workers(model) == workers, lambda: f"{workers} worker(s) of {model}; log:\n{self.log}")
-
 
 class Worker(Process):
     """One worker process; the scripted engine's journal is `journal`."""
@@ -216,6 +213,20 @@ class Cluster:
     def node(self, name: str, node: str, model: str, *flags: str) -> Process:
         """Start the Node.js example."""
         return self._start(Process, name, [node, str(NODE_SERVER), "--model-name", model, *flags], {})
+
+    def wait_ready(self, frontend: Frontend, *workers: Worker) -> None:
+        """Return when `frontend` serves the models of these workers, and no others of theirs."""
+        processes = (frontend, *workers)
+        for process in processes:
+            process.wait_ready()
+        expected = Counter(worker.model for worker in workers)
+
+        def look() -> bool:
+            for process in processes:
+                assert not process.has_ended, f"{process.name} ended; its log:\n{process.log}"
+            return all(frontend.workers(model) == count for model, count in expected.items())
+
+        wait(look, lambda: f"{expected} to be served; log:\n{frontend.log}")
 
     def _worker(self, name: str, model: str, argv: Sequence[str], env: Mapping[str, str], journal: Path) -> Worker:
         worker = self._start(Worker, name, argv, {"DYN_SYSTEM_PORT": "0", "DYN_SYSTEM_HOST": "127.0.0.1"} | dict(env))

@@ -49,7 +49,7 @@ class ScriptedEngine(LLMEngine):
         )
 
     async def start(self, worker_id: int) -> EngineConfig:
-        return EngineConfig(model=MODEL, context_length=8192)
+        return EngineConfig(model=MODEL, context_length=1_000_000)
 
     async def register_prometheus(self, metrics: Any) -> None:
         metrics.register_prometheus_expfmt_callback(self._expose)

@@ -219,7 +219,14 @@ class _Choice:
     async def next(self) -> Delta | None:
         """Everything new, waiting for something to arrive; None once the choice has ended."""
         while not self._ended:
-            items = await self._begin() if self._stream is None else await self._stream.next_batch()
+            if self._stream is None:
+                items = await self._begin()
+            else:
+                try:
+                    items = await self._stream.next_batch()
+                except DynamoException as error:
+                    self._blame(error)
+                    raise
             if not items:
                 if self._context.is_stopped():
                     self._ended = True
@@ -261,6 +268,12 @@ class _Choice:
                 self._pick()
             except WorkerUnavailable:
                 raise last from None  # nobody else is left, and why the last one failed says more
+
+    def _blame(self, error: DynamoException) -> None:
+        """The worker was lost mid-stream: too late for this request, but the next one need not find out for itself."""
+        instance = self._model.instance(self._tried[-1]) if rule_of(error).inhibits else None
+        if instance is not None:
+            self._model.inhibit(instance)
 
     def _pick(self) -> Instance:
         pinned = self._work.pinned_instance_id
