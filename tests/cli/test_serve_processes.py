@@ -6,8 +6,11 @@ import os
 import re
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import pytest
 
 from support.serve_command import is_running, left_behind, serve_command
 
@@ -94,3 +97,17 @@ def test_a_bad_flag_of_the_engine_ends_everything_with_the_engines_own_words(tmp
     assert command.err.count("\n") == 1
     assert "--max-tokens" in command.err
     assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize("more", [(), ("--in-process",)])
+def test_a_request_in_flight_ends_well_before_the_worker_is_stopped(tmp_path: Path, more: tuple[str, ...]) -> None:
+    sample = ("m", "--http-host", "127.0.0.1", "--http-port", "0", *more, "--", "--delay", "0.05", "--max-tokens", "16")
+    with serve_command(tmp_path, *sample) as command, ThreadPoolExecutor(1) as pool:
+        command.wait_ready()
+        answer = pool.submit(command.ask, "m")
+        command.wait_for(lambda: command.metric("dynamo_frontend_inflight_requests") == 1, "the request")
+        command.process.send_signal(signal.SIGINT)
+        text = answer.result()
+        status = command.wait_ended()
+    assert len(text) == 16
+    assert status == 0, command.err

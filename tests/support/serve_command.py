@@ -135,6 +135,12 @@ class ServeCommand:
             with refusal:
                 raise AssertionError(f"{refusal.code}: {refusal.read()!r}\n{self.out}\n{self.err}") from None
 
+    def metric(self, name: str) -> float:
+        """The sum over one of the frontend's series."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=PATIENCE_SECONDS) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{name}[ {{]", line))
+
 
 @contextmanager
 def serve_command(tmp_path: Path, *args: str, **env: str) -> Iterator[ServeCommand]:
@@ -163,8 +169,15 @@ def serve_command(tmp_path: Path, *args: str, **env: str) -> Iterator[ServeComma
 
 def is_running(pid: int) -> bool:
     """Whether there is such a process and it is more than a zombie."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return bool(state.stdout.strip()) and not state.stdout.strip().startswith("Z")
+    if Path("/proc/self/stat").exists():  # a slim image has no ps
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].strip()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+    else:
+        found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+        state = found.stdout.strip()
+    return bool(state) and not state.startswith("Z")
 
 
 def left_behind(tmp_path: Path) -> list[Path]:
