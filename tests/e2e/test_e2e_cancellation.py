@@ -137,6 +137,21 @@ async def test_a_frontend_that_is_killed(stack: Stack, tag: str, name: str) -> N
     await still_serves(stack, "scripted")
 
 
+async def test_a_frontend_that_is_killed_empties_the_queue_it_had_filled(stack: Stack, tag: str, name: str) -> None:
+    doomed = stack.cluster.frontend(name)
+    stack.cluster.wait_ready(doomed, stack.narrow)
+    occupant = script(["wait"], tag=f"{tag}-occupant")
+    async with exchange(doomed.port, CHAT, chat("narrow"), headers=occupant):
+        await stack.narrow.sees("generate", f"{tag}-occupant")
+        async with exchange(doomed.port, CHAT, chat("narrow"), headers=script(["wait"], tag=tag)):
+            await until(lambda: stack.narrow.metric("dynamo_work_handler_queue_depth") == 1)
+            left_at = time.monotonic()
+            doomed.kill()
+            await told(stack.narrow, f"{tag}-occupant", left_at)
+    assert stack.narrow.events(tag) == []
+    await still_serves(stack, "narrow")
+
+
 @pytest.mark.parametrize("steps", [[["wait"]], [["say", "ab"], ["wait"]], [["hang"]]], ids=["wait", "later", "deaf"])
 async def test_an_engine_that_is_silent_for_too_long(
     stack: Stack, impatient: int, tag: str, steps: list[list[str]]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support.http_client import CHAT, COMPLETIONS, Reply, ask, chat, script
+from support.http_client import CHAT, COMPLETIONS, Reply, ask, chat, exchange, script
 from support.processes import Frontend, Stack, Worker, until
 
 NODE = shutil.which("node")
@@ -192,6 +192,55 @@ async def test_a_worker_sent_home_serves_its_queue_first(stack: Stack, tag: str,
     assert {(reply.status, reply.text) for reply in await asyncio.gather(*requests)} == {(200, "abc")}
     assert await worker.ended() == 0
     assert worker.count("abort", tag) == 0
+
+
+async def test_a_worker_out_of_time_cuts_what_still_runs(stack: Stack, tag: str, name: str) -> None:
+    # All of the time is the reserve for the clean-up, so nothing is waited for.
+    hasty = stack.cluster.worker(f"{name}-hasty", name, DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT="5")
+    stack.cluster.wait_ready(stack.frontend, hasty)
+    begun, waiting, hung = (f"{tag}-{word}" for word in ("begun", "waiting", "hung"))
+    steps = {begun: [["say", "ab"], ["wait"]], waiting: [["say", "c", 3.0]], hung: [["say", "ab"], ["hang"]]}
+    requests = {
+        each: asyncio.create_task(ask(stack.port, CHAT, chat(name, stream=True), headers=script(*what, tag=each)))
+        for each, what in steps.items()
+    }
+    await asyncio.gather(*(hasty.sees("generate", each) for each in steps))
+    await asyncio.gather(hasty.sees("first", begun), hasty.sees("first", hung))
+    other = stack.cluster.worker(f"{name}-other", name)
+    stack.cluster.wait_ready(stack.frontend, hasty, other)
+    hasty.terminate()
+    assert await hasty.ended() == 0
+    for each in (begun, hung):
+        reply = await requests[each]
+        assert reply.events[-1]["error"]["type"] == "service_unavailable"
+    moved = await requests[waiting]  # nobody had seen anything of it, so it could begin again
+    assert (moved.status, moved.text) == (200, "c")
+    assert other.count("generate", waiting) == 1
+    for each in steps:
+        assert hasty.count("finally", each) == hasty.count("abort", each) == 1
+    names = [event["event"] for event in hasty.events() if event["event"] in ("finally", "drain", "cleanup")]
+    assert names[-1] == "cleanup"
+
+
+async def test_a_worker_out_of_time_sends_its_queue_elsewhere(stack: Stack, tag: str, name: str) -> None:
+    limits = {"DYN_ENGINE_REQUEST_LIMIT": "1", "DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "4"}
+    hasty = stack.cluster.worker(f"{name}-hasty", name, DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT="5", **limits)
+    stack.cluster.wait_ready(stack.frontend, hasty)
+    async with exchange(stack.port, CHAT, chat(name), headers=script(["wait"], tag=f"{tag}-occupant")) as occupant:
+        await hasty.sees("generate", f"{tag}-occupant")
+        queued = [
+            asyncio.create_task(ask(stack.port, CHAT, chat(name), headers=script(["say", "a"], tag=tag)))
+            for _ in range(4)
+        ]
+        await until(lambda: hasty.metric("dynamo_work_handler_queue_depth") == 4)
+        other = stack.cluster.worker(f"{name}-other", name)
+        stack.cluster.wait_ready(stack.frontend, hasty, other)
+        hasty.terminate()
+        await other.sees("generate", f"{tag}-occupant")
+        assert await hasty.ended() == 0
+        occupant.leave()
+    assert {(reply.status, reply.text) for reply in await asyncio.gather(*queued)} == {(200, "a")}
+    assert (hasty.count("generate", tag), other.count("generate", tag)) == (0, 4)
 
 
 async def test_a_frozen_worker_delays_nobody_else(pair: Pair, tag: str) -> None:

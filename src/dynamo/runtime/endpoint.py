@@ -274,6 +274,7 @@ class ServedEndpoint:
         self._ended = asyncio.Event()
         self._closing = False
         self._is_withdrawn = False
+        self._cut_with: DynamoException | None = None  # why nothing may begin any more
 
     def begin(self) -> None:
         """Report readiness, and start the canary where there is one."""
@@ -288,6 +289,9 @@ class ServedEndpoint:
 
     async def handle(self, body: Any, context: Context, sink: ResponseSink) -> None:
         """The handler that the request plane calls: the user's one, counted."""
+        if self._cut_with is not None:  # its turn in the queue has come, but the time is over
+            sink.end(self._cut_with)
+            return
         loop = asyncio.get_running_loop()
         began = loop.time()
         enter_request_span(self._log_fields, context)
@@ -359,7 +363,11 @@ class ServedEndpoint:
         self._runtime.decline(self.route)
 
     def cut(self, error: DynamoException) -> int:
-        """End every stream in flight with `error` and kill its request; how many there were."""
+        """End every stream in flight with `error` and kill its request; how many there were.
+
+        A request that still waits in the queue gets the same error when its turn comes.
+        """
+        self._cut_with = error
         victims = list(self._inflight.items())
         for sink, context in victims:
             sink.end(error)  # before the kill: what a sink is told after one is dropped

@@ -58,6 +58,7 @@ __all__ = ["Worker", "WorkerConfig", "shutdown_times"]
 logger = logging.getLogger(__name__)
 
 QUIESCENCE_POLL_SECONDS: Final = 0.5
+CUT_SECONDS: Final = 2.0  # for streams that were cut to let go of the engine; the rest of the reserve is cleanup()'s
 HEARTBEAT_SECONDS: Final = 5.0  # how often a long wait says that it still waits
 
 
@@ -485,6 +486,9 @@ class _EngineLife:
         cut = served.cut(EngineShutdown("the worker is shutting down"))
         if cut:
             logger.warning("%d streams were still running and were cut; frontends may migrate them", cut)
+            # Their aborts and the `finally` of their generators need a living engine: neither may run after cleanup().
+            if not await served.wait_idle(CUT_SECONDS):
+                logger.warning("%d of them ignored it and are left to the clean-up", served.inflight)
 
     async def _await_quiescence(self) -> None:
         """Prefill only, and only for an engine that overrides `is_quiescent`: peers may still pull from its memory."""
