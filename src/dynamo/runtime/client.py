@@ -293,13 +293,15 @@ class TransportView:
 class _BookedStream:
     """A stream that gives its booking back when it is closed."""
 
-    __slots__ = ("_release", "_stream", "kill", "next_batch", "stop")
+    __slots__ = ("_release", "_stream", "kill", "listen", "next_batch", "stop", "take")
 
     def __init__(self, stream: ResponseStream, release: Callable[[], None]) -> None:
         self._stream = stream
         self._release: Callable[[], None] | None = release
         # Bound once: a layer of calls per batch would be paid for every token.
         self.next_batch = stream.next_batch
+        self.take = stream.take
+        self.listen = stream.listen
         self.stop = stream.stop
         self.kill = stream.kill
 

@@ -90,6 +90,16 @@ class ResponseStream(Protocol):
         overlap is `StreamIncomplete`. Taking a batch grants the producer its credit back.
         """
 
+    def take(self) -> list[StreamItem] | None:
+        """As `next_batch`, without waiting: [] when nothing has arrived yet, None at a clean end. Raises likewise."""
+
+    def listen(self, arrived: Callable[[], None] | None) -> None:
+        """Call `arrived` whenever there may be something to take, once for all that came together; None: no more.
+
+        This is how a fast reader is fed without a task switch per token. It is called on the event loop, must not raise,
+        and may be called without need; not while somebody waits in `next_batch`.
+        """
+
     def stop(self) -> None:
         """Ask the worker to finish gracefully; keep reading."""
 

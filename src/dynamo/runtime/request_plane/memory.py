@@ -168,6 +168,8 @@ class MemoryStream:
         "_error",
         "_forget",
         "_homes",
+        "_is_called",
+        "_listener",
         "_loop",
         "_offsets",
         "_sink",
@@ -186,23 +188,34 @@ class MemoryStream:
         self._error: DynamoException | None = None
         self._total: int | None = None  # tokens the worker says it sent; None: there was no clean end
         self._forget: Callable[[], None] | None = None
+        self._listener: Callable[[], None] | None = None
+        self._is_called = False  # the listener is about to be called
         self._homes: tuple[set[MemoryStream], ...] = ()
 
     async def next_batch(self) -> list[StreamItem]:
-        while not self._buffer:
-            if self._ended:
-                if self._error is None and self._total is not None and self._total != self._offsets.total:
-                    self._error = StreamIncomplete(
-                        f"the worker sent {self._total} tokens, {self._offsets.total} of them arrived"
-                    )
-                if self._error is not None:
-                    raise self._error
+        while True:
+            batch = self.take()
+            if batch is None:
                 return []
+            if batch:
+                return batch
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    def take(self) -> list[StreamItem] | None:
+        if not self._buffer:
+            if not self._ended:
+                return []
+            if self._error is None and self._total is not None and self._total != self._offsets.total:
+                self._error = StreamIncomplete(
+                    f"the worker sent {self._total} tokens, {self._offsets.total} of them arrived"
+                )
+            if self._error is not None:
+                raise self._error
+            return None
         batch, self._buffer = self._buffer, []
         consumed = 0
         for position, item in enumerate(batch):
@@ -215,10 +228,15 @@ class MemoryStream:
                 self._error = StreamIncomplete(
                     f"the stream is not whole: choice {item.index} jumped to token {item.offset}"
                 )
-                return batch[:position] or await self.next_batch()
+                return batch[:position] or self.take()
             consumed += count or 1
         self._sink._grant(consumed)
         return batch
+
+    def listen(self, arrived: Callable[[], None] | None) -> None:
+        self._listener = arrived
+        if arrived is not None and (self._buffer or self._ended):
+            self._wake()
 
     def stop(self) -> None:
         if not self._ended:
@@ -293,9 +311,20 @@ class MemoryStream:
         self._homes = ()
 
     def _wake(self) -> None:
+        if self._listener is not None:
+            # Not from inside the producer's call: the two sides of a plane must not run in each other's stack.
+            if not self._is_called:
+                self._is_called = True
+                self._loop.call_soon(self._call_listener)
+            return
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+    def _call_listener(self) -> None:
+        self._is_called = False
+        if self._listener is not None:
+            self._listener()
 
 
 class MemorySink:

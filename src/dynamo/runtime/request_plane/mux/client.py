@@ -72,11 +72,13 @@ class MuxStream:
         "_ended",
         "_error",
         "_forget",
+        "_listener",
         "_offsets",
         "_parts",
         "_parts_bytes",
         "_waiter",
         "stream_id",
+        "touched",
     )
 
     def __init__(self, connection: MuxConnection, stream_id: int) -> None:
@@ -89,22 +91,33 @@ class MuxStream:
         self._ended = False  # END was read, or the stream was killed or lost
         self._error: DynamoException | None = None
         self._forget: Callable[[], None] | None = None
+        self._listener: Callable[[], None] | None = None
+        self.touched = False  # on the connection's list of streams whose listener is to be called
         self._parts: list[bytes] | None = None
         self._parts_bytes = 0
         self.stream_id = stream_id
 
     async def next_batch(self) -> list[StreamItem]:
-        while not self._buffer:
-            if self._ended:
-                if self._error is not None:
-                    raise self._error
+        while True:
+            batch = self.take()
+            if batch is None:
                 return []
+            if batch:
+                return batch
             self._waiter = self._connection.loop.create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    def take(self) -> list[StreamItem] | None:
         batch = self._buffer
+        if not batch:
+            if not self._ended:
+                return batch
+            if self._error is not None:
+                raise self._error
+            return None
         self._buffer = []
         consumed = 0
         advance = self._offsets.advance
@@ -114,12 +127,12 @@ class MuxStream:
                 count = len(item.token_ids)
                 if advance(index, count) != item.offset:
                     self._broken(f"choice {index} jumped to token {item.offset}")
-                    return batch[: batch.index(item)]
+                    return batch[: batch.index(item)] or self.take()
                 consumed += count or 1
             elif index == END_INDEX:
                 self._finish(item)
                 batch.pop()  # nothing follows an END
-                return batch or await self.next_batch()
+                return batch or self.take()
             else:
                 consumed += item.offset  # an object item carries its cost there
         self._consumed += consumed
@@ -127,6 +140,18 @@ class MuxStream:
             self._connection.grant(self.stream_id, self._consumed)
             self._consumed = 0
         return batch
+
+    def listen(self, arrived: Callable[[], None] | None) -> None:
+        self._listener = arrived
+        if arrived is not None and (self._buffer or self._ended):
+            self._connection.touch(self)
+            self._connection.loop.call_soon(self._connection.call_listeners)
+
+    def call_listener(self) -> None:
+        """Tell whoever listens; nobody may by now."""
+        self.touched = False
+        if self._listener is not None:
+            self._listener()
 
     def _finish(self, item: StreamItem) -> None:
         self._ended = True
@@ -151,11 +176,23 @@ class MuxStream:
         buffer.append(item)
         if len(buffer) > MAX_BUFFERED_ITEMS:
             raise ProtocolError(f"stream {self.stream_id} was sent more than its credit allows")
+        if self._listener is not None:
+            if not self.touched:
+                self._connection.touch(self)
+            return
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None
             if not waiter.done():
                 waiter.set_result(None)
+
+    def _wake(self) -> None:
+        """The stream ended without an item: whoever reads should look."""
+        if self._listener is not None:
+            self._connection.touch(self)
+            self._connection.loop.call_soon(self._connection.call_listeners)
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def assemble(self, payload: bytes, last: bool) -> StreamItem | None:
         """Add a piece of an item too large for one frame; the item once its last piece is there."""
@@ -182,8 +219,7 @@ class MuxStream:
             return  # everything had arrived
         self._ended = True
         self._error = error
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake()
 
     def stop(self) -> None:
         if not self._ended:
@@ -195,8 +231,7 @@ class MuxStream:
         self._settle()
         self._buffer.clear()
         self._connection.drop(self.stream_id)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake()
 
     def _settle(self) -> None:
         self._ended = True
@@ -246,6 +281,7 @@ class MuxConnection(asyncio.Protocol):
         self._decoder = FrameDecoder()
         self._transport: asyncio.Transport | None = None
         self._streams: dict[int, MuxStream] = {}
+        self._touched: list[MuxStream] = []
         self._next_stream_id = 1
         self._control: list[bytes] = []
         self._credits: list[tuple[int, int]] = []
@@ -283,6 +319,20 @@ class MuxConnection(asyncio.Protocol):
                     self._on_frame(kind, flags, stream_id, payload)
         except (ProtocolError, msgspec.MsgspecError, ValueError, RecursionError) as error:
             self._fail(f"{self.address} broke the wire: {error}")
+        if self._touched:
+            self.call_listeners()
+
+    def touch(self, stream: MuxStream) -> None:
+        """Call this stream's listener when everything that has arrived is handed out."""
+        if not stream.touched:
+            stream.touched = True
+            self._touched.append(stream)
+
+    def call_listeners(self) -> None:
+        """Let every stream that got something tell its reader; each once, however much it got."""
+        touched, self._touched = self._touched, []
+        for stream in touched:
+            stream.call_listener()
 
     def eof_received(self) -> bool:
         return False
