@@ -314,6 +314,8 @@ async def test_a_failed_instance_registration_goes_the_long_way_down() -> None:
         (Recorder(), {"disaggregation_mode": DisaggregationMode.DECODE, "route_to_encoder": True}),
         (Recorder(), {"disaggregation_mode": DisaggregationMode.ENCODE, "route_to_encoder": True}),
         (object(), {}),
+        (Recorder(), {"namespace": "a.b"}),
+        (Recorder(), {"endpoint": ""}),
     ],
 )
 async def test_a_configuration_that_does_not_fit_touches_nothing(engine: Any, members: dict[str, Any]) -> None:
@@ -412,6 +414,75 @@ async def test_a_cancelled_run_is_cleaned_up_once(hook: str) -> None:
         assert await keys(observer) == []
     assert engine.calls.count("cleanup") == 1
     assert worker.state is State.CLOSED
+
+
+@pytest.mark.parametrize("moment", ["grace", "drain"])
+async def test_a_run_that_is_cancelled_on_its_way_down_still_cleans_up_once(
+    moment: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Recorder(hold={moment: asyncio.Event()})
+    grace = 60.0 if moment == "grace" else 0.0
+    worker = make(engine, times=ShutdownTimes(grace_seconds=grace))
+    async with mem_runtime() as observer:
+        with caplog.at_level(logging.INFO):
+            task = asyncio.create_task(worker.run())
+            await worker.wait_serving()
+            worker.request_stop()
+            if moment == "drain":
+                await engine.inside("drain").wait()
+            while moment == "grace" and "Grace period" not in caplog.text:
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(task, PATIENCE)
+        assert await keys(observer) == []
+    assert engine.calls.count("cleanup") == 1
+    assert ("drain" in engine.calls) is (moment == "grace")  # the one that was cancelled had begun
+    assert worker.state is State.CLOSED
+
+
+@pytest.mark.parametrize("hook", ["start", "on_endpoint_ready", "health_check_payload", "drain", "cleanup"])
+async def test_a_cancellation_of_the_engines_own_is_a_failure_like_any_other(
+    hook: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    # `task.cancel(); await task` is what many an engine's hook ends with.
+    engine = Recorder(fail={hook: asyncio.CancelledError()})
+    if hook in ("start", "on_endpoint_ready"):
+        with pytest.raises(Unknown, match="CancelledError: the engine awaited a task that was cancelled"):
+            await make(engine).run()
+    else:
+        async with running(make(engine)):
+            pass
+        assert f"{hook}() failed" in caplog.text or f"engine {hook} failed" in caplog.text
+        assert engine.calls[-2:] == DOWN
+    assert engine.calls.count("cleanup") == 1
+
+
+async def test_a_stop_during_the_last_question_publishes_no_instance() -> None:
+    engine = Recorder(hold={"health_check_payload": asyncio.Event()})
+    seen: list[list[str]] = []
+    async with mem_runtime() as observer, observer.discovery.watch(INSTANCES) as changes:
+        worker = make(engine)
+        task = asyncio.create_task(worker.run())
+        await engine.inside("health_check_payload").wait()
+        worker.request_stop()
+        engine.hold["health_check_payload"].set()
+        await asyncio.wait_for(task, PATIENCE)
+        await observer.discovery.put(f"{INSTANCES}/end", b"{}")
+        async for batch in changes:
+            seen.append([change.key for change in batch])
+            if f"{INSTANCES}/end" in seen[-1]:
+                break
+    assert seen == [[], [f"{INSTANCES}/end"]]
+    assert engine.calls[-2:] == DOWN
+
+
+async def test_a_stop_that_comes_before_a_failing_connection_is_not_a_failure() -> None:
+    engine = Recorder()
+    worker = make(engine, discovery_backend="kubernetes")
+    worker.request_stop()
+    await worker.run()
+    assert (engine.calls, worker.state) == ([], State.CLOSED)
 
 
 async def test_the_end_of_the_runtime_is_the_end_of_the_worker() -> None:
@@ -518,6 +589,7 @@ async def test_a_store_that_is_gone_does_not_stop_the_way_down(
         async with running(make(engine, runtime=runtime)):
             monkeypatch.setattr(runtime.discovery, "delete", gone)
         monkeypatch.undo()
+        assert runtime.served("ns.backend.generate") is None  # a shared runtime must not keep a dead engine
     assert engine.calls[-2:] == DOWN
     assert "discovery unregister failed: the store is gone" in caplog.text
 

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypedDict
+from typing import Any, Final, TypedDict, TypeVar
 
 from dynamo.common.backend.config import RESPONSE_PLANES, WorkerConfig
 from dynamo.common.backend.controls import AdminRoutes, RlDirectory, checked_names, rl_endpoint_name
@@ -49,6 +49,7 @@ from dynamo.protocol.model_types import ModelInput
 from dynamo.protocol.records import ModelCard
 from dynamo.runtime.context import Context
 from dynamo.runtime.distributed import DistributedRuntime, Endpoint, ServedEndpoint
+from dynamo.runtime.endpoint import split_endpoint
 from dynamo.runtime.logging import configure_dynamo_logging
 from dynamo.runtime.request_plane.base import Handler
 from dynamo.runtime.settings import env_bool, env_float, env_int, env_str
@@ -56,6 +57,8 @@ from dynamo.runtime.settings import env_bool, env_float, env_int, env_str
 __all__ = ["Worker", "WorkerConfig", "shutdown_times"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 QUIESCENCE_POLL_SECONDS: Final = 0.5
 CUT_SECONDS: Final = 2.0  # for streams that were cut to let go of the engine; the rest of the reserve is cleanup()'s
@@ -148,7 +151,7 @@ class Worker:
                 logger.info("Shutdown requested before the engine was started; leaving")
                 return
             config = self._config
-            endpoint = runtime.endpoint(f"{config.namespace}.{config.component}.{config.endpoint}")
+            endpoint = runtime.endpoint(_endpoint_path(config))
             await _EngineLife(self, self._engine, config, runtime, endpoint).run()
 
     @asynccontextmanager
@@ -160,8 +163,11 @@ class Worker:
                 runtime = runtime or self._make_runtime()
                 connected = await self._unless_stopped(runtime.start())
             except Exception as error:
-                self._life.apply(Event.FAILED)
-                raise _connection_failure(error) from error
+                if not self._stop.is_set():
+                    self._life.apply(Event.FAILED)
+                    raise _connection_failure(error) from error
+                logger.warning("not connected, and no longer needed: %s", error)
+                connected = False
             yield runtime if connected else None
         finally:
             if runtime is not None and runtime is not self._shared_runtime:
@@ -228,20 +234,32 @@ class _EngineLife:
         self._served: ServedEndpoint | None = None
         self._rl: ServedEndpoint | None = None
         self._model_published = False
-        self._has_ended_itself = False
+        self._in_haste = False  # nobody waits for streams any more
+        self._cancelled: asyncio.CancelledError | None = None  # somebody cancelled `run` on its way down
 
     async def run(self) -> None:
         """Live the whole life; raises what failed first, after the clean-up."""
         failure = await self._come_up()
         if self._life.state is State.SERVING:
             failure = await self._serve()
+        self._in_haste = self._in_haste or isinstance(failure, asyncio.CancelledError)
         if self._life.state is State.DRAINING:
-            await self._go_down(in_haste=isinstance(failure, asyncio.CancelledError))
+            await self._go_down()
             self._life.apply(Event.DRAINED)
-        await self._cleanup_once()
+        await self._bear(self._cleanup_once())
         await self._leave()
         if failure is not None:
             raise failure
+        if self._cancelled is not None:
+            raise self._cancelled
+
+    async def _bear(self, step: Awaitable[None]) -> None:
+        """Await a step of the end. A cancellation ends the step, not the way down: an engine is owed its clean-up."""
+        try:
+            await step
+        except asyncio.CancelledError as error:
+            self._cancelled = error
+            self._in_haste = True
 
     # -- up ----------------------------------------------------------------------------------------------------------
 
@@ -264,7 +282,7 @@ class _EngineLife:
 
     async def _start_engine(self) -> tuple[EngineConfig, float]:
         began = time.perf_counter()
-        config = read_engine_config(await self._engine.start(self._runtime.connection_id()))
+        config = read_engine_config(await _hook(self._engine.start(self._runtime.connection_id())))
         return config, time.perf_counter() - began
 
     async def _prepare(self, engine_config: EngineConfig, load_seconds: float) -> None:
@@ -291,14 +309,14 @@ class _EngineLife:
         # Twice, because the times of the lifecycle are there even if the engine's own set-up fails.
         self._metrics = WorkerMetrics(registry, **names)
         self._metrics.model_load_time_seconds.set(load_seconds)
-        await engine.register_prometheus(EngineMetrics(registry, **names))
+        await _hook(engine.register_prometheus(EngineMetrics(registry, **names)))
         ranks = _checked_ranks(engine.component_metrics_dp_ranks())
         self._metrics = WorkerMetrics(registry, dp_ranks=ranks, **names)
         if not config.enable_kv_routing:
             return
         self._publishing = Publishing(self._endpoint, engine_config, enable_local_indexer=config.local_indexer_enabled)
         if isinstance(engine, LLMEngine):
-            self._publishing.connect_kv_events(await engine.kv_event_sources())
+            self._publishing.connect_kv_events(await _hook(engine.kv_event_sources()))
         if ranks:
             engine.attach_snapshot_publisher(await self._publishing.snapshot_publisher(self._metrics))
 
@@ -323,7 +341,7 @@ class _EngineLife:
             media_decoder=config.media_decoder,
             media_fetcher=config.media_fetcher,
         )
-        await self._engine.on_endpoint_ready(self._endpoint)
+        await _hook(self._engine.on_endpoint_ready(self._endpoint))
         await self._publish(card)
 
     async def _publish(self, card: ModelCard) -> None:
@@ -355,10 +373,11 @@ class _EngineLife:
         config, worker = self._config, self._worker
         logger.info("Serving %s on %s.%s.%s", self._served_name, config.namespace, config.component, config.endpoint)
         try:
+            payload = await self._canary_payload()
+            if self._life.is_stopping:
+                return None
             self._served = served = await self._endpoint.start_serving(
-                self._handler(),
-                metrics_labels=config.metrics_labels,
-                health_check_payload=await self._canary_payload(),
+                self._handler(), metrics_labels=config.metrics_labels, health_check_payload=payload
             )
             if self._admin is not None:
                 self._admin.attach(served)
@@ -389,7 +408,7 @@ class _EngineLife:
             await asyncio.wait({stop, ended})
         if not self._worker._stop.is_set():
             logger.info("The endpoint ended; shutting down")
-            self._has_ended_itself = True
+            self._in_haste = True
             self._worker.request_stop()
 
     def _handler(self) -> Handler:
@@ -422,7 +441,7 @@ class _EngineLife:
         own: Any = None
         if self._config.health_check_payload is None and env_str("DYN_HEALTH_CHECK_PAYLOAD") is None:
             try:
-                own = await self._engine.health_check_payload()
+                own = await _hook(self._engine.health_check_payload())
             except Exception:  # the canary is a convenience; a worker without one serves as well
                 logger.warning("health_check_payload() failed; serving without a canary", exc_info=True)
         return resolve_health_check_payload(self._config.health_check_payload, own)
@@ -439,29 +458,26 @@ class _EngineLife:
 
     # -- down --------------------------------------------------------------------------------------------------------
 
-    async def _go_down(self, *, in_haste: bool) -> None:
+    async def _go_down(self) -> None:
         """Leave discovery, let the streams end, drain. Nothing here may fail: every step goes on after an error."""
         if self._worker._shared_runtime is None:
             self._runtime.health.begin_shutdown()
-        in_haste = in_haste or self._has_ended_itself
-        if self._admin is not None:
-            await self._admin.close()
-        await self._unregister()
-        if not in_haste and self._times.grace_seconds > 0:
+        await self._bear(self._unregister())
+        if not self._in_haste and self._times.grace_seconds > 0:
             logger.info("Grace period %.2fs before drain", self._times.grace_seconds)
-            await asyncio.sleep(self._times.grace_seconds)
+            await self._bear(asyncio.sleep(self._times.grace_seconds))
         began = time.perf_counter()
-        await self._end_streams(in_haste=in_haste)
-        try:
-            await self._engine.drain()
-        except Exception:
-            logger.warning("engine drain failed", exc_info=True)
-        await self._await_quiescence()
+        await self._bear(self._await_streams())
+        await self._bear(self._cut_streams())
+        await self._bear(self._drain())
+        await self._bear(self._await_quiescence())
         if self._metrics is not None:
             self._metrics.drain_time_seconds.set(time.perf_counter() - began)
 
     async def _unregister(self) -> None:
         try:
+            if self._admin is not None:
+                await self._admin.close()
             if self._rl is not None:
                 await self._rl.close()
             if self._served is not None:
@@ -471,17 +487,23 @@ class _EngineLife:
             return
         logger.info("Endpoint unregistered from discovery")
 
-    async def _end_streams(self, *, in_haste: bool) -> None:
-        """Wait for streams in flight until the deadline less a reserve, then cut the rest: a frontend migrates them."""
+    async def _await_streams(self) -> None:
+        """Wait for streams in flight until the deadline less a reserve."""
         served = self._served
-        if served is None:
+        if served is None or self._in_haste:
             return
         until = self._worker._stopped_at + self._times.streams_until_seconds
         loop = asyncio.get_running_loop()
-        while served.inflight and not in_haste and loop.time() < until:
+        while served.inflight and loop.time() < until:
             logger.info("Waiting for %d streams in flight, at most %.1fs more", served.inflight, until - loop.time())
             if await served.wait_idle(min(HEARTBEAT_SECONDS, until - loop.time())):
-                break
+                return
+
+    async def _cut_streams(self) -> None:
+        """Decline new requests and end the streams that are left: a frontend migrates them."""
+        served = self._served
+        if served is None:
+            return
         served.stop_accepting()
         cut = served.cut(EngineShutdown("the worker is shutting down"))
         if cut:
@@ -489,6 +511,12 @@ class _EngineLife:
             # Their aborts and the `finally` of their generators need a living engine: neither may run after cleanup().
             if not await served.wait_idle(CUT_SECONDS):
                 logger.warning("%d of them ignored it and are left to the clean-up", served.inflight)
+
+    async def _drain(self) -> None:
+        try:
+            await _hook(self._engine.drain())
+        except Exception:
+            logger.warning("engine drain failed", exc_info=True)
 
     async def _await_quiescence(self) -> None:
         """Prefill only, and only for an engine that overrides `is_quiescent`: peers may still pull from its memory."""
@@ -511,7 +539,7 @@ class _EngineLife:
 
     async def _is_quiescent(self) -> bool:
         try:
-            return await self._engine.is_quiescent() is True
+            return await _hook(self._engine.is_quiescent()) is True
         except Exception:
             logger.debug("is_quiescent() failed", exc_info=True)
             return False
@@ -519,10 +547,13 @@ class _EngineLife:
     async def _cleanup_once(self) -> None:
         began = time.perf_counter()
         try:
-            await self._engine.cleanup()
+            await _hook(self._engine.cleanup())
             logger.info("Engine cleanup complete")
         except Exception:
             logger.error("engine cleanup failed", exc_info=True)
+        except asyncio.CancelledError:
+            logger.error("engine cleanup was cancelled before it had finished")
+            raise
         finally:
             self._life.apply(Event.CLEANED)
             if self._metrics is not None:
@@ -532,14 +563,17 @@ class _EngineLife:
 
     async def _leave(self) -> None:
         """Take back what this worker put into a runtime that may outlive it."""
+        if self._admin is not None:
+            for name in self._admin.routes():
+                self._runtime.status_server.unregister_route(name)
+        if self._served is not None:
+            await self._bear(self._served.close())
+        if self._model_published:
+            await self._bear(self._withdraw_model())
+
+    async def _withdraw_model(self) -> None:
         try:
-            if self._model_published:
-                await unregister_model(self._endpoint)
-            if self._served is not None:
-                await self._served.close()
-            if self._admin is not None:
-                for name in self._admin.routes():
-                    self._runtime.status_server.unregister_route(name)
+            await unregister_model(self._endpoint)
         except Exception as error:
             logger.warning("leaving discovery failed, its records will expire: %s", error)
 
@@ -559,6 +593,23 @@ def shutdown_times(env: Mapping[str, str] | None = None) -> ShutdownTimes:
     )
 
 
+async def _hook(call: Awaitable[T]) -> T:
+    """Await a hook of the engine. Only a cancellation of this very task comes out as one: an engine that awaits a task
+    which it has cancelled raises CancelledError as well, and that is a failure like any other."""
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    try:
+        return await call
+    except asyncio.CancelledError as error:
+        if task is not None and task.cancelling() > before:
+            raise
+        raise Unknown("CancelledError: the engine awaited a task that was cancelled") from error
+
+
+def _endpoint_path(config: WorkerConfig) -> str:
+    return f"{config.namespace}.{config.component}.{config.endpoint}"
+
+
 def _check_config(engine: BaseEngine, config: WorkerConfig) -> None:
     """Raises InvalidArgument for a configuration that cannot serve this engine; before anything was touched."""
     if isinstance(engine, RawEngine):
@@ -574,6 +625,10 @@ def _check_config(engine: BaseEngine, config: WorkerConfig) -> None:
     else:
         raise InvalidArgument(f"{type(engine).__name__} is neither an LLMEngine nor a RawEngine; subclass one of them")
     check_encoder_route(config.disaggregation_mode, config.route_to_encoder)
+    try:
+        split_endpoint(_endpoint_path(config))
+    except ValueError as error:
+        raise InvalidArgument(f"namespace, component and endpoint: {error}") from error
     if config.response_plane not in RESPONSE_PLANES:
         raise ValueError(f"response_plane must be one of {', '.join(RESPONSE_PLANES)}, got {config.response_plane!r}")
 
