@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dynamo.common.backend.engine import EngineConfig, LLMEngine, RawEngine
-from dynamo.common.backend.finish import EngineFailed, normalise
 from dynamo.common.backend.serving import CHUNKS_PER_TURN, RawServing, TokenServing, wrap_error
 from dynamo.common.constants import DisaggregationMode
 from dynamo.errors import (
@@ -25,6 +24,7 @@ from dynamo.errors import (
     Unknown,
     http_assertion,
 )
+from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.runtime.context import Context
 
 

@@ -7,11 +7,17 @@ status. A timer does both jobs; it creates a task only in the rare case that it 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from dynamo.frontend.asgi import Send
 
-__all__ = ["EventStream"]
+__all__ = ["PUSH_EXTENSION", "EventStream", "Push"]
+
+Push = Callable[[bytes], bool]
+"""The ASGI extension `dynamo.push` of our listener: write one body chunk now, or say False without writing anything."""
+
+PUSH_EXTENSION: Final = "dynamo.push"
 
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 
@@ -25,16 +31,28 @@ _HEADERS: Final = (
 class EventStream:
     """Used by one task; its own timer is the only other sender and the two never interleave."""
 
-    __slots__ = ("_extra", "_keep_alive_seconds", "_last_write", "_loop", "_send", "_sending", "_timer", "is_committed")
+    __slots__ = (
+        "_extra",
+        "_keep_alive_seconds",
+        "_last_write",
+        "_loop",
+        "_push",
+        "_send",
+        "_sending",
+        "_timer",
+        "is_committed",
+    )
 
     def __init__(
         self,
         send: Send,
         *,
+        push: Push | None = None,
         extra: tuple[tuple[bytes, bytes], ...] = (),
         peek_seconds: float,
         keep_alive_seconds: float | None,
     ) -> None:
+        self._push = push
         self._send, self._extra, self._keep_alive_seconds = send, extra, keep_alive_seconds
         self._loop = asyncio.get_running_loop()
         self._sending: asyncio.Task[None] | None = None
@@ -54,6 +72,19 @@ class EventStream:
             await self._start()
         self._last_write = self._loop.time()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    @property
+    def can_push(self) -> bool:
+        """Whether `push` may say True."""
+        return self._push is not None and self.is_committed
+
+    def push(self, data: bytes) -> bool:
+        """Send `data` without waiting; False when that is not possible now (use `write`): the client reads too slowly,
+        or the server under us has no such way."""
+        if self._push is None or self._sending is not None or not self.is_committed:
+            return False
+        self._last_write = self._loop.time()
+        return self._push(data)
 
     async def end(self, data: bytes) -> None:
         """Send the last bytes and end the response."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Final, Protocol
 
@@ -22,12 +22,13 @@ from dynamo.errors import (
     revive,
     rule_of,
 )
+from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamItem
 from dynamo.text.decoder import ChoiceDecoder
 from dynamo.text.model import TextModel
 
-__all__ = ["Delta", "GenerationModel", "WorkRequest", "generate"]
+__all__ = ["Delta", "GenerationModel", "SingleGeneration", "WorkRequest", "generate"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +66,12 @@ class WorkRequest:
     """
 
     __slots__ = (
+        "_cached",
         "body",
-        "cached_tokens",
         "choices",
         "completion_tokens",
         "instances",
+        "is_single",
         "pinned_instance_id",
         "prompt_tokens",
         "prompts",
@@ -92,9 +94,19 @@ class WorkRequest:
         self.pinned_instance_id = pinned_instance_id
         self.retries = retries
         self.prompt_tokens = sum(map(len, prompts))
+        self.is_single = n == 1 and len(prompts) == 1
         self.completion_tokens = 0
-        self.cached_tokens: int | None = None
+        self._cached: dict[int, int] = {}  # prompt -> the most that was reported of it
         self.instances: list[Instance] = []
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """How many of `prompt_tokens` the workers had cached; None when none of them said."""
+        return sum(self._cached.values()) if self._cached else None
+
+    def note_cached(self, prompt_index: int, tokens: int) -> None:
+        """A worker reported this. Choices share their prompt and some engines repeat themselves: the most counts."""
+        self._cached[prompt_index] = max(tokens, self._cached.get(prompt_index, 0))
 
 
 class Delta:
@@ -132,17 +144,40 @@ async def generate(model: GenerationModel, work: WorkRequest, context: Context) 
     Raises:
         DynamoException: typed, also before the first delta; `errors.rule_of` tells what the client gets.
     """
-    if len(work.prompts) == 1 and work.choices == 1:
-        choice = _Choice(model, work, context, 0, work.prompts[0])
-        try:
-            while (delta := await choice.next()) is not None:
-                yield [delta]
-        finally:
-            choice.close()
+    if work.is_single:
+        async with aclosing(SingleGeneration(model, work, context)) as single:
+            while (deltas := await single.next()) is not None:
+                yield deltas
     else:
         async with aclosing(_fan_out(model, work, context)) as merged:
             async for deltas in merged:
                 yield deltas
+
+
+class SingleGeneration:
+    """`generate` for one choice of one prompt, which can also be told to push."""
+
+    __slots__ = ("_choice",)
+
+    def __init__(self, model: GenerationModel, work: WorkRequest, context: Context) -> None:
+        self._choice = _Choice(model, work, context, 0, work.prompts[0])
+
+    async def next(self) -> list[Delta] | None:
+        """What has arrived, waiting for something; None when the choice has ended. Raises as `generate`."""
+        delta = await self._choice.next()
+        return None if delta is None else [delta]
+
+    async def push(self, accept: Callable[[list[Delta]], bool]) -> None:
+        """Call `accept` with what arrives, at once and without waking a task for it.
+
+        Returns when `accept` said False (go on with `next`) or the choice has ended; raises as `generate`, and what
+        `accept` raises. To be called after `next` has returned something.
+        """
+        await self._choice.push(accept)
+
+    async def aclose(self) -> None:
+        """Cancel what is still running; idempotent."""
+        self._choice.close()
 
 
 async def _fan_out(model: GenerationModel, work: WorkRequest, context: Context) -> AsyncGenerator[list[Delta], None]:
@@ -218,24 +253,62 @@ class _Choice:
 
     async def next(self) -> Delta | None:
         """Everything new, waiting for something to arrive; None once the choice has ended."""
-        while not self._ended:
-            if self._stream is None:
-                items = await self._begin()
-            else:
-                try:
-                    items = await self._stream.next_batch()
-                except DynamoException as error:
-                    self._blame(error)
-                    raise
-            if not items:
-                if self._context.is_stopped():
-                    self._ended = True
-                    return None
-                raise StreamIncomplete("the worker ended the stream without a finish reason")
-            delta = self._absorb(items)
-            if delta is not None:
-                return delta
+        if self._ended:
+            return None
+        if self._stream is None:
+            items = await self._begin()
+        else:
+            try:
+                items = await self._stream.next_batch()
+            except DynamoException as error:
+                self._blame(error)
+                raise
+        if items:
+            return self._absorb(items)
+        self._ended_silently()
         return None
+
+    async def push(self, accept: Callable[[list[Delta]], bool]) -> None:
+        """See `SingleGeneration.push`."""
+        stream = self._stream
+        if stream is None or self._ended:
+            return
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        take = stream.take
+
+        def arrived() -> None:
+            try:
+                items = take()
+                if items:
+                    go_on = accept([self._absorb(items)]) and not self._ended
+                elif items is None:
+                    self._ended_silently()
+                    go_on = False
+                else:
+                    return
+            except BaseException as error:
+                if isinstance(error, DynamoException):
+                    self._blame(error)
+                stream.listen(None)
+                if not done.done():
+                    done.set_exception(error)
+                return
+            if not go_on:
+                stream.listen(None)
+                if not done.done():
+                    done.set_result(None)
+
+        stream.listen(arrived)
+        try:
+            await done
+        finally:
+            stream.listen(None)
+
+    def _ended_silently(self) -> None:
+        """The stream ended without a terminal chunk: right after a cancellation, else a breach."""
+        if not self._context.is_stopped():
+            raise StreamIncomplete("the worker ended the stream without a finish reason")
+        self._ended = True
 
     async def _begin(self) -> list[StreamItem]:
         """Open the stream and wait for its first items, trying other workers while nothing has been received."""
@@ -246,6 +319,8 @@ class _Choice:
             try:
                 self._stream = await self._model.open(instance, self._body, context)
                 items = await self._stream.next_batch()
+                if not items and not context.is_stopped():
+                    raise StreamIncomplete("the worker ended the stream without a single chunk")
             except DynamoException as error:
                 self._release()
                 rule = rule_of(error)
@@ -284,8 +359,8 @@ class _Choice:
             raise InvalidArgument("Invalid request")  # an unknown worker id is the caller's mistake
         return instance
 
-    def _absorb(self, items: list[StreamItem]) -> Delta | None:
-        """Decode a batch. None when nothing in it is worth telling."""
+    def _absorb(self, items: list[StreamItem]) -> Delta:
+        """Decode a batch."""
         delta = Delta(self._index)
         decoder = self._decoder
         before = decoder.generated
@@ -327,7 +402,7 @@ class _Choice:
             delta.stop_reason = stop_reason
         details = (extra.get("completion_usage") or {}).get("prompt_tokens_details") or {}
         if (cached := details.get("cached_tokens")) is not None:
-            self._work.cached_tokens = (self._work.cached_tokens or 0) + cached
+            self._work.note_cached(self._index // self._work.choices, cached)
 
     def _finish(self, delta: Delta, reason: Any) -> None:
         decoder = self._decoder
@@ -340,10 +415,12 @@ class _Choice:
                 self._stream.stop()
                 self._release()
         else:
-            if isinstance(reason, dict):
-                raise Unknown(str(reason.get("error")))
+            try:
+                word = normalise(reason)  # a bare handler says whatever its author likes
+            except (EngineFailed, TypeError) as error:
+                raise Unknown(str(error)) from error
             delta.text += decoder.finish()
-            delta.finish_reason = _OPENAI_REASON.get(reason, "stop")
+            delta.finish_reason = _OPENAI_REASON[word]
         if self._stream is not None:
             self._stream.finish()
             self._stream = None

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any, Final, NamedTuple
 
@@ -35,8 +36,8 @@ from dynamo.frontend.asgi import (
     reply,
     reply_rejected,
 )
-from dynamo.frontend.event_stream import EventStream
-from dynamo.frontend.generation import generate
+from dynamo.frontend.event_stream import PUSH_EXTENSION, EventStream
+from dynamo.frontend.generation import Delta, SingleGeneration, WorkRequest, generate
 from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics, RequestMetrics
 from dynamo.frontend.models import ModelDirectory, ServedModel
 from dynamo.frontend.preprocess import Preprocessor
@@ -206,11 +207,12 @@ class InferenceRoute:
         if is_streaming:
             stream = EventStream(
                 send,
+                push=(scope.get("extensions") or {}).get(PUSH_EXTENSION),
                 extra=extra,
                 peek_seconds=self._settings.peek_seconds,
                 keep_alive_seconds=self._settings.keep_alive_seconds,
             )
-        work = None
+        work: WorkRequest | None = None
         try:
             work, text = await self._surface.prepare(self._preprocessor, request, effects, model)
             answer = Answer(self._surface, request, model, work, context.id(), time.time() - (loop.time() - began))
@@ -221,11 +223,11 @@ class InferenceRoute:
             self._log_end(exchange, model, answer, loop.time() - began)
         except asyncio.CancelledError:
             context.kill()
-            counted.cancel(loop.time())
+            counted.cancel(loop.time(), **_tokens_of(work))
             raise
         except Exception as error:  # the boundary: whatever it is, the client gets a well-formed answer
             context.kill()
-            await self._failed(exchange, error, send, stream, extra, work.completion_tokens if work else 0)
+            await self._failed(exchange, error, send, stream, extra, work)
         finally:
             exchange.is_over = True
             watcher.cancel()
@@ -276,20 +278,25 @@ class InferenceRoute:
         loop_time = asyncio.get_running_loop().time
         counted = exchange.counted
         inactivity = self._inactivity(exchange)
+
+        def encode(deltas: list[Delta]) -> bytes:
+            now = loop_time()
+            if inactivity is not None:
+                inactivity.last = now
+            if writer.first_token_seconds is None:
+                writer.first_token_seconds = now - began
+            counted.tokens(deltas[0].tokens if len(deltas) == 1 else sum([delta.tokens for delta in deltas]), now)
+            return writer.write(deltas)
+
         try:
-            async with aclosing(generate(answer.model, answer.work, exchange.context)) as batches:
-                async for deltas in batches:
-                    now = loop_time()
-                    if inactivity is not None:
-                        inactivity.last = now
-                    if writer.first_token_seconds is None:
-                        writer.first_token_seconds = now - began
-                    counted.tokens(sum([delta.tokens for delta in deltas]), now)
-                    data = writer.write(deltas)
-                    if head:
-                        data, head = head + data, b""
-                    if data:
-                        await stream.write(data)
+            if answer.work.is_single:
+                head = await self._stream_single(exchange, answer, stream, encode, head)
+            else:
+                async with aclosing(generate(answer.model, answer.work, exchange.context)) as batches:
+                    async for deltas in batches:
+                        if data := head + encode(deltas):
+                            head = b""
+                            await stream.write(data)
         finally:
             if inactivity is not None:
                 inactivity.close()
@@ -298,6 +305,39 @@ class InferenceRoute:
         exchange.is_over = True
         await stream.end(head + last)
         self._finish(exchange, answer)
+
+    async def _stream_single(
+        self,
+        exchange: _Exchange,
+        answer: Answer,
+        stream: EventStream,
+        encode: Callable[[list[Delta]], bytes],
+        head: bytes,
+    ) -> bytes:
+        """One choice: the first delta waits for its turn, the others go from socket to socket while the client keeps up.
+
+        Returns what of `head` is still to be sent.
+        """
+        refused: list[bytes] = []  # what could not be pushed; at most one entry
+
+        def accept(deltas: list[Delta]) -> bool:
+            data = encode(deltas)
+            if not data or stream.push(data):
+                return True
+            refused.append(data)
+            return False
+
+        async with aclosing(SingleGeneration(answer.model, answer.work, exchange.context)) as single:
+            while (deltas := await single.next()) is not None:
+                if data := head + encode(deltas):
+                    head = b""
+                    await stream.write(data)
+                while stream.can_push:
+                    await single.push(accept)
+                    if not refused:
+                        break
+                    await stream.write(refused.pop())
+        return head
 
     async def _unary(
         self, exchange: _Exchange, answer: Answer, send: Send, extra: tuple[tuple[bytes, bytes], ...], began: float
@@ -352,19 +392,21 @@ class InferenceRoute:
         send: Send,
         stream: EventStream | None,
         extra: tuple[tuple[bytes, bytes], ...],
-        output_tokens: int,
+        work: WorkRequest | None,
     ) -> None:
         now = asyncio.get_running_loop().time()
         request_id = exchange.context.id()
         if exchange.is_client_gone:
-            exchange.counted.cancel(now, output_tokens=output_tokens)
-            logger.info("request %s: the client left after %d token(s)", request_id, output_tokens)
+            exchange.counted.cancel(now, **_tokens_of(work))
+            logger.info(
+                "request %s: the client left after %d token(s)", request_id, work.completion_tokens if work else 0
+            )
             return
         if exchange.reason is not None:
             error = exchange.reason
         rejected = self._rejection(error)
         failure = _classify(error, rejected)
-        exchange.counted.fail(now, **failure._asdict(), output_tokens=output_tokens)
+        exchange.counted.fail(now, **failure._asdict(), **_tokens_of(work))
         if not isinstance(error, DynamoException | RequestRejected):
             logger.error("request %s failed inside the frontend", request_id, exc_info=error)
         elif rejected.status >= 500 and rejected.status != self._settings.overload_status:
@@ -418,9 +460,14 @@ _BY_STATUS: Final = {
 _INTERNAL: Final = _Failure("internal", "Internal", "runtime.internal")
 
 
+def _tokens_of(work: WorkRequest | None) -> dict[str, int]:
+    """What an unfinished answer used, for the metrics."""
+    return {"prompt_tokens": work.prompt_tokens, "output_tokens": work.completion_tokens} if work is not None else {}
+
+
 def _classify(error: BaseException, rejected: RequestRejected) -> _Failure:
     status = rejected.status
-    if isinstance(error, RequestRejected) or not isinstance(error, DynamoException):
+    if isinstance(error, RequestRejected | NotReady) or not isinstance(error, DynamoException):
         found = _BY_STATUS.get(status)
         return found or (_BY_STATUS[400] if 400 <= status < 500 else _INTERNAL)
     record = describe(error)

@@ -10,13 +10,15 @@ import signal
 import socket
 import ssl
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 import uvicorn
 from uvicorn.protocols.http import httptools_impl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dynamo.frontend.app import Frontend
+from dynamo.frontend.event_stream import PUSH_EXTENSION
 from dynamo.frontend.settings import FrontendSettings
 
 __all__ = ["HttpServer", "PortInUse", "bind", "serve_until_signal"]
@@ -82,10 +84,28 @@ class _LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._header_bytes = -(1 << 62)  # the body has a limit of its own
         super().on_headers_complete()
+        if self.cycle is not None:  # its task has not run yet
+            extensions: dict[str, Any] = {PUSH_EXTENSION: partial(_push, self.cycle)}
+            self.cycle.scope["extensions"] = extensions
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._header_bytes = 0
+
+
+def _push(cycle: RequestResponseCycle, data: bytes) -> bool:
+    """What `send` does for one more body chunk, where nothing has to be waited for; the extension `dynamo.push`."""
+    if (
+        cycle.flow.write_paused
+        or cycle.disconnected
+        or cycle.response_complete
+        or not cycle.response_started
+        or not cycle.chunked_encoding
+        or cycle.scope["method"] == "HEAD"
+    ):
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
 
 
 def _protocol_class(limit: int) -> type[_LimitedProtocol]:

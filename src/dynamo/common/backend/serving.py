@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Final, Protocol
 
 from dynamo.common.backend.engine import BaseEngine, LLMEngine, RawEngine
-from dynamo.common.backend.finish import CANCELLED, EngineFailed, normalise
 from dynamo.common.constants import DisaggregationMode
 from dynamo.common.utils.token_ids import normalize_request_token_ids
 from dynamo.errors import (
@@ -28,6 +27,7 @@ from dynamo.errors import (
     StreamIncomplete,
     Unknown,
 )
+from dynamo.protocol.finish import CANCELLED, EngineFailed, normalise
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.base import ResponseSink
 

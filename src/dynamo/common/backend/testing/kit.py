@@ -10,10 +10,10 @@ from contextlib import aclosing
 from typing import Any, Final
 
 from dynamo.common.backend.engine import BaseEngine, LLMEngine
-from dynamo.common.backend.finish import CANCELLED, EngineFailed, normalise
 from dynamo.common.backend.metrics import EngineMetrics
 from dynamo.common.backend.testing.contexts import mock_context
 from dynamo.common.backend.testing.failures import ConformanceFailure
+from dynamo.protocol.finish import CANCELLED, EngineFailed, normalise
 from dynamo.runtime.context import Context
 from dynamo.runtime.metrics import MetricsRegistry
 
