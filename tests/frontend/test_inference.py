@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from dynamo.frontend.admission import Stage
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
-from support.frontend_cluster import Cluster, cluster, fail, say
+from support.frontend_cluster import Cluster, Script, cluster, fail, say
 from support.tiny_model import write_tiny_model
 
 
@@ -592,3 +593,95 @@ async def test_what_does_not_finish_in_time_is_cut_with_an_error(house: Cluster,
     else:
         assert exchange.status == 503
     assert worker.contexts[0].is_killed()
+
+
+# -- the edges of an answer ------------------------------------------------------------------------------------------------
+
+
+async def test_a_template_can_print_the_date(house: Cluster, tmp_path: Path) -> None:
+    template = "{{ strftime_now('%Y-%m-%d') }}|{% for message in messages %}{{ message.content }}{% endfor %}"
+    directory = write_tiny_model(tmp_path / "model", chat_template=template)
+    await house.worker(say([70]), directory=directory)
+    answer = await house.client.chat("hi", stream=True, nvext={"annotations": ["formatted_prompt"]})
+    assert re.search(r'^: "\d{4}-\d\d-\d\d\|hi"$', answer.events[0], re.MULTILINE), answer.events
+
+
+def objects(*chunks: dict[str, Any]) -> Script:
+    """A bare endpoint handler: chunks as plain objects, with whatever finish reason its author chose."""
+
+    async def script(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        for chunk in chunks:
+            sink.send_object({"data": chunk})
+            await asyncio.sleep(0)
+
+    return script
+
+
+@pytest.mark.parametrize("reason", ["error", "error: out of memory", {"error": "out of memory"}])
+async def test_an_error_as_a_finish_reason_of_a_bare_handler_is_no_success(house: Cluster, reason: Any) -> None:
+    await house.worker(objects({"token_ids": [104]}, {"token_ids": [], "finish_reason": reason}))
+    answer = await house.client.chat("hi")
+    assert (answer.status, answer.json["message"]) == (500, "Internal server error")
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"), [("LENGTH", "length"), ("abort:gone", "stop"), ("eos", "stop"), ("tool_calls", "stop")]
+)
+async def test_finish_reasons_of_a_bare_handler_are_normalised(house: Cluster, reason: str, said: str) -> None:
+    await house.worker(objects({"token_ids": [104], "finish_reason": reason}))
+    answer = await house.client.chat("hi")
+    assert answer.json["choices"][0]["finish_reason"] == said
+
+
+async def test_cached_tokens_are_counted_once_for_each_prompt(house: Cluster) -> None:
+    usage = {"completion_usage": {"prompt_tokens_details": {"cached_tokens": 1}}}  # on every chunk, as some engines do
+    await house.worker(say("a", "b", "c", extra=usage))
+    several = await house.client.completion(["one", "two"], n=3, temperature=1)
+    assert several.json["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    single = await house.client.completion("one")
+    assert single.json["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+async def test_a_sequence_beyond_the_migration_length_is_not_tried_elsewhere(tmp_path: Path) -> None:
+    async with cluster(tmp_path, migration_max_seq_len=20) as house:
+        broken = await house.worker(fail(Disconnected("lost")))
+        await house.worker(say("ok"))
+        short = [await house.client.completion("short") for _ in range(2)]
+        assert [answer.status for answer in short] == [200, 200]
+        assert len(broken.requests) == 1
+    async with cluster(tmp_path, migration_max_seq_len=20) as house:
+        await house.worker(fail(Disconnected("lost")))
+        await house.worker(say("ok"))
+        long = [await house.client.completion("x" * 21) for _ in range(2)]
+        assert sorted(answer.status for answer in long) == [200, 503]
+
+
+async def test_a_stream_that_ends_with_nothing_is_tried_elsewhere(house: Cluster) -> None:
+    empty = await house.worker(say())
+    await house.worker(say("ok"))
+    for _ in range(2):
+        answer = await house.client.chat("hi")
+        assert answer.status == 200, answer.body
+        assert answer.json["choices"][0]["message"]["content"] == "ok"
+    assert len(empty.requests) <= 1
+
+
+async def test_engine_data_beside_text_that_is_held_back_is_not_lost(house: Cluster) -> None:
+    async def script(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        sink.send_tokens(list(b"ST"), extra={"engine_data": {"held": 1}})
+        await asyncio.sleep(0.01)
+        sink.send_tokens(list(b"AY"), finish_reason="stop", extra={"engine_data": {"shown": 2}})
+
+    await house.worker(script)
+    answer = await house.client.chat("hi", stream=True, stop=["STOP"], nvext={"extra_fields": ["engine_data"]})
+    said: dict[str, Any] = {}
+    for chunk in answer.chunks:
+        said |= chunk.get("nvext", {}).get("engine_data", {})
+    assert said == {"held": 1, "shown": 2}
+
+
+async def test_a_failed_answer_counts_its_prompt_with_its_tokens(house: Cluster) -> None:
+    await house.worker(fail(Unknown("no"), after=("a",)))
+    await house.client.completion("four", stream=True)
+    assert house.metric("dynamo_frontend_input_sequence_tokens_sum", model="m") == 4
+    assert house.metric("dynamo_frontend_output_sequence_tokens_sum", model="m") == 1

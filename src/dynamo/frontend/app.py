@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,9 +47,16 @@ class Frontend:
     """One HTTP frontend over one runtime. The runtime stays the caller's: it is not closed here."""
 
     def __init__(
-        self, settings: FrontendSettings, runtime: DistributedRuntime, *, offload: Offload | None = None
+        self,
+        settings: FrontendSettings,
+        runtime: DistributedRuntime,
+        *,
+        offload: Offload | None = None,
+        now: Callable[[], datetime] = datetime.now,
     ) -> None:
+        """`now` is the clock that chat templates may print."""
         self.settings = settings
+        self._now = now
         self.admission = Admission(settings.max_requests_in_flight)
         self.metrics = FrontendMetrics(runtime.metrics, prefix=settings.metrics_prefix)
         self._runtime = runtime
@@ -129,7 +137,10 @@ class Frontend:
             with open(self.settings.custom_jinja_template, encoding="utf-8") as file:
                 template = file.read()
         return load_text_model(
-            sources.directory, custom_template=template, tokenizer_cache_bytes=self.settings.tokenizer_cache_bytes
+            sources.directory,
+            custom_template=template,
+            now=self._now,
+            tokenizer_cache_bytes=self.settings.tokenizer_cache_bytes,
         )
 
     def _routes(self) -> Sequence[BaseRoute]:

@@ -223,7 +223,8 @@ class InferenceRoute:
             self._log_end(exchange, model, answer, loop.time() - began)
         except asyncio.CancelledError:
             context.kill()
-            counted.cancel(loop.time(), **_tokens_of(work))
+            prompt_tokens, output_tokens = _used(work)
+            counted.cancel(loop.time(), prompt_tokens=prompt_tokens, output_tokens=output_tokens)
             raise
         except Exception as error:  # the boundary: whatever it is, the client gets a well-formed answer
             context.kill()
@@ -396,17 +397,16 @@ class InferenceRoute:
     ) -> None:
         now = asyncio.get_running_loop().time()
         request_id = exchange.context.id()
+        prompt_tokens, output_tokens = _used(work)
         if exchange.is_client_gone:
-            exchange.counted.cancel(now, **_tokens_of(work))
-            logger.info(
-                "request %s: the client left after %d token(s)", request_id, work.completion_tokens if work else 0
-            )
+            exchange.counted.cancel(now, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+            logger.info("request %s: the client left after %d token(s)", request_id, output_tokens)
             return
         if exchange.reason is not None:
             error = exchange.reason
         rejected = self._rejection(error)
         failure = _classify(error, rejected)
-        exchange.counted.fail(now, **failure._asdict(), **_tokens_of(work))
+        exchange.counted.fail(now, **failure._asdict(), prompt_tokens=prompt_tokens, output_tokens=output_tokens)
         if not isinstance(error, DynamoException | RequestRejected):
             logger.error("request %s failed inside the frontend", request_id, exc_info=error)
         elif rejected.status >= 500 and rejected.status != self._settings.overload_status:
@@ -460,9 +460,9 @@ _BY_STATUS: Final = {
 _INTERNAL: Final = _Failure("internal", "Internal", "runtime.internal")
 
 
-def _tokens_of(work: WorkRequest | None) -> dict[str, int]:
-    """What an unfinished answer used, for the metrics."""
-    return {"prompt_tokens": work.prompt_tokens, "output_tokens": work.completion_tokens} if work is not None else {}
+def _used(work: WorkRequest | None) -> tuple[int, int]:
+    """(prompt tokens, output tokens) of an answer that may not have begun."""
+    return (0, 0) if work is None else (work.prompt_tokens, work.completion_tokens)
 
 
 def _classify(error: BaseException, rejected: RequestRejected) -> _Failure:

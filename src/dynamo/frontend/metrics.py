@@ -254,7 +254,8 @@ class RequestMetrics:
     def __init__(self, owner: FrontendMetrics, key: tuple[str, str, str], series: RouteSeries, now: float) -> None:
         self._owner, self._key, self._series = owner, key, series
         self._started_at = now
-        self._first_at = self._last_at = 0.0
+        self._first_at: float | None = None
+        self._last_at = now
         self._ended = False
         series.started.inc()
         series.model.inflight.inc()
@@ -263,7 +264,7 @@ class RequestMetrics:
     def tokens(self, count: int, now: float) -> None:
         """`count` tokens arrived together at `now`; the interval since the last ones is spread over them."""
         model = self._series.model
-        if self._first_at == 0.0:
+        if self._first_at is None:
             self._first_at = now
             model.queued.dec()
             model.active.inc()
@@ -324,7 +325,7 @@ class RequestMetrics:
         self._ended = True
         model = self._series.model
         model.inflight.dec()
-        if self._first_at == 0.0:
+        if self._first_at is None:
             model.queued.dec()
         else:
             model.active.dec()

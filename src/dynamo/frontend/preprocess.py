@@ -126,6 +126,9 @@ class Preprocessor:
         if pinned is None and self._settings.router_mode == "direct":
             raise InvalidArgument("Invalid request")  # nothing but the client knows where it should go
         limit = self._settings.migration_limit
+        longest_movable = self._settings.migration_max_seq_len
+        if longest_movable is not None and max(map(len, prompts), default=0) > longest_movable:
+            limit = 0
         return WorkRequest(
             body,
             prompts,

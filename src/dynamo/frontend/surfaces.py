@@ -240,14 +240,15 @@ class Answer:
 class ChunkWriter:
     """Deltas to the bytes of one streamed answer."""
 
-    __slots__ = ("_answer", "_is_plain", "_pending_ids", "_stream", "_with_usage", "first_token_seconds")
+    __slots__ = ("_answer", "_held", "_is_plain", "_stream", "_with_usage", "first_token_seconds")
 
     def __init__(self, answer: Answer, *, continuous_usage: bool) -> None:
         self._answer = answer
         self._stream = answer.surface.open_stream(answer, answer.choices)
         self._with_usage = continuous_usage
         self._is_plain = not (continuous_usage or answer.wants_logprobs or answer.wants_nvext)
-        self._pending_ids: dict[int, list[int]] = {}  # of deltas that showed nothing yet
+        # Token ids and engine data of deltas that showed nothing yet, by choice.
+        self._held: dict[int, tuple[list[int], dict[str, Any] | None]] = {}
         self.first_token_seconds: float | None = None
 
     def write(self, deltas: Sequence[Delta]) -> bytes:
@@ -273,11 +274,13 @@ class ChunkWriter:
         answer, choice = self._answer, delta.choice
         finished = delta.finish_reason is not None
         logprobs = answer.logprobs(choice, answer.logprob_items(delta)) if answer.wants_logprobs else None
-        token_ids: list[int] | None = None
-        if answer.wants_token_ids:
-            token_ids = [*self._pending_ids.pop(choice, ()), *delta.token_ids]
+        token_ids, engine_data = delta.token_ids, delta.engine_data
+        if answer.wants_nvext:
+            if (held := self._held.pop(choice, None)) is not None:
+                token_ids = held[0] + token_ids
+                engine_data = {**held[1], **(engine_data or {})} if held[1] is not None else engine_data
             if not delta.text and not finished and logprobs is None:
-                self._pending_ids[choice] = token_ids
+                self._held[choice] = (token_ids, engine_data)
                 return b""
         return self._stream.delta(
             choice,
@@ -289,7 +292,7 @@ class ChunkWriter:
                 finished=finished,
                 stop_reason=delta.stop_reason,
                 token_ids=token_ids,
-                engine_data=delta.engine_data,
+                engine_data=engine_data,
                 first_token_seconds=self.first_token_seconds,
             )
             if answer.wants_nvext
