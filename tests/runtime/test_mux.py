@@ -11,9 +11,16 @@ import pytest
 
 from dynamo.errors import CannotConnect, Disconnected, DynamoException, InvalidArgument, StreamIncomplete, Unknown
 from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import INITIAL_CREDITS, OBJECT_INDEX, Instance, ResponseSink, StreamItem
+from dynamo.runtime.request_plane.base import (
+    INITIAL_CREDITS,
+    OBJECT_INDEX,
+    Instance,
+    ResponseSink,
+    StreamItem,
+    split_tcp,
+)
 from dynamo.runtime.request_plane.core import ServerCore
-from dynamo.runtime.request_plane.mux.client import MuxClient, MuxStream
+from dynamo.runtime.request_plane.mux.client import MuxClient, MuxConnection, MuxStream
 from dynamo.runtime.request_plane.mux.frames import (
     HEADER,
     MAGIC,
@@ -23,6 +30,7 @@ from dynamo.runtime.request_plane.mux.frames import (
     Open,
     decode_items,
     frame,
+    items_frames,
     pack,
 )
 from dynamo.runtime.request_plane.mux.server import MuxServerProtocol
@@ -369,3 +377,84 @@ async def drain_core(rig: Rig) -> None:
     """Let the loop turn until the core is idle; bounded by the test's own time limit."""
     while rig.core.running or rig.connections:
         await asyncio.sleep(0)
+
+
+# -- what a caller must survive ------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def worker_that_says(*answer: bytes) -> AsyncIterator[Instance]:
+    """A worker that reads the request, answers with these very bytes, and waits for the caller to leave."""
+
+    left = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.read(1)
+            writer.writelines(answer)
+            await reader.read()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        left.set()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        yield Instance(
+            namespace="n", component="c", endpoint="e", instance_id=1, transport={"tcp": f"127.0.0.1:{port}/p"}, mux=1
+        )
+        await asyncio.wait_for(left.wait(), 5)
+
+
+HELLO = frame(Kind.HELLO, pack(Hello(version=1)))
+GAPS = {
+    "first": [(1, 0, 5, [1])],
+    "later": [(1, 0, 0, [1]), (1, 0, 2, [2])],
+    "overlap": [(1, 0, 0, [1, 2]), (1, 0, 1, [2])],
+    "end counts more": [(1, 0, 0, [1]), (1, -2, 2, [], None, None)],
+}
+
+
+@pytest.mark.parametrize("gap", GAPS)
+async def test_a_stream_with_a_gap_is_incomplete_and_never_a_clean_end(gap: str) -> None:
+    async with worker_that_says(HELLO, *items_frames(GAPS[gap])) as instance:
+        client = MuxClient()
+        stream = await client.open(instance, {}, Context())
+        with pytest.raises(StreamIncomplete):
+            await asyncio.wait_for(drain(stream), 5)
+        stream.close()
+        await client.close()
+
+
+async def test_a_connection_that_is_lost_before_it_is_used_opens_nothing() -> None:
+    async with worker_that_says() as instance:
+        host, port, _ = split_tcp(instance.transport["tcp"])
+        transport, connection = await asyncio.get_running_loop().create_connection(
+            lambda: MuxConnection("there", on_lost=lambda _: None), host, port
+        )
+        transport.abort()
+        while connection.usable:
+            await asyncio.sleep(0)
+        with pytest.raises(CannotConnect, match="there closed the connection"):
+            connection.open("p", b"", Context())
+
+
+async def test_a_call_that_waits_for_a_connection_ends_typed_when_the_client_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dialling = asyncio.Event()
+
+    async def never(*args: Any) -> None:
+        dialling.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", never)
+    client = MuxClient()
+    instance = Instance(
+        namespace="n", component="c", endpoint="e", instance_id=1, transport={"tcp": "127.0.0.1:1/p"}, mux=1
+    )
+    call = asyncio.create_task(client.open(instance, {}, Context()))
+    await dialling.wait()
+    await client.close()
+    with pytest.raises(CannotConnect, match="closed"):
+        await asyncio.wait_for(call, 5)

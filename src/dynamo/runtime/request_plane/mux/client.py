@@ -366,6 +366,8 @@ class MuxConnection(asyncio.Protocol):
 
     def open(self, path: str, body: bytes, context: Context) -> MuxStream:
         """Begin one stream; the request leaves at the next turn of the loop."""
+        if not self.usable:  # lost between its first byte and this turn of the loop: nobody would end the stream
+            raise CannotConnect(f"{self.address} closed the connection at once: {self._failure or 'no reason given'}")
         if self._next_stream_id > MAX_STREAM_ID - 2:
             self.usable = False
             raise CannotConnect(f"the connection to {self.address} ran out of stream ids; try again")
@@ -567,7 +569,13 @@ class MuxClient:
             task = asyncio.get_running_loop().create_task(self._dial(host, port), name=f"dial {host}:{port}")
             self._dialling[where] = task
             task.add_done_callback(lambda done: self._dialled(where, done))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and caller.cancelling():
+                raise
+            raise CannotConnect("the runtime is closed") from None  # only `close` cancels a dial
 
     def _dialled(self, where: tuple[str, int], task: asyncio.Task[MuxConnection]) -> None:
         self._dialling.pop(where, None)

@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from dynamo.errors import DynamoException, InvalidArgument, Unknown, describe
+from dynamo.errors import DynamoException, InvalidArgument, Overloaded, describe
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import END_INDEX, OBJECT_CREDIT_BYTES, OBJECT_INDEX
 from dynamo.runtime.request_plane.core import ServerCore
@@ -377,7 +377,7 @@ class MuxServerProtocol(asyncio.Protocol):
     def _begin(self, stream_id: int, head: Open, raw_body: bytes) -> None:
         assert self._hello is not None
         if len(self._streams) >= MAX_STREAMS:
-            self._decline(stream_id, Unknown(f"more than {MAX_STREAMS} streams on one connection"))
+            self._decline(stream_id, Overloaded(f"more than {MAX_STREAMS} streams on one connection"))
             return
         try:
             body = decode_body(raw_body)
