@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,11 +13,12 @@ import pytest
 from dynamo.common.backend.registration import build_card, read_model_directory
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.frontend import models
-from dynamo.frontend.cards import CardBook, Scope
+from dynamo.frontend.cards import CardBook, GroupKey, Scope
 from dynamo.frontend.model_files import ChecksumMismatch, ModelFiles
 from dynamo.protocol.model_types import WorkerType
 from dynamo.protocol.records import ModelCard, ModelRecord
-from dynamo.runtime.discovery.base import MODEL_CARDS, Delete, Put
+from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Delete, Put
+from dynamo.text.model import TextModel
 from support.frontend_cluster import Cluster, cluster, memory_runtime, say
 from support.tiny_model import write_tiny_model
 
@@ -448,3 +449,103 @@ async def test_metrics_and_the_openapi_document_are_served(house: Cluster) -> No
     assert house.metric("dynamo_frontend_failures_total", **{"class": "NotFound", "reason": "request.not_found"}) == 1
     document = (await house.client.get("/openapi.json")).json
     assert "/v1/chat/completions" in document["paths"]
+
+
+async def test_a_record_that_is_no_unicode_does_not_stop_the_watch(
+    house: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = memory_runtime()
+    try:
+        await runtime.start()
+        for bucket in (MODEL_CARDS, INSTANCES):
+            await runtime.discovery.put(f"{bucket}/ns/c/e/1", b'{"type":"Model","namespace":"\xff"}')
+        await house.worker()
+        assert (await house.client.chat("hi")).status == 200
+        assert "is not readable and ignored" in caplog.text
+    finally:
+        await runtime.aclose()
+
+
+async def test_files_that_break_a_parser_are_tried_again_and_say_so(
+    house: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(models, "RETRY_SECONDS", (0.005,))
+    load, failures = house.frontend.models._load, [KeyError("pattern"), RecursionError("too deep")]
+
+    async def fragile(card: ModelCard) -> TextModel:
+        if failures:
+            raise failures.pop()
+        return await load(card)
+
+    monkeypatch.setattr(house.frontend.models, "_load", fragile)
+    await house.worker()
+    assert (await house.client.chat("hi")).status == 200
+    assert house.metric("dynamo_frontend_model_load_failures_total", model="m") == 2
+    assert "KeyError" in caplog.text
+
+
+async def test_a_watch_that_broke_learns_what_it_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(models, "WATCH_RETRY_SECONDS", 0.005)
+    async with cluster(tmp_path) as house:
+        staying = await house.worker(model="stays")
+        leaving = await house.worker(model="leaves")
+        directory = house.frontend.models
+        apply, broken = directory._book.apply, asyncio.Event()
+
+        def breaks(changes: Iterable[Change]) -> list[GroupKey]:
+            if not broken.is_set():
+                broken.set()
+                raise RuntimeError("a fault of ours")
+            return apply(changes)
+
+        monkeypatch.setattr(directory._book, "apply", breaks)
+        await leaving.stop()  # the batch that says so is the one that is lost
+        await house.gone("leaves")
+        assert house.sees(staying, "stays")
+        assert "a fault of ours" in caplog.text
+
+
+async def test_a_model_that_is_replaced_is_not_ready_meanwhile(
+    house: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "RETRY_SECONDS", (0.005,))
+    directory = write_tiny_model(tmp_path / "model")
+    card = card_of(directory)
+    directory.rename(tmp_path / "elsewhere")
+    first = await house.worker()
+    await house.worker(card=card, wait=False)
+    assert house.metric("dynamo_frontend_model_ready", model="m") == 1
+    await first.stop()
+    async with asyncio.timeout(5):
+        await house.frontend.models.wait_for(lambda: house.frontend.models.lookup("m") is None)
+    assert house.metric("dynamo_frontend_model_ready", model="m") == 0
+
+
+async def test_a_models_own_name_wins_over_anothers_alias(house: Cluster) -> None:
+    await house.worker(say("other"), model="a", aliases=["b"])
+    await house.worker(say("own"), model="b")
+    for _ in range(4):
+        assert (await house.client.chat("hi", model="b")).json["choices"][0]["message"]["content"] == "own"
+    assert [model["id"] for model in (await house.client.get("/v1/models")).json["data"]] == ["a", "b"]
+
+
+async def test_an_endpoint_that_cannot_be_reached_at_once_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "WATCH_RETRY_SECONDS", 0.005)
+    async with cluster(tmp_path) as house:
+        await house.worker()
+        connect, failures = house.frontend.models._connect, [CannotConnect("not yet"), CannotConnect("nor now")]
+
+        async def fragile(endpoint: str) -> models.WorkerClient:
+            if failures:
+                raise failures.pop()
+            return await connect(endpoint)
+
+        monkeypatch.setattr(house.frontend.models, "_connect", fragile)
+        second = await house.worker(component="second")
+        for _ in range(2):
+            await house.client.chat("hi")
+        assert second.requests

@@ -21,9 +21,9 @@ from dynamo.errors import DynamoException, WorkerUnavailable
 from dynamo.frontend.cards import CardBook, CardEntry, Group, GroupKey, Scope
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
-from dynamo.protocol.records import ModelCard
+from dynamo.protocol.records import UNREADABLE, ModelCard
 from dynamo.runtime.context import Context
-from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Discovery, Put
+from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Delete, Discovery, Put
 from dynamo.runtime.request_plane.base import Instance, ResponseStream
 from dynamo.text.model import TextModel
 
@@ -233,16 +233,29 @@ class ModelDirectory:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _follow(self, bucket: str, take: Callable[[Sequence[Any]], None], first: asyncio.Event) -> None:
+    async def _follow(self, bucket: str, take: Callable[[Sequence[Change]], None], first: asyncio.Event) -> None:
+        known: set[str] = set()  # what `take` may still hold
+
+        def pass_on(batch: Sequence[Change]) -> None:
+            known.update(change.key for change in batch if isinstance(change, Put))
+            take(batch)
+            known.difference_update(change.key for change in batch if isinstance(change, Delete))
+
         while True:
             try:
                 async with self._discovery.watch(bucket) as changes:
+                    snapshot = await anext(changes, [])
+                    present = {change.key for change in snapshot}
+                    # What vanished while an earlier watch was broken comes first.
+                    pass_on([*(Delete(key) for key in known - present), *snapshot])
+                    first.set()
                     async for batch in changes:
-                        take(batch)
-                        first.set()
+                        pass_on(batch)
                 return  # the store was closed
             except DynamoException as error:
                 logger.warning("the watch on %s failed and is set up again: %s", bucket, error)
+            except Exception:  # the boundary: one fault of ours must not leave the frontend blind for ever
+                logger.exception("the watch on %s failed and is set up again", bucket)
             await asyncio.sleep(WATCH_RETRY_SECONDS)
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -329,7 +342,7 @@ class ModelDirectory:
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
-    def _take_instances(self, batch: Sequence[Any]) -> None:
+    def _take_instances(self, batch: Sequence[Change]) -> None:
         for change in batch:
             key = change.key.removeprefix(f"{INSTANCES}/")
             if not isinstance(change, Put):
@@ -337,7 +350,7 @@ class ModelDirectory:
                 continue
             try:
                 record = msgspec.json.decode(change.value, type=dict[str, Any])
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 logger.warning("instance record %s is not readable and ignored: %s", key, error)
                 continue
             if self._scope.covers(str(record.get("namespace"))):
@@ -345,7 +358,7 @@ class ModelDirectory:
                 self._instances[key] = record
         self._announce()
 
-    def _take_cards(self, batch: Sequence[Any]) -> None:
+    def _take_cards(self, batch: Sequence[Change]) -> None:
         for key in self._book.apply(batch):
             self._reconcile(key)
         self._index()
@@ -422,14 +435,21 @@ class ModelDirectory:
                 text = await self._load(group.card)
                 await self._connect_all(group.accepted)
                 break
-            except (DynamoException, OSError, ValueError) as error:
+            except Exception as error:  # the boundary: nobody knows what a stranger's files do to a parser
                 delay = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
                 attempt += 1
                 self._metrics.materialise_failures.labels(key.model).inc()
                 loading = self._loading.get(key)
                 if loading is not None:
-                    loading.last_error = str(error)
-                logger.error("model %s cannot be loaded, next attempt in %d s: %s", key.model, delay, error)
+                    loading.last_error = str(error) or type(error).__name__
+                expected = isinstance(error, DynamoException | OSError | ValueError)
+                logger.error(
+                    "model %s cannot be loaded, next attempt in %g s: %s",
+                    key.model,
+                    delay,
+                    error,
+                    exc_info=None if expected else error,
+                )
                 await asyncio.sleep(delay)
         group = self._book.group(key)  # it may have grown meanwhile; a new fingerprint would have cancelled this task
         self._loading.pop(key, None)
@@ -450,7 +470,21 @@ class ModelDirectory:
     def _reach(self, group: Group) -> None:
         """Connect to endpoints that joined a served model; until then requests go to the others."""
         if any(entry.endpoint not in self._clients for entry in group.accepted):
-            self._spawn(self._connect_all(group.accepted), f"frontend: reach {group.key.model}")
+            self._spawn(self._reach_all(group.key), f"frontend: reach {group.key.model}")
+
+    async def _reach_all(self, key: GroupKey) -> None:
+        while (group := self._book.group(key)) is not None:
+            try:
+                await self._connect_all(group.accepted)
+                return
+            except (DynamoException, OSError) as error:
+                logger.error(
+                    "model %s: an endpoint cannot be reached, next attempt in %g s: %s",
+                    key.model,
+                    WATCH_RETRY_SECONDS,
+                    error,
+                )
+            await asyncio.sleep(WATCH_RETRY_SECONDS)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)  # awaited in aclose()
@@ -500,13 +534,15 @@ class ModelDirectory:
     def _index(self) -> None:
         """Who may be asked for: what is loaded and has an instance. The rest of the book is registered, not ready."""
         names: dict[str, list[ServedModel]] = {}
+        own = {key.model for key in self._book.keys}  # a name of one's own is nobody else's alias
         for key in sorted(self._served):
             served = self._served[key]
             if not served.is_reachable:
                 continue
             for name in dict.fromkeys((served.name, *served.card.aliases)):
-                names.setdefault(name, []).append(served)
-        for name in {served.name for served in self._served.values()}:
+                if name == served.name or name not in own:
+                    names.setdefault(name, []).append(served)
+        for name in own:
             self._metrics.describe_model(name, {"ready": float(name in names)})
         self._by_name = {name: tuple(models) for name, models in names.items()}
         self._pending_names = self._book.names - frozenset(self._by_name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 from blake3 import blake3
@@ -18,6 +18,7 @@ from dynamo.protocol.model_types import ModelType, WorkerType
 
 __all__ = [
     "DEFAULT_BLOCK_SIZE",
+    "UNREADABLE",
     "FileRef",
     "LoraRecord",
     "ModelCard",
@@ -28,6 +29,9 @@ __all__ = [
     "decode_model_record",
     "slugify",
 ]
+
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding a stranger's bytes may raise: no JSON of the right shape, no UTF-8, or nested without end."""
 
 _SLUG_CHARS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 
@@ -56,13 +60,16 @@ class LoraRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     max_gpu_lora_count: int | None = None
 
 
+Count: TypeAlias = Annotated[int, msgspec.Meta(le=2**63 - 1)]  # JSON knows no bound, gauges and the wire do
+
+
 class ModelRuntimeConfig(msgspec.Struct, kw_only=True):
     """What the engine found out about itself at start-up. None and empty members are not published."""
 
-    context_length: int | None = None  # tokens
-    total_kv_blocks: int | None = None  # per data-parallel rank
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
+    context_length: Count | None = None  # tokens
+    total_kv_blocks: Count | None = None  # per data-parallel rank
+    max_num_seqs: Count | None = None
+    max_num_batched_tokens: Count | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     tool_call_arguments_format: str = "json_string"
@@ -140,9 +147,9 @@ class ModelCard(msgspec.Struct, kw_only=True):
     prompt_context: list[str] | None = None
     extra_files: list[Any] = []
     architectural_max_context_length: int | None = None  # tokens, what the weights were made for
-    context_length: int = 0  # tokens, the effective limit; 0: not known
-    kv_cache_block_size: int = DEFAULT_BLOCK_SIZE
-    migration_limit: int = 0
+    context_length: Count = 0  # tokens, the effective limit; 0: not known
+    kv_cache_block_size: Count = DEFAULT_BLOCK_SIZE
+    migration_limit: Count = 0
     model_type: str = ""  # "Chat | Completions"; empty: no OpenAI surface
     model_input: str = "Tokens"
     worker_type: str | None = None  # absent on old workers
@@ -272,7 +279,7 @@ def decode_model_record(data: bytes) -> ModelRecord:
     """Read a value of `v1/mdc`; its card is checked when it is asked for. Raises InvalidArgument."""
     try:
         return _RECORD_DECODER.decode(data)
-    except msgspec.DecodeError as error:  # ValidationError is one
+    except UNREADABLE as error:
         raise InvalidArgument(f"model record is malformed: {error}") from error
 
 
@@ -285,7 +292,7 @@ def decode_card(source: bytes | str | dict[str, Any]) -> ModelCard:
         if isinstance(runtime, dict):
             present["runtime_config"] = {key: value for key, value in runtime.items() if value is not None}
         return msgspec.convert(present, ModelCard)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise InvalidArgument(f"model card is malformed: {error}") from error
 
 
