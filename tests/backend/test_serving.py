@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -419,6 +420,47 @@ async def test_shutting_down_the_task_is_an_engine_shutdown_and_closes_the_gener
         await task
     assert isinstance(sink.error, EngineShutdown)
     assert engine.closed.is_set()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_a_cancellation_of_the_engines_own_ends_its_request_and_not_the_task(stopped: bool) -> None:
+    context = Context()
+
+    async def script(request: Any, ctx: Context) -> AsyncGenerator[Any, None]:
+        yield {"token_ids": [1]}
+        if stopped:
+            context.stop_generating()
+        own = asyncio.create_task(asyncio.Event().wait())
+        own.cancel()
+        await own
+
+    sink, engine = await serve(script, context=context)
+    assert type(sink.error) is (Cancelled if stopped else EngineShutdown)
+    assert isinstance(sink.error.__cause__, asyncio.CancelledError)
+    assert engine.closed.is_set()
+
+
+async def test_the_first_token_may_be_told_from_a_thread_of_the_engine() -> None:
+    context, failures = Context(), list[BaseException]()
+
+    def tell() -> None:
+        try:
+            context.notify_first_token()
+        except BaseException as error:
+            failures.append(error)
+
+    async def script(request: Any, ctx: Context) -> AsyncGenerator[Any, None]:
+        yield {"token_ids": []}
+        context.kill()
+        thread = threading.Thread(target=tell)
+        thread.start()
+        thread.join()
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(5):
+        _, engine = await serve(script, context=context, mode=DisaggregationMode.DECODE)
+    assert failures == []
+    assert len(engine.aborts) == 1
 
 
 async def test_an_engine_that_never_waits_lets_others_run() -> None:

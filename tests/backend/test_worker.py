@@ -486,13 +486,29 @@ async def test_a_stop_that_comes_before_a_failing_connection_is_not_a_failure() 
 
 
 async def test_the_end_of_the_runtime_is_the_end_of_the_worker() -> None:
-    engine = Recorder()
+    engine, opened = Recorder(), list[asyncio.Task[dict[str, bytes]]]()
     runtime = DistributedRuntime(asyncio.get_running_loop(), "mem", "mem")
     async with running(make(engine, runtime=runtime)) as task:
+        # The clean-up may still want to write: discovery stays until it is over.
+        engine.on["cleanup"] = lambda: opened.append(asyncio.create_task(runtime.discovery.get_prefix(INSTANCES)))
         runtime.shutdown()
         await asyncio.wait_for(task, PATIENCE)
     assert engine.calls == [*UP, *DOWN]
-    await runtime.aclose()
+    assert await opened[0] == {}
+    await asyncio.wait_for(runtime.aclose(), PATIENCE)
+
+
+async def test_a_runtime_that_is_shut_down_while_its_worker_starts_serves_nothing() -> None:
+    engine = Recorder(hold={"start": asyncio.Event()})
+    runtime = DistributedRuntime(asyncio.get_running_loop(), "mem", "mem")
+    task = asyncio.create_task(make(engine, runtime=runtime).run())
+    await engine.inside("start").wait()
+    runtime.shutdown()
+    engine.hold["start"].set()
+    with pytest.raises(Unknown, match="the runtime is shutting down"):
+        await asyncio.wait_for(task, PATIENCE)
+    assert engine.calls[-2:] == DOWN
+    await asyncio.wait_for(runtime.aclose(), PATIENCE)
 
 
 async def test_a_shared_runtime_outlives_the_worker_and_keeps_nothing_of_it() -> None:

@@ -380,3 +380,22 @@ async def test_an_idle_store_costs_next_to_nothing(tmp_path: Path) -> None:
     await store.close()
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert used / 1.5 < 0.02  # measured at 0.001-0.002; the bound leaves room for a busy machine
+
+
+async def test_a_watch_that_is_cancelled_before_its_snapshot_leaves_nothing_behind(tmp_path: Path) -> None:
+    discovery = FileDiscovery(tmp_path)
+    await discovery.start()
+
+    async def watch() -> None:
+        async with discovery.watch("v1/instances") as changes:
+            async for _ in changes:
+                pass
+
+    for _ in range(3):
+        task = asyncio.create_task(watch())
+        await asyncio.sleep(0)  # the subscription is on its way to the thread
+        task.cancel()
+        await asyncio.wait({task})
+    await discovery.get_prefix("v1/instances")  # behind whatever was asked for before
+    assert discovery._feeds == {}
+    await discovery.close()

@@ -209,6 +209,66 @@ async def test_an_unregistered_instance_is_invisible_and_keeps_its_streams(open_
     assert [value async for value in stream] == [2]
 
 
+async def test_a_withdrawal_during_an_advertisement_is_not_undone_by_its_end(
+    mem_runtime: DistributedRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = await serve(mem_runtime, echo)
+    await served.withdraw()
+    put, written, slow = mem_runtime.discovery.put, asyncio.Event(), asyncio.Event()
+
+    async def put_slowly(key: str, value: bytes) -> None:
+        await put(key, value)
+        written.set()
+        await slow.wait()
+
+    monkeypatch.setattr(mem_runtime.discovery, "put", put_slowly)
+    advertising = asyncio.create_task(served.advertise())
+    await written.wait()
+    await served.withdraw()
+    slow.set()
+    await advertising
+    assert not mem_runtime.health.is_ready(PATH)
+    await served.advertise()
+    assert mem_runtime.health.is_ready(PATH)
+
+
+async def test_whoever_starts_a_client_waits_until_it_knows_the_instances(mem_runtime: DistributedRuntime) -> None:
+    await serve(mem_runtime, echo)
+    client = Client(mem_runtime.endpoint(PATH))
+
+    async def known() -> list[int]:
+        await client.start()
+        return client.instance_ids()
+
+    assert await asyncio.gather(known(), known()) == [[mem_runtime.connection_id()]] * 2
+    await client.close()
+
+
+async def test_a_client_whose_first_start_failed_can_be_started_again(
+    mem_runtime: DistributedRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail() -> None:
+        raise CannotConnect("not yet")
+
+    client = Client(mem_runtime.endpoint(PATH))
+    monkeypatch.setattr(mem_runtime, "start", fail)
+    with pytest.raises(CannotConnect, match="not yet"):
+        await client.start()
+    monkeypatch.undo()
+    await serve(mem_runtime, echo)
+    await client.start()
+    assert client.instance_ids() == [mem_runtime.connection_id()]
+    await client.close()
+
+
+async def test_a_closed_client_starts_nothing_again(mem_runtime: DistributedRuntime) -> None:
+    await serve(mem_runtime, echo)
+    client = await connect(mem_runtime)
+    await client.close()
+    with pytest.raises(CannotConnect, match="is closed"):
+        await client.generate("x")
+
+
 async def test_registering_what_is_not_served_is_an_error(mem_runtime: DistributedRuntime) -> None:
     with pytest.raises(WorkerUnavailable, match="not served"):
         await mem_runtime.endpoint(PATH).register_endpoint_instance()

@@ -54,15 +54,19 @@ class Client:
         self._listeners: dict[object, OnChange] = {}
         self._changed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[None] | None = None  # done once the instances there are now are known
         self._closed = False
 
     async def start(self) -> None:
-        """Follow the store; returns once the instances there are now are known. Idempotent."""
-        if self._watching is None:
-            ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Follow the store; returns once the instances there are now are known. Idempotent; retries what failed."""
+        if self._closed:
+            raise CannotConnect(f"the client of {self._endpoint.path} is closed")
+        if self._ready is None or self._watching is None or self._watching.done():
+            self._ready = asyncio.get_running_loop().create_future()
+            self._ready.add_done_callback(asyncio.Future.exception)  # seen, also when nobody waits any more
             # Held here and awaited in close().
-            self._watching = asyncio.create_task(self._watch(ready), name=f"watch {self._endpoint.path}")
-            await ready
+            self._watching = asyncio.create_task(self._watch(self._ready), name=f"watch {self._endpoint.path}")
+        await asyncio.shield(self._ready)  # of everybody who asks meanwhile
 
     async def close(self) -> None:
         """Stop following the store. Streams go on; idempotent."""
@@ -230,9 +234,10 @@ class Client:
                     return
                 logger.exception("watching %s failed; trying again", self._prefix)
                 await asyncio.sleep(WATCH_RETRY_SECONDS)
-            finally:
+            except asyncio.CancelledError:
                 if not ready.done():
-                    ready.cancel()
+                    ready.set_exception(CannotConnect(f"the client of {self._endpoint.path} was closed"))
+                raise
 
     def _apply(self, batch: list[Change], ids: dict[str, int]) -> None:
         for change in batch:

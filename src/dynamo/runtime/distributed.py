@@ -7,6 +7,7 @@ import logging
 import random
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, Final
 
 from dynamo.errors import CannotConnect, DynamoException
@@ -78,9 +79,8 @@ class DistributedRuntime:
         self._system = system
         self.metrics = MetricsRegistry()
         self.caller_metrics = CallerMetrics(self.metrics)
-        self.health = HealthState(
-            starting_ready=system.starting_ready, canary_enabled=CanarySettings.from_env().enabled
-        )
+        self.canary_settings = CanarySettings.from_env()
+        self.health = HealthState(starting_ready=system.starting_ready, canary_enabled=self.canary_settings.enabled)
         self.status_server = StatusServer(self.health, self.metrics, settings=system)
         self._starting: asyncio.Task[None] | None = None
         self._server: RequestPlaneServer | None = None
@@ -91,6 +91,9 @@ class DistributedRuntime:
         self._clients: set[Client] = set()
         self._shutting_down: asyncio.Task[None] | None = None
         self._closing: asyncio.Future[None] | None = None
+        self._holders = 0
+        self._released = asyncio.Event()
+        self._released.set()
         _latest.add(self)
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -139,7 +142,25 @@ class DistributedRuntime:
         served = list(self._served.values())
         logger.info("shutting down: leaving discovery, %d streams in flight", sum(each.inflight for each in served))
         await asyncio.gather(*(each.drain(self.settings.shutdown_seconds) for each in served))
+        try:
+            async with asyncio.timeout(self.settings.shutdown_seconds):
+                await self._released.wait()
+        except TimeoutError:
+            logger.warning("%d workers still hold the runtime; disconnecting all the same", self._holders)
         await self._disconnect()
+
+    def hold(self) -> Callable[[], None]:
+        """Keep a shutdown from disconnecting until the returned function is called, once: a worker's clean-up may still
+        need discovery and the planes. `aclose` does not wait for it."""
+        self._holders += 1
+        self._released.clear()
+
+        def release() -> None:
+            self._holders -= 1
+            if self._holders == 0:
+                self._released.set()
+
+        return release
 
     async def aclose(self) -> None:
         """Leave: wait for a shutdown that was begun, or cut everything at once. Idempotent."""
@@ -216,7 +237,9 @@ class DistributedRuntime:
     # -- for endpoints and clients -------------------------------------------------------------------------------
 
     async def plane_server(self) -> RequestPlaneServer:
-        """The one listener of this runtime, started. Raises `CannotConnect`."""
+        """The one listener of this runtime, started. Raises `CannotConnect`, also once a shutdown has begun."""
+        if self._shutting_down is not None:
+            raise CannotConnect("the runtime is shutting down")
         await self.start()
         async with self._server_lock:
             if self._server is None:

@@ -21,7 +21,6 @@ from dynamo.runtime.instances import RouterMode, encode_instance
 from dynamo.runtime.logging import enter_request_span
 from dynamo.runtime.metrics import EndpointMetrics, TypedFamily
 from dynamo.runtime.request_plane.base import Handler, ResponseSink
-from dynamo.runtime.settings import CanarySettings
 
 if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
@@ -274,13 +273,14 @@ class ServedEndpoint:
         self._ended = asyncio.Event()
         self._closing = False
         self._is_withdrawn = False
+        self._withdrawals = 0
         self._cut_with: DynamoException | None = None  # why nothing may begin any more
 
     def begin(self) -> None:
         """Report readiness, and start the canary where there is one."""
         path = self.endpoint.path
         self._runtime.health.register(path, has_payload=self._payload is not None)
-        settings = CanarySettings.from_env()
+        settings = self._runtime.canary_settings
         if self._payload is not None and settings.enabled:
             self._canary = Canary(path, self._handler, self._payload, self._runtime.health, settings)
             self._canary.start()
@@ -329,11 +329,13 @@ class ServedEndpoint:
     async def advertise(self) -> None:
         """Put the instance record: from here on clients find this endpoint. Idempotent."""
         server = await self._runtime.plane_server()
-        endpoint = self.endpoint
+        endpoint, withdrawals = self.endpoint, self._withdrawals
         record = encode_instance(
             endpoint.namespace, endpoint.component, endpoint.name, self._instance_id, server.transport(self.route)
         )
         await self._runtime.discovery.put(self._key, record)
+        if withdrawals != self._withdrawals:
+            return  # withdrawn while the store was writing
         if self._is_withdrawn:  # an engine that slept is back: ready again, or as soon as the canary has seen it
             self._is_withdrawn = False
             self._runtime.health.register(endpoint.path, has_payload=self._payload is not None)
@@ -341,6 +343,7 @@ class ServedEndpoint:
     async def withdraw(self) -> None:
         """Remove the instance record; what arrives all the same is served. Idempotent."""
         self._is_withdrawn = True
+        self._withdrawals += 1
         self._runtime.health.unregister(self.endpoint.path)
         await self._runtime.discovery.delete(self._key)
 

@@ -22,6 +22,7 @@ from dynamo.errors import (
 )
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.base import Handler, ResponseSink
+from dynamo.runtime.tasks import forgive_cancellation, is_being_cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +59,9 @@ def serve_python(handler: PythonHandler) -> Handler:
                 raise Disconnected("Stream ended before generation completed")  # a part must not pass for the whole
         except asyncio.CancelledError as error:
             if closer.forced:
-                _uncancel()
+                forgive_cancellation()
                 return
-            if _is_cancelled():
+            if is_being_cancelled():
                 raise  # the process is shutting down
             raise map_error(error) from error
         except (Exception, GeneratorExit) as error:
@@ -192,14 +193,3 @@ def _private(message: str) -> InvalidArgument:
     error = InvalidArgument(message)
     error.public = False
     return error
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def _uncancel() -> None:
-    task = asyncio.current_task()
-    if task is not None:
-        task.uncancel()

@@ -11,6 +11,7 @@ import json
 import logging
 import operator
 from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import partial
 from typing import Any, Final, Protocol
 
 from dynamo.common.backend.engine import BaseEngine, LLMEngine, RawEngine
@@ -30,6 +31,7 @@ from dynamo.errors import (
 from dynamo.protocol.finish import CANCELLED, EngineFailed, normalise
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.tasks import forgive_cancellation, is_being_cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -118,22 +120,13 @@ class TokenServing:
         try:
             stream = self._engine.generate(request, context=context)  # type: ignore[arg-type]
             await self._pump(stream, _choices(request), context, sink, watch, span)
-        except asyncio.CancelledError:
-            if not watch.forced:
-                sink.end(EngineShutdown("the worker is shutting down"))
-                raise
-            # The watch gave up waiting and cancelled this task to unblock the generator; that is an end, not a failure.
-            _uncancel()
-            sink.end(Cancelled("request cancelled"))
-            if span is not None:
-                span.dropped()
         except BaseException as error:
-            failure = wrap_error(error, map_builtin_errors=self._map_builtin_errors)
-            sink.end(failure)
-            log_failure(context, error, failure)
-            if span is not None:
+            failure = _end_failed(error, context, sink, watch, self._map_builtin_errors)
+            if span is not None and failure is None:
+                span.dropped()
+            elif span is not None:
                 span.fail(type(failure).__name__ if stream is not None else "setup_failed")
-            if not isinstance(error, Exception | GeneratorExit):
+            if not _is_engines(error):
                 raise
         finally:
             watch.finished()
@@ -254,17 +247,9 @@ class RawServing:
                 if not sink.has_credit():
                     await sink.wait_credit()
             sink.end()
-        except asyncio.CancelledError:
-            if not watch.forced:
-                sink.end(EngineShutdown("the worker is shutting down"))
-                raise
-            _uncancel()
-            sink.end(Cancelled("request cancelled"))
         except BaseException as error:
-            failure = wrap_error(error, map_builtin_errors=self._map_builtin_errors)
-            sink.end(failure)
-            log_failure(context, error, failure)
-            if not isinstance(error, Exception | GeneratorExit):
+            _end_failed(error, context, sink, watch, self._map_builtin_errors)
+            if not _is_engines(error):
                 raise
         finally:
             watch.finished()
@@ -306,9 +291,10 @@ class CancellationWatch:
         self._done = False
         self.deferring = defer
         self.forced = False
-        if defer:
-            context.on_first_token(self.first_token)
-        self._forget = context.on_cancel(on_loop(asyncio.get_running_loop(), self._cancelled))
+        loop = asyncio.get_running_loop()
+        if defer:  # an engine may say so from the thread that moves the KV blocks
+            context.on_first_token(partial(on_loop(loop, lambda _: self.first_token()), False))
+        self._forget = context.on_cancel(on_loop(loop, self._cancelled))
 
     def first_token(self) -> None:
         """The first token is there (or the engine says the transfer is): what waited for it happens now."""
@@ -377,6 +363,37 @@ async def close_generator(stream: AsyncGenerator[Any, None], context: Context) -
         logger.warning("the generator of request %s did not close in %g s", context.id(), CLOSE_SECONDS)
     except Exception:
         logger.debug("closing the generator of request %s failed", context.id(), exc_info=True)
+
+
+def _end_failed(
+    error: BaseException, context: Context, sink: ResponseSink, watch: CancellationWatch, map_builtin_errors: bool
+) -> DynamoException | None:
+    """End a stream whose generator raised. Returns the typed failure, or None when nothing failed: the request or the
+    whole task was cancelled."""
+    if isinstance(error, asyncio.CancelledError):
+        if watch.forced:
+            # The watch gave up waiting and cancelled this task to unblock the generator; that is an end, not a failure.
+            forgive_cancellation()
+            sink.end(Cancelled("request cancelled"))
+            return None
+        if is_being_cancelled():
+            sink.end(EngineShutdown("the worker is shutting down"))
+            return None
+    if isinstance(error, asyncio.CancelledError) and not context.is_stopped():
+        failure: DynamoException = EngineShutdown("the engine cancelled a request that nobody had cancelled")
+        failure.__cause__ = error
+    else:
+        failure = wrap_error(error, map_builtin_errors=map_builtin_errors)
+    sink.end(failure)
+    log_failure(context, error, failure)
+    return failure
+
+
+def _is_engines(error: BaseException) -> bool:
+    """Whether an exception ends with its request; the others end the task or the process, too."""
+    if isinstance(error, asyncio.CancelledError):
+        return not is_being_cancelled()
+    return isinstance(error, Exception | GeneratorExit)
 
 
 def wrap_error(error: BaseException, *, map_builtin_errors: bool = False) -> DynamoException:
@@ -488,9 +505,3 @@ def _invalid_chunk(chunk: Any, error: Exception) -> InvalidChunk:
     if "token_ids" not in chunk:
         return InvalidChunk(f"the engine's chunk is invalid: no token_ids (keys: {sorted(map(str, chunk))})")
     return InvalidChunk(f"the engine's chunk is invalid: {error}")
-
-
-def _uncancel() -> None:
-    task = asyncio.current_task()
-    if task is not None:
-        task.uncancel()

@@ -239,6 +239,13 @@ class _EngineLife:
 
     async def run(self) -> None:
         """Live the whole life; raises what failed first, after the clean-up."""
+        release = self._runtime.hold()
+        try:
+            await self._live()
+        finally:
+            release()
+
+    async def _live(self) -> None:
         failure = await self._come_up()
         if self._life.state is State.SERVING:
             failure = await self._serve()

@@ -90,8 +90,8 @@ class FileDiscovery:
             self._on_loop(lambda: feed.open(found))
             self._feeds[feed] = prefix
 
-        await self._call(subscribe)
         try:
+            await self._call(subscribe)
             yield feed
         finally:
             self._jobs.put(lambda: self._unsubscribe(feed))
