@@ -95,12 +95,42 @@ def test_switching_off_what_does_not_exist_is_fine(flag: str) -> None:
         (["--max-requests-in-flight", "0"], "0 is below 1"),
         (["--migration-limit", "-1"], "-1 is below 0"),
         (["--port", "1"], "unrecognized arguments: --port 1"),
+        (["--discovery-backend", "bogus"], "--discovery-backend 'bogus' is unknown; use one of auto, file, mem"),
+        (["--metrics-prefix", "1st-frontend"], "--metrics-prefix '1st-frontend'"),
+        (["--tls-cert-path", __file__, "--tls-key-path", __file__], "these are no certificate and its key"),
     ],
 )
 def test_an_error_of_use_is_one_line_and_status_2(
     argv: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert part in refused(argv, capsys)
+
+
+@pytest.mark.parametrize(
+    ("env", "part"),
+    [
+        ({"DYN_HTTP_PORT": "99999"}, "DYN_HTTP_PORT: 99999 is not a port"),
+        ({"DYN_REQUEST_PLANE": "pigeon"}, "--request-plane 'pigeon' is unknown"),
+        ({"DYN_EVENT_PLANE": "pigeon"}, "--event-plane 'pigeon' is unknown"),
+        ({"DYN_DISCOVERY_BACKEND": "bogus"}, "--discovery-backend 'bogus' is unknown"),
+        ({"DYN_HISTOGRAM_TTFT_COUNT": "1"}, "DYN_HISTOGRAM_TTFT_MIN, _MAX, _COUNT: need"),
+        ({"DYN_HTTP_SVC_CHAT_PATH": "chat"}, "DYN_HTTP_SVC_CHAT_PATH: a path begins with /, got 'chat'"),
+        ({"DYN_HTTP_SVC_METRICS_PATH": "/health"}, "DYN_HTTP_SVC_METRICS_PATH: /health is the path of health already"),
+        ({"DYN_METRICS_PREFIX": "a b"}, "--metrics-prefix 'a b'"),
+    ],
+)
+def test_a_variable_that_cannot_work_is_one_line_and_status_2(
+    env: dict[str, str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert part in refused([], capsys, env)
+
+
+def test_a_chat_template_that_does_not_compile_is_refused_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "broken.jinja"
+    template.write_text("{% for %}")
+    assert "does not compile at line 1" in refused(["--chat-template", str(template)], capsys)
 
 
 def test_the_settings_can_be_dumped(tmp_path: Path) -> None:

@@ -145,6 +145,44 @@ async def test_headers_beyond_the_limit_are_declined(tmp_path: Path) -> None:
         assert (status, headers["connection"]) == (431, "close")
 
 
+@pytest.mark.parametrize("header", ["x-big: " + "v" * 40_000, "x" * 40_000 + ": v"])
+async def test_headers_that_come_in_one_read_have_the_same_limit(tmp_path: Path, header: str) -> None:
+    async with served(tmp_path, header_limit_bytes=16 * 1024) as (_, server), connection(server.port) as client:
+        client.send("POST", "/v1/completions", {"model": "m", "prompt": "x"}, header)
+        status, headers = await client.head()
+        assert (status, headers["connection"]) == (431, "close")
+        assert await client.reader.read() == b""
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b"",
+        b"GET /live HTT",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{",
+    ],
+)
+async def test_a_connection_that_does_not_finish_its_request_is_closed(tmp_path: Path, part: bytes) -> None:
+    async with served(tmp_path, idle_connection_seconds=0.05) as (_, server), connection(server.port) as client:
+        client.writer.write(part)
+        async with asyncio.timeout(5):
+            assert await client.reader.read() == b""
+
+
+async def test_a_long_answer_is_no_idle_connection(tmp_path: Path) -> None:
+    async def slow(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        await asyncio.sleep(0.2)
+        sink.send_tokens([104, 105], finish_reason="stop")
+
+    async with (
+        served(tmp_path, idle_connection_seconds=0.05) as (house, server),
+        connection(server.port) as client,
+    ):
+        await house.worker(slow)
+        client.send("POST", "/v1/completions", {"model": "m", "prompt": "x"})
+        assert (await client.answer())[0] == 200
+
+
 async def test_a_body_may_be_longer_than_the_headers(tmp_path: Path) -> None:
     async with served(tmp_path, header_limit_bytes=16 * 1024) as (house, server), connection(server.port) as client:
         await house.worker()

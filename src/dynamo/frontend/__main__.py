@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -
     except DynamoException as error:
         print(f"Failed to start the frontend: {error}", file=sys.stderr)  # noqa: T201
         return 1
+    except KeyboardInterrupt:  # before the signal handlers stood: nothing has begun that needs an end
+        return 130
     return 0
 
 

@@ -6,18 +6,26 @@ import argparse
 import dataclasses
 import json
 import os
+import re
+import ssl
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from dynamo.frontend.settings import FrontendSettings
+from dynamo.errors import InvalidArgument
+from dynamo.frontend.metrics import check_buckets
+from dynamo.frontend.settings import FrontendSettings, path_variable
+from dynamo.runtime.distributed import DISCOVERY_BACKENDS, REQUEST_PLANES
+from dynamo.text.templates import ChatTemplate
 
 __all__ = ["parse_args"]
 
 ROUTER_MODES: Final = ("round-robin", "random", "power-of-two", "least-loaded", "direct", "device-aware-weighted")
+EVENT_PLANES: Final = ("nats", "zmq")
 MAX_MIGRATIONS: Final = 2**32 - 1
+_METRIC_NAME: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 # Native flags whose meaning does not exist yet. Naming one is an error: a flag that is silently ignored is a trap.
 _LATER_WITH_VALUE: Final = (
@@ -88,6 +96,10 @@ def parse_args(argv: Sequence[str] | None = None, env: Mapping[str, str] | None 
     dump_to = given.pop("dump_config_to") or env.get("DYN_DUMP_CONFIG_TO", "").strip()
     settings = dataclasses.replace(base, **given)
     _check(parser, settings)
+    try:
+        check_buckets(env)
+    except ValueError as error:
+        parser.error(str(error))
     if dump_to:
         _dump(parser, settings, Path(dump_to))
     return settings
@@ -141,7 +153,7 @@ def _build(base: FrontendSettings) -> _Parser:
         default=argparse.SUPPRESS,
         help="only tcp is in this version",
     )
-    where("--event-plane", choices=("nats", "zmq"), default=base.event_plane, help="(zmq) [DYN_EVENT_PLANE]")
+    where("--event-plane", choices=EVENT_PLANES, default=base.event_plane, help="(zmq) [DYN_EVENT_PLANE]")
     where(
         "--router-mode",
         default=base.router_mode,
@@ -264,6 +276,7 @@ def _at_least(text: str, minimum: int) -> int:
 
 
 def _check(parser: _Parser, settings: FrontendSettings) -> None:
+    _check_places(parser, settings)
     if settings.router_mode == "kv":
         parser.error("--router-mode kv is not in this version")
     if settings.router_mode not in ROUTER_MODES:
@@ -280,6 +293,49 @@ def _check(parser: _Parser, settings: FrontendSettings) -> None:
     }.items():
         if path is not None and not Path(path).is_file():
             parser.error(f"{flag}: there is no file {path}")
+    _check_tls(parser, settings)
+    if settings.custom_jinja_template is not None:
+        try:
+            ChatTemplate(Path(settings.custom_jinja_template).read_text(encoding="utf-8"))
+        except (InvalidArgument, OSError, UnicodeDecodeError) as error:
+            parser.error(f"--chat-template {settings.custom_jinja_template}: {error}")
+
+
+def _check_places(parser: _Parser, settings: FrontendSettings) -> None:
+    """What the environment may say and no flag would let pass."""
+    if not 0 <= settings.http_port <= 65535:
+        parser.error(f"DYN_HTTP_PORT: {settings.http_port} is not a port: use 0..65535")
+    for what, value, known in (
+        ("--discovery-backend", settings.discovery_backend, DISCOVERY_BACKENDS),
+        ("--request-plane", settings.request_plane, REQUEST_PLANES),
+        ("--event-plane", settings.event_plane, EVENT_PLANES),
+    ):
+        if value is not None and value.lower() not in known:
+            parser.error(f"{what} {value!r} is unknown; use one of {', '.join(known)}")
+    if _METRIC_NAME.fullmatch(settings.metrics_prefix) is None:
+        parser.error(f"--metrics-prefix {settings.metrics_prefix!r}: use letters, digits and _, no digit first")
+    taken: dict[str, str] = {}
+    for route, path in settings.paths.items():
+        if not path.startswith("/"):
+            parser.error(f"{path_variable(route)}: a path begins with /, got {path!r}")
+        if path in taken:
+            parser.error(f"{path_variable(route)}: {path} is the path of {taken[path]} already")
+        taken[path] = route
+
+
+def _check_tls(parser: _Parser, settings: FrontendSettings) -> None:
+    if settings.tls_cert_path is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(settings.tls_cert_path, settings.tls_key_path, password="")
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        parser.error(f"--tls-cert-path, --tls-key-path: these are no certificate and its key: {error}")
+    if settings.tls_client_ca_cert_path is not None:
+        try:
+            context.load_verify_locations(settings.tls_client_ca_cert_path)
+        except OSError as error:
+            parser.error(f"--tls-client-ca-cert-path: this is no certificate: {error}")
 
 
 def _dump(parser: _Parser, settings: FrontendSettings, path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Final, Literal
 from dynamo.runtime.metrics import Counter, Gauge, Histogram, MetricsRegistry
 from dynamo.runtime.settings import env_float, env_int
 
-__all__ = ["UNKNOWN_MODEL", "FrontendMetrics", "RequestMetrics", "RequestType", "log_buckets"]
+__all__ = ["UNKNOWN_MODEL", "FrontendMetrics", "RequestMetrics", "RequestType", "check_buckets", "log_buckets"]
 
 UNKNOWN_MODEL: Final = "unknown_model"
 """The label of a model that is not registered: what a client writes must not become a series."""
@@ -52,6 +52,12 @@ _LOG_BUCKETS: Final[Mapping[str, tuple[float, float, int]]] = {
     "TTFT": (0.001, 480, 18),
     "ITL": (0.001, 80, 20),
 }
+
+
+def check_buckets(env: Mapping[str, str]) -> None:
+    """Raises ValueError naming the variables when a `DYN_HISTOGRAM_*` setting makes no buckets."""
+    for name in _LOG_BUCKETS:
+        _buckets(name, env)
 
 
 def _buckets(name: str, env: Mapping[str, str]) -> tuple[float, ...]:

@@ -244,7 +244,7 @@ class ModelDirectory:
         while True:
             try:
                 async with self._discovery.watch(bucket) as changes:
-                    snapshot = await anext(changes, [])
+                    snapshot: Sequence[Change] = await anext(changes, [])
                     present = {change.key for change in snapshot}
                     # What vanished while an earlier watch was broken comes first.
                     pass_on([*(Delete(key) for key in known - present), *snapshot])

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 LISTEN_BACKLOG: Final = 2048
 
-LAST_WORDS_SECONDS: Final = 1.0  # for the error events of streams that were cut, and for /live to say goodbye
+LAST_WORDS_SECONDS: Final = 1.0  # for the error events of streams that were cut
 
 _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -59,21 +59,51 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+class _TooLong(Exception):
+    """The request line and headers are longer than allowed."""
+
+
 class _LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a bound on the request line and headers, which it lacks."""
+    """uvicorn's protocol with what it lacks: a bound on request line and headers, and one on waiting for a request.
+
+    uvicorn itself closes a connection that is idle after an answer. One that never asks, or stops in the middle of its
+    request, is closed here.
+    """
 
     header_limit_bytes = 64 * 1024
+    idle_seconds = 75.0
     _header_bytes = 0
+    _is_waiting = True  # for a request, or for the rest of one
+    _heard_at = 0.0
+    _idle: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         raw = transport.get_extra_info("socket")
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(transport)  # type: ignore[arg-type]
+        self._heard_at = self.loop.time()
+        self._idle = self.loop.call_later(self.idle_seconds, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        """Close a connection we have waited for too long; one timer per connection, not one per read."""
+        due = self._heard_at + self.idle_seconds if self._is_waiting else self.loop.time() + self.idle_seconds
+        if due <= self.loop.time():
+            self._idle = None
+            self.transport.close()
+        else:
+            self._idle = self.loop.call_at(due, self._look)
 
     def data_received(self, data: bytes) -> None:
         # Until the headers are complete, whatever arrives counts; one read may also bring the body, and is not judged
         # before the parser has seen it.
+        self._heard_at = self.loop.time()
         self._header_bytes += len(data)
         super().data_received(data)
         if self._header_bytes > self.header_limit_bytes and self.transport is not None:
@@ -82,15 +112,30 @@ class _LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def on_headers_complete(self) -> None:
+        if self._header_bytes > self.header_limit_bytes:  # perhaps only because the same read brought a body
+            size = len(self.url) + sum([len(name) + len(value) for name, value in self.headers])
+            if size > self.header_limit_bytes:
+                raise _TooLong
         self._header_bytes = -(1 << 62)  # the body has a limit of its own
         super().on_headers_complete()
         if self.cycle is not None:  # its task has not run yet
             extensions: dict[str, Any] = {PUSH_EXTENSION: partial(_push, self.cycle)}
             self.cycle.scope["extensions"] = extensions
 
+    def on_message_begin(self) -> None:
+        self._is_waiting = True
+        super().on_message_begin()
+
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._header_bytes = 0
+        self._is_waiting = False
+
+    def send_400_response(self, msg: str) -> None:
+        """What the parser's own errors lead to, and ours from inside its callbacks."""
+        if self._header_bytes > self.header_limit_bytes:
+            return  # `data_received` answers it
+        super().send_400_response(msg)
 
 
 def _push(cycle: RequestResponseCycle, data: bytes) -> bool:
@@ -108,8 +153,9 @@ def _push(cycle: RequestResponseCycle, data: bytes) -> bool:
     return True
 
 
-def _protocol_class(limit: int) -> type[_LimitedProtocol]:
-    return type("LimitedProtocol", (_LimitedProtocol,), {"header_limit_bytes": limit})
+def _protocol_class(settings: FrontendSettings) -> type[_LimitedProtocol]:
+    limits = {"header_limit_bytes": settings.header_limit_bytes, "idle_seconds": settings.idle_connection_seconds}
+    return type("LimitedProtocol", (_LimitedProtocol,), limits)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -151,7 +197,7 @@ class HttpServer:
             options |= {"ssl_ca_certs": settings.tls_client_ca_cert_path, "ssl_cert_reqs": ssl.CERT_REQUIRED}
         return uvicorn.Config(
             self._frontend.asgi,
-            http=_protocol_class(settings.header_limit_bytes),
+            http=_protocol_class(settings),
             ws="none",
             lifespan="off",
             log_config=None,

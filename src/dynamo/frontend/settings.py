@@ -40,6 +40,11 @@ _ROUTE_VARIABLES: Final[Mapping[str, tuple[str, str]]] = {
 }
 
 
+def path_variable(route: str) -> str:
+    """The variable that moves a route."""
+    return _ROUTE_VARIABLES[route][0]
+
+
 def default_paths() -> dict[str, str]:
     """Where each route lives when nothing overrides it."""
     return {name: path for name, (_, path) in _ROUTE_VARIABLES.items()}
