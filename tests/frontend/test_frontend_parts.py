@@ -8,8 +8,9 @@ import pytest
 
 from dynamo.errors import Overloaded
 from dynamo.frontend.admission import TRANSITIONS, Admission, NotReady, Stage
-from dynamo.frontend.event_stream import KEEP_ALIVE, EventStream
+from dynamo.frontend.event_stream import EventStream
 from dynamo.frontend.metrics import FrontendMetrics, log_buckets
+from dynamo.protocol.openai.sse import KEEP_ALIVE
 from dynamo.runtime.metrics import MetricsRegistry
 
 # -- admission -----------------------------------------------------------------------------------------------------------

@@ -418,6 +418,17 @@ async def test_the_request_id_is_echoed_on_every_kind_of_answer(house: Cluster) 
         assert answer.headers["x-request-id"] == "abc-1"
 
 
+async def test_the_log_knows_a_request_by_both_ids(house: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    worker = await house.worker()
+    caplog.set_level("INFO", logger="dynamo.frontend.inference")
+    await house.client.chat("hi", headers={"x-request-id": "mine-1"})
+    assert f"request {worker.contexts[0].id()} (x-request-id mine-1) completed" in caplog.text
+    await house.client.chat("hi", temperature=9, headers={"x-request-id": "mine-2"})
+    assert "chat_completions (x-request-id mine-2) declined: 400" in caplog.text
+    await house.client.chat("hi")
+    assert f"request {worker.contexts[1].id()} completed" in caplog.text
+
+
 async def test_trace_and_metadata_reach_the_worker(house: Cluster) -> None:
     worker = await house.worker()
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -8,6 +8,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from dynamo.common.backend.registration import build_card, read_model_directory
@@ -416,6 +417,29 @@ async def test_an_unknown_route_and_a_wrong_method_answer_as_natively(house: Clu
     }
     wrong = await house.client.get("/v1/chat/completions")
     assert (wrong.status, wrong.body, wrong.headers["allow"]) == (405, b"", "POST")
+
+
+async def test_what_operators_read_is_what_the_document_says(house: Cluster) -> None:
+    document = (await house.client.get("/openapi.json")).json
+    await house.worker(kv_cache_block_size=16)
+    await house.worker(kv_cache_block_size=64, wait=False)  # a conflict, which `ready` shows
+    async with asyncio.timeout(5):
+        await house.frontend.models.wait_for(
+            lambda: house.metric("dynamo_frontend_model_card_conflicts_total", model="m") == 1
+        )
+    for path, route, name in (
+        ("/v1/models", "/v1/models", "ModelList"),
+        ("/v1/models/m", "/v1/models/{id}", "Model"),
+        ("/v1/models/m/ready", "/v1/models/{id}/ready", "ModelReadiness"),
+        ("/health", "/health", "Health"),
+        ("/live", "/live", "Live"),
+    ):
+        answer = await house.client.get(path)
+        told = document["paths"][route]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        assert told == {"$ref": f"#/components/schemas/{name}"}
+        schema = {**told, "components": document["components"]}
+        jsonschema.Draft202012Validator(schema).validate(answer.json)
+        assert set(answer.json) <= set(document["components"]["schemas"][name]["properties"]), path
 
 
 async def test_metrics_and_the_openapi_document_are_served(house: Cluster) -> None:

@@ -39,7 +39,6 @@ from dynamo.protocol.openai import (
     overload_status,
     rejection_for,
     route_not_found,
-    stream_error,
 )
 
 QUEUE_TEXT = 'router policy class "gold" queue requests limit reached (current=5, limit=4)'
@@ -208,7 +207,7 @@ def test_every_row_unary_and_in_a_stream(
     assert rejection.status == status
     assert (body["message"], body["type"], body["code"], body.get("details")) == (message, type_, status, details)
     assert body["error"]["message"] == message
-    frame = stream_error(error)
+    frame = rejection_for(error).frame()
     assert frame.startswith(b"data: ")
     assert frame.endswith(b"\n\n")
     assert json.loads(frame[6:]) == {"error": {"message": stream_message, "type": stream_type, "code": stream_code}}
@@ -250,7 +249,7 @@ def test_the_overload_status_can_be_another(error: BaseException) -> None:
     rejection = rejection_for(error, overload_status=429)
     assert (rejection.status, rejection.type) == (429, "Overloaded")
     assert json.loads(rejection.body())["code"] == 429
-    assert json.loads(stream_error(error, overload_status=429)[6:])["error"]["code"] == 429
+    assert json.loads(rejection_for(error, overload_status=429).frame()[6:])["error"]["code"] == 429
 
 
 @pytest.mark.parametrize(
@@ -313,7 +312,7 @@ def test_an_engines_endless_message_is_cut() -> None:
 @given(st.text() | st.just("\ud800"), st.sampled_from([InvalidArgument, HttpError]))
 def test_any_message_is_one_valid_line_of_json(message: str, kind: Any) -> None:
     error = HttpError(400, message) if kind is HttpError else kind(message)
-    frame = stream_error(error)
+    frame = rejection_for(error).frame()
     assert len(frame.decode().splitlines()) == 2
     msgspec.json.decode(frame[6:])
     msgspec.json.decode(rejection_for(error).body())

@@ -15,12 +15,10 @@ from dynamo.protocol.openai import (
     CompletionRequest,
     RequestRejected,
     apply_headers,
-    continued_prompt,
     finish_preprocessing,
     parse_chat,
     parse_completion,
     raw_prompt,
-    template_messages,
     template_tools,
     template_variables,
     to_worker_fields,
@@ -345,25 +343,6 @@ def test_usage_options() -> None:
 # -- templates ----------------------------------------------------------------------------------------------------------
 
 
-def test_text_parts_are_joined_with_newlines_and_messages_keep_unknown_keys() -> None:
-    request = chat(
-        messages=[
-            {"role": "system", "content": "s", "custom": 1},
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "n"},
-        ]
-    )
-    assert template_messages(request) == [
-        {"role": "system", "content": "s", "custom": 1},
-        {"role": "user", "content": "a\nb", "name": "n"},
-    ]
-    assert isinstance(request.messages[1]["content"], list)
-
-
-def test_messages_without_lists_are_not_copied() -> None:
-    request = chat()
-    assert template_messages(request) is request.messages
-
-
 def test_tools_are_left_out_when_tool_choice_is_none() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert template_tools(chat(tools=tools)) == tools
@@ -373,21 +352,12 @@ def test_tools_are_left_out_when_tool_choice_is_none() -> None:
     assert template_tools(chat(tools=[])) is None
 
 
-def test_a_continued_message_ends_the_prompt_where_its_text_ends() -> None:
-    messages = [{"role": "user", "content": "Sure"}, {"role": "assistant", "content": "Sure "}]
-    request = chat(messages=messages, continue_final_message=True)
-    assert not request.opens_answer
-    assert continued_prompt(request, "<u>Sure<a>Sure <end>") == "<u>Sure<a>Sure "
-    assert continued_prompt(request, "<u>Sure<a>Sure<end>") == "<u>Sure<a>Sure"
-    with pytest.raises(RequestRejected, match="continue_final_message"):
-        continued_prompt(request, "nothing of it")
-    assert continued_prompt(chat(), "as it is") == "as it is"
-    assert [chat(add_generation_prompt=flag).opens_answer for flag in (None, True, False)] == [True, True, False]
-
-
 def test_a_raw_prompt_is_the_text_of_the_messages() -> None:
     assert raw_prompt(chat()) is None
     assert raw_prompt(chat(nvext={"use_raw_prompt": True})) == "hi"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
+    assert raw_prompt(chat(messages=messages, nvext={"use_raw_prompt": True})) == "s\na\nb"
 
 
 ON = {"thinking": True, "enable_thinking": True, "thinking_mode": "enabled"}

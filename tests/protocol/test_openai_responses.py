@@ -15,20 +15,15 @@ import pytest
 
 from dynamo.protocol.openai import (
     Choice,
-    ModelEntry,
     RequestRejected,
     chat_body,
     chat_logprobs,
     completion_body,
     completion_logprobs,
-    finish_reason_for_client,
-    model_body,
-    models_body,
     openapi_document,
     openapi_json,
     parse_chat,
     parse_completion,
-    ready_body,
     shapes,
     token_logprobs,
     usage_json,
@@ -102,20 +97,6 @@ def test_any_text_makes_valid_json(text: str) -> None:
         assert json.loads(body)["model"] == text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-@pytest.mark.parametrize(
-    ("reason", "expected"),
-    [
-        ("eos", "stop"),
-        ("stop", "stop"),
-        ("cancelled", "stop"),
-        ("length", "length"),
-        ("content_filter", "content_filter"),
-    ],
-)
-def test_finish_reasons_in_openais_words(reason: str, expected: str) -> None:
-    assert finish_reason_for_client(reason) == expected
-
-
 # -- log probabilities --------------------------------------------------------------------------------------------------
 
 
@@ -178,59 +159,6 @@ def test_usage_details_stand_only_when_known(cached: int | None, reasoning: int 
     assert (None if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens) == cached
     details = usage.completion_tokens_details
     assert (None if details is None else details.reasoning_tokens) == reasoning
-
-
-def test_the_model_list() -> None:
-    entries = [ModelEntry("org/m", 17, 4096), ModelEntry("n", 18, None, 100)]
-    listed = json.loads(models_body(entries))
-    check_against("ModelList", listed)
-    assert listed == {
-        "object": "list",
-        "data": [
-            {"id": "org/m", "object": "model", "created": 17, "owned_by": "nvidia", "context_window": 4096},
-            {
-                "id": "n",
-                "object": "model",
-                "created": 18,
-                "owned_by": "nvidia",
-                "context_window": None,
-                "max_output_tokens": 100,
-            },
-        ],
-    }
-    openai.types.Model.model_validate_json(model_body(entries[0]))
-
-
-def test_readiness_of_an_aggregated_model_byte_for_byte() -> None:
-    ready, body = ready_body("m", {"ns": {"aggregated": {"workers": 1, "needs": []}}})
-    assert ready
-    assert body == (
-        b'{"model":"m","ready":true,"namespaces":{"ns":{"ready":true,"worker_types":{"aggregated":{"workers":1,'
-        b'"needs":[]}},"present":["aggregated"],"missing_worker_types":[]}}}'
-    )
-    check_against("ModelReadiness", json.loads(body))
-
-
-@pytest.mark.parametrize(
-    ("types", "ready", "missing"),
-    [
-        ({}, False, []),
-        ({"aggregated": {"workers": 0}}, False, []),
-        ({"prefill": {"workers": 1, "needs": [["decode"]]}}, False, ["decode"]),
-        (
-            {"prefill": {"workers": 1, "needs": [["decode"]]}, "decode": {"workers": 2, "needs": [["prefill"]]}},
-            True,
-            [],
-        ),
-        ({"decode": {"workers": 1, "needs": [["prefill", "encode"], ["prefill"]]}}, False, ["prefill"]),
-    ],
-)
-def test_a_model_is_ready_when_every_present_type_finds_its_partners(
-    types: dict[str, Any], ready: bool, missing: list[str]
-) -> None:
-    said, body = ready_body("m", {"ns": types})
-    assert said is ready
-    assert json.loads(body)["namespaces"]["ns"]["missing_worker_types"] == missing
 
 
 # -- OpenAPI ------------------------------------------------------------------------------------------------------------

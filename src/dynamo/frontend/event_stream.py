@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from dynamo.frontend.asgi import Send
+from dynamo.protocol.openai.sse import KEEP_ALIVE
 
 __all__ = ["PUSH_EXTENSION", "EventStream", "Push"]
 
@@ -18,8 +19,6 @@ Push = Callable[[bytes], bool]
 """The ASGI extension `dynamo.push` of our listener: write one body chunk now, or say False without writing anything."""
 
 PUSH_EXTENSION: Final = "dynamo.push"
-
-KEEP_ALIVE: Final = b": keep-alive\n\n"
 
 _HEADERS: Final = (
     (b"content-type", b"text/event-stream"),

@@ -81,10 +81,12 @@ class InFlight:
 class _Exchange:
     """One request and its client."""
 
-    __slots__ = ("context", "counted", "is_client_gone", "is_over", "reason")
+    __slots__ = ("context", "counted", "is_client_gone", "is_over", "name", "reason")
 
-    def __init__(self, context: Context, counted: RequestMetrics) -> None:
+    def __init__(self, context: Context, counted: RequestMetrics, client_id: bytes | None) -> None:
+        """`client_id`: the client's own `x-request-id`."""
         self.context, self.counted = context, counted
+        self.name = context.id() + _said_by_client(client_id)  # in the log
         self.is_client_gone = False
         self.is_over = False  # answered in full: what the connection does now is nobody's concern
         self.reason: DynamoException | None = None  # why we killed it ourselves
@@ -189,7 +191,8 @@ class InferenceRoute:
             request, model, effects = self._understand(scope, body)
         except RequestRejected as error:
             self._count_early(began, error, error)
-            logger.info("%s declined: %d %s", self._surface.endpoint, error.status, error.message)
+            said = _said_by_client(headers.get(b"x-request-id"))
+            logger.info("%s%s declined: %d %s", self._surface.endpoint, said, error.status, error.message)
             await reply_rejected(send, error, extra)
             return
         loop = asyncio.get_running_loop()
@@ -200,7 +203,7 @@ class InferenceRoute:
         context = Context(
             self._surface.id_prefix + str(uuid.uuid4()), effects.metadata or None, trace=_trace_of(headers)
         )
-        exchange = _Exchange(context, counted)
+        exchange = _Exchange(context, counted, headers.get(b"x-request-id"))
         self._exchanges.add(exchange)
         watcher = loop.create_task(exchange.watch(receive), name="frontend: client watch")  # cancelled below
         stream: EventStream | None = None
@@ -396,11 +399,11 @@ class InferenceRoute:
         work: WorkRequest | None,
     ) -> None:
         now = asyncio.get_running_loop().time()
-        request_id = exchange.context.id()
+        name = exchange.name
         prompt_tokens, output_tokens = _used(work)
         if exchange.is_client_gone:
             exchange.counted.cancel(now, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-            logger.info("request %s: the client left after %d token(s)", request_id, output_tokens)
+            logger.info("request %s: the client left after %d token(s)", name, output_tokens)
             return
         if exchange.reason is not None:
             error = exchange.reason
@@ -408,11 +411,11 @@ class InferenceRoute:
         failure = _classify(error, rejected)
         exchange.counted.fail(now, **failure._asdict(), prompt_tokens=prompt_tokens, output_tokens=output_tokens)
         if not isinstance(error, DynamoException | RequestRejected):
-            logger.error("request %s failed inside the frontend", request_id, exc_info=error)
+            logger.error("request %s failed inside the frontend", name, exc_info=error)
         elif rejected.status >= 500 and rejected.status != self._settings.overload_status:
-            logger.error("request %s failed with %d: %s: %s", request_id, rejected.status, type(error).__name__, error)
+            logger.error("request %s failed with %d: %s: %s", name, rejected.status, type(error).__name__, error)
         else:
-            logger.info("request %s: %d %s", request_id, rejected.status, rejected.message)
+            logger.info("request %s: %d %s", name, rejected.status, rejected.message)
         exchange.is_over = True
         if stream is not None:
             await stream.settle()
@@ -434,7 +437,7 @@ class InferenceRoute:
         if logger.isEnabledFor(logging.INFO):
             logger.info(
                 "request %s completed: %s, %d + %d tokens, %.3f s",
-                exchange.context.id(),
+                exchange.name,
                 model.name,
                 answer.work.prompt_tokens,
                 answer.work.completion_tokens,
@@ -458,6 +461,11 @@ _BY_STATUS: Final = {
     504: _Failure("response_timeout", "DeadlineExceeded", "backend.response_timeout"),
 }
 _INTERNAL: Final = _Failure("internal", "Internal", "runtime.internal")
+
+
+def _said_by_client(client_id: bytes | None) -> str:
+    """The client's id as the log shows it, behind our own."""
+    return "" if client_id is None else f" (x-request-id {client_id[:128].decode('latin-1')})"
 
 
 def _used(work: WorkRequest | None) -> tuple[int, int]:

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_status
 from dynamo.runtime.settings import env_bool, env_float, env_int, env_str
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_OVERLOAD_STATUS: Final = 529
 
 DEFAULT_MAX_REQUESTS_IN_FLIGHT: Final = 4096
 """Ours: the native frontend has no bound. One request in flight holds its prompt ids and one window of tokens, some tens
@@ -161,10 +160,8 @@ def _optional_int(name: str, *, minimum: int, env: Mapping[str, str]) -> int | N
 
 
 def _overload_status(env: Mapping[str, str]) -> int:
-    status = env_int("DYN_HTTP_OVERLOAD_STATUS_CODE", DEFAULT_OVERLOAD_STATUS, env=env)
-    if not 200 <= status <= 999:
-        logger.warning(
-            "DYN_HTTP_OVERLOAD_STATUS_CODE=%d is outside 200..999; using %d", status, DEFAULT_OVERLOAD_STATUS
-        )
-        return DEFAULT_OVERLOAD_STATUS
+    asked = env_str("DYN_HTTP_OVERLOAD_STATUS_CODE", env=env)
+    status = overload_status(asked)
+    if asked is not None and asked.strip() != str(status):
+        logger.warning("DYN_HTTP_OVERLOAD_STATUS_CODE=%s is no status in 200..999; using %d", asked, status)
     return status

@@ -34,7 +34,6 @@ __all__ = [
     "phrase_of",
     "rejection_for",
     "route_not_found",
-    "stream_error",
     "stream_type_of",
 ]
 
@@ -221,11 +220,6 @@ def rejection_for(error: BaseException, *, overload_status: int = DEFAULT_OVERLO
     return RequestRejected(
         status, message, details, type_=rule.phrase, stream_type=rule.stream_type, retry_after_seconds=retry_after
     )
-
-
-def stream_error(error: BaseException, *, overload_status: int = DEFAULT_OVERLOAD_STATUS) -> bytes:
-    """The SSE frame for an error after HTTP 200 has been sent; `[DONE]` follows it."""
-    return rejection_for(error, overload_status=overload_status).frame()
 
 
 def _asserted(code: int, message: str, overload_status: int) -> RequestRejected:

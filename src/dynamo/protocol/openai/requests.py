@@ -11,7 +11,6 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from dynamo.protocol.openai.body import check_depth, deserialisation_error, read_json
-from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.shapes import (
     ChatRequest,
     CommonRequest,
@@ -29,14 +28,12 @@ __all__ = [
     "CompletionRequest",
     "NvExt",
     "Request",
-    "continued_prompt",
     "decode_chat",
     "decode_completion",
     "finish_preprocessing",
     "parse_chat",
     "parse_completion",
     "raw_prompt",
-    "template_messages",
     "template_tools",
     "template_variables",
     "to_worker_fields",
@@ -131,27 +128,6 @@ def parse_completion(body: bytes, *, ignore_unsupported: bool = False) -> Comple
 # -- for the template ---------------------------------------------------------------------------------------------------
 
 
-def template_messages(request: ChatRequest) -> list[JsonObject]:
-    """The messages as a template wants them: a content list of text parts is joined with newlines.
-
-    Messages are the client's dicts, unknown keys included; those that change are copied.
-    """
-    messages = request.messages
-    if not any(isinstance(message.get("content"), list) for message in messages):
-        return messages
-    return [
-        {**message, "content": _joined(message["content"])} if isinstance(message.get("content"), list) else message
-        for message in messages
-    ]
-
-
-def _joined(parts: list[JsonObject]) -> Any:
-    """The text of text parts; a list that holds anything else stays a list."""
-    if all(part.get("type") == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
-    return parts
-
-
 def template_tools(request: ChatRequest, *, exclude_when_none: bool = True) -> list[JsonObject] | None:
     """The tools to render: none at all when `tool_choice` is "none" and `exclude_when_none`."""
     if not request.tools or (exclude_when_none and request.tool_choice == "none"):
@@ -163,28 +139,16 @@ def raw_prompt(request: ChatRequest) -> str | None:
     """The text to use instead of a rendered template when `nvext.use_raw_prompt` is set: the messages' texts, one a line."""
     if request.nvext is None or request.nvext.use_raw_prompt is not True:
         return None
-    contents = (message.get("content") for message in template_messages(request))
-    return "\n".join(content for content in contents if isinstance(content, str))
+    return "\n".join(text for message in request.messages for text in _texts(message.get("content")))
 
 
-def continued_prompt(request: ChatRequest, rendered: str) -> str:
-    """`rendered` as it is, or with `continue_final_message` cut after the last message's text, so that it goes on there.
-
-    Raises:
-        RequestRejected: 400, the template did not put the last message's text into the prompt.
-    """
-    if request.continue_final_message is not True:
-        return rendered
-    content = template_messages(request)[-1].get("content")
-    # Many templates strip a message; look for what was sent first, so that its trailing space is kept where it can be.
-    for text in (content, content.strip()) if isinstance(content, str) else ():
-        if text and (found := rendered.rfind(text)) >= 0:
-            return rendered[: found + len(text)]
-    raise RequestRejected(
-        400,
-        "Validation: continue_final_message needs a last message whose text appears in the prompt",
-        param="continue_final_message",
-    )
+def _texts(content: Any) -> list[str]:
+    """A text content's texts; none of one that holds anything else."""
+    if isinstance(content, str):
+        return [content]
+    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
+        return [part["text"] for part in content]
+    return []
 
 
 def template_variables(request: ChatRequest, *, default_thinking_mode: str | None = None) -> JsonObject:

@@ -17,29 +17,17 @@ from dynamo.protocol.openai.sse import usage_json
 
 __all__ = [
     "Choice",
-    "ModelEntry",
     "TokenLogprob",
     "TopLogprob",
     "chat_body",
     "chat_logprobs",
     "completion_body",
     "completion_logprobs",
-    "finish_reason_for_client",
-    "model_body",
-    "models_body",
-    "ready_body",
     "token_logprobs",
     "usage_json",
 ]
 
 LOWEST_LOGPROB: Final = -9999.0  # stands for minus infinity, which JSON cannot carry
-
-_FINISH_FOR_CLIENT: Final = {"eos": "stop", "cancelled": "stop"}
-
-
-def finish_reason_for_client(reason: str) -> str:
-    """An engine's reason in OpenAI's words: `eos`, `stop` and `cancelled` are all `stop`."""
-    return _FINISH_FOR_CLIENT.get(reason, reason)
 
 
 # -- log probabilities --------------------------------------------------------------------------------------------------
@@ -235,68 +223,3 @@ def _raw(encoded: bytes | None) -> Raw | None:
 def _with(body: dict[str, Any], **members: bytes | None) -> dict[str, Any]:
     body.update({name: Raw(value) for name, value in members.items() if value is not None})
     return body
-
-
-# -- models -------------------------------------------------------------------------------------------------------------
-
-
-class ModelEntry(Struct, frozen=True, omit_defaults=True):
-    """One model of `/v1/models`."""
-
-    id: str
-    created: int
-    context_window: int | None = None
-    max_output_tokens: int | None = None
-    owned_by: str = "nvidia"
-
-
-def model_body(entry: ModelEntry) -> bytes:
-    """`/v1/models/{id}`."""
-    return json_line(_model(entry))
-
-
-def models_body(entries: Iterable[ModelEntry]) -> bytes:
-    """`/v1/models`."""
-    return json_line({"object": "list", "data": [_model(entry) for entry in entries]})
-
-
-def _model(entry: ModelEntry) -> dict[str, Any]:
-    model: dict[str, Any] = {
-        "id": entry.id,
-        "object": "model",
-        "created": entry.created,
-        "owned_by": entry.owned_by,
-        "context_window": entry.context_window,
-    }
-    if entry.max_output_tokens is not None:
-        model["max_output_tokens"] = entry.max_output_tokens
-    return model
-
-
-def ready_body(
-    model: str, namespaces: Mapping[str, Mapping[str, Mapping[str, Any]]], **extra: Any
-) -> tuple[bool, bytes]:
-    """`/v1/models/{id}/ready`: whether the model can be served, and the body that says why.
-
-    `namespaces` is namespace -> worker type -> `{"workers": count, "needs": [[worker type, ...], ...]}`: each inner list
-    of `needs` is one sufficient set of partners. A namespace is ready when every present type finds one of its sets.
-    """
-    described: dict[str, Any] = {}
-    for namespace in sorted(namespaces):
-        types = namespaces[namespace]
-        present = sorted(name for name, row in types.items() if row["workers"] > 0)
-        missing: set[str] = set()
-        for name in present:
-            needs = [set(need) for need in types[name].get("needs") or ()]
-            if needs and not any(need <= set(present) for need in needs):
-                missing |= min((need - set(present) for need in needs), key=len)
-        described[namespace] = {
-            "ready": bool(present) and not missing,
-            "worker_types": {
-                name: {"workers": row["workers"], "needs": row.get("needs") or []} for name, row in types.items()
-            },
-            "present": present,
-            "missing_worker_types": sorted(missing),
-        }
-    ready = any(row["ready"] for row in described.values())
-    return ready, json_line({"model": model, "ready": ready, "namespaces": described, **extra})

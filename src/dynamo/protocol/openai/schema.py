@@ -144,6 +144,8 @@ class NamespaceReadiness(Struct):
     worker_types: dict[str, WorkerTypeReadiness]
     present: list[str]
     missing_worker_types: list[str]
+    rejected_workers: list[dict[str, Any]] | None = None  # left out: their card differs from the first
+    error: str | None = None  # why the model cannot be served
 
 
 class ModelReadiness(Struct):

@@ -364,11 +364,6 @@ class ChatRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True):
         return self.chat_template_args or self.chat_template_kwargs or {}
 
     @property
-    def opens_answer(self) -> bool:
-        """The template's `add_generation_prompt`: on, unless the request says no or continues its last message."""
-        return self.add_generation_prompt is not False and self.continue_final_message is not True
-
-    @property
     def requested_logprobs(self) -> int | None:
         """How many alternatives per token to report; None: no log probabilities at all."""
         if self.logprobs is not True:
