@@ -185,6 +185,54 @@ async def test_each_broken_engine_is_named_exactly(broken: type[Honest]) -> None
     assert str(caught.value).startswith(broken.__name__)
 
 
+class CancelsItself:
+    """`task.cancel(); await task`, as it is often written."""
+
+    @staticmethod
+    async def stop_own_task() -> None:
+        task = asyncio.create_task(asyncio.Event().wait())
+        task.cancel()
+        await task
+
+
+class CleanupCancelsItself(Honest):
+    async def cleanup(self) -> None:
+        await CancelsItself.stop_own_task()
+
+
+class StreamCancelsItself(Honest):
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        yield {"token_ids": [1], "index": 0}
+        await CancelsItself.stop_own_task()
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"), [(CleanupCancelsItself, "CleanupFailed"), (StreamCancelsItself, "StreamYieldedError")]
+)
+async def test_a_cancellation_of_the_engines_own_is_named_like_any_failure(broken: type[Honest], name: str) -> None:
+    with pytest.raises(ConformanceFailure) as caught:
+        await run_conformance(broken)
+    assert caught.value.name == name
+
+
+async def test_a_kit_that_is_cancelled_ends_as_cancelled_and_releases_the_engine() -> None:
+    begun, engines = asyncio.Event(), list[Honest]()
+
+    class Stuck(Honest):
+        async def start(self, worker_id: int) -> EngineConfig:
+            engines.append(self)
+            begun.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    task = asyncio.create_task(run_conformance(Stuck))
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engines[0].cleanups == 1
+
+
 async def test_an_honest_engine_passes_and_every_check_is_reported() -> None:
     passed: list[str] = []
     await run_conformance(Honest, report=passed.append)

@@ -688,8 +688,24 @@ async def test_lifecycle_gauges_need_no_help_of_the_engine() -> None:
             assert 'dynamo_component_total_blocks{dynamo_namespace="ns"' in text
             assert f'{labels},dp_rank="1"}} 9' in text
         text = runtime.metrics.expose().decode()
-        (cleanup,) = [line for line in text.splitlines() if line.startswith("dynamo_component_cleanup_time_seconds{")]
-        assert float(cleanup.rpartition(" ")[2]) > 0
+        for name in ("drain", "cleanup"):
+            (line,) = [each for each in text.splitlines() if f"{name}_time_seconds{{" in each]
+            assert float(line.rpartition(" ")[2]) > 0
+
+
+async def test_readiness_goes_first_and_does_not_come_back() -> None:
+    engine, ready = Recorder(), list[bool]()
+
+    def watch(endpoint: Any) -> None:
+        for hook in ("health_check_payload", "drain", "cleanup"):
+            engine.on[hook] = lambda: ready.append(endpoint.runtime.health.system_ready())
+        # A word of the engine's own does not outlast the stop either.
+        endpoint.runtime.set_health_status(True)
+
+    engine.on["on_endpoint_ready"] = watch
+    async with running(make(engine)):
+        pass
+    assert ready == [True, False, False]
 
 
 async def test_without_kv_routing_only_the_metrics_are_connected() -> None:

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from dynamo.errors import CannotConnect, InvalidArgument
+from dynamo.runtime.addresses import detect_host
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane import listener as listener_module
 from dynamo.runtime.request_plane.base import Instance, RequestPlaneServer, ResponseSink
-from dynamo.runtime.request_plane.listener import Listener, detect_device_type, detect_host
+from dynamo.runtime.request_plane.listener import Listener, detect_device_type
 from dynamo.runtime.request_plane.mux import MAGIC, MuxClient
 from dynamo.runtime.request_plane.mux.client import MuxConnection
 from dynamo.runtime.settings import RequestPlaneSettings

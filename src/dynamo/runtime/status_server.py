@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import quote, unquote
 
 from dynamo.errors import CannotConnect
+from dynamo.runtime.addresses import WILDCARDS, detect_host
 from dynamo.runtime.health import HealthState
 from dynamo.runtime.metrics import MetricsRegistry
 from dynamo.runtime.settings import SystemSettings
@@ -139,8 +139,8 @@ class StatusServer:
         if self._server is None:
             return None
         host = self._settings.host
-        if host in ("0.0.0.0", "::", ""):
-            host = self._advertised_host or _own_address()
+        if host in WILDCARDS:
+            host = self._advertised_host or detect_host()
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
     # -- what is served ----------------------------------------------------------------------------------------------
@@ -250,16 +250,6 @@ class StatusServer:
 
 def _canonical(path: str) -> str:
     return "/".join(quote(unquote(part), safe="") for part in path.split("/"))
-
-
-def _own_address() -> str:
-    """The address of the interface that leads outside; loopback on a machine without one. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
 from dynamo.errors import CannotConnect, InvalidArgument
+from dynamo.runtime.addresses import WILDCARDS, detect_host
 from dynamo.runtime.request_plane.base import Handler
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.mux.frames import MAGIC, VERSION
@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 FIRST_BYTES_SECONDS: Final = 30.0  # a connection that has not said which wire it speaks by then is dropped
 NO_CUDA: Final = frozenset({"", "-1", "none", "void"})
 NO_NVIDIA: Final = frozenset({"none", "void"})
-WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # to bind, but not to advertise
 
 
 class Listener:
@@ -168,22 +167,6 @@ class _Sniffer(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._listener.decided(self)
-
-
-def detect_host() -> str:
-    """The address other machines most likely reach this one at; 127.0.0.1 where there is no network."""
-    # A datagram socket that is connected sends nothing, but is told which local address its route would use. The
-    # targets are the documentation networks, which no packet may ever be sent to.
-    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((target, 9))
-                host = str(probe.getsockname()[0])
-        except OSError:
-            continue  # no such family, or no route
-        if not host.startswith("127.") and host not in ("::1", "0.0.0.0", "::"):
-            return host
-    return "127.0.0.1"
 
 
 def detect_device_type(env: Mapping[str, str] | None = None) -> str:

@@ -16,6 +16,7 @@ from dynamo.common.backend.testing.failures import ConformanceFailure
 from dynamo.protocol.finish import CANCELLED, EngineFailed, normalise
 from dynamo.runtime.context import Context
 from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.tasks import is_being_cancelled
 
 __all__ = ["EngineFactory", "run_conformance", "run_encode_conformance", "run_raw_conformance"]
 
@@ -161,7 +162,7 @@ async def _quietly(engine: Any) -> None:
     try:
         async with asyncio.timeout(REQUEST_SECONDS):
             await engine.cleanup()
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
         del error  # a broken engine's cleanup may well be broken too; the report names the first failure
 
 
@@ -171,8 +172,14 @@ async def _attempt(name: str, call: Awaitable[Any]) -> Any:
             return await call
     except ConformanceFailure:
         raise
-    except Exception as error:
-        raise ConformanceFailure(name, _text(error)) from error
+    except (Exception, asyncio.CancelledError) as error:
+        raise _named(error, name) from error
+
+
+def _named(error: BaseException, name: str) -> BaseException:
+    """A failure of the engine by its name. Its own CancelledError (it awaited a task it had cancelled) is one; that of
+    whoever runs the kit is not, and comes back as it is."""
+    return error if is_being_cancelled() else ConformanceFailure(name, _text(error))
 
 
 # -- the checks ---------------------------------------------------------------------------------------------------------
@@ -345,8 +352,8 @@ async def _drain(stream: AsyncGenerator[Any, None]) -> list[Any]:
                     _reason(item)
     except ConformanceFailure:
         raise
-    except Exception as error:
-        raise ConformanceFailure("StreamYieldedError", _text(error)) from error
+    except (Exception, asyncio.CancelledError) as error:
+        raise _named(error, "StreamYieldedError") from error
     return items
 
 
