@@ -592,3 +592,77 @@ async def test_a_worker_that_does_not_end_after_its_terminal_chunk_is_told(
     await stream.next_batch()
     stream.finish()
     await killed.wait()
+
+
+async def listened(stream: ResponseStream) -> tuple[list[StreamItem], BaseException | None]:
+    """Read by listening; what came, and the error at the end."""
+    items: list[StreamItem] = []
+    done: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+
+    def arrived() -> None:
+        try:
+            while batch := stream.take():
+                items.extend(batch)
+        except DynamoException as error:
+            done.set_result(error)
+        else:
+            if batch is None:
+                done.set_result(None)
+
+    stream.listen(arrived)
+    error = await done
+    stream.listen(None)
+    stream.close()
+    return items, error
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("turns", [0, 1])
+async def test_a_listener_hears_what_a_reader_would_read(plane: Plane, fails: bool, turns: int) -> None:
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        for token in range(3 * INITIAL_CREDITS):
+            if not sink.has_credit():
+                await sink.wait_credit()
+            sink.send_tokens([token])
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if fails:
+            raise InvalidArgument("no more")
+
+    plane.serve(handler)
+    items, error = await listened(await plane.open())
+    assert [item.token_ids for item in items] == [[token] for token in range(3 * INITIAL_CREDITS)]
+    assert (str(error) if error else None) == ("no more" if fails else None)
+
+
+async def test_a_listener_that_comes_late_hears_what_is_there(plane: Plane) -> None:
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        sink.send_tokens([1])
+        sink.send_tokens([2])
+
+    plane.serve(handler)
+    stream = await plane.open()
+    assert await stream.next_batch()
+    items, error = await listened(stream)
+    assert error is None
+    assert len(items) <= 1
+
+
+@pytest.mark.parametrize("how", ["kill", "server"])
+async def test_a_listener_is_told_of_a_stream_that_is_lost(plane: Plane, how: str) -> None:
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        sink.send_tokens([1])
+        await context.async_killed_or_stopped()
+
+    plane.serve(handler)
+    stream = await plane.open()
+    await stream.next_batch()
+    reading = asyncio.create_task(listened(stream))
+    await asyncio.sleep(0)
+    if how == "kill":
+        stream.kill()
+    else:
+        await plane.server.close()
+    items, error = await reading
+    assert items == []
+    assert (error is None) == (how == "kill")

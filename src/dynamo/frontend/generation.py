@@ -278,25 +278,29 @@ class _Choice:
 
         def arrived() -> None:
             try:
-                items = take()
-                if items:
-                    go_on = accept([self._absorb(items)]) and not self._ended
-                elif items is None:
-                    self._ended_silently()
-                    go_on = False
+                # Until nothing is left: the end may have come together with the last items, and is told only once.
+                while items := take():
+                    if not accept([self._absorb(items)]) or self._ended:
+                        break
                 else:
-                    return
+                    if items is not None:
+                        return
+                    self._ended_silently()
             except BaseException as error:
                 if isinstance(error, DynamoException):
                     self._blame(error)
-                stream.listen(None)
-                if not done.done():
-                    done.set_exception(error)
+                settle(error)
+            else:
+                settle(None)
+
+        def settle(error: BaseException | None) -> None:
+            stream.listen(None)
+            if done.done():
                 return
-            if not go_on:
-                stream.listen(None)
-                if not done.done():
-                    done.set_result(None)
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
 
         stream.listen(arrived)
         try:
