@@ -107,6 +107,22 @@ async def test_a_step_that_fails_or_hangs_does_not_stop_the_others(
     assert "cleanup callback failed" in text
 
 
+async def test_a_callback_that_awaits_its_own_cancelled_task_does_not_stop_the_others(
+    runtime: DistributedRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def stop_own_task() -> None:
+        task = asyncio.create_task(asyncio.Event().wait())
+        task.cancel()
+        await task
+
+    event = asyncio.Event()
+    await graceful_shutdown_with_discovery(runtime, [], event, 0, stop_own_task, None, stop_own_task)
+    assert event.is_set()
+    assert "drain callback failed" in caplog.text
+    assert "cleanup callback failed" in caplog.text
+    await asyncio.wait_for(runtime.aclose(), 5)  # the shutdown was begun
+
+
 async def test_a_second_shutdown_does_nothing(runtime: DistributedRuntime) -> None:
     calls: list[int] = []
     for _ in range(2):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.runtime.settings import env_float
+from dynamo.runtime.tasks import is_being_cancelled
 
 if TYPE_CHECKING:
     from dynamo.runtime import DistributedRuntime, Endpoint
@@ -122,5 +123,7 @@ async def _call(what: str, callback: Callback | None, timeout_seconds: float | N
                 await result
     except TimeoutError:
         logger.warning("%s callback did not end within %g s", what, timeout_seconds)
-    except Exception:
+    except (Exception, asyncio.CancelledError):
+        if is_being_cancelled():
+            raise  # else the callback awaited a task it had cancelled, which is a failure like any other
         logger.warning("%s callback failed", what, exc_info=True)
