@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
 import socket
+import struct
 import sys
+import weakref
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -167,6 +170,27 @@ async def test_a_connection_that_does_not_finish_its_request_is_closed(tmp_path:
         client.writer.write(part)
         async with asyncio.timeout(5):
             assert await client.reader.read() == b""
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+@pytest.mark.parametrize("is_reset", [False, True])
+async def test_nothing_is_left_of_a_connection_that_ended(
+    tmp_path: Path, is_reset: bool, fields: dict[str, Any]
+) -> None:
+    async with served(tmp_path) as (house, server):
+        await house.worker(say("a"))
+        connections = server._uvicorn.server_state.connections
+        async with connection(server.port) as client:
+            client.send("POST", "/v1/chat/completions", {**CHAT, **fields})
+            await client.reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n" if fields else b"}}")
+            (protocol,) = [weakref.ref(one) for one in connections]
+            if is_reset:
+                linger = struct.pack("ii", 1, 0)
+                client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        async with asyncio.timeout(5):
+            while protocol() is not None:
+                gc.collect()
+                await asyncio.sleep(0.01)
 
 
 async def test_a_long_answer_is_no_idle_connection(tmp_path: Path) -> None:

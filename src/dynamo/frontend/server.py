@@ -90,6 +90,8 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._idle.cancel()
             self._idle = None
         super().connection_lost(exc)
+        # uvicorn calls this timer off after a close only; after a reset it would keep the connection for as long.
+        self._unset_keepalive_if_required()
 
     def _look(self) -> None:
         """Close a connection we have waited for too long; one timer per connection, not one per read."""
