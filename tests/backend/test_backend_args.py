@@ -114,7 +114,7 @@ def test_the_command_line_beats_the_environment_beats_the_default() -> None:
 
 
 def test_the_defaults_are_those_of_worker_config_but_need_no_service() -> None:
-    assert config([]) == WorkerConfig("dynamo", discovery_backend="file")
+    assert config([]) == WorkerConfig("dynamo", discovery_backend="auto")
 
 
 def test_a_backend_brings_its_own_defaults() -> None:
@@ -129,9 +129,9 @@ def test_a_backend_brings_its_own_defaults() -> None:
     assert (found.model_name, found.served_model_name, found.enable_kv_routing) == ("path", "name", False)
 
 
-def test_etcd_is_the_default_where_its_address_is_known() -> None:
-    assert config([], {"ETCD_ENDPOINTS": "http://etcd:2379"}).discovery_backend == "etcd"
-    assert config([], {"ETCD_ENDPOINTS": " "}).discovery_backend == "file"
+def test_the_choice_of_a_store_is_left_to_the_runtime_unless_it_is_made() -> None:
+    assert config([], {"ETCD_ENDPOINTS": "http://etcd:2379"}).discovery_backend == "auto"
+    assert config([], {"DYN_DISCOVERY_BACKEND": "mem"}).discovery_backend == "mem"
     assert config(["--discovery-backend", "file"], {"ETCD_ENDPOINTS": "x"}).discovery_backend == "file"
 
 
@@ -165,7 +165,7 @@ BAD = [
     (["--component", "a/b"], "--component"),
     (["--endpoint", "dyn://a.b"], "dyn://NAMESPACE.COMPONENT.ENDPOINT"),
     (["--endpoint-types", "chat,chta"], "unknown endpoint type 'chta'"),
-    (["--discovery-backend", "zookeeper"], "etcd, file, kubernetes, mem"),
+    (["--discovery-backend", "zookeeper"], "auto, etcd, file, kubernetes, mem"),
     (["--request-plane", "x"], "tcp, nats"),
     (["--response-plane", "x"], "tcp, quic"),
     (["--event-plane", "x"], "zmq, nats"),

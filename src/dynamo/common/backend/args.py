@@ -36,7 +36,7 @@ from dynamo.runtime.settings import FALSY, TRUTHY
 
 __all__ = ["BackendArgumentParser", "add_backend_arguments", "worker_config_from"]
 
-DISCOVERY_BACKENDS: Final = ("etcd", "file", "kubernetes", "mem")
+DISCOVERY_BACKENDS: Final = ("auto", "etcd", "file", "kubernetes", "mem")
 REQUEST_PLANES: Final = ("tcp", "nats")
 EVENT_PLANES: Final = ("zmq", "nats")
 THINKING_MODES: Final = ("enabled", "disabled")
@@ -132,9 +132,9 @@ def _add_planes(flags: _Flags) -> None:
     flags.add(
         "--discovery-backend",
         "DYN_DISCOVERY_BACKEND",
-        "etcd" if flags.env.get("ETCD_ENDPOINTS", "").strip() else "file",
+        "auto",  # the runtime decides, and says in one line what and why
         f"where workers and frontends find each other: {', '.join(DISCOVERY_BACKENDS)}; "
-        "file needs no service (its root is DYN_FILE_KV); etcd is the default when ETCD_ENDPOINTS is set",
+        "file needs no service (its root is DYN_FILE_KV); auto is etcd when ETCD_ENDPOINTS is set, else file",
         read=_one_of(DISCOVERY_BACKENDS),
     )
     flags.add(
