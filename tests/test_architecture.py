@@ -31,6 +31,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "frontend": frozenset({"errors", "protocol", "text", "kv", "runtime", "frontend", "prometheus_names"}),
     "llm": frozenset({"errors", "protocol", "runtime", "common", "llm", "kv"}),
     "_core": frozenset({"errors", "protocol", "runtime", "common", "_core", "llm", "kv"}),
+    "reference": frozenset({"errors", "protocol", "kv", "runtime", "common", "reference"}),
     "cli": frozenset({"errors", "protocol", "text", "runtime", "common", "frontend", "cli"}),
 }
 

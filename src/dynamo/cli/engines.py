@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["BUILT_IN", "class_path", "load_engine"]
 
 BUILT_IN: Final[dict[str, str]] = {
+    "reference": "dynamo.reference.engine:ReferenceEngine",
     "sample": "dynamo.common.backend.sample_engine:SampleLLMEngine",
 }
 """The engines that come with us, by the name a person types."""

@@ -1,0 +1,196 @@
+"""What `config.json` says, checked and typed: the shape of a Llama-family decoder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from dynamo.errors import InvalidArgument
+
+__all__ = ["ARCHITECTURES", "ModelConfig", "RopeScaling", "read_model_config"]
+
+ARCHITECTURES: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MAX_ROUGH_SIZE: Final = 2**31 - 1  # no dimension of a real model comes near it; a typo may
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How the rotary frequencies are stretched beyond the trained length."""
+
+    kind: str  # "linear" or "llama3"
+    factor: float
+    low_freq_factor: float = 1.0  # the last three are for llama3
+    high_freq_factor: float = 4.0
+    original_context: int = 8192  # positions
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The dimensions of one model; everything the forward pass needs beside the weights."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tied_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool  # of the attention's output projection
+    mlp_bias: bool
+    qk_norm: bool
+    context_length: int  # positions the model was made for
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of all layers, float32."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * 4
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """Read `config.json` and, where there is one, `generation_config.json`.
+
+    Raises InvalidArgument naming the file and the field for what is missing, wrong, or not supported.
+    """
+    if not directory.is_dir():
+        raise InvalidArgument(f"there is no directory {directory}; --model must name one with config.json in it")
+    source = _Fields(directory / "config.json", _read_object(directory / "config.json"))
+    architectures = source.values.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else architectures
+    if architecture not in ARCHITECTURES:
+        raise source.wrong("architectures", architecture, f"one of {', '.join(ARCHITECTURES)}")
+    source.only("hidden_act", "silu")
+    source.only("use_sliding_window", False)
+    heads = source.integer("num_attention_heads")
+    kv_heads = source.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise source.wrong("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
+    hidden = source.integer("hidden_size")
+    head_dim = source.integer("head_dim", max(hidden // heads, 1))
+    if head_dim % 2:
+        raise source.wrong("head_dim", head_dim, "even, because rotary embeddings turn pairs")
+    is_qwen2, is_qwen3 = architecture.startswith("Qwen2"), architecture.startswith("Qwen3")
+    attention_bias = source.flag("attention_bias", False)
+    # Newer files keep theta and the scaling in one `rope_parameters`.
+    rope = source.values.get("rope_parameters") or source.values.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise source.wrong("rope_scaling", rope, "an object")
+    rope_fields = _Fields(source.path, rope)
+    theta = rope_fields.number("rope_theta", source.number("rope_theta", 10_000.0))
+    vocab = source.integer("vocab_size")
+    bos, eos = _special_tokens(directory, source)
+    for name, ids in (("bos_token_id", [] if bos is None else [bos]), ("eos_token_id", eos)):
+        if any(not 0 <= token < vocab for token in ids):
+            raise source.wrong(name, ids, f"below vocab_size ({vocab})")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=source.integer("intermediate_size"),
+        layers=source.integer("num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=source.number("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=_rope_scaling(rope_fields),
+        tied_embeddings=source.flag("tie_word_embeddings", False),
+        qkv_bias=is_qwen2 or attention_bias,
+        output_bias=attention_bias and not is_qwen2,
+        mlp_bias=source.flag("mlp_bias", False),
+        qk_norm=is_qwen3,
+        context_length=source.integer("max_position_embeddings", 2048),
+        bos_token_id=bos,
+        eos_token_ids=tuple(eos),
+    )
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Typed access to one JSON object; every complaint names the file and the field."""
+
+    path: Path
+    values: dict[str, Any]
+
+    def wrong(self, name: str, value: object, wanted: str) -> InvalidArgument:
+        return InvalidArgument(f"{self.path}: {name} must be {wanted}, got {value!r}")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_ROUGH_SIZE:
+            raise self.wrong(name, value, "an integer above 0")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise self.wrong(name, value, "a number above 0")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.wrong(name, value, "true or false")
+        return value
+
+    def only(self, name: str, supported: object) -> None:
+        value = self.values.get(name)
+        if value is not None and value != supported:
+            raise self.wrong(name, value, f"{json.dumps(supported)} (nothing else is supported)")
+
+
+def _rope_scaling(fields: _Fields) -> RopeScaling | None:
+    kind = fields.values.get("rope_type") or fields.values.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", fields.number("factor"))
+    if kind != "llama3":
+        raise fields.wrong("rope_type", kind, "default, linear or llama3")
+    scaling = RopeScaling(
+        "llama3",
+        fields.number("factor"),
+        fields.number("low_freq_factor"),
+        fields.number("high_freq_factor"),
+        fields.integer("original_max_position_embeddings"),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise fields.wrong("high_freq_factor", scaling.high_freq_factor, "above low_freq_factor")
+    return scaling
+
+
+def _special_tokens(directory: Path, source: _Fields) -> tuple[int | None, list[int]]:
+    """(bos, eos ids). The generation config knows better than the model's: it lists every end-of-turn token."""
+    values = source.values
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        values = {**values, **{k: v for k, v in _read_object(generation).items() if v is not None}}
+    bos, eos = values.get("bos_token_id"), values.get("eos_token_id")
+    eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(token, int) for token in (*eos, 0 if bos is None else bos)):
+        raise source.wrong("bos_token_id and eos_token_id", (bos, eos), "integers")
+    return bos, eos
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise InvalidArgument(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value

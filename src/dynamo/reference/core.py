@@ -1,0 +1,194 @@
+"""One step of the engine: plan, compute, sample, commit. Synchronous, and used by one thread at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dynamo.reference.blocks import BlockEvent, BlockPool
+from dynamo.reference.model import KvCache, Model, Piece, make_batch
+from dynamo.reference.request import Job, Limits
+from dynamo.reference.sampler import Drawn, History, Sampling, Stop, draw, ending, log_softmax, top_entries
+from dynamo.reference.scheduler import Scheduler, Sequenced, Work
+from dynamo.reference.weights import Array
+
+__all__ = ["Choice", "Core", "Emission", "PromptEntry"]
+
+PromptEntry = tuple[int, int, float]  # token, rank from 1, logprob
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One of the answers to a request, on its way."""
+
+    sequence: Sequenced
+    number: int
+    prompt_tokens: int
+    sampling: Sampling
+    stop: Stop
+    history: History
+    generated: int = 0  # tokens drawn, also one that ended the choice and is not shown
+    prompt_logprobs: int | None = None
+    prompt_entries: list[tuple[PromptEntry, ...]] = field(default_factory=list)  # of the prompt's second token on
+
+    @property
+    def is_plain(self) -> bool:
+        """The most likely token, and nothing else to know or to do."""
+        sampling = self.sampling
+        return (
+            sampling.temperature == 0
+            and sampling.logprobs is None
+            and not sampling.penalises
+            and self.generated >= self.stop.min_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What one step made of one choice."""
+
+    choice: Choice
+    drawn: Drawn
+    shown: bool  # whether the token is part of the output
+    reason: str | None  # set: the choice has ended
+
+
+class Core:
+    """A model, its cache, and who uses them."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        blocks: int,
+        block_size: int,
+        context_length: int,
+        max_sequences: int,
+        max_step_tokens: int,
+        prefix_caching: bool = True,
+    ) -> None:
+        """`context_length` tokens must fit into the cache's blocks."""
+        self.model = model
+        self.pool = BlockPool(blocks, block_size, prefix_caching=prefix_caching)
+        self.scheduler = Scheduler(self.pool, max_sequences=max_sequences, max_step_tokens=max_step_tokens)
+        self.limits = Limits(model.config.vocab_size, context_length, model.config.eos_token_ids)
+        self.prompt_tokens = self.cached_tokens = 0  # of all choices admitted so far; the hit rate is their ratio
+        self._cache = KvCache(model.config, blocks, block_size)
+        self._choices: dict[Sequenced, Choice] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        return self.scheduler.is_idle
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the prompt tokens that were found in the cache; None before the first prompt."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+    def add(self, job: Job) -> list[Choice]:
+        """Queue a request; one choice each of `job.choices`. Choices of one prompt share its blocks once it is computed."""
+        choices = [self._choice(job, number) for number in range(job.choices)]
+        for choice in choices:
+            self.scheduler.add(choice.sequence)
+            self._choices[choice.sequence] = choice
+        return choices
+
+    def abort(self, choices: Iterable[Choice]) -> None:
+        """Drop choices wherever they are; their blocks are free on return. Ended ones are let be."""
+        for choice in choices:
+            self._choices.pop(choice.sequence, None)
+            self.scheduler.finish(choice.sequence)
+
+    def step(self) -> list[Emission]:
+        """Compute what fits into one step; what came out of it, in no particular order."""
+        plan = self.scheduler.plan()
+        if not plan:
+            return []
+        pieces = [_piece(work) for work in plan]
+        batch = make_batch(pieces, self.pool.block_size)
+        hidden = self.model.forward(batch, self._cache)
+        for work, last in zip(plan, batch.last_rows, strict=True):
+            self._note_prompt(work, hidden, int(last))
+        sampling = [number for number, work in enumerate(plan) if work.samples]
+        emissions = self._sample([plan[n] for n in sampling], hidden[batch.last_rows[sampling]]) if sampling else []
+        for work in plan:
+            if not work.samples:
+                self.scheduler.computed(work)
+        return emissions
+
+    def take_events(self) -> list[BlockEvent]:
+        """Changes of the prefix cache since the last call."""
+        return self.pool.take_events()
+
+    def _choice(self, job: Job, number: int) -> Choice:
+        sequence = Sequenced(
+            list(job.prompt), priority=job.priority, key=job.key, may_share=job.prompt_logprobs is None
+        )
+        return Choice(
+            sequence=sequence,
+            number=number,
+            prompt_tokens=len(job.prompt),
+            sampling=job.sampling,
+            stop=job.stop,
+            history=History(frozenset(job.prompt)),
+            prompt_logprobs=job.prompt_logprobs if number == 0 else None,
+        )
+
+    def _sample(self, works: Sequence[Work], hidden: Array) -> list[Emission]:
+        logits = self.model.logits(hidden)
+        best = logits.argmax(axis=1)  # for nearly all of a greedy batch this one call is all there is to do
+        return [self._advance(work, logits[row], int(best[row])) for row, work in enumerate(works)]
+
+    def _advance(self, work: Work, logits: Array, best: int) -> Emission:
+        choice = self._choices[work.sequence]
+        if choice.generated == 0:
+            self.prompt_tokens += choice.prompt_tokens
+            self.cached_tokens += work.sequence.cached
+        if choice.is_plain:
+            drawn = Drawn(best)
+        else:
+            drawn = draw(
+                logits,
+                choice.sampling,
+                choice=choice.number,
+                position=len(work.sequence.tokens),
+                history=choice.history,
+                banned=choice.stop.all if choice.generated < choice.stop.min_tokens else (),
+            )
+        choice.generated += 1
+        if choice.sampling.penalises:
+            choice.history.generated[drawn.token] += 1
+        reason, shown = ending(drawn.token, choice.generated, choice.stop)
+        self.scheduler.computed(work, drawn.token if reason is None else None)
+        if reason is not None:
+            self.abort([choice])
+        return Emission(choice, drawn, shown, reason)
+
+    def _note_prompt(self, work: Work, hidden: Array, last: int) -> None:
+        """Log probabilities of the prompt tokens that this piece predicts; a preempted prompt is not noted twice."""
+        choice = self._choices[work.sequence]
+        if choice.prompt_logprobs is None:
+            return
+        begin = max(work.start, len(choice.prompt_entries))
+        end = min(work.start + work.count, choice.prompt_tokens - 1)
+        if begin >= end:
+            return
+        shift = last + 1 - work.count - work.start  # from position to row
+        logits = self.model.logits(hidden[begin + shift : end + shift])
+        for row, position in zip(logits, range(begin, end), strict=True):
+            entry = _prompt_entry(row, work.sequence.tokens[position + 1], choice.prompt_logprobs)
+            choice.prompt_entries.append(entry)
+
+
+def _prompt_entry(logits: Array, token: int, count: int) -> tuple[PromptEntry, ...]:
+    own = log_softmax(logits)
+    rank = int(np.count_nonzero(own > own[token])) + 1
+    others = [(other, place, value) for place, (other, value) in enumerate(top_entries(own, count), 1)]
+    return ((token, rank, float(own[token])), *(entry for entry in others if entry[0] != token))
+
+
+def _piece(work: Work) -> Piece:
+    tokens = work.sequence.tokens[work.start : work.start + work.count]
+    return Piece(tokens, work.start, work.sequence.blocks)

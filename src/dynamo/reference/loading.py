@@ -1,0 +1,124 @@
+"""From a directory and a few numbers to a core that can compute, or to a sentence that says what is in the way."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dynamo.errors import EngineShutdown, InvalidArgument
+from dynamo.reference.config import ModelConfig, read_model_config
+from dynamo.reference.core import Core
+from dynamo.reference.model import Model
+from dynamo.reference.weights import load_weights, weight_bytes
+
+__all__ = ["Options", "available_memory_bytes", "load_core"]
+
+logger = logging.getLogger(__name__)
+
+MB: Final = 1_000_000
+MAX_BLOCKS: Final = 1_000_000  # of a model so small that the given memory would hold more than any list should
+CGROUP: Final = Path("/sys/fs/cgroup")
+MEMORY_INFO: Final = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How much of everything. Raises InvalidArgument, with the flag's name, for what cannot be."""
+
+    block_size: int = 16  # tokens
+    kv_cache_mb: int = 256
+    context_length: int | None = None  # tokens; None: the model's, or what the cache holds if that is less
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512  # longer steps mean fewer of them, and streams that wait longer for their token
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "kv_cache_mb", "context_length", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidArgument(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidArgument(
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs "
+                f"({self.max_num_seqs}): every running request gets a token in every step"
+            )
+
+
+def load_core(directory: Path, options: Options, *, available_bytes: int | None = None) -> Core:
+    """Read a model and set its cache up. `available_bytes`: memory to stay within; None: ask the system.
+
+    Raises:
+        InvalidArgument: the directory or an option is wrong; the message names it.
+        EngineShutdown: there is not enough memory.
+    """
+    config = read_model_config(directory)
+    blocks, context_length = plan_cache(config, options)
+    _check_memory(config, blocks * options.block_size, available_bytes)
+    return Core(
+        Model(config, load_weights(directory, config)),
+        blocks=blocks,
+        block_size=options.block_size,
+        context_length=context_length,
+        max_sequences=options.max_num_seqs,
+        max_step_tokens=options.max_num_batched_tokens,
+        prefix_caching=options.prefix_caching,
+    )
+
+
+def plan_cache(config: ModelConfig, options: Options) -> tuple[int, int]:
+    """(blocks, context length). One request of full length always fits, or the engine could wait for ever."""
+    wanted = options.context_length or config.context_length
+    if wanted > config.context_length:
+        raise InvalidArgument(f"--context-length {wanted} is more than the model's {config.context_length}")
+    block_bytes = options.block_size * config.kv_bytes_per_token
+    # No use for more than every request at its full length.
+    useful = -(-wanted // options.block_size) * options.max_num_seqs
+    blocks = min(options.kv_cache_mb * MB // block_bytes, useful, MAX_BLOCKS)
+    capacity = blocks * options.block_size
+    if capacity < (wanted if options.context_length else min(wanted, 2)):
+        needed = -(-wanted * config.kv_bytes_per_token // MB)
+        raise InvalidArgument(
+            f"a KV cache of {options.kv_cache_mb} MB holds {capacity} tokens, the context is {wanted}: "
+            f"give --kv-cache-mb {needed + 1}, or a shorter --context-length"
+        )
+    if capacity < wanted:
+        logger.warning(
+            "the context is cut from %d to %d tokens, which is what --kv-cache-mb %d holds",
+            wanted,
+            capacity,
+            options.kv_cache_mb,
+        )
+    return blocks, min(wanted, capacity)
+
+
+def available_memory_bytes() -> int | None:
+    """Memory that is not in use, of the machine or of our part of it; None where nobody says."""
+    found = [_machine_bytes(), _container_bytes()]
+    return min((value for value in found if value is not None), default=None)
+
+
+def _check_memory(config: ModelConfig, cache_tokens: int, available_bytes: int | None) -> None:
+    available = available_memory_bytes() if available_bytes is None else available_bytes
+    weights, cache = weight_bytes(config), cache_tokens * config.kv_bytes_per_token
+    if available is not None and weights + cache > available:
+        raise EngineShutdown(
+            f"too little memory: the weights take {weights // MB} MB and the KV cache {cache // MB} MB, "
+            f"{available // MB} MB are available; use a smaller model or a smaller --kv-cache-mb"
+        )
+
+
+def _machine_bytes() -> int | None:
+    try:
+        lines = MEMORY_INFO.read_text().splitlines()
+    except OSError:  # not Linux
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _container_bytes() -> int | None:
+    try:
+        return int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):  # no control group, or one without a limit ("max")
+        return None

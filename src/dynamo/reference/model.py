@@ -1,0 +1,228 @@
+"""The forward pass: a Llama-family decoder over a ragged batch and a paged KV cache.
+
+A step's tokens, of all sequences, stand in one row after the other, so every matrix product is one product for the
+whole batch. Only attention needs to know whose token is whose: that is what `Batch.groups` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dynamo.reference.config import ModelConfig, RopeScaling
+from dynamo.reference.weights import Array, Layer, Weights
+
+__all__ = ["Batch", "KvCache", "Model", "Piece", "make_batch"]
+
+Ints = npt.NDArray[np.int64]
+
+MASKED: Final = np.float32(-np.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive tokens of one sequence to be computed now; those before `start` are in the cache."""
+
+    tokens: Sequence[int]
+    start: int  # position of the first of them
+    blocks: Sequence[int]  # the sequence's block table; covers start + len(tokens) positions
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Pieces that attend together: the same number of tokens each, and block tables of about the same length."""
+
+    rows: Ints  # (pieces, tokens): where in the batch
+    tables: Ints  # (pieces, blocks), shorter ones filled up with block 0, which the mask hides
+    mask: Array  # (pieces, 1, tokens, positions): 0 where a token may look, -inf elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step, laid out."""
+
+    tokens: Ints
+    positions: Ints
+    slots: Ints  # where in the cache each token's key and value go: block * block_size + offset
+    groups: tuple[Group, ...]
+    last_rows: Ints  # of each piece, in the order given
+
+
+class KvCache:
+    """Keys and values of every layer, in blocks. Which block belongs to whom is the block pool's business.
+
+    Heads come first, so that gathering a block table copies whole blocks and yields what attention multiplies.
+    """
+
+    def __init__(self, config: ModelConfig, blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        shape = (config.layers, config.kv_heads, blocks * block_size, config.head_dim)
+        # Zeros, not empty: masked positions are multiplied by 0, and 0 times what memory held before may be NaN.
+        self.keys = np.zeros(shape, np.float32)
+        self.values = np.zeros(shape, np.float32)
+
+    def write(self, layer: int, slots: Ints, keys: Array, values: Array) -> None:
+        """`keys` and `values`: (heads, tokens, head_dim)."""
+        self.keys[layer][:, slots] = keys
+        self.values[layer][:, slots] = values
+
+    def read(self, layer: int, tables: Ints) -> tuple[Array, Array]:
+        """Both as (heads, pieces, positions, head_dim)."""
+        return self._gather(self.keys[layer], tables), self._gather(self.values[layer], tables)
+
+    def _gather(self, cache: Array, tables: Ints) -> Array:
+        heads, slots, head_dim = cache.shape
+        blocks = cache.reshape(heads, slots // self.block_size, self.block_size * head_dim)
+        pieces, length = tables.shape
+        return blocks[:, tables].reshape(heads, pieces, length * self.block_size, head_dim)
+
+
+def make_batch(pieces: Sequence[Piece], block_size: int) -> Batch:
+    """Lay pieces out for one step; pure arithmetic."""
+    counts = [len(piece.tokens) for piece in pieces]
+    ends = np.cumsum(counts)
+    positions = np.concatenate([np.arange(p.start, p.start + n) for p, n in zip(pieces, counts, strict=True)])
+    slots = np.concatenate([_slots(p, n, block_size) for p, n in zip(pieces, counts, strict=True)])
+    tokens = np.fromiter((token for piece in pieces for token in piece.tokens), np.int64, int(ends[-1]))
+    alike: dict[tuple[int, int], list[int]] = {}
+    for number, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
+        blocks = -(-(piece.start + count) // block_size)
+        # One token each: together, padded to the next power of two at most. Several: prompts, each on its own.
+        key = (0, blocks.bit_length()) if count == 1 else (1, number)
+        alike.setdefault(key, []).append(number)
+    groups = tuple(_group([pieces[n] for n in members], ends[members], block_size) for members in alike.values())
+    return Batch(tokens, positions, slots, groups, ends - 1)
+
+
+def _slots(piece: Piece, count: int, block_size: int) -> Ints:
+    positions = np.arange(piece.start, piece.start + count)
+    first = piece.start // block_size
+    table = np.array(piece.blocks[first : (piece.start + count - 1) // block_size + 1], np.int64)
+    slots: Ints = table[positions // block_size - first] * block_size + positions % block_size
+    return slots
+
+
+def _group(pieces: Sequence[Piece], ends: Ints, block_size: int) -> Group:
+    count = len(pieces[0].tokens)
+    starts = np.array([piece.start for piece in pieces])
+    width = -(-(int(starts.max()) + count) // block_size)
+    tables = np.zeros((len(pieces), width), np.int64)
+    for row, piece in enumerate(pieces):
+        used = piece.blocks[:width]
+        tables[row, : len(used)] = used
+    rows = (ends - count)[:, None] + np.arange(count)
+    looking = starts[:, None] + np.arange(count)  # (pieces, tokens)
+    hidden = np.arange(width * block_size) > looking[:, :, None]
+    return Group(rows, tables, np.where(hidden, MASKED, np.float32(0))[:, None])
+
+
+class Model:
+    """The weights and what to do with them. Keeps no state between calls: that is in the cache it is given."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.weights = weights
+        self._frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        self._scale = np.float32(1 / math.sqrt(config.head_dim))
+
+    def forward(self, batch: Batch, cache: KvCache) -> Array:
+        """Compute a batch, write its keys and values to the cache; the final hidden states, (tokens, hidden)."""
+        eps = self.config.norm_eps
+        hidden: Array = self.weights.embedding[batch.tokens]
+        angles = batch.positions.astype(np.float32)[:, None, None] * self._frequencies
+        turn = np.cos(angles), np.sin(angles)
+        for number, layer in enumerate(self.weights.layers):
+            attended = self._attend(number, layer, rms_norm(hidden, layer.input_norm, eps), turn, batch, cache)
+            hidden = hidden + linear(attended, layer.output, layer.output_bias)
+            gate_up = linear(rms_norm(hidden, layer.mlp_norm, eps), layer.gate_up, layer.gate_up_bias)
+            gate, up = np.split(gate_up, 2, axis=1)
+            hidden = hidden + linear(silu(gate) * up, layer.down, layer.down_bias)
+        return rms_norm(hidden, self.weights.final_norm, eps)
+
+    def logits(self, hidden: Array) -> Array:
+        """(tokens, vocabulary) of some rows of what `forward` returned."""
+        return linear(hidden, self.weights.head, None)
+
+    def _attend(
+        self, number: int, layer: Layer, hidden: Array, turn: tuple[Array, Array], batch: Batch, cache: KvCache
+    ) -> Array:
+        c = self.config
+        tokens = len(hidden)
+        qkv = linear(hidden, layer.qkv, layer.qkv_bias).reshape(tokens, c.heads + 2 * c.kv_heads, c.head_dim)
+        queries, keys, values = np.split(qkv, [c.heads, c.heads + c.kv_heads], axis=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            queries, keys = rms_norm(queries, layer.q_norm, c.norm_eps), rms_norm(keys, layer.k_norm, c.norm_eps)
+        queries, keys = rotate(queries, turn), rotate(keys, turn)
+        cache.write(number, batch.slots, keys.swapaxes(0, 1), values.swapaxes(0, 1))
+        out = np.empty((tokens, c.heads * c.head_dim), np.float32)
+        for group in batch.groups:
+            out[group.rows] = self._attend_group(queries[group.rows], group, *cache.read(number, group.tables))
+        return out
+
+    def _attend_group(self, queries: Array, group: Group, keys: Array, values: Array) -> Array:
+        """`queries`: (pieces, tokens, heads, head_dim). A key head serves `share` query heads."""
+        c = self.config
+        pieces, count = group.rows.shape
+        share = c.heads // c.kv_heads
+        split = queries.reshape(pieces, count, c.kv_heads, share, c.head_dim).transpose(2, 0, 3, 1, 4)
+        flat = split.reshape(c.kv_heads, pieces, share * count, c.head_dim)
+        flat *= self._scale  # a copy: the rows were gathered
+        scores = (flat @ keys.swapaxes(2, 3)).reshape(c.kv_heads, pieces, share, count, -1)
+        scores += group.mask
+        softmax_in_place(scores)
+        mixed: Array = np.matmul(scores.reshape(c.kv_heads, pieces, share * count, -1), values)
+        joined = mixed.reshape(c.kv_heads, pieces, share, count, c.head_dim).transpose(1, 3, 0, 2, 4)
+        return joined.reshape(pieces, count, c.heads * c.head_dim)
+
+
+def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Array:
+    """Radians per position of each pair of a head, stretched as `scaling` says."""
+    plain = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    if scaling is None:
+        return plain.astype(np.float32)
+    if scaling.kind == "linear":
+        return (plain / scaling.factor).astype(np.float32)
+    # llama3: slow pairs are stretched, fast ones are not, those between are blended.
+    turns = scaling.original_context * plain / (2 * math.pi)  # full circles within the trained length
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = np.clip((turns - low) / (high - low), 0, 1)
+    return (keep * plain + (1 - keep) * plain / scaling.factor).astype(np.float32)
+
+
+def linear(x: Array, weight: Array, bias: Array | None) -> Array:
+    product: Array = x @ weight.T
+    if bias is not None:
+        product += bias
+    return product
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Over the last axis."""
+    mean_square = np.einsum("...i,...i->...", x, x) / np.float32(x.shape[-1])
+    normed: Array = x * (1 / np.sqrt(mean_square + np.float32(eps)))[..., None] * weight
+    return normed
+
+
+def silu(x: Array) -> Array:
+    # tanh cannot overflow, where exp(-x) would for a very negative x.
+    gated: Array = x * (np.float32(0.5) + np.float32(0.5) * np.tanh(x * np.float32(0.5)))
+    return gated
+
+
+def rotate(x: Array, turn: tuple[Array, Array]) -> Array:
+    """Turn the pairs (i, i + half) of each head; `x` is (tokens, heads, head_dim)."""
+    cos, sin = turn
+    first, second = np.split(x, 2, axis=2)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=2)
+
+
+def softmax_in_place(scores: Array) -> None:
+    """Over the last axis. Every row has a position it may look at, so the sum is never 0."""
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)

@@ -1,0 +1,164 @@
+"""From one row of logits to one token, and whether the sequence ends with it.
+
+Randomness has no state: the number that picks a token is a function of (seed, choice, absolute position). So a seeded
+request gives the same tokens alone, in any batch, and on another worker that continues it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Drawn", "History", "Sampling", "Stop", "draw", "ending", "log_softmax", "top_entries", "uniform"]
+
+Array = npt.NDArray[np.float32]
+
+BANNED: Final = -np.inf
+U53: Final = 2**53  # the integers a float can tell apart
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """When a sequence ends. Counts are of generated tokens."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    eos: frozenset[int] = frozenset()  # excluded from the output
+    hidden: frozenset[int] = frozenset()  # the user's; excluded
+    visible: frozenset[int] = frozenset()  # the user's; included
+
+    @property
+    def all(self) -> frozenset[int]:
+        return self.eos | self.hidden | self.visible
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. The defaults change nothing."""
+
+    seed: int
+    temperature: float = 1.0  # 0: the most likely token
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None  # alternatives beside the chosen token; None: off
+
+    @property
+    def penalises(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+
+@dataclass(slots=True)
+class History:
+    """The tokens the penalties look at."""
+
+    prompt: frozenset[int]
+    generated: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One token, and what was asked about it."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), the most likely first
+
+
+def draw(
+    logits: Array, sampling: Sampling, *, choice: int, position: int, history: History, banned: Iterable[int] = ()
+) -> Drawn:
+    """Choose the token at `position` (0 is the prompt's first). `logits` is not changed.
+
+    Order: bans, repetition penalty, presence and frequency penalties, temperature, top-k, top-p, min-p. Log
+    probabilities are the model's own, before all of these.
+    """
+    row = logits.astype(np.float64)
+    if ids := list(banned):
+        row[ids] = BANNED
+    if sampling.penalises:
+        _penalise(row, sampling, history)
+    if sampling.temperature == 0:
+        token = int(row.argmax())
+    else:
+        candidates, weights = _candidates(row / sampling.temperature, sampling)
+        point = uniform(sampling.seed, choice, position)
+        cumulated = np.cumsum(weights)
+        place = int(np.searchsorted(cumulated, point * cumulated[-1], side="right"))
+        token = int(candidates[min(place, len(candidates) - 1)])
+    if sampling.logprobs is None:
+        return Drawn(token)
+    own = log_softmax(logits)
+    return Drawn(token, float(own[token]), top_entries(own, sampling.logprobs))
+
+
+def ending(token: int, generated: int, stop: Stop) -> tuple[str | None, bool]:
+    """(reason, shown): why the sequence ends with `token`, the `generated`-th one, if it does; and whether it is output."""
+    if generated > stop.min_tokens:
+        if token in stop.eos:
+            return "eos", False
+        if token in stop.hidden:
+            return "stop", False
+        if token in stop.visible:
+            return "stop", True
+    return ("length" if generated >= stop.max_tokens else None), True
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """In [0, 1), the same everywhere for the same three numbers."""
+    text = f"{seed}/{choice}/{position}".encode()
+    return (int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 11) / U53
+
+
+def log_softmax(logits: Array) -> npt.NDArray[np.float64]:
+    row = logits.astype(np.float64)
+    row -= row.max()
+    shifted: npt.NDArray[np.float64] = row - np.log(np.exp(row).sum())
+    return shifted
+
+
+def top_entries(logprobs: npt.NDArray[np.float64], count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` most likely tokens; equals in the order of their ids."""
+    if count == 0:
+        return ()
+    order = np.argsort(-logprobs, kind="stable")[:count]
+    return tuple((int(token), float(logprobs[token])) for token in order)
+
+
+def _penalise(row: npt.NDArray[np.float64], sampling: Sampling, history: History) -> None:
+    if sampling.repetition_penalty != 1.0 and (seen := list(history.prompt | history.generated.keys())):
+        old = row[seen]
+        row[seen] = np.where(old > 0, old / sampling.repetition_penalty, old * sampling.repetition_penalty)
+    if history.generated and (sampling.presence_penalty or sampling.frequency_penalty):
+        ids = list(history.generated)
+        counts = np.fromiter(history.generated.values(), np.float64, len(ids))
+        row[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+
+
+def _candidates(
+    row: npt.NDArray[np.float64], sampling: Sampling
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """(token ids, weights) of what may be drawn, in an order that does not depend on rounding: that of the ids."""
+    weights = np.exp(row - row.max())
+    size = len(row)
+    keep = weights >= sampling.min_p  # the largest weight is 1
+    if 0 < sampling.top_k < size:
+        order = np.argsort(-weights, kind="stable")
+        keep[order[sampling.top_k :]] = False
+        weights = np.where(keep, weights, 0.0) if sampling.top_p < 1 else weights
+    if sampling.top_p < 1:
+        order = np.argsort(-weights, kind="stable")
+        before = np.cumsum(weights[order]) - weights[order]  # of all that are more likely
+        keep[order[before >= sampling.top_p * weights.sum()]] = False
+        keep[order[0]] = True
+    ids = np.flatnonzero(keep)
+    return ids, weights[ids]

@@ -1,0 +1,213 @@
+"""Which tokens of which sequence are computed in the next step. No clock, no array, no model.
+
+Continuous batching: every step takes one token of each sequence that generates, then pieces of prompts, up to a budget
+of tokens. When the blocks run out, the sequence that came last gives up its own and waits; it keeps its tokens, and
+computes them again when there is room (most are found in the prefix cache).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dynamo.errors import InvalidArgument
+from dynamo.kv.hashing import block_hashes, sequence_hashes
+from dynamo.reference.blocks import PLAIN, BlockPool, PrefixKey
+
+__all__ = ["Scheduler", "Sequenced", "Work"]
+
+
+@dataclass(slots=True, eq=False)
+class Sequenced:
+    """One sequence on its way: a prompt, and what was generated after it."""
+
+    tokens: list[int]
+    priority: int = 0  # higher goes first; equals go in order of arrival
+    key: PrefixKey = PLAIN
+    may_share: bool = True  # False: compute the whole prompt, whatever is cached
+    arrival: int = -1  # set by the scheduler
+    computed: int = 0  # tokens whose keys and values are in `blocks`
+    cached: int = -1  # of them, taken from the cache at the first admission; -1: never admitted
+    preemptions: int = 0
+    is_finished: bool = False
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)  # of the full blocks of `tokens`, as far as they were needed
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller goes first."""
+        return -self.priority, self.arrival
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """Compute `count` tokens of a sequence from `start` on. With `samples`, the last of them yields a new token."""
+
+    sequence: Sequenced
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        return self.start + self.count == len(self.sequence.tokens)
+
+
+class Scheduler:
+    """Call `plan`, compute it, then `computed` for every piece of it; `finish` and `abort` in between."""
+
+    def __init__(self, pool: BlockPool, *, max_sequences: int, max_step_tokens: int) -> None:
+        """`max_step_tokens` bounds a step; at least `max_sequences`, so that whoever generates always may."""
+        if max_sequences < 1 or max_step_tokens < max_sequences:
+            raise InvalidArgument(
+                f"the step's {max_step_tokens} tokens must be at least the {max_sequences} sequences, and those at least 1"
+            )
+        self.pool = pool
+        self._max_sequences, self._max_step_tokens = max_sequences, max_step_tokens
+        self._arrivals = itertools.count()
+        self._waiting: list[tuple[tuple[int, int], Sequenced]] = []  # a heap; may hold finished ones
+        self._running: list[Sequenced] = []  # by rank
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing to do until `add`."""
+        self._drop_finished()
+        return not self._running and not self._waiting
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._running)
+
+    def add(self, sequence: Sequenced) -> None:
+        """Queue a sequence. Raises InvalidArgument for one that could never run."""
+        needed = self._blocks_for(len(sequence.tokens) + 1)
+        if not sequence.tokens or needed > self.pool.blocks:
+            raise InvalidArgument(
+                f"a prompt of {len(sequence.tokens)} tokens needs {needed} KV blocks, the cache has {self.pool.blocks}"
+                if sequence.tokens
+                else "token_ids must not be empty"
+            )
+        sequence.arrival = next(self._arrivals)
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
+
+    def plan(self) -> list[Work]:
+        """The next step; [] only when there is nothing to do. Within the budget, and every block it needs is held."""
+        planned: dict[Sequenced, Work] = {}
+        budget = self._max_step_tokens
+        preempted = False
+        # Whoever generates goes before the prompts: one token each, and nobody's stream stalls behind a long prompt.
+        for sequence in sorted(self._running, key=lambda s: (len(s.tokens) - s.computed > 1, s.rank)):
+            count = min(len(sequence.tokens) - sequence.computed, budget)
+            if count == 0 or sequence not in self._running:
+                continue
+            while not self._reserve(sequence, sequence.computed + count):
+                preempted = True
+                victim = self._running[-1]
+                self._preempt(victim)
+                if (lost := planned.pop(victim, None)) is not None:
+                    budget += lost.count
+                if victim is sequence:
+                    break
+            else:
+                planned[sequence] = Work(sequence, sequence.computed, count)
+                budget -= count
+        # Somebody just lost their blocks: giving them to a newcomer would only take them back and forth.
+        if not preempted:
+            self._admit(planned, budget)
+        return list(planned.values())
+
+    def computed(self, work: Work, token: int | None = None) -> None:
+        """A piece is in the cache; `token` is the new one, if it yielded one that the sequence goes on with."""
+        sequence = work.sequence
+        if sequence.is_finished:
+            return
+        sequence.computed = work.start + work.count
+        full = sequence.computed // self.pool.block_size
+        if full > work.start // self.pool.block_size and self.pool.prefix_caching:
+            self._name_blocks(sequence, work.start // self.pool.block_size, full)
+        if token is not None:
+            sequence.tokens.append(token)
+
+    def finish(self, sequence: Sequenced) -> None:
+        """The sequence ended or was aborted: its blocks are free at once. Safe twice, and while it waits."""
+        if sequence.is_finished:
+            return
+        sequence.is_finished = True
+        if sequence in self._running:
+            self._running.remove(sequence)
+        self._release(sequence)
+
+    def _admit(self, planned: dict[Sequenced, Work], budget: int) -> None:
+        """From the head of the queue, nobody skipped: the prompts that fit whole, until something runs out."""
+        while budget > 0 and len(self._running) < self._max_sequences:
+            self._drop_finished()
+            if not self._waiting:
+                return
+            sequence = self._waiting[0][1]
+            # The last token is always computed: its logits are what the next one is drawn from.
+            reusable = (len(sequence.tokens) - 1) // self.pool.block_size
+            self._hash(sequence, reusable)
+            shared = self.pool.match(sequence.hashes[:reusable]) if sequence.may_share else []
+            held = self.pool.take(shared, self._blocks_for(len(sequence.tokens)) - len(shared))
+            if held is None:
+                return
+            heapq.heappop(self._waiting)
+            sequence.blocks, sequence.computed = held, len(shared) * self.pool.block_size
+            if sequence.cached < 0:
+                sequence.cached = sequence.computed
+            count = min(len(sequence.tokens) - sequence.computed, budget)
+            planned[sequence] = Work(sequence, sequence.computed, count)
+            budget -= count
+            self._running.append(sequence)
+            self._running.sort(key=lambda s: s.rank)
+
+    def _reserve(self, sequence: Sequenced, length: int) -> bool:
+        """Have blocks for `length` tokens."""
+        missing = self._blocks_for(length) - len(sequence.blocks)
+        if missing <= 0:
+            return True
+        more = self.pool.take((), missing)
+        if more is None:
+            return False
+        sequence.blocks.extend(more)
+        return True
+
+    def _preempt(self, sequence: Sequenced) -> None:
+        self._running.remove(sequence)
+        self._release(sequence)
+        sequence.computed = 0
+        sequence.preemptions += 1
+        heapq.heappush(self._waiting, (sequence.rank, sequence))  # its arrival puts it before later ones
+
+    def _release(self, sequence: Sequenced) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+
+    def _name_blocks(self, sequence: Sequenced, first: int, full: int) -> None:
+        size = self.pool.block_size
+        self._hash(sequence, full)
+        for number in range(first, full):
+            parent = sequence.hashes[number - 1] if number else None
+            tokens = sequence.tokens[number * size : (number + 1) * size]
+            self.pool.name(sequence.blocks[number], sequence.hashes[number], parent, tokens, sequence.key)
+
+    def _hash(self, sequence: Sequenced, blocks: int) -> None:
+        """Have the names of the first `blocks` blocks."""
+        known, size = len(sequence.hashes), self.pool.block_size
+        if not self.pool.prefix_caching or known >= blocks:
+            return
+        key = sequence.key
+        fresh = block_hashes(
+            sequence.tokens[known * size : blocks * size], size, lora_name=key.lora_name, cache_salt=key.cache_salt
+        )
+        chain: Sequence[int] = [sequence.hashes[-1], *fresh] if known else fresh
+        sequence.hashes.extend(sequence_hashes(chain)[1 if known else 0 :])
+
+    def _drop_finished(self) -> None:
+        while self._waiting and self._waiting[0][1].is_finished:
+            heapq.heappop(self._waiting)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.pool.block_size)

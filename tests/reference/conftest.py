@@ -1,0 +1,145 @@
+"""Small random models, written the way real ones are, and an engine core over them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from dynamo.reference.core import Core
+from dynamo.reference.loading import Options, load_core
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500.0,
+    "max_position_embeddings": 256,
+    "eos_token_id": 96,
+    "bos_token_id": 1,
+    "hidden_act": "silu",
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama-biased-linear": {
+        **LLAMA,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "tie_word_embeddings": True,
+    },
+    "llama3": {
+        **LLAMA,
+        "num_key_value_heads": 4,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "qwen2": {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True, "use_sliding_window": False},
+    "qwen3": {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "num_key_value_heads": 1},
+}
+
+
+def random_tensors(config: dict[str, Any], seed: int = 7) -> dict[str, np.ndarray]:
+    """Every tensor such a model has; large enough values that greedy decoding is no tie."""
+    rng = np.random.default_rng(seed)
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim", hidden // heads)
+    wide, narrow = heads * head_dim, config["num_key_value_heads"] * head_dim
+    qwen2, qwen3 = (config["architectures"] == [f"Qwen{n}ForCausalLM"] for n in (2, 3))
+    biased = config.get("attention_bias", False)
+
+    def matrix(*shape: int) -> np.ndarray:
+        return (rng.standard_normal(shape) * (1.5 / np.sqrt(shape[-1]))).astype(np.float32)
+
+    def norm(size: int) -> np.ndarray:
+        return (1 + 0.1 * rng.standard_normal(size)).astype(np.float32)
+
+    tensors = {"model.embed_tokens.weight": matrix(config["vocab_size"], hidden) * 4, "model.norm.weight": norm(hidden)}
+    if not config.get("tie_word_embeddings"):
+        tensors["lm_head.weight"] = matrix(config["vocab_size"], hidden)
+    for number in range(config["num_hidden_layers"]):
+        at = f"model.layers.{number}"
+        tensors[f"{at}.input_layernorm.weight"] = norm(hidden)
+        tensors[f"{at}.post_attention_layernorm.weight"] = norm(hidden)
+        for name, rows, columns in (
+            ("q", wide, hidden),
+            ("k", narrow, hidden),
+            ("v", narrow, hidden),
+            ("o", hidden, wide),
+        ):
+            tensors[f"{at}.self_attn.{name}_proj.weight"] = matrix(rows, columns)
+            if biased or (qwen2 and name != "o"):
+                tensors[f"{at}.self_attn.{name}_proj.bias"] = matrix(rows)
+        if qwen3:
+            tensors[f"{at}.self_attn.q_norm.weight"] = norm(head_dim)
+            tensors[f"{at}.self_attn.k_norm.weight"] = norm(head_dim)
+        for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            tensors[f"{at}.mlp.{name}_proj.weight"] = matrix(rows, columns)
+            if config.get("mlp_bias"):
+                tensors[f"{at}.mlp.{name}_proj.bias"] = matrix(rows)
+    return tensors
+
+
+def write_model(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray] | None = None) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(random_tensors(config) if tensors is None else tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One directory per entry of `CONFIGS`."""
+    root = tmp_path_factory.mktemp("models")
+    return {name: write_model(root / name, config) for name, config in CONFIGS.items()}
+
+
+@pytest.fixture(scope="session")
+def configs() -> dict[str, dict[str, Any]]:
+    return CONFIGS
+
+
+@pytest.fixture(scope="session")
+def save_model() -> Callable[..., Path]:
+    return write_model
+
+
+@pytest.fixture(scope="session")
+def tensors_of() -> Callable[..., dict[str, np.ndarray]]:
+    return random_tensors
+
+
+@pytest.fixture
+def core_of(models: dict[str, Path]) -> Callable[..., Core]:
+    """A core over one of the models; `blocks` of 4 tokens bound its cache."""
+
+    def build(
+        name: str = "llama", *, blocks: int = 512, sequences: int = 32, step_tokens: int = 512, **options: Any
+    ) -> Core:
+        plain = load_core(models[name], Options(block_size=4, kv_cache_mb=8, max_num_seqs=32))
+        return Core(
+            plain.model,
+            blocks=blocks,
+            block_size=4,
+            context_length=min(blocks * 4, 256),
+            max_sequences=sequences,
+            max_step_tokens=step_tokens,
+            **options,
+        )
+
+    return build
