@@ -34,6 +34,7 @@ class EventStream:
         "_extra",
         "_keep_alive_seconds",
         "_last_write",
+        "_late_headers",
         "_loop",
         "_push",
         "_send",
@@ -48,10 +49,13 @@ class EventStream:
         *,
         push: Push | None = None,
         extra: tuple[tuple[bytes, bytes], ...] = (),
+        late_headers: Callable[[], tuple[tuple[bytes, bytes], ...]] = tuple,
         peek_seconds: float,
         keep_alive_seconds: float | None,
     ) -> None:
+        """`late_headers` is asked when the headers are sent."""
         self._push = push
+        self._late_headers = late_headers
         self._send, self._extra, self._keep_alive_seconds = send, extra, keep_alive_seconds
         self._loop = asyncio.get_running_loop()
         self._sending: asyncio.Task[None] | None = None
@@ -109,7 +113,8 @@ class EventStream:
             self._sending = None
 
     async def _start(self) -> None:
-        await self._send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *self._extra]})
+        headers = [*_HEADERS, *self._extra, *self._late_headers()]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _rearm(self) -> None:
         if self._timer is not None:

@@ -22,6 +22,7 @@ from dynamo.errors import (
     revive,
     rule_of,
 )
+from dynamo.frontend.overhead import Overhead
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamItem
@@ -72,6 +73,7 @@ class WorkRequest:
         "completion_tokens",
         "instances",
         "is_single",
+        "overhead",
         "pinned_instance_id",
         "prompt_tokens",
         "prompts",
@@ -86,13 +88,15 @@ class WorkRequest:
         n: int = 1,
         pinned_instance_id: int | None = None,
         retries: int = DEFAULT_RETRIES,
+        overhead: Overhead | None = None,
     ) -> None:
-        """`n`: choices per prompt; choice i of prompt p has index `p * n + i`."""
+        """`n`: choices per prompt; choice i of prompt p has index `p * n + i`. `overhead`: where the times go."""
         self.body = body
         self.prompts = prompts
         self.choices = n
         self.pinned_instance_id = pinned_instance_id
         self.retries = retries
+        self.overhead = overhead or Overhead()
         self.prompt_tokens = sum(map(len, prompts))
         self.is_single = n == 1 and len(prompts) == 1
         self.completion_tokens = 0
@@ -317,15 +321,19 @@ class _Choice:
     async def _begin(self) -> list[StreamItem]:
         """Open the stream and wait for its first items, trying other workers while nothing has been received."""
         context, work = self._context, self._work
+        overhead = work.overhead
         while True:
             instance = self._pick()
+            overhead.routed()
             self._tried.append(instance.instance_id)
             try:
                 self._stream = await self._model.open(instance, self._body, context)
+                overhead.dispatched()
                 items = await self._stream.next_batch()
                 if not items and not context.is_stopped():
                     raise StreamIncomplete("the worker ended the stream without a single chunk")
             except DynamoException as error:
+                overhead.arrived(failed=True)
                 self._release()
                 rule = rule_of(error)
                 if rule.inhibits:
@@ -341,6 +349,7 @@ class _Choice:
                 )
                 last = error
             else:
+                overhead.arrived()
                 work.instances.append(instance)
                 return items
             try:

@@ -40,6 +40,7 @@ from dynamo.frontend.event_stream import PUSH_EXTENSION, EventStream
 from dynamo.frontend.generation import Delta, SingleGeneration, WorkRequest, generate
 from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics, RequestMetrics
 from dynamo.frontend.models import ModelDirectory, ServedModel
+from dynamo.frontend.overhead import PARSE, QUEUE, Overhead, wants_overhead
 from dynamo.frontend.preprocess import Preprocessor
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.frontend.surfaces import Answer, ChunkWriter, Surface, UnaryAnswer
@@ -161,7 +162,9 @@ class InferenceRoute:
             check_content_type(headers)
             body = await read_body(headers, receive, self._settings.body_limit_bytes)
             began = loop.time()  # how long a client takes to send its request is no time of ours
+            overhead = Overhead(is_wanted=wants_overhead(headers))
             self._admission.enter()
+            overhead.mark(QUEUE)
         except ClientGone:
             return
         except (RequestRejected, NotReady, Overloaded) as error:
@@ -171,7 +174,7 @@ class InferenceRoute:
             await reply_rejected(send, rejected, extra)
             return
         try:
-            await self._admitted(scope, headers, body, receive, send, extra, began)
+            await self._admitted(scope, headers, body, receive, send, extra, began, overhead)
         finally:
             self._admission.leave()
 
@@ -186,6 +189,7 @@ class InferenceRoute:
         send: Send,
         extra: tuple[tuple[bytes, bytes], ...],
         began: float,
+        overhead: Overhead,
     ) -> None:
         try:
             request, model, effects = self._understand(scope, body)
@@ -212,17 +216,20 @@ class InferenceRoute:
                 send,
                 push=(scope.get("extensions") or {}).get(PUSH_EXTENSION),
                 extra=extra,
+                late_headers=overhead.headers,
                 peek_seconds=self._settings.peek_seconds,
                 keep_alive_seconds=self._settings.keep_alive_seconds,
             )
         work: WorkRequest | None = None
         try:
-            work, text = await self._surface.prepare(self._preprocessor, request, effects, model)
+            work, text = await self._surface.prepare(self._preprocessor, request, effects, model, overhead)
             answer = Answer(self._surface, request, model, work, context.id(), time.time() - (loop.time() - began))
             if stream is not None:
                 await self._stream(exchange, request, answer, stream, text, began)
             else:
                 await self._unary(exchange, answer, send, extra, began)
+            overhead.ended()
+            self._metrics.observe_overhead(overhead)
             self._log_end(exchange, model, answer, loop.time() - began)
         except asyncio.CancelledError:
             context.kill()
@@ -281,7 +288,9 @@ class InferenceRoute:
         head = _annotations(request, answer, text)
         loop_time = asyncio.get_running_loop().time
         counted = exchange.counted
+        overhead = answer.work.overhead
         inactivity = self._inactivity(exchange)
+        overhead.mark(PARSE)
 
         def encode(deltas: list[Delta]) -> bytes:
             now = loop_time()
@@ -301,12 +310,16 @@ class InferenceRoute:
                         if data := head + encode(deltas):
                             head = b""
                             await stream.write(data)
+                            overhead.answering()
         finally:
             if inactivity is not None:
                 inactivity.close()
         self._check_end(exchange)
         last = writer.usage_chunk() + DONE if request.include_usage or always else DONE
         exchange.is_over = True
+        if overhead.is_wanted:
+            overhead.ended()
+            last = overhead.comment() + last
         await stream.end(head + last)
         self._finish(exchange, answer)
 
@@ -322,6 +335,7 @@ class InferenceRoute:
 
         Returns what of `head` is still to be sent.
         """
+        overhead = answer.work.overhead
         refused: list[bytes] = []  # what could not be pushed; at most one entry
 
         def accept(deltas: list[Delta]) -> bool:
@@ -336,6 +350,7 @@ class InferenceRoute:
                 if data := head + encode(deltas):
                     head = b""
                     await stream.write(data)
+                    overhead.answering()
                 while stream.can_push:
                     await single.push(accept)
                     if not refused:
@@ -348,23 +363,32 @@ class InferenceRoute:
     ) -> None:
         gathered = UnaryAnswer(answer)
         loop_time = asyncio.get_running_loop().time
+        overhead = answer.work.overhead
         inactivity = self._inactivity(exchange)
+        overhead.mark(PARSE)
         try:
             async with aclosing(generate(answer.model, answer.work, exchange.context)) as batches:
                 async for deltas in batches:
                     now = loop_time()
                     if inactivity is not None:
                         inactivity.last = now
-                    if gathered.first_token_seconds is None:
+                    is_first = gathered.first_token_seconds is None
+                    if is_first:
                         gathered.first_token_seconds = now - began
                     exchange.counted.tokens(sum([delta.tokens for delta in deltas]), now)
                     gathered.add(deltas)
+                    if is_first:
+                        overhead.answering()
         finally:
             if inactivity is not None:
                 inactivity.close()
         self._check_end(exchange)
         exchange.is_over = True
-        await reply(send, 200, gathered.body(), extra=extra)
+        body = gathered.body()
+        if overhead.is_wanted:
+            overhead.ended()
+            extra += overhead.headers()
+        await reply(send, 200, body, extra=extra)
         self._finish(exchange, answer)
 
     def _inactivity(self, exchange: _Exchange) -> _Inactivity | None:

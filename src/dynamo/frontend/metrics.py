@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Final, Literal
 
+from dynamo.frontend.overhead import ROUTE, STAGES, Overhead
 from dynamo.runtime.metrics import Counter, Gauge, Histogram, MetricsRegistry
 from dynamo.runtime.settings import env_float, env_int
 
@@ -21,6 +22,7 @@ MAX_BUCKETS: Final = 64  # a histogram is scraped whole; more buckets than this 
 
 _TOKENIZE_BUCKETS: Final = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
 _STAGE_BUCKETS: Final = (*_TOKENIZE_BUCKETS, 2.5, 5.0)
+_OVERHEAD_BUCKETS: Final = (0.00001, 0.00005, *_STAGE_BUCKETS, 10.0, 30.0, 60.0, 300.0)
 _TEMPLATE_BUCKETS: Final = (0.00001, 0.00005, 0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05)
 _EVENT_LOOP_BUCKETS: Final = (0.0, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _TOKENIZER_LATENCY_MS_BUCKETS: Final = (0.5, *(float(2**exponent) for exponent in range(10)))
@@ -195,6 +197,15 @@ class FrontendMetrics:
             name("stage_duration_seconds"), "One stage of a request", ("stage", "phase"), buckets=_STAGE_BUCKETS
         )
         self.preprocess_seconds: Histogram = stage.labels("preprocess", "")
+        self._route_seconds: Histogram = stage.labels("route", "")
+        self._dispatch_seconds: Histogram = stage.labels("dispatch", "")
+        overhead = registry.histogram_vector(
+            name("overhead_seconds"),
+            "Where the time of a request went; the stages add up to it",
+            ("stage",),
+            buckets=_OVERHEAD_BUCKETS,
+        )
+        self._overhead: tuple[Histogram, ...] = tuple([overhead.labels(one) for one in STAGES])
         self.event_loop_delay = registry.histogram(
             name("event_loop_delay_seconds"), "How late the event loop ran a timer", buckets=_EVENT_LOOP_BUCKETS
         )
@@ -242,6 +253,13 @@ class FrontendMetrics:
         for short, value in values.items():
             if value is not None:
                 self._model_gauges[short].labels(name).set(value)
+
+    def observe_overhead(self, overhead: Overhead) -> None:
+        """Count the stages of a request that was answered in full."""
+        for histogram, seconds in zip(self._overhead, overhead.seconds, strict=True):
+            histogram.observe(seconds)
+        self._route_seconds.observe(overhead.seconds[ROUTE])
+        self._dispatch_seconds.observe(overhead.dispatch_seconds)
 
     def request(self, model: str, endpoint: str, request_type: RequestType, now: float) -> RequestMetrics:
         """Begin to count one request that arrived at `now` (loop time); `model` must be registered or `UNKNOWN_MODEL`."""

@@ -13,6 +13,7 @@ from dynamo.frontend.generation import DEFAULT_RETRIES, WorkRequest
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models import ServedModel
 from dynamo.frontend.offload import Offload
+from dynamo.frontend.overhead import PARSE, QUEUE, TEMPLATE, TOKENISE, Overhead
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.headers import HeaderEffects
@@ -38,7 +39,7 @@ class Preprocessor:
         self._settings, self._metrics, self._offload = settings, metrics, offload
 
     async def chat(
-        self, request: ChatRequest, effects: HeaderEffects, model: ServedModel
+        self, request: ChatRequest, effects: HeaderEffects, model: ServedModel, overhead: Overhead
     ) -> tuple[WorkRequest, str | None]:
         """The work, and the text that was tokenised (None when the client sent ids).
 
@@ -50,21 +51,25 @@ class Preprocessor:
         if ids is None:
             text = raw_prompt(request)
             if text is None:
+                overhead.mark(PARSE)
                 text = self._render(request, model)
-            ids = await self._encode(model, text)
-        work = self._work(request, effects, model, [ids])
+                overhead.mark(TEMPLATE)
+            ids = await self._encode(model, text, overhead)
+        work = self._work(request, effects, model, [ids], overhead)
         self._check_length(work, model, is_chat=True)
         self._metrics.preprocess_seconds.observe(perf_counter() - began)
         return work, text
 
     async def completion(
-        self, request: CompletionRequest, effects: HeaderEffects, model: ServedModel
+        self, request: CompletionRequest, effects: HeaderEffects, model: ServedModel, overhead: Overhead
     ) -> tuple[WorkRequest, str | None]:
         """As `chat`, for a batch of prompts without a template; the text is that of a single prompt."""
         began = perf_counter()
         sources = request.prompts()
-        prompts = [await self._encode(model, prompt) if isinstance(prompt, str) else prompt for prompt in sources]
-        work = self._work(request, effects, model, prompts)
+        prompts = [
+            await self._encode(model, prompt, overhead) if isinstance(prompt, str) else prompt for prompt in sources
+        ]
+        work = self._work(request, effects, model, prompts, overhead)
         self._check_length(work, model, is_chat=False)
         self._metrics.preprocess_seconds.observe(perf_counter() - began)
         only = sources[0] if len(sources) == 1 else None
@@ -88,7 +93,8 @@ class Preprocessor:
         self._metrics.template_seconds.observe(perf_counter() - began)
         return text
 
-    async def _encode(self, model: ServedModel, text: str) -> list[int]:
+    async def _encode(self, model: ServedModel, text: str, overhead: Overhead) -> list[int]:
+        overhead.mark(PARSE)
         began = perf_counter()
         if "\0" in text:
             text = text.replace("\0", "")
@@ -96,7 +102,9 @@ class Preprocessor:
         if len(text) <= self._settings.inline_tokenize_characters:
             ids = tokenizer.encode(text)
         else:
-            ids = await self._offload(_bind(tokenizer.encode_unlocked, text))
+            started, ids = await self._offload(_timed(tokenizer.encode_unlocked, text))
+            overhead.mark(QUEUE, started)
+        overhead.mark(TOKENISE)
         seconds = perf_counter() - began
         self._metrics.tokenize_seconds.observe(seconds)
         self._metrics.tokenizer_latency.observe(seconds * 1000)
@@ -108,6 +116,7 @@ class Preprocessor:
         effects: HeaderEffects,
         model: ServedModel,
         prompts: list[list[int]],
+        overhead: Overhead,
     ) -> WorkRequest:
         for annotation in request.annotations:
             if annotation.startswith(_QUERY):
@@ -136,6 +145,7 @@ class Preprocessor:
             pinned_instance_id=pinned,
             # Before the first token another worker is always safe, so the card's 0 does not mean "give up at once".
             retries=max(DEFAULT_RETRIES, model.card.migration_limit) if limit is None else limit,
+            overhead=overhead,
         )
 
     def _check_length(self, work: WorkRequest, model: ServedModel, *, is_chat: bool) -> None:
@@ -173,5 +183,6 @@ class Preprocessor:
             )
 
 
-def _bind(encode: Callable[[str], list[int]], text: str) -> Callable[[], list[int]]:
-    return lambda: encode(text)
+def _timed(encode: Callable[[str], list[int]], text: str) -> Callable[[], tuple[float, list[int]]]:
+    """When the work began, and what it gave."""
+    return lambda: (perf_counter(), encode(text))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from dynamo.frontend.generation import Delta, WorkRequest
 from dynamo.frontend.models import ServedModel
+from dynamo.frontend.overhead import Overhead
 from dynamo.frontend.preprocess import Preprocessor
 from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.openai.headers import HeaderEffects
@@ -59,7 +60,12 @@ class Surface(ABC, Generic[R]):
 
     @abstractmethod
     async def prepare(
-        self, preprocessor: Preprocessor, request: R, effects: HeaderEffects, model: ServedModel
+        self,
+        preprocessor: Preprocessor,
+        request: R,
+        effects: HeaderEffects,
+        model: ServedModel,
+        overhead: Overhead,
     ) -> tuple[WorkRequest, str | None]:
         """The work and the text that was tokenised."""
 
@@ -90,9 +96,14 @@ class ChatSurface(Surface[ChatRequest]):
         validate_chat(request)
 
     async def prepare(
-        self, preprocessor: Preprocessor, request: ChatRequest, effects: HeaderEffects, model: ServedModel
+        self,
+        preprocessor: Preprocessor,
+        request: ChatRequest,
+        effects: HeaderEffects,
+        model: ServedModel,
+        overhead: Overhead,
     ) -> tuple[WorkRequest, str | None]:
-        return await preprocessor.chat(request, effects, model)
+        return await preprocessor.chat(request, effects, model, overhead)
 
     def open_stream(self, answer: Answer, choices: int) -> ChatStream:
         return ChatStream(answer.id, answer.created, answer.model_name, n=choices)
@@ -118,9 +129,14 @@ class CompletionSurface(Surface[CompletionRequest]):
         validate_completion(request)
 
     async def prepare(
-        self, preprocessor: Preprocessor, request: CompletionRequest, effects: HeaderEffects, model: ServedModel
+        self,
+        preprocessor: Preprocessor,
+        request: CompletionRequest,
+        effects: HeaderEffects,
+        model: ServedModel,
+        overhead: Overhead,
     ) -> tuple[WorkRequest, str | None]:
-        return await preprocessor.completion(request, effects, model)
+        return await preprocessor.completion(request, effects, model, overhead)
 
     def open_stream(self, answer: Answer, choices: int) -> CompletionStream:
         return CompletionStream(answer.id, answer.created, answer.model_name, choices=choices)
