@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.routing import BaseRoute, Route, Router
 
 from dynamo.frontend.admission import Admission, Stage
-from dynamo.frontend.asgi import Receive, Scope, Send, reply, reply_rejected
+from dynamo.frontend.asgi import BodyBudget, Receive, Scope, Send, reply, reply_rejected
 from dynamo.frontend.cards import Scope as NamespaceScope
 from dynamo.frontend.inference import InferenceRoute, InFlight
 from dynamo.frontend.metrics import STALL_SECONDS, FrontendMetrics
@@ -152,6 +152,7 @@ class Frontend:
             "metrics": self.metrics,
             "preprocessor": Preprocessor(self.settings, self.metrics, self._offload),
             "in_flight": self._in_flight,
+            "budget": BodyBudget(self.settings.pending_bodies_limit_bytes),
         }
         catalogue = ModelsRoute(self.models, self.settings)
         return [

@@ -9,6 +9,7 @@ from dynamo.protocol.openai.errors import RequestRejected
 
 __all__ = [
     "JSON",
+    "BodyBudget",
     "ClientGone",
     "Headers",
     "Receive",
@@ -53,7 +54,28 @@ def check_content_type(headers: Headers) -> None:
         raise RequestRejected(415, "Expected request with Content-Type application/json")
 
 
-async def read_body(headers: Headers, receive: Receive, limit_bytes: int) -> bytes:
+class BodyBudget:
+    """How much all bodies that are still arriving may take together."""
+
+    __slots__ = ("limit_bytes", "used_bytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+
+    def take(self, count: int) -> None:
+        """Raises the 503 when there is no room; nothing is taken then."""
+        if self.used_bytes + count > self.limit_bytes:
+            megabytes = self.limit_bytes // (1024 * 1024)
+            text = f"Requests under way exceed the limit of {megabytes} MB set by DYN_HTTP_PENDING_BODIES_LIMIT_MB"
+            raise RequestRejected(503, text, retry_after_seconds=1, limit="pending_bodies")
+        self.used_bytes += count
+
+    def give_back(self, count: int) -> None:
+        self.used_bytes -= count
+
+
+async def read_body(headers: Headers, receive: Receive, limit_bytes: int, budget: BodyBudget) -> bytes:
     """The whole body. Raises the 413 as soon as it is known to be too long, ClientGone when the client left."""
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and int(announced[:20]) > limit_bytes:
@@ -66,23 +88,27 @@ async def read_body(headers: Headers, receive: Receive, limit_bytes: int) -> byt
         if len(body) > limit_bytes:
             raise _too_large(limit_bytes)
         return body
-    parts, size = [body], len(body)
-    while message.get("more_body", False):
-        if size > limit_bytes:
-            raise _too_large(limit_bytes)
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-    if size > limit_bytes:
-        raise _too_large(limit_bytes)
-    return b"".join(parts)
+    whole = bytearray()  # and no list of parts: a hostile client makes them two bytes long
+    try:
+        while True:
+            if len(whole) + len(body) > limit_bytes:
+                raise _too_large(limit_bytes)
+            budget.take(len(body))
+            whole += body
+            if not message.get("more_body", False):
+                return bytes(whole)
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            body = message.get("body", b"")
+    finally:
+        budget.give_back(len(whole))
 
 
 def _too_large(limit_bytes: int) -> RequestRejected:
     megabytes = limit_bytes // (1024 * 1024)
-    return RequestRejected(413, f"Request body exceeds the limit of {megabytes} MB set by DYN_HTTP_BODY_LIMIT_MB")
+    text = f"Request body exceeds the limit of {megabytes} MB set by DYN_HTTP_BODY_LIMIT_MB"
+    return RequestRejected(413, text, limit="body_size")
 
 
 async def reply(
@@ -104,6 +130,6 @@ async def reply(
 async def reply_rejected(send: Send, rejected: RequestRejected, extra: tuple[tuple[bytes, bytes], ...] = ()) -> None:
     """Send the answer a rejection stands for."""
     headers = tuple((name.encode(), value.encode()) for name, value in rejected.headers().items())
-    if rejected.status == 413:  # the rest of the body is not wanted
+    if rejected.limit in ("body_size", "pending_bodies"):  # the rest of the body is not wanted
         headers += ((b"connection", b"close"),)
     await reply(send, rejected.status, rejected.body(), extra=(*headers, *extra))

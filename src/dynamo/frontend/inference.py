@@ -25,6 +25,7 @@ from dynamo.errors import (
 )
 from dynamo.frontend.admission import Admission, NotReady
 from dynamo.frontend.asgi import (
+    BodyBudget,
     ClientGone,
     Headers,
     Receive,
@@ -38,12 +39,13 @@ from dynamo.frontend.asgi import (
 )
 from dynamo.frontend.event_stream import PUSH_EXTENSION, EventStream
 from dynamo.frontend.generation import Delta, SingleGeneration, WorkRequest, generate
-from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics, RequestMetrics
+from dynamo.frontend.metrics import STALL_SECONDS, UNKNOWN_MODEL, FrontendMetrics, RequestMetrics
 from dynamo.frontend.models import ModelDirectory, ServedModel
 from dynamo.frontend.overhead import PARSE, QUEUE, Overhead, wants_overhead
 from dynamo.frontend.preprocess import Preprocessor
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.frontend.surfaces import Answer, ChunkWriter, Surface, UnaryAnswer
+from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import (
     RequestRejected,
     model_not_found,
@@ -110,20 +112,26 @@ class _Exchange:
 class _Inactivity:
     """Ends a request whose engine has been silent for too long; costs one assignment for each wake-up."""
 
-    __slots__ = ("_exchange", "_limit", "_loop", "_timer", "last")
+    __slots__ = ("_due", "_exchange", "_limit", "_loop", "_timer", "last")
 
     def __init__(self, exchange: _Exchange, limit_seconds: float) -> None:
         self._exchange, self._limit = exchange, limit_seconds
         self._loop = asyncio.get_running_loop()
         self.last = self._loop.time()
-        self._timer = self._loop.call_at(self.last + limit_seconds, self._check)
+        self._due = self.last + limit_seconds
+        self._timer = self._loop.call_at(self._due, self._check)
 
     def _check(self) -> None:
-        due = self.last + self._limit
-        if self._loop.time() >= due:
+        now = self._loop.time()
+        late = now - self._due
+        if late > STALL_SECONDS:
+            # This loop was away (a suspended machine, a long block): what the engine said meanwhile is still unread.
+            self.last += late
+        self._due = self.last + self._limit
+        if now >= self._due:
             self._exchange.end_with(ResponseTimeout(f"no output for {self._limit:g} s"))
         else:
-            self._timer = self._loop.call_at(due, self._check)
+            self._timer = self._loop.call_at(self._due, self._check)
 
     def close(self) -> None:
         self._timer.cancel()
@@ -142,6 +150,7 @@ class InferenceRoute:
         metrics: FrontendMetrics,
         preprocessor: Preprocessor,
         in_flight: InFlight,
+        budget: BodyBudget,
     ) -> None:
         self._surface = surface
         self._settings = settings
@@ -151,6 +160,8 @@ class InferenceRoute:
         self._preprocessor = preprocessor
         self._exchanges = in_flight._exchanges
         self._metadata_prefix = settings.metadata_header_prefix.encode()
+        self._budget = budget
+        self._limits = BodyLimits(settings.json_depth_limit, settings.messages_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
@@ -160,7 +171,7 @@ class InferenceRoute:
         began = loop.time()
         try:
             check_content_type(headers)
-            body = await read_body(headers, receive, self._settings.body_limit_bytes)
+            body = await read_body(headers, receive, self._settings.body_limit_bytes, self._budget)
             began = loop.time()  # how long a client takes to send its request is no time of ours
             overhead = Overhead(is_wanted=wants_overhead(headers))
             self._admission.enter()
@@ -249,7 +260,7 @@ class InferenceRoute:
     def _understand(self, scope: Scope, body: bytes) -> tuple[Request, ServedModel, HeaderEffects]:
         """Everything that can be wrong with a request before a model is asked; in the native order of checks."""
         settings = self._settings
-        request = self._surface.decode(body, ignore_unsupported=settings.ignore_unsupported_fields)
+        request = self._surface.decode(body, ignore_unsupported=settings.ignore_unsupported_fields, limits=self._limits)
         model = self._models.lookup(request.model)
         if model is None and self._models.is_registered(request.model):
             raise model_not_ready(request.model)
@@ -456,6 +467,8 @@ class InferenceRoute:
     def _count_early(self, began: float, rejected: RequestRejected, error: BaseException) -> None:
         counted = self._metrics.request(UNKNOWN_MODEL, self._surface.endpoint, "unary", began)
         counted.fail(asyncio.get_running_loop().time(), **_classify(error, rejected)._asdict())
+        if rejected.limit is not None:
+            self._metrics.refused(rejected.limit)
 
     def _log_end(self, exchange: _Exchange, model: ServedModel, answer: Answer, seconds: float) -> None:
         if logger.isEnabledFor(logging.INFO):

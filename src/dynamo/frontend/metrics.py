@@ -224,6 +224,9 @@ class FrontendMetrics:
                 "migration_limit": "Retries of a request on another worker",
             }.items()
         }
+        self._refusals = registry.counter_vector(
+            name("refusals_total"), "Requests and connections declined by a limit of the listener", ("limit",)
+        )
         self._registry = registry
         self._models: dict[str, ModelSeries] = {}
         self._routes: dict[tuple[str, str, str], RouteSeries] = {}
@@ -233,6 +236,10 @@ class FrontendMetrics:
     def expose(self) -> bytes:
         """Everything in the registry, as Prometheus text."""
         return self._registry.expose()
+
+    def refused(self, limit: str) -> None:
+        """A limit of the listener was hit; `limit` is one of a fixed set of names."""
+        self._refusals.labels(limit).inc()
 
     def model(self, name: str) -> ModelSeries:
         """The series of a registered model."""

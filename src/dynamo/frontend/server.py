@@ -10,15 +10,13 @@ import signal
 import socket
 import ssl
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, Final
 
 import uvicorn
 from uvicorn.protocols.http import httptools_impl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dynamo.frontend.app import Frontend
-from dynamo.frontend.event_stream import PUSH_EXTENSION
+from dynamo.frontend.connection import SPARE_CONNECTIONS, protocol_class
 from dynamo.frontend.settings import FrontendSettings
 
 __all__ = ["HttpServer", "PortInUse", "bind", "serve_until_signal"]
@@ -29,7 +27,7 @@ LISTEN_BACKLOG: Final = 2048
 
 LAST_WORDS_SECONDS: Final = 1.0  # for the error events of streams that were cut
 
-_TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+SPARE_DESCRIPTORS: Final = 128  # for connections to workers, files and logs, whatever clients do
 
 
 class PortInUse(Exception):
@@ -59,105 +57,19 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _TooLong(Exception):
-    """The request line and headers are longer than allowed."""
-
-
-class _LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with what it lacks: a bound on request line and headers, and one on waiting for a request.
-
-    uvicorn itself closes a connection that is idle after an answer. One that never asks, or stops in the middle of its
-    request, is closed here.
-    """
-
-    header_limit_bytes = 64 * 1024
-    idle_seconds = 75.0
-    _header_bytes = 0
-    _is_waiting = True  # for a request, or for the rest of one
-    _heard_at = 0.0
-    _idle: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        raw = transport.get_extra_info("socket")
-        if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        super().connection_made(transport)  # type: ignore[arg-type]
-        self._heard_at = self.loop.time()
-        self._idle = self.loop.call_later(self.idle_seconds, self._look)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-            self._idle = None
-        super().connection_lost(exc)
-        # uvicorn calls this timer off after a close only; after a reset it would keep the connection for as long.
-        self._unset_keepalive_if_required()
-
-    def _look(self) -> None:
-        """Close a connection we have waited for too long; one timer per connection, not one per read."""
-        due = self._heard_at + self.idle_seconds if self._is_waiting else self.loop.time() + self.idle_seconds
-        if due <= self.loop.time():
-            self._idle = None
-            self.transport.close()
-        else:
-            self._idle = self.loop.call_at(due, self._look)
-
-    def data_received(self, data: bytes) -> None:
-        # Until the headers are complete, whatever arrives counts; one read may also bring the body, and is not judged
-        # before the parser has seen it.
-        self._heard_at = self.loop.time()
-        self._header_bytes += len(data)
-        super().data_received(data)
-        if self._header_bytes > self.header_limit_bytes and self.transport is not None:
-            if not self.transport.is_closing():
-                self.transport.write(_TOO_LARGE)
-            self.transport.close()
-
-    def on_headers_complete(self) -> None:
-        if self._header_bytes > self.header_limit_bytes:  # perhaps only because the same read brought a body
-            size = len(self.url) + sum([len(name) + len(value) for name, value in self.headers])
-            if size > self.header_limit_bytes:
-                raise _TooLong
-        self._header_bytes = -(1 << 62)  # the body has a limit of its own
-        super().on_headers_complete()
-        if self.cycle is not None:  # its task has not run yet
-            extensions: dict[str, Any] = {PUSH_EXTENSION: partial(_push, self.cycle)}
-            self.cycle.scope["extensions"] = extensions
-
-    def on_message_begin(self) -> None:
-        self._is_waiting = True
-        super().on_message_begin()
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._header_bytes = 0
-        self._is_waiting = False
-
-    def send_400_response(self, msg: str) -> None:
-        """What the parser's own errors lead to, and ours from inside its callbacks."""
-        if self._header_bytes > self.header_limit_bytes:
-            return  # `data_received` answers it
-        super().send_400_response(msg)
-
-
-def _push(cycle: RequestResponseCycle, data: bytes) -> bool:
-    """What `send` does for one more body chunk, where nothing has to be waited for; the extension `dynamo.push`."""
-    if (
-        cycle.flow.write_paused
-        or cycle.disconnected
-        or cycle.response_complete
-        or not cycle.response_started
-        or not cycle.chunked_encoding
-        or cycle.scope["method"] == "HEAD"
-    ):
-        return False
-    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-    return True
-
-
-def _protocol_class(settings: FrontendSettings) -> type[_LimitedProtocol]:
-    limits = {"header_limit_bytes": settings.header_limit_bytes, "idle_seconds": settings.idle_connection_seconds}
-    return type("LimitedProtocol", (_LimitedProtocol,), limits)
+def connection_limit(settings: FrontendSettings) -> int:
+    """How many connections are kept: the setting, or fewer where this process may not open so many descriptors."""
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return settings.max_connections
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return settings.max_connections
+    room = max(descriptors - SPARE_DESCRIPTORS - SPARE_CONNECTIONS, 16)
+    if room < settings.max_connections:
+        logger.info("at most %d connections at once, as this process may open %d files", room, descriptors)
+    return min(settings.max_connections, room)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -199,7 +111,7 @@ class HttpServer:
             options |= {"ssl_ca_certs": settings.tls_client_ca_cert_path, "ssl_cert_reqs": ssl.CERT_REQUIRED}
         return uvicorn.Config(
             self._frontend.asgi,
-            http=_protocol_class(settings),
+            http=protocol_class(settings, self._frontend.metrics.refused, max_connections=connection_limit(settings)),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_MESSAGES
 from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_status
 from dynamo.runtime.settings import env_bool, env_float, env_int, env_str
 
@@ -73,7 +74,16 @@ class FrontendSettings:
     overload_status: int = DEFAULT_OVERLOAD_STATUS
     body_limit_bytes: int = 45 * 1024 * 1024
     header_limit_bytes: int = 64 * 1024
+    header_count_limit: int = 128  # proxies add a dozen or two
+    header_timeout_seconds: float = 15.0
+    body_timeout_seconds: float = 120.0  # the largest body over 3 Mbit/s
+    pending_bodies_limit_bytes: int = 1024 * 1024 * 1024  # of all requests that are still arriving
     idle_connection_seconds: int = 75  # longer than the usual proxy keep-alive, so the proxy closes first
+    max_connections: int = 16_384  # an idle one takes about 20 KiB
+    pipeline_limit: int = 16
+    write_stall_seconds: float = 60.0
+    json_depth_limit: int = MAX_DEPTH
+    messages_limit: int = MAX_MESSAGES
     peek_seconds: float = DEFAULT_PEEK_SECONDS
     keep_alive_seconds: float | None = KEEP_ALIVE_SECONDS
     backend_stream_timeout_seconds: float | None = None
@@ -124,6 +134,25 @@ class FrontendSettings:
             overload_status=_overload_status(env),
             body_limit_bytes=env_int("DYN_HTTP_BODY_LIMIT_MB", 45, minimum=1, env=env) * 1024 * 1024,
             header_limit_bytes=env_int("DYN_HTTP_HEADER_LIMIT_KB", 64, minimum=4, env=env) * 1024,
+            header_count_limit=env_int("DYN_HTTP_HEADER_COUNT_LIMIT", default.header_count_limit, minimum=1, env=env),
+            header_timeout_seconds=env_float(
+                "DYN_HTTP_HEADER_TIMEOUT_SECS", default.header_timeout_seconds, minimum=0.1, env=env
+            ),
+            body_timeout_seconds=env_float(
+                "DYN_HTTP_BODY_TIMEOUT_SECS", default.body_timeout_seconds, minimum=0.1, env=env
+            ),
+            pending_bodies_limit_bytes=env_int("DYN_HTTP_PENDING_BODIES_LIMIT_MB", 1024, minimum=1, env=env)
+            * 1024
+            * 1024,
+            max_connections=env_int("DYN_HTTP_MAX_CONNECTIONS", default.max_connections, minimum=1, env=env),
+            pipeline_limit=env_int("DYN_HTTP_PIPELINE_LIMIT", default.pipeline_limit, minimum=1, env=env),
+            write_stall_seconds=env_float(
+                "DYN_HTTP_WRITE_STALL_SECS", default.write_stall_seconds, minimum=0.1, env=env
+            ),
+            json_depth_limit=min(
+                env_int("DYN_HTTP_JSON_DEPTH_LIMIT", default.json_depth_limit, minimum=4, env=env), DEPTH_CEILING
+            ),
+            messages_limit=env_int("DYN_HTTP_MESSAGES_LIMIT", default.messages_limit, minimum=1, env=env),
             idle_connection_seconds=env_int(
                 "DYN_HTTP_IDLE_CONNECTION_SECS", default.idle_connection_seconds, minimum=1, env=env
             ),

@@ -15,6 +15,7 @@ from dynamo.frontend.models import ServedModel
 from dynamo.frontend.overhead import Overhead
 from dynamo.frontend.preprocess import Preprocessor
 from dynamo.protocol.model_types import ModelType
+from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.requests import (
     ChatRequest,
@@ -51,7 +52,7 @@ class Surface(ABC, Generic[R]):
     model_type: ClassVar[ModelType]
 
     @abstractmethod
-    def decode(self, body: bytes, *, ignore_unsupported: bool) -> R:
+    def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> R:
         """Raises `RequestRejected` (400) for what is no such request."""
 
     @abstractmethod
@@ -89,8 +90,8 @@ class ChatSurface(Surface[ChatRequest]):
     id_prefix = "chatcmpl-"
     model_type = ModelType.Chat
 
-    def decode(self, body: bytes, *, ignore_unsupported: bool) -> ChatRequest:
-        return decode_chat(body, ignore_unsupported=ignore_unsupported)
+    def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> ChatRequest:
+        return decode_chat(body, ignore_unsupported=ignore_unsupported, limits=limits)
 
     def validate(self, request: ChatRequest) -> None:
         validate_chat(request)
@@ -122,8 +123,8 @@ class CompletionSurface(Surface[CompletionRequest]):
     id_prefix = "cmpl-"
     model_type = ModelType.Completions
 
-    def decode(self, body: bytes, *, ignore_unsupported: bool) -> CompletionRequest:
-        return decode_completion(body, ignore_unsupported=ignore_unsupported)
+    def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> CompletionRequest:
+        return decode_completion(body, ignore_unsupported=ignore_unsupported, limits=limits)
 
     def validate(self, request: CompletionRequest) -> None:
         validate_completion(request)

@@ -6,21 +6,47 @@ Every failure is a 400 whose text ends in what was expected and where (`` at `$.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import msgspec
 
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["MAX_CONTAINERS", "MAX_DEPTH", "check_depth", "deserialisation_error", "mend", "read_json"]
+__all__ = [
+    "DEFAULT_LIMITS",
+    "DEPTH_CEILING",
+    "MAX_CONTAINERS",
+    "MAX_DEPTH",
+    "MAX_MESSAGES",
+    "BodyLimits",
+    "check_depth",
+    "check_messages",
+    "deserialisation_error",
+    "mend",
+    "read_json",
+]
 
 MAX_DEPTH: Final = 128  # arrays and objects inside each other; JSON Schemas in the wild stay below 40
+DEPTH_CEILING: Final = 512  # no setting goes beyond: templates and encoders recurse on the interpreter's own stack
+MAX_MESSAGES: Final = 8192  # of one conversation; each costs a template some microseconds
 MAX_CONTAINERS: Final = 1 << 18  # arrays and objects in one body: an empty one costs 60 bytes for 2 on the wire
 MAX_MENDED_BYTES: Final = 4 * 1024 * 1024  # mending costs up to 0.1 s a MiB, on the caller's thread
 DETAIL_LIMIT: Final = 512  # characters of a decoder's message we pass on: it may quote the client's own value
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """What a body may hold."""
+
+    depth: int = MAX_DEPTH
+    messages: int = MAX_MESSAGES
+
+
+DEFAULT_LIMITS: Final = BodyLimits()
 
 _NOT_STRUCTURE: Final = bytes(byte for byte in range(256) if byte not in b'[{"')
 
@@ -62,11 +88,19 @@ def check_size(body: bytes) -> None:
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
     structure = b"".join(bare.translate(None, _NOT_STRUCTURE).split(b'"')[::2])  # without what stood in strings
     if len(structure) > MAX_CONTAINERS:
-        raise _refused(f"more than {MAX_CONTAINERS} JSON arrays and objects in one body")
+        text = f"more than {MAX_CONTAINERS} JSON arrays and objects in one body"
+        raise _refused(text, limit="json_containers")
 
 
-def check_depth(values: Iterable[Any]) -> None:
-    """Refuse free-form values that nest deeper than `MAX_DEPTH`. Level by level: no recursion of ours.
+def check_messages(messages: Sized, limit: int) -> None:
+    """Refuse a conversation of more than `limit` messages."""
+    if len(messages) > limit:
+        text = f"Maximum of {limit} messages are supported (DYN_HTTP_MESSAGES_LIMIT), got {len(messages)}"
+        raise RequestRejected(400, text, param="messages", limit="messages")
+
+
+def check_depth(values: Iterable[Any], limit: int = MAX_DEPTH) -> None:
+    """Refuse free-form values that nest deeper than `limit`. Level by level: no recursion of ours.
 
     The decoder gives up by itself near 1000 levels; this lower limit leaves room for whoever recurses later
     (templates, the worker's wire), each with frames of its own.
@@ -75,8 +109,8 @@ def check_depth(values: Iterable[Any]) -> None:
     depth = 0
     while level:
         depth += 1
-        if depth > MAX_DEPTH:
-            raise _refused(f"JSON nested deeper than {MAX_DEPTH} levels")
+        if depth > limit:
+            raise _too_deep(limit)
         level = [
             child
             for value in level
@@ -98,17 +132,22 @@ def deserialisation_error(error: msgspec.ValidationError) -> RequestRejected:
 def malformed(error: Exception) -> RequestRejected:
     """The 400 for bytes that are no JSON."""
     if isinstance(error, RecursionError):
-        return _refused(f"JSON nested deeper than {MAX_DEPTH} levels")
+        return _too_deep(DEPTH_CEILING)
     return _refused(str(error))
 
 
-def _refused(detail: str, param: str | None = None) -> RequestRejected:
+def _too_deep(limit: int) -> RequestRejected:
+    return _refused(f"JSON nested deeper than {limit} levels (DYN_HTTP_JSON_DEPTH_LIMIT)", limit="json_depth")
+
+
+def _refused(detail: str, param: str | None = None, *, limit: str | None = None) -> RequestRejected:
     if len(detail) > DETAIL_LIMIT:
         half = DETAIL_LIMIT // 2
         detail = f"{detail[:half]}...{detail[-half:]}"  # the path is at the end
     if param is not None and len(param) > DETAIL_LIMIT:
         param = param[:DETAIL_LIMIT]
-    return RequestRejected(400, f"Failed to deserialize the JSON body into the target type: {detail}", param=param)
+    text = f"Failed to deserialize the JSON body into the target type: {detail}"
+    return RequestRejected(400, text, param=param, limit=limit)
 
 
 # Stand-ins while strings are taken apart: decoding with "replace" leaves no surrogate in the text.

@@ -89,7 +89,8 @@ class RequestRejected(Exception):
 
     `param` names the field; `details` is a small JSON object of the flat body; `code` is OpenAI's machine-readable
     string (`model_not_found`); `retry_after_seconds` becomes a `Retry-After` header. `stream_status` differs from
-    `status` only where an engine asserted a 5xx that a unary answer must hide.
+    `status` only where an engine asserted a 5xx that a unary answer must hide. `limit`: the metric label of the
+    listener's limit that was hit.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class RequestRejected(Exception):
         retry_after_seconds: int | None = None,
         stream_status: int | None = None,
         stream_message: str | None = None,
+        limit: str | None = None,
     ) -> None:
         if len(message) > MESSAGE_LIMIT:
             message = message[: MESSAGE_LIMIT - 3] + "..."
@@ -113,6 +115,7 @@ class RequestRejected(Exception):
         self.type = type_ or phrase_of(status)
         self.stream_type = stream_type or stream_type_of(status)
         self.code = code
+        self.limit = limit
         self.retry_after_seconds = retry_after_seconds
         self.stream_status = status if stream_status is None else stream_status
         self.stream_message = message if stream_message is None else stream_message

@@ -10,7 +10,14 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from dynamo.protocol.openai.body import check_depth, deserialisation_error, read_json
+from dynamo.protocol.openai.body import (
+    DEFAULT_LIMITS,
+    BodyLimits,
+    check_depth,
+    check_messages,
+    deserialisation_error,
+    read_json,
+)
 from dynamo.protocol.openai.shapes import (
     ChatRequest,
     CommonRequest,
@@ -61,12 +68,12 @@ class _Reader:
         self._keys = msgspec.json.Decoder(dict[str, msgspec.Raw])
         self._fields = frozenset(strict.__struct_fields__)
 
-    def read(self, body: bytes, *, ignore_unsupported: bool) -> Any:
+    def read(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> Any:
         try:
             request, mended = read_json(body, self._lenient.decode if ignore_unsupported else self._decode)
         except msgspec.ValidationError as error:
             raise deserialisation_error(error) from error
-        check_depth(request.free_form())
+        check_depth(request.free_form(), limits.depth)
         if mended:
             request.__dict__["repaired"] = True
         return request
@@ -87,19 +94,22 @@ _CHAT: Final = _Reader(ChatRequest, _AnyChat)
 _COMPLETION: Final = _Reader(CompletionRequest, _AnyCompletion)
 
 
-def decode_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatRequest:
+def decode_chat(body: bytes, *, ignore_unsupported: bool = False, limits: BodyLimits = DEFAULT_LIMITS) -> ChatRequest:
     """The typed request, not yet validated; unknown top-level keys wait in `.unsupported`.
 
     Raises:
         RequestRejected: 400, the body is not JSON of the right shape.
     """
-    request: ChatRequest = _CHAT.read(body, ignore_unsupported=ignore_unsupported)
+    request: ChatRequest = _CHAT.read(body, ignore_unsupported=ignore_unsupported, limits=limits)
+    check_messages(request.messages, limits.messages)
     return request
 
 
-def decode_completion(body: bytes, *, ignore_unsupported: bool = False) -> CompletionRequest:
+def decode_completion(
+    body: bytes, *, ignore_unsupported: bool = False, limits: BodyLimits = DEFAULT_LIMITS
+) -> CompletionRequest:
     """As `decode_chat`, for text completions."""
-    request: CompletionRequest = _COMPLETION.read(body, ignore_unsupported=ignore_unsupported)
+    request: CompletionRequest = _COMPLETION.read(body, ignore_unsupported=ignore_unsupported, limits=limits)
     return request
 
 
