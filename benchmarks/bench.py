@@ -1,254 +1,155 @@
-"""`make bench`: start each stack afresh, load it, and print CPU per token of each process against the bars.
+"""`make bench`: start each stack afresh, load it, and print what it cost beside the bars.
 
-CPU is user + system time of a process over the load window, from /proc; wall time on a shared machine is noise.
+CPU is user + system time of a process over the load window; wall time on a shared machine is noise. The median of the
+repeats is judged. The floor is what a bare uvicorn app costs on the same machine in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import json
 import os
 import platform
-import signal
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from load import Outcome, run_load
-from model import make_model, prompt_text
+from cases import Bench, Case, Figures, cases
+from model import make_model
 
-HERE = Path(__file__).parent
-TICKS = os.sysconf("SC_CLK_TCK")
+from dynamo.cli.bench.results import BUSY_SHARE
 
-
-@dataclass
-class Stack:
-    """A running frontend and worker."""
-
-    port: int
-    frontend: int  # pid
-    worker: int  # pid
-    seconds_to_first_answer: float
+PACKAGES = ("dynamo-unified", "uvicorn", "uvloop", "httptools", "starlette", "msgspec", "tokenizers", "jinja2")
 
 
-def cpu_seconds(pid: int) -> float:
-    """User + system seconds of one process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
-
-
-def rss_mb(pid: int) -> float:
-    """Resident memory of one process."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1]) / 1024
-    return 0.0
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def post(port: int, body: dict[str, Any], timeout: float = 10) -> dict[str, Any]:
-    """One unary chat request."""
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/chat/completions",
-        data=json.dumps(body).encode(),
-        headers={"content-type": "application/json"},
+def machine() -> dict[str, Any]:
+    """What a reader needs to compare two files."""
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
     )
-    with urllib.request.urlopen(request, timeout=timeout) as answer:
-        return json.loads(answer.read())  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def stack(model: Path, delay: float) -> Iterator[Stack]:
-    """Our frontend and one bench worker, fresh; stopped at the end."""
-    with tempfile.TemporaryDirectory() as store:
-        port = free_port()
-        env = {
-            **os.environ,
-            "DYN_FILE_KV": store,
-            "DYN_TCP_RPC_HOST": "127.0.0.1",
-            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
-            "DYN_LOG": "info",
-        }
-        env.pop("DYN_SYSTEM_PORT", None)
-        log = (Path(store) / "log").open("w")
-        begun = time.perf_counter()
-        frontend = subprocess.Popen(
-            [sys.executable, "-m", "dynamo.frontend", "--discovery-backend", "file", "--http-port", str(port)],
-            env=env, stdout=log, stderr=log,
-        )  # fmt: skip
-        worker = subprocess.Popen(
-            [sys.executable, str(HERE / "engine.py"), "--model", str(model), "--delay", str(delay)],
-            env=env, stdout=log, stderr=log,
-        )  # fmt: skip
-        try:
-            body = {"model": "bench", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-            while True:
-                try:
-                    post(port, body)
-                    break
-                except Exception:
-                    if time.perf_counter() - begun > 30 or frontend.poll() is not None or worker.poll() is not None:
-                        tail = (Path(store) / "log").read_text()[-3000:]
-                        raise RuntimeError(f"the stack did not come up:\n{tail}") from None
-                    time.sleep(0.01)
-            yield Stack(port, frontend.pid, worker.pid, time.perf_counter() - begun)
-        finally:
-            for process in (frontend, worker):
-                process.send_signal(signal.SIGINT)
-            for process in (frontend, worker):
-                try:
-                    process.wait(10)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-            log.close()
-
-
-@dataclass
-class Case:
-    """One row of the table."""
-
-    name: str
-    delay: float
-    streams: int
-    requests: int
-    tokens: int
-    bars: tuple[float, float]
-    unit: str = "token"
-    stream: bool = True
-    extra: dict[str, Any] | None = None
-
-
-CASES = [
-    Case("burst, 64 streams, 256 tokens", 0, 64, 640, 256, (4.0, 2.5)),
-    Case("burst, 256 streams, 256 tokens", 0, 256, 1024, 256, (5.0, 3.2)),
-    Case("paced 20 ms, 64 streams, 128 tokens", 0.02, 64, 192, 128, (18, 10)),
-    Case("paced 20 ms, 256 streams, 128 tokens", 0.02, 256, 512, 128, (15, 7)),
-    Case(
-        "paced, 64 streams, stop strings + logprobs", 0.02, 64, 128, 128, (22, 12),
-        extra={"stop": ["zzqqzz", "\n\n\n\n"], "logprobs": True},
-    ),
-    Case("one-token requests, 64 at a time, unary", 0, 64, 6000, 1, (300, 80), unit="request", stream=False),
-]  # fmt: skip
-
-
-def measure(case: Case, model: Path, prompt: str) -> dict[str, Any]:
-    """One fresh start of one case."""
-    body: dict[str, Any] = {
-        "model": "bench",
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": case.tokens,
-        "stream": case.stream,
-        **(case.extra or {}),
+    memory = next((int(line.split()[1]) // 1024 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
+    return {
+        "platform": platform.platform(),
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_mb": memory,
+        "load_average_before": os.getloadavg(),
     }
-    if case.stream:
-        body["stream_options"] = {"include_usage": True}
-    with stack(model, case.delay) as running:
-        warm = {**body, "max_tokens": min(case.tokens, 8)}
-        asyncio.run(run_load(running.port, [warm], streams=case.streams, requests=case.streams * 2, stream=case.stream))
-        before = cpu_seconds(running.frontend), cpu_seconds(running.worker), time.process_time()
-        outcome: Outcome = asyncio.run(
-            run_load(running.port, [body], streams=case.streams, requests=case.requests, stream=case.stream)
-        )
-        after = cpu_seconds(running.frontend), cpu_seconds(running.worker), time.process_time()
-        units = outcome.tokens if case.unit == "token" else outcome.requests
-        return {
-            "frontend_us": 1e6 * (after[0] - before[0]) / units,
-            "worker_us": 1e6 * (after[1] - before[1]) / units,
-            "load_us": 1e6 * (after[2] - before[2]) / units,
-            "tokens_per_second": outcome.tokens / outcome.seconds,
-            "events_per_token": outcome.events / max(outcome.tokens, 1),
-            "first_token_p50_ms": 1e3 * statistics.median(outcome.first_token or [0]),
-            "errors": outcome.errors,
-            "start_seconds": running.seconds_to_first_answer,
-            "rss_mb": (rss_mb(running.frontend), rss_mb(running.worker)),
-        }
 
 
-def measure_quiet(model: Path, prompt: str) -> dict[str, Any]:
-    """First token on a kept-alive connection, memory and CPU at rest."""
-    with stack(model, 0) as running:
-        body: dict[str, Any] = {
-            "model": "bench", "messages": [{"role": "user", "content": prompt}], "max_tokens": 1, "stream": True,
-            "stream_options": {"include_usage": True},
-        }  # fmt: skip
-        outcome = asyncio.run(run_load(running.port, [body], streams=1, requests=300))
-        time.sleep(1)
-        before = cpu_seconds(running.frontend), cpu_seconds(running.worker)
-        time.sleep(10)
-        idle = [
-            100 * (cpu_seconds(p) - b) / 10 for p, b in zip((running.frontend, running.worker), before, strict=True)
-        ]
-        return {
-            "first_token_p50_ms": 1e3 * statistics.median(outcome.first_token),
-            "start_seconds": running.seconds_to_first_answer,
-            "rss_mb": (rss_mb(running.frontend), rss_mb(running.worker)),
-            "idle_percent": tuple(idle),
-        }
+def versions() -> dict[str, str | None]:
+    """Of everything that takes part."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "commit": _commit()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3, help="fresh starts per case; the median is shown (default 3)")
-    parser.add_argument("--only", default="", help="run the cases whose name contains this text")
-    parser.add_argument("--out", type=Path, default=Path("bench-results"), help="where model and JSON go")
-    args = parser.parse_args()
-    model = make_model(args.out / "model")
-    prompt = prompt_text(model, 64, seed=7)
-    results: dict[str, Any] = {"machine": platform.platform(), "python": platform.python_version(), "cases": {}}
-    print(f"{'case':46} {'frontend':>16} {'worker':>16} {'load gen':>9} {'tokens/s':>9}  errors")
-    for case in CASES:
-        if args.only not in case.name:
-            continue
-        runs = [measure(case, model, prompt) for _ in range(args.repeats)]
-        results["cases"][case.name] = runs
-        mid = {
-            k: statistics.median(r[k] for r in runs)
-            for k in ("frontend_us", "worker_us", "load_us", "tokens_per_second")
-        }
-        cells = [
-            f"{mid[key]:6.1f} <= {bar:<4g}{'pass' if mid[key] <= bar else 'MISS'}"
-            for key, bar in zip(("frontend_us", "worker_us"), case.bars, strict=True)
-        ]
-        errors = sum(r["errors"] for r in runs)
-        print(
-            f"{case.name:46} {cells[0]:>16} {cells[1]:>16} {mid['load_us']:9.1f} {mid['tokens_per_second']:9.0f}  {errors}",
-            flush=True,
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _commit() -> str | None:
+    """With a plus when the tree has changes."""
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+"], cwd=Path(__file__).parent, capture_output=True, text=True
         )
-    if args.only in "quiet":
-        runs = [measure_quiet(model, prompt) for _ in range(args.repeats)]
-        results["cases"]["quiet"] = runs
-        first = statistics.median(r["first_token_p50_ms"] for r in runs)
-        start = statistics.median(r["start_seconds"] for r in runs)
-        print(
-            f"first token, 1 stream, kept alive: {first:.2f} ms (<= 1.5)   start to first answer: {start:.2f} s (<= 1.2)"
+    except OSError:
+        return None
+    return said.stdout.strip() or None
+
+
+def rows(case: Case, repeats: list[Figures]) -> list[dict[str, Any]]:
+    """One per bar: the median, the spread, the verdict."""
+    found = []
+    for bar in case.bars:
+        values = [figures[bar.figure] for figures in repeats]
+        middle = statistics.median(values)
+        verdict = None if bar.limit is None else "pass" if middle <= bar.limit else "MISS"
+        found.append(
+            {
+                "case": case.name,
+                "figure": bar.figure,
+                "unit": bar.unit,
+                "median": middle,
+                "lowest": min(values),
+                "highest": max(values),
+                "bar": bar.limit,
+                "verdict": verdict,
+            }
         )
-        memory = [statistics.median(r["rss_mb"][i] for r in runs) for i in (0, 1)]
-        idle = [statistics.median(r["idle_percent"][i] for r in runs) for i in (0, 1)]
-        print(
-            f"RSS: {memory[0]:.0f} / {memory[1]:.0f} MB (<= 90 / 60)   idle CPU: {idle[0]:.2f} / {idle[1]:.2f} % (<= 0.3)"
+    return found
+
+
+def shown(row: dict[str, Any], *, is_first: bool) -> str:
+    """One line of the table."""
+    name = row["case"] if is_first else ""
+    bar = "" if row["bar"] is None else f"<= {row['bar']:g}"
+    spread = f"{row['lowest']:.2f} .. {row['highest']:.2f}"
+    return f"{name:46} {row['figure']:24} {row['median']:9.2f} {row['unit']:10} {bar:>8} {row['verdict'] or '-':6} {spread}"
+
+
+def remarks(case: Case, repeats: list[Figures]) -> list[str]:
+    """What would make a figure worthless."""
+    found = []
+    if failed := sum(figures.get("failed", 0) for figures in repeats):
+        found.append(f"  {failed:.0f} requests failed: the figures of {case.name!r} mean nothing")
+    share = max(figures.get("load generator share", 0.0) for figures in repeats)
+    if share > BUSY_SHARE:
+        found.append(
+            f"  the load generator was busy ({100 * share:.0f} % of a core): throughput is its own, CPU is not"
         )
-    (args.out / "results.json").write_text(json.dumps(results, indent=1))
-    print(f"every repeat: {args.out / 'results.json'}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="fresh starts per case; the median counts (default: 5)")
+    parser.add_argument("--quick", action="store_true", help="one fresh start per case")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run the cases whose name contains it")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 when a bar is missed")
+    parser.add_argument("--out", type=Path, default=Path("bench-results"), help="where model and results.json go")
+    arguments = parser.parse_args()
+    chosen = [case for case in cases() if arguments.only in case.name]
+    if not chosen or arguments.repeats < 1:
+        parser.error("nothing to run: " + ", ".join(repr(case.name) for case in cases()))
+    count = 1 if arguments.quick else arguments.repeats
+    bench = Bench(make_model(arguments.out / "model"), arguments.quick)
+    results: dict[str, Any] = {
+        "machine": machine(), "versions": versions(), "repeats": count, "rows": [], "runs": {},
+    }  # fmt: skip
+    print(f"{results['machine']['cpu']}, {results['machine']['cores']} cores; {count} fresh starts per case")
+    print(f"{'case':46} {'figure':24} {'median':>9} {'unit':10} {'bar':>8} {'':6} spread")
+    begun = time.monotonic()
+    for case in chosen:
+        repeats = [case.run(bench) for _ in range(count)]
+        judged = rows(case, repeats)
+        results["runs"][case.name] = repeats
+        results["rows"] += judged
+        for number, row in enumerate(judged):
+            print(shown(row, is_first=number == 0), flush=True)
+        for remark in remarks(case, repeats):
+            print(remark, flush=True)
+    results["seconds"] = round(time.monotonic() - begun, 1)
+    verdicts = [row["verdict"] for row in results["rows"] if row["verdict"]]
+    print(f"{verdicts.count('pass')} of {len(verdicts)} bars met in {results['seconds']:.0f} s", end="")
+    (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(f"; every repeat is in {arguments.out / 'results.json'}")
+    return 1 if arguments.strict and "MISS" in verdicts else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -55,7 +55,25 @@ def make_model(directory: Path) -> Path:
 
 def prompt_text(directory: Path, tokens: int, seed: int) -> str:
     """Text of about `tokens` tokens."""
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    text = " ".join(words(seed, tokens))
-    ids = tokenizer.encode(text, add_special_tokens=False).ids[:tokens]
-    return str(tokenizer.decode(ids))
+    return Prompts(directory).text(tokens, seed)
+
+
+class Prompts:
+    """Texts of a length in the model's tokens; the same seed, the same text."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+    def ids(self, tokens: int, seed: int) -> list[int]:
+        """Exactly so many. Cut from a longer text, so that tokenising the text again may differ at the cut."""
+        text = " ".join(words(seed, tokens))
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids[:tokens])
+
+    def text(self, tokens: int, seed: int) -> str:
+        """Text of about `tokens` tokens."""
+        return str(self.tokenizer.decode(self.ids(tokens, seed)))
+
+    def pair(self, tokens: int, shared: int, seed: int) -> tuple[str, str]:
+        """Two texts of `tokens` tokens that share their first `shared`."""
+        first, other = self.ids(tokens, seed), self.ids(tokens - shared, seed + 1)
+        return str(self.tokenizer.decode(first)), str(self.tokenizer.decode(first[:shared] + other))

@@ -1,0 +1,135 @@
+"""Start what is measured, afresh, and ask the kernel what it used."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PATIENCE_SECONDS = 30.0
+POLL_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Processes that serve on one port: pids by name."""
+
+    port: int
+    pids: Mapping[str, int]
+    seconds_to_first_answer: float
+
+    def cpu(self) -> dict[str, float]:
+        """User + system seconds of each process so far."""
+        return {name: cpu_seconds(pid) for name, pid in self.pids.items()}
+
+    def rss(self) -> dict[str, float]:
+        """Resident memory of each process, in MB."""
+        return {name: rss_mb(pid) for name, pid in self.pids.items()}
+
+
+def cpu_seconds(pid: int) -> float:
+    """User + system seconds of one process so far, all its threads, to the nanosecond.
+
+    That is the process's own CPU clock (`clock_getcpuclockid(3)`); /proc/PID/stat counts in ticks of 10 ms, which is more
+    than some of the figures here.
+    """
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def rss_mb(pid: int) -> float:
+    """Resident memory of one process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def post(port: int, body: dict[str, Any], timeout: float = 10) -> dict[str, Any]:
+    """One unary chat request."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        data=json.dumps(body).encode(),
+        headers={"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        return json.loads(answer.read())  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def processes(
+    commands: Mapping[str, Sequence[str]], port: int, env: Mapping[str, str], folder: Path
+) -> Iterator[Stack]:
+    """Start `commands`, wait for the first answer on `port`, stop all at the end."""
+    with (folder / "log").open("wb") as log:
+        begun = time.perf_counter()
+        running = {
+            name: subprocess.Popen(line, env=dict(env), stdout=log, stderr=log) for name, line in commands.items()
+        }
+        try:
+            body = {"model": "bench", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+            while True:
+                try:
+                    post(port, body)
+                    break
+                except (OSError, ValueError, urllib.error.URLError):
+                    is_late = time.perf_counter() - begun > PATIENCE_SECONDS
+                    if is_late or any(process.poll() is not None for process in running.values()):
+                        tail = (folder / "log").read_text()[-3000:]
+                        raise RuntimeError(f"the stack did not come up:\n{tail}") from None
+                    time.sleep(POLL_SECONDS)
+            seconds = time.perf_counter() - begun
+            yield Stack(port, {name: process.pid for name, process in running.items()}, seconds)
+        finally:
+            for process in running.values():
+                process.terminate()
+            for process in running.values():
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+@contextlib.contextmanager
+def stack(model: Path, delay: float) -> Iterator[Stack]:
+    """Our frontend and one bench worker. INFO logs, metrics and migration are on: what one deploys."""
+    with tempfile.TemporaryDirectory() as name:
+        port = free_port()
+        env = {key: value for key, value in os.environ.items() if not key.startswith("DYN_")} | {
+            "DYN_FILE_KV": str(Path(name) / "store"),
+            "DYN_TCP_RPC_HOST": "127.0.0.1",
+            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
+            "DYN_LOG": "info",
+        }
+        commands = {
+            "frontend": [sys.executable, "-m", "dynamo.frontend", "--discovery-backend", "file", "--http-host", "127.0.0.1", "--http-port", str(port)],
+            "worker": [sys.executable, str(HERE / "engine.py"), "--model", str(model), "--delay", str(delay)],
+        }  # fmt: skip
+        with processes(commands, port, env, Path(name)) as running:
+            yield running
+
+
+@contextlib.contextmanager
+def floor(delay: float) -> Iterator[Stack]:
+    """The bare server of `floor.py`."""
+    with tempfile.TemporaryDirectory() as name:
+        port = free_port()
+        command = [sys.executable, str(HERE / "floor.py"), "--port", str(port), "--delay", str(delay)]
+        with processes({"floor": command}, port, os.environ, Path(name)) as running:
+            yield running
