@@ -268,12 +268,13 @@ def test_the_flags_are_those_of_the_command_line(heading: str) -> None:
     assert [flag for flag, found in actual.items() if listed[flag][2] not in shown(found[2])] == []
 
 
-def test_the_flags_of_dynamo_serve_are_those_of_its_help() -> None:
+@pytest.mark.parametrize("command", ["serve", "bench"])
+def test_the_flags_of_a_command_are_those_of_its_help(command: str) -> None:
     shown = subprocess.run(
-        [sys.executable, "-m", "dynamo.cli.main", "serve", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "dynamo.cli.main", command, "--help"], capture_output=True, text=True, check=True
     ).stdout
     flags = set(re.findall(r"^  (--[a-z-]+)", shown, re.MULTILINE))
-    assert flags == set(documented_flags("dynamo serve"))
+    assert flags == set(documented_flags(f"dynamo {command}"))
 
 
 @pytest.mark.parametrize(
