@@ -524,3 +524,14 @@ async def test_open_loop_requests_that_find_no_connection_wait_and_count_from_th
         await Load([target], lambda number, index: request, shape, recorder).run()
     assert (recorder.answered, recorder.connections, recorder.late.count) == (10, 1, 10)
     assert recorder.whole.highest > 0.15  # the last one waited for nine others
+
+
+async def test_a_connection_that_idles_at_one_server_makes_room_for_another() -> None:
+    with serving() as one, serving() as two:
+        targets, recorder = [Target.of(one.url), Target.of(two.url)], Recorder()
+        body = {"prompt": "x", "max_tokens": 1}
+        shape = Shape(1, requests=6, rate=50, is_even=True)
+        source = lambda number, index: Prepared(targets[index].post("/x", body), False)  # noqa: E731
+        async with asyncio.timeout(10):
+            await Load(targets, source, shape, recorder).run()
+    assert (recorder.answered, len(one.bodies), len(two.bodies)) == (6, 3, 3)

@@ -182,13 +182,23 @@ class Load:
             self._due = self._begun + next(self._arrivals)
             if idle := self._idle[job.target]:
                 self._start(job, idle.pop())
-            elif len(self._open) + len(self._connecting) < self._shape.connections:
+            elif self._has_room():
                 self._start(job, None)
             elif len(self._waiting) < MAX_WAITING:
                 self._waiting.append(job)
             else:
                 self._failed("not sent: too many wait", f"{MAX_WAITING} requests are due and have no connection")
         self._check_finished()
+
+    def _has_room(self) -> bool:
+        """Whether one more connection may be opened; one that idles at another target makes room."""
+        if len(self._open) + len(self._connecting) < self._shape.connections:
+            return True
+        for idle in self._idle:
+            if idle:
+                idle[-1].abandon()
+                return True
+        return False
 
     def _free(self, target: int, connection: _Connection | None) -> None:
         """A request has ended; `connection` if it can be used again."""
