@@ -535,3 +535,10 @@ async def test_a_connection_that_idles_at_one_server_makes_room_for_another() ->
         async with asyncio.timeout(10):
             await Load(targets, source, shape, recorder).run()
     assert (recorder.answered, len(one.bodies), len(two.bodies)) == (6, 3, 3)
+
+
+def test_make_bench_knows_its_cases() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "bench.py"
+    done = subprocess.run([sys.executable, str(script), "--only", "no such case"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "'paced, 64 streams, 128 tokens'" in done.stderr
