@@ -44,6 +44,9 @@ format: $(VENV)/.dev ## rewrite the code in the house style
 bench: $(VENV)/.dev ## CPU per token against the bars (ARGS="--repeats 5 --only paced")
 	@$(BIN)/python benchmarks/bench.py $(ARGS)
 
+bench-native: $(VENV)/.dev ## the same cases against the native system, and the ratios (set DYNAMO_NATIVE_PYTHON)
+	@$(BIN)/python benchmarks/native.py $(ARGS)
+
 soak: $(VENV)/.dev ## 100,000 requests, 5 % of them left half-way, and whether anything grew (ARGS="--requests 20000")
 	@$(BIN)/python benchmarks/soak.py $(ARGS)
 
@@ -53,4 +56,4 @@ test-interop: $(VENV)/.dev ## our worker behind the native 1.6.1 frontend (set D
 clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
-.PHONY: help serve test check format bench soak test-interop clean
+.PHONY: help serve test check format bench bench-native soak test-interop clean
