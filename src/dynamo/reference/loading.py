@@ -78,10 +78,10 @@ def plan_cache(config: ModelConfig, options: Options) -> tuple[int, int]:
     blocks = min(options.kv_cache_mb * MB // block_bytes, useful, MAX_BLOCKS)
     capacity = blocks * options.block_size
     if capacity < (wanted if options.context_length else min(wanted, 2)):
-        needed = -(-wanted * config.kv_bytes_per_token // MB)
+        needed = -(-(-(-wanted // options.block_size) * block_bytes) // MB)
         raise InvalidArgument(
             f"a KV cache of {options.kv_cache_mb} MB holds {capacity} tokens, the context is {wanted}: "
-            f"give --kv-cache-mb {needed + 1}, or a shorter --context-length"
+            f"give --kv-cache-mb {needed}, or a shorter --context-length"
         )
     if capacity < wanted:
         logger.warning(

@@ -1,0 +1,208 @@
+"""Whole requests through the core: what a request answers does not depend on what else happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynamo.errors import InvalidArgument
+from dynamo.reference.core import Core, Emission
+from dynamo.reference.request import read_request
+
+CoreOf = Callable[..., Core]
+
+
+def request(tokens: list[int], max_tokens: int = 24, **sampling: Any) -> dict[str, Any]:
+    return {
+        "token_ids": tokens,
+        "stop_conditions": {"max_tokens": max_tokens, "ignore_eos": True},
+        "sampling_options": {"temperature": 0.0, **sampling},
+    }
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 96, length).tolist()
+
+
+# Prompts of all lengths around a block's (4), some with a common beginning, greedy and not.
+MIXED = [
+    request(
+        prompt(24, 5)[: 8 + n] + prompt(n, n) if n % 3 == 0 else prompt(1 + 3 * n, n),
+        8 + n,
+        **({"temperature": 0.8, "seed": n, "top_p": 0.9} if n % 4 == 1 else {}),
+        **({"repetition_penalty": 1.3, "frequency_penalty": 0.5} if n % 5 == 2 else {}),
+    )
+    for n in range(16)
+]
+
+
+def answers(core: Core, requests: list[dict[str, Any]], *, together: bool = True) -> list[list[list[int]]]:
+    """The tokens of every choice of every request."""
+    return [
+        [[emission.drawn.token for emission in choice if emission.shown] for choice in one]
+        for one in emissions(core, requests, together=together)
+    ]
+
+
+def emissions(core: Core, requests: list[dict[str, Any]], *, together: bool = True) -> list[list[list[Emission]]]:
+    found: dict[int, list[Emission]] = {}
+    handles = []
+    for body in requests:
+        handles.append(core.add(read_request(body, core.limits)))
+        while not together and not core.is_idle:
+            collect(core, found)
+    while not core.is_idle:
+        collect(core, found)
+    assert core.pool.held == 0
+    return [[found.get(id(choice), []) for choice in choices] for choices in handles]
+
+
+def collect(core: Core, found: dict[int, list[Emission]]) -> None:
+    for emission in core.step():
+        found.setdefault(id(emission.choice), []).append(emission)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"step_tokens": 16, "sequences": 16},  # long prompts in pieces
+        {"step_tokens": 3, "sequences": 3},
+        {"prefix_caching": False},
+        {"blocks": 22},  # too few for all: sequences give way and start again
+        {"blocks": 22, "prefix_caching": False, "step_tokens": 17, "sequences": 16},
+    ],
+)
+def test_an_answer_is_the_same_alone_and_in_any_batch(name: str, options: dict[str, Any], core_of: CoreOf) -> None:
+    alone = [answers(core_of(name, prefix_caching=False), [one])[0] for one in MIXED]
+    assert answers(core_of(name, **options), MIXED) == alone
+
+
+def test_the_small_cache_really_makes_sequences_give_way(core_of: CoreOf) -> None:
+    core = core_of(blocks=22)
+    handles = [choice for body in MIXED for choice in core.add(read_request(body, core.limits))]
+    while not core.is_idle:
+        core.step()
+    assert sum(choice.sequence.preemptions for choice in handles) > 3
+
+
+def test_a_second_time_most_of_the_prompt_is_found_and_the_answer_is_the_same(core_of: CoreOf) -> None:
+    core, long = core_of(), request(prompt(50))
+    first = answers(core, [long])
+    second = emissions(core, [long])
+    assert [[e.drawn.token for e in second[0][0]]] == first[0]
+    assert second[0][0][0].choice.sequence.cached == 48
+    assert core.hit_rate == 48 / 100
+
+
+def test_another_tenants_prompt_is_not_found(core_of: CoreOf) -> None:
+    core, body = core_of(), request(prompt(50))
+    answers(core, [body])
+    other = emissions(core, [{**body, "routing": {"cache_salt": "other"}}])
+    assert other[0][0][0].choice.sequence.cached == 0
+
+
+def test_a_continued_request_goes_on_as_the_first_worker_would_have(core_of: CoreOf) -> None:
+    body = request(prompt(11), 20, temperature=1.0, seed=42)
+    (whole,) = answers(core_of(), [body])[0]
+    continued = request([*body["token_ids"], *whole[:7]], 13, temperature=1.0, seed=42)
+    assert answers(core_of(), [continued])[0] == [whole[7:]]
+
+
+def test_choices_differ_and_each_is_what_its_seed_says(core_of: CoreOf) -> None:
+    body = request(prompt(9), 12, temperature=1.0, seed=3, n=3)
+    together = answers(core_of(), [body])[0]
+    assert len({tuple(tokens) for tokens in together}) == 3
+    assert answers(core_of(), [body, *MIXED])[0] == together
+
+
+def test_log_probabilities_add_up_and_those_of_the_prompt_do_not_depend_on_the_pieces(core_of: CoreOf) -> None:
+    body = {**request(prompt(21), 4), "output_options": {"logprobs": 3, "prompt_logprobs": 2}}
+    entries = []
+    for step_tokens in (64, 5):
+        core = core_of(step_tokens=step_tokens, sequences=2)
+        answers(core, [body])  # fills the prefix cache, which must not hide positions
+        ((stream,),) = emissions(core, [body])
+        assert all(len(e.drawn.top) == 3 and e.drawn.top[0] == (e.drawn.token, e.drawn.logprob) for e in stream)
+        entries.append(stream[-1].choice.prompt_entries)
+        assert [entry[0][0] for entry in entries[-1]] == body["token_ids"][1:]
+        assert all(2 <= len(entry) <= 3 for entry in entries[-1])
+    flat = [[value for entry in one for _, _, value in entry] for one in entries]
+    assert np.allclose(*flat, atol=1e-4)
+
+
+def test_stop_tokens_end_a_sequence_and_only_the_visible_ones_are_shown(core_of: CoreOf) -> None:
+    body = request(prompt(8), 30)
+    (plain,) = answers(core_of(), [body])[0]
+    at = next(n for n, token in enumerate(plain) if n > 2 and token not in plain[:n])
+    for name, shown, reason in (
+        ("stop_token_ids", 0, "stop"),
+        ("stop_token_ids_visible", 1, "stop"),
+        ("stop_token_ids_hidden", 0, "eos"),
+    ):
+        stops = {"max_tokens": 30, name: [plain[at]]}
+        ((stream,),) = emissions(core_of(), [{**body, "stop_conditions": stops}])
+        assert [e.drawn.token for e in stream if e.shown] == plain[: at + shown]
+        assert [e.reason for e in stream] == [None] * at + [reason]
+        stops = {"max_tokens": 30, "min_tokens": at + 2, name: [plain[at]]}
+        ((stream,),) = emissions(core_of(), [{**body, "stop_conditions": stops}])
+        assert plain[at] not in [e.drawn.token for e in stream[: at + 2]]
+
+
+def test_without_a_limit_an_answer_fills_the_context(core_of: CoreOf) -> None:
+    core = core_of(blocks=10)
+    ((tokens,),) = answers(core, [{**request(prompt(30)), "stop_conditions": {"ignore_eos": True}}])
+    assert len(tokens) == 10
+
+
+def test_aborts_in_any_state_leave_every_block_free(core_of: CoreOf) -> None:
+    rng = np.random.default_rng(3)
+    core = core_of(blocks=24, sequences=4, step_tokens=9)
+    live = []
+    for _ in range(400):
+        if len(live) < 8:
+            live.append(core.add(read_request(request(prompt(int(rng.integers(1, 40)), 1), 40), core.limits)))
+        if rng.random() < 0.4:
+            core.abort(live.pop(int(rng.integers(len(live)))))
+        core.step()
+        live = [choices for choices in live if not choices[0].sequence.is_finished]
+    for choices in live:
+        core.abort(choices)
+    assert core.is_idle
+    assert core.pool.held == 0
+
+
+BAD = [
+    ({"token_ids": []}, "token_ids"),
+    ({"token_ids": [97]}, "token_ids holds 97"),
+    ({"token_ids": [1] * 256}, "the prompt has 256 tokens"),
+    ({"sampling_options": {"temperature": -1}}, "sampling_options.temperature"),
+    ({"sampling_options": {"temperature": float("nan")}}, "sampling_options.temperature"),
+    ({"sampling_options": {"top_p": 0}}, "sampling_options.top_p"),
+    ({"sampling_options": {"top_k": -2}}, "sampling_options.top_k"),
+    ({"sampling_options": {"min_p": 1.1}}, "sampling_options.min_p"),
+    ({"sampling_options": {"n": 0}}, "sampling_options.n"),
+    ({"sampling_options": {"best_of": 2}}, "sampling_options.best_of"),
+    ({"sampling_options": {"seed": 2**63}}, "sampling_options.seed"),
+    ({"sampling_options": {"use_beam_search": True}}, "use_beam_search"),
+    ({"sampling_options": {"guided_decoding": {"regex": "a"}}}, "guided_decoding"),
+    ({"sampling_options": [1]}, "sampling_options must be an object"),
+    ({"stop_conditions": {"max_tokens": -1}}, "stop_conditions.max_tokens"),
+    ({"stop_conditions": {"stop_token_ids": ["x"]}}, "stop_conditions.stop_token_ids"),
+    ({"output_options": {"logprobs": 21}}, "output_options.logprobs"),
+    ({"routing": {"lora_name": "x"}}, "routing.lora_name"),
+    ({"multi_modal_data": {"image": [{"Url": "x"}]}}, "multi_modal_data"),
+    ({"prefill_result": {"disaggregated_params": {}}}, "prefill_result"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), BAD, ids=[named for _, named in BAD])
+def test_a_request_that_cannot_be_served_is_refused_by_field(
+    change: dict[str, Any], named: str, core_of: CoreOf
+) -> None:
+    with pytest.raises(InvalidArgument, match=named.replace(".", r"\.")):
+        read_request({"token_ids": [1], **change}, core_of().limits)
