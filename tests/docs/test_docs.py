@@ -143,6 +143,8 @@ def registered() -> dict[str, tuple[str, list[str]]]:
     runtime_metrics.register_uptime(registry, "1")
     runtime_metrics.CallerMetrics(registry)
     runtime_metrics.WorkHandlerMetrics(registry)
+    runtime_metrics.RefusalMetrics(registry, "dynamo_transport_tcp_refusals_total", ["idle"])
+    runtime_metrics.RefusalMetrics(registry, "dynamo_system_refusals_total", ["idle"])
     if is_used("TransportMetrics"):
         runtime_metrics.TransportMetrics(registry)
     runtime_metrics.EndpointMetrics(registry, namespace="n", component="c", endpoint="e", worker_id="1")

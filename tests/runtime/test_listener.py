@@ -17,7 +17,6 @@ import pytest
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.runtime.addresses import detect_host
 from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane import listener as listener_module
 from dynamo.runtime.request_plane.base import Instance, RequestPlaneServer, ResponseSink
 from dynamo.runtime.request_plane.listener import Listener, detect_device_type
 from dynamo.runtime.request_plane.mux import MAGIC, MuxClient
@@ -119,9 +118,8 @@ async def test_a_mux_body_that_cannot_be_read_is_that_requests_error_and_no_othe
         transport.abort()
 
 
-async def test_a_silent_connection_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "FIRST_BYTES_SECONDS", 0.01)
-    async with listening() as listener:
+async def test_a_silent_connection_is_dropped() -> None:
+    async with listening(handshake_timeout_seconds=0.01) as listener:
         host, _, port = listener.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(MAGIC[:3])

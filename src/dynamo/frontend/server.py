@@ -18,6 +18,7 @@ from uvicorn.protocols.http import httptools_impl
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.connection import SPARE_CONNECTIONS, protocol_class
 from dynamo.frontend.settings import FrontendSettings
+from dynamo.runtime.limits import within_descriptors
 
 __all__ = ["HttpServer", "PortInUse", "bind", "serve_until_signal"]
 
@@ -55,21 +56,6 @@ def bind(host: str, port: int) -> socket.socket:
             raise PortInUse(port) from None
         raise
     return listener
-
-
-def connection_limit(settings: FrontendSettings) -> int:
-    """How many connections are kept: the setting, or fewer where this process may not open so many descriptors."""
-    try:
-        import resource
-    except ImportError:  # not on this system
-        return settings.max_connections
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if descriptors == resource.RLIM_INFINITY:
-        return settings.max_connections
-    room = max(descriptors - SPARE_DESCRIPTORS - SPARE_CONNECTIONS, 16)
-    if room < settings.max_connections:
-        logger.info("at most %d connections at once, as this process may open %d files", room, descriptors)
-    return min(settings.max_connections, room)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -111,7 +97,13 @@ class HttpServer:
             options |= {"ssl_ca_certs": settings.tls_client_ca_cert_path, "ssl_cert_reqs": ssl.CERT_REQUIRED}
         return uvicorn.Config(
             self._frontend.asgi,
-            http=protocol_class(settings, self._frontend.metrics.refused, max_connections=connection_limit(settings)),
+            http=protocol_class(
+                settings,
+                self._frontend.metrics.refused,
+                max_connections=within_descriptors(
+                    settings.max_connections, spare=SPARE_DESCRIPTORS + SPARE_CONNECTIONS
+                ),
+            ),
             ws="none",
             lifespan="off",
             log_config=None,

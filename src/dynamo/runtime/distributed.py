@@ -17,7 +17,13 @@ from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.discovery.memory import MemoryDiscovery, shared_hub
 from dynamo.runtime.endpoint import Endpoint, ServedEndpoint
 from dynamo.runtime.health import HealthState
-from dynamo.runtime.metrics import CallerMetrics, MetricsRegistry, WorkHandlerMetrics, register_uptime
+from dynamo.runtime.metrics import (
+    CallerMetrics,
+    MetricsRegistry,
+    RefusalMetrics,
+    WorkHandlerMetrics,
+    register_uptime,
+)
 from dynamo.runtime.request_plane.base import Instance, RequestPlaneClient, RequestPlaneServer
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.memory import TRANSPORT, MemoryPlane, shared_plane
@@ -254,9 +260,10 @@ class DistributedRuntime:
             memory = self._memory_plane.server(self._plane_settings)
             return memory, memory.core
         # Imported here: a frontend or a simulation never listens.
-        from dynamo.runtime.request_plane.listener import Listener
+        from dynamo.runtime.request_plane.listener import LIMITS, Listener
 
-        listener = Listener(settings=self._plane_settings)
+        refusals = RefusalMetrics(self.metrics, "dynamo_transport_tcp_refusals_total", LIMITS)
+        listener = Listener(settings=self._plane_settings, refused=refusals.count)
         return listener, listener.core
 
     def plane_client(self, instance: Instance) -> RequestPlaneClient:

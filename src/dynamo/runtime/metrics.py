@@ -608,6 +608,22 @@ class TransportMetrics:
         self.accept_backoff = counter("accept_backoff_total", "Pauses of the listener because accept failed")
 
 
+class RefusalMetrics:
+    """What one listener declined or cut, by the limit that was hit. One per listener."""
+
+    __slots__ = ("_counters",)
+
+    def __init__(self, registry: MetricsRegistry, name: str, limits: Sequence[str]) -> None:
+        vector = registry.counter_vector(
+            name, "Requests and connections declined by a limit of the listener", ("limit",)
+        )
+        self._counters = {limit: vector.labels(limit) for limit in limits}
+
+    def count(self, limit: str) -> None:
+        """`limit` is one of those given at the start."""
+        self._counters[limit].inc()
+
+
 def register_uptime(registry: MetricsRegistry, worker_id: str, *, clock: Callable[[], float] = time.monotonic) -> None:
     """Expose `dynamo_component_uptime_seconds`, counted from this call."""
     began = clock()

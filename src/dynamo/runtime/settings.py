@@ -89,6 +89,15 @@ class RequestPlaneSettings:
     listen_backlog: int = 1024
     connect_timeout_seconds: float = 5.0
     tls_cert_path: str | None = None
+    max_connections: int = 4096  # one per frontend for `mux`, up to 100 per frontend on the native wire
+    handshake_timeout_seconds: float = 10.0  # until the wire is known and, for `mux`, HELLO was said
+    message_timeout_seconds: float = 30.0  # from the first byte of a request to its last
+    idle_seconds: float = 600.0  # of a native connection; its callers close theirs after 300 s
+    silence_seconds: float = 90.0  # of a mux connection, whose callers ping every 20 s
+    pending_bytes: int = 1024 * 1024 * 1024  # of all requests that are still arriving
+    max_streams: int = 16_384  # of one mux connection; more is declined per stream
+    write_stall_seconds: float = 60.0  # how long a caller may read nothing of what waits for it
+    credit_stall_seconds: float = 300.0  # the same for one stream; longer than a frontend bears with its own client
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RequestPlaneSettings:
@@ -110,6 +119,23 @@ class RequestPlaneSettings:
                 "DYN_TCP_CONNECT_TIMEOUT", default.connect_timeout_seconds, minimum=0.1, env=env
             ),
             tls_cert_path=env_str("DYN_TCP_TLS_CERT_PATH", env=env),
+            max_connections=env_int("DYN_TCP_MAX_CONNECTIONS", default.max_connections, minimum=1, env=env),
+            handshake_timeout_seconds=env_float(
+                "DYN_TCP_HANDSHAKE_TIMEOUT_SECS", default.handshake_timeout_seconds, minimum=0.1, env=env
+            ),
+            message_timeout_seconds=env_float(
+                "DYN_TCP_MESSAGE_TIMEOUT_SECS", default.message_timeout_seconds, minimum=0.1, env=env
+            ),
+            idle_seconds=env_float("DYN_TCP_IDLE_CONNECTION_SECS", default.idle_seconds, minimum=1, env=env),
+            silence_seconds=env_float("DYN_TCP_SILENCE_SECS", default.silence_seconds, minimum=1, env=env),
+            pending_bytes=env_int("DYN_TCP_PENDING_BODIES_LIMIT_MB", 1024, minimum=1, env=env) * 1024 * 1024,
+            max_streams=env_int("DYN_TCP_MAX_STREAMS", default.max_streams, minimum=1, env=env),
+            write_stall_seconds=env_float(
+                "DYN_TCP_WRITE_STALL_SECS", default.write_stall_seconds, minimum=0.1, env=env
+            ),
+            credit_stall_seconds=env_float(
+                "DYN_TCP_CREDIT_STALL_SECS", default.credit_stall_seconds, minimum=0.1, env=env
+            ),
         )
 
 
@@ -123,6 +149,15 @@ class SystemSettings:
     live_path: str = "/live"
     starting_ready: bool | None = None  # None: the operator did not say
     lora_enabled: bool = False
+    header_limit_bytes: int = 16 * 1024  # request line and headers; browsers and probes send well under 4 KiB
+    header_count_limit: int = 64
+    body_limit_bytes: int = 8 * 1024 * 1024  # admin bodies are small; a LoRA list is the largest
+    request_timeout_seconds: float = 10.0  # from the first byte of a request to its last
+    idle_seconds: float = 75.0  # between requests; above the 60 s that proxies commonly keep a connection
+    max_connections: int = 256
+    pipeline_limit: int = 8  # requests that wait behind the one being answered
+    write_stall_seconds: float = 30.0  # how long a client may read nothing of its answer
+    json_depth_limit: int = 128  # arrays and objects inside each other
 
     @property
     def enabled(self) -> bool:
@@ -149,6 +184,15 @@ class SystemSettings:
             live_path=_path(env_str("DYN_SYSTEM_LIVE_PATH", env=env) or "/live"),
             starting_ready=None if starting is None else starting.lower() == "ready",
             lora_enabled=env_bool("DYN_LORA_ENABLED", env=env),
+            header_limit_bytes=env_int("DYN_SYSTEM_HEADER_LIMIT_KB", 16, minimum=1, env=env) * 1024,
+            header_count_limit=env_int("DYN_SYSTEM_HEADER_COUNT_LIMIT", 64, minimum=1, env=env),
+            body_limit_bytes=env_int("DYN_SYSTEM_BODY_LIMIT_MB", 8, minimum=1, env=env) * 1024 * 1024,
+            request_timeout_seconds=env_float("DYN_SYSTEM_REQUEST_TIMEOUT_SECS", 10.0, minimum=0.1, env=env),
+            idle_seconds=env_float("DYN_SYSTEM_IDLE_CONNECTION_SECS", 75.0, minimum=0.1, env=env),
+            max_connections=env_int("DYN_SYSTEM_MAX_CONNECTIONS", 256, minimum=1, env=env),
+            pipeline_limit=env_int("DYN_SYSTEM_PIPELINE_LIMIT", 8, minimum=1, env=env),
+            write_stall_seconds=env_float("DYN_SYSTEM_WRITE_STALL_SECS", 30.0, minimum=0.1, env=env),
+            json_depth_limit=min(env_int("DYN_SYSTEM_JSON_DEPTH_LIMIT", 128, minimum=4, env=env), 512),
         )
 
 

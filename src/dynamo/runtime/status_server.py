@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote
 from dynamo.errors import CannotConnect
 from dynamo.runtime.addresses import WILDCARDS, detect_host
 from dynamo.runtime.health import HealthState
-from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.metrics import MetricsRegistry, RefusalMetrics
 from dynamo.runtime.settings import SystemSettings
 
 if TYPE_CHECKING:
@@ -34,16 +34,27 @@ __all__ = ["EngineRoute", "Reply", "StatusServer"]
 EngineRoute = Callable[[Any], Awaitable[Any]]
 """`await callback(body)`: the decoded JSON body (`{}` when empty) in, a JSON value out."""
 
-MAX_HEADER_BYTES: Final = 16 * 1024  # request line and headers; browsers and probes send well under 4 KiB
-MAX_BODY_BYTES: Final = 8 * 1024 * 1024  # admin bodies are small; a LoRA list is the largest
-MAX_PIPELINED: Final = 8  # requests that wait behind the one being answered
-MAX_CONNECTIONS: Final = 256
-RECEIVE_SECONDS: Final = 10.0  # from the first byte of a request to its last
-IDLE_SECONDS: Final = 75.0  # between requests; above the 60 s that proxies commonly keep a connection
 CLOSE_SECONDS: Final = 1.0  # for replies under way when the server closes
 MAX_ROUTES: Final = 1024
 MAX_FILES: Final = 4096
 FILE_CHUNK_BYTES: Final = 256 * 1024
+FEED_BYTES: Final = (
+    16 * 1024
+)  # the parser gets this much at once, so that a long header is noticed before it is assembled
+
+LIMITS: Final = (
+    "connections",
+    "malformed",
+    "header_size",
+    "header_count",
+    "body_size",
+    "request_time",
+    "pipeline",
+    "json_depth",
+    "idle",
+    "write_stall",
+)
+"""The names under which refusals are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +109,7 @@ class StatusServer:
         self._server: asyncio.Server | None = None
         self._port = 0
         self._connections: set[_Connection] = set()
+        self._refusals: RefusalMetrics | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -105,6 +117,8 @@ class StatusServer:
         """Listen; idempotent. Raises `CannotConnect` naming the address when it is taken."""
         if self._server is not None:
             return
+        if self._refusals is None:
+            self._refusals = RefusalMetrics(self._metrics, "dynamo_system_refusals_total", LIMITS)
         loop = asyncio.get_running_loop()
         host, port = self._settings.host, max(self._settings.port, 0)
         try:
@@ -227,8 +241,12 @@ class StatusServer:
             return Reply.json(404, {"error": "Route not found", "message": f"Route {ENGINE_PREFIX}{name} not found"})
         try:
             request = json.loads(body) if body.strip() else {}
+        except RecursionError:
+            return self._too_deep()
         except ValueError as error:  # also a UnicodeDecodeError
             return Reply.json(400, {"error": "Invalid JSON", "message": str(error)})
+        if _is_deeper(request, self._settings.json_depth_limit):
+            return self._too_deep()
         try:
             return Reply.json(200, await callback(request))
         except Exception as error:  # the boundary: the operator gets the reason, the log the traceback
@@ -236,16 +254,45 @@ class StatusServer:
             message = f"Python callback failed: {type(error).__name__}: {error}"
             return Reply.json(500, {"error": "Handler error", "message": message})
 
+    def _too_deep(self) -> Reply:
+        self.refused("json_depth")
+        text = f"nested deeper than {self._settings.json_depth_limit} levels (DYN_SYSTEM_JSON_DEPTH_LIMIT)"
+        return Reply.json(400, {"error": "Invalid JSON", "message": text})
+
     # -- connections -------------------------------------------------------------------------------------------------
 
+    @property
+    def settings(self) -> SystemSettings:
+        return self._settings
+
+    def refused(self, limit: str) -> None:
+        """Count a refusal."""
+        if self._refusals is not None:
+            self._refusals.count(limit)
+
     def _joined(self, connection: _Connection) -> bool:
-        if self._server is None or len(self._connections) >= MAX_CONNECTIONS:
+        if self._server is None or len(self._connections) >= self._settings.max_connections:
             return False
         self._connections.add(connection)
         return True
 
     def _left(self, connection: _Connection) -> None:
         self._connections.discard(connection)
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    """Whether arrays and objects nest deeper than `limit`; level by level, without recursion."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, dict | list)
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+        ]
+        if not level:
+            return False
+    return any(isinstance(value, dict | list) for value in level)
 
 
 def _canonical(path: str) -> str:
@@ -267,6 +314,7 @@ class _Connection(asyncio.Protocol):
         import httptools
 
         self._server = server
+        self._settings = server.settings
         self._parser: httptools.HttpRequestParser = httptools.HttpRequestParser(self)
         self._parser_errors = (httptools.HttpParserError, httptools.HttpParserUpgrade)
         self._loop = asyncio.get_running_loop()
@@ -281,6 +329,7 @@ class _Connection(asyncio.Protocol):
 
     def _reset(self) -> None:
         self._url = b""
+        self._header_count = 0
         self._head_bytes = 0  # of what the parser has handed over
         self._unseen_bytes = 0  # fed while a head was open: the parser assembles one header of any length
         self._head_open = False
@@ -294,9 +343,10 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         if self._server._joined(self):
-            self._watch(IDLE_SECONDS)
+            self._watch(self._settings.idle_seconds)
         else:
-            self._refuse(503, "Too many connections")
+            limit = self._settings.max_connections
+            self._refuse(503, f"More than {limit} connections (DYN_SYSTEM_MAX_CONNECTIONS)", "connections")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._watch(None)
@@ -319,11 +369,11 @@ class _Connection(asyncio.Protocol):
             return
         if not self._in_request:
             self._in_request = True
-            self._watch(RECEIVE_SECONDS)
+            self._watch(self._settings.request_timeout_seconds)
         # In small steps, so that the header limit is checked before a long header is assembled.
         view = memoryview(data)
-        for start in range(0, len(data), MAX_HEADER_BYTES):
-            if not self._feed(view[start : start + MAX_HEADER_BYTES]):
+        for start in range(0, len(data), FEED_BYTES):
+            if not self._feed(view[start : start + FEED_BYTES]):
                 return
 
     def _feed(self, step: memoryview) -> bool:
@@ -332,11 +382,11 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(step)
         except self._parser_errors:
             if not self._refused:
-                self._refuse(400, "Bad request")
+                self._refuse(400, "Bad request", "malformed")
         if self._head_open:
             self._unseen_bytes += len(step)
-            if self._unseen_bytes > 2 * MAX_HEADER_BYTES:
-                self._count_head(MAX_HEADER_BYTES + 1)
+            if self._unseen_bytes > self._settings.header_limit_bytes + FEED_BYTES:
+                self._count_head(self._settings.header_limit_bytes + 1)
         return not self._refused
 
     # -- parser callbacks --------------------------------------------------------------------------------------------
@@ -350,9 +400,15 @@ class _Connection(asyncio.Protocol):
         self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_count += 1  # trailers, too
         self._count_head(len(name) + len(value) + 4)
-        if name.lower() == b"content-length" and value.isdigit() and int(value) > MAX_BODY_BYTES:
-            self._refuse(413, f"The body exceeds {MAX_BODY_BYTES} bytes")
+        limit = self._settings.header_count_limit
+        if self._header_count > limit and not self._refused:
+            self._refuse(431, f"More than {limit} headers (DYN_SYSTEM_HEADER_COUNT_LIMIT)", "header_count")
+        elif (
+            name.lower() == b"content-length" and value.isdigit() and int(value[:20]) > self._settings.body_limit_bytes
+        ):
+            self._refuse_body()
         elif name.lower() == b"expect" and value.lower() == b"100-continue":
             self._wants_continue = True
 
@@ -363,16 +419,17 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        if self._body_bytes > MAX_BODY_BYTES:
-            self._refuse(413, f"The body exceeds {MAX_BODY_BYTES} bytes")
+        if self._body_bytes > self._settings.body_limit_bytes:
+            self._refuse_body()
         elif not self._refused:
             self._body.append(body)
 
     def on_message_complete(self) -> None:
         if self._refused:
             return
-        if len(self._waiting) >= MAX_PIPELINED:
-            self._refuse(429, "Too many pipelined requests")
+        limit = self._settings.pipeline_limit
+        if len(self._waiting) >= limit:
+            self._refuse(429, f"More than {limit} requests wait (DYN_SYSTEM_PIPELINE_LIMIT)", "pipeline")
             return
         method = self._parser.get_method().decode("ascii", "replace")
         path = self._url.split(b"?", 1)[0].split(b"#", 1)[0].decode("latin-1")
@@ -384,8 +441,14 @@ class _Connection(asyncio.Protocol):
 
     def _count_head(self, count: int) -> None:
         self._head_bytes += count
-        if self._head_bytes > MAX_HEADER_BYTES and not self._refused:
-            self._refuse(431, f"The headers exceed {MAX_HEADER_BYTES} bytes")
+        limit = self._settings.header_limit_bytes
+        if self._head_bytes > limit and not self._refused:
+            self._refuse(431, f"The headers exceed {limit} bytes (DYN_SYSTEM_HEADER_LIMIT_KB)", "header_size")
+
+    def _refuse_body(self) -> None:
+        limit = self._settings.body_limit_bytes
+        if not self._refused:
+            self._refuse(413, f"The body exceeds {limit} bytes (DYN_SYSTEM_BODY_LIMIT_MB)", "body_size")
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
@@ -399,11 +462,15 @@ class _Connection(asyncio.Protocol):
                     logger.exception("%s %s failed", request.method, request.path)
                     reply = Reply(500, b"Internal server error")
                 await self._send(reply, request)
+                if not await self._room():  # or somebody who never reads asks for ever more
+                    self._abort()
+                    return
                 if not request.keep_alive and self._transport is not None:
                     self._transport.close()
+                    self._watch(self._settings.write_stall_seconds)
                     return
             if not self._is_gone and not self._in_request:
-                self._watch(IDLE_SECONDS)
+                self._watch(self._settings.idle_seconds)
         finally:
             self._task = None
             if self._is_gone:
@@ -441,9 +508,11 @@ class _Connection(asyncio.Protocol):
     async def _room(self) -> bool:
         """Wait until the client has read enough; False when it is gone, or has not moved for too long."""
         try:
-            async with asyncio.timeout(IDLE_SECONDS):
-                await self._writable.wait()
+            if not self._writable.is_set():
+                async with asyncio.timeout(self._settings.write_stall_seconds):
+                    await self._writable.wait()
         except TimeoutError:
+            self._server.refused("write_stall")
             return False
         return not self._is_gone
 
@@ -455,8 +524,9 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _refuse(self, status: int, text: str) -> None:
+    def _refuse(self, status: int, text: str, limit: str) -> None:
         self._refused = True
+        self._server.refused(limit)
         self._waiting.clear()
         self._watch(None)
         if self._transport is not None:
@@ -464,7 +534,7 @@ class _Connection(asyncio.Protocol):
                 reply = Reply.text(status, text)
                 self._transport.write(_head(reply, len(reply.body), keep_alive=False) + reply.body)
             self._transport.close()
-            self._watch(RECEIVE_SECONDS)  # for a client that does not read even this
+            self._watch(CLOSE_SECONDS)  # for a client that does not read even this
 
     def abandon(self) -> asyncio.Task[None] | None:
         """End the connection; returns the reply task to wait for, if one runs."""
@@ -485,9 +555,12 @@ class _Connection(asyncio.Protocol):
 
     def _expire(self) -> None:
         if self._in_request and not self._refused:
-            self._refuse(408, "The request did not arrive in time")
-        else:
-            self._abort()
+            self._refuse(408, "The request did not arrive in time (DYN_SYSTEM_REQUEST_TIMEOUT_SECS)", "request_time")
+            return
+        if not self._refused:
+            is_closing = self._transport is not None and self._transport.is_closing()
+            self._server.refused("write_stall" if is_closing else "idle")
+        self._abort()
 
 
 def _head(reply: Reply, size: int, *, keep_alive: bool) -> bytes:

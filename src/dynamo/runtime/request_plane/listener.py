@@ -10,16 +10,35 @@ from typing import Any, Final, cast
 
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.runtime.addresses import WILDCARDS, detect_host
+from dynamo.runtime.limits import PendingBytes, Refused, uncounted, within_descriptors
 from dynamo.runtime.request_plane.base import Handler
 from dynamo.runtime.request_plane.core import ServerCore
-from dynamo.runtime.request_plane.mux.frames import MAGIC, VERSION
+from dynamo.runtime.request_plane.mux.frames import MAGIC, VERSION, Kind, frame, pack
 from dynamo.runtime.request_plane.mux.server import MuxServerProtocol
-from dynamo.runtime.request_plane.native.server import NativeServer
+from dynamo.runtime.request_plane.native.frames import encode_ack
+from dynamo.runtime.request_plane.native.server import OVERLOADED, NativeServer
 from dynamo.runtime.settings import RequestPlaneSettings
 
 logger = logging.getLogger(__name__)
 
-FIRST_BYTES_SECONDS: Final = 30.0  # a connection that has not said which wire it speaks by then is dropped
+LIMITS: Final = (
+    "connections",
+    "handshake_time",
+    "malformed",
+    "message_time",
+    "body_size",
+    "pending_bodies",
+    "streams",
+    "idle",
+    "write_stall",
+    "credit_stall",
+    "backlog",
+)
+"""The names under which refusals are counted."""
+
+SPARE_CONNECTIONS: Final = 64  # beyond the limit, for as many callers at once to be told so; the rest is just closed
+SPARE_DESCRIPTORS: Final = 128  # for files, logs and the store
+GOODBYE_SECONDS: Final = 1.0  # how long a caller that is told so may take to say its wire, and to read
 NO_CUDA: Final = frozenset({"", "-1", "none", "void"})
 NO_NVIDIA: Final = frozenset({"none", "void"})
 
@@ -34,13 +53,20 @@ class Listener:
         *,
         settings: RequestPlaneSettings | None = None,
         core: ServerCore | None = None,
+        refused: Refused = uncounted,
     ) -> None:
-        """`host` and `port` win over the settings; no host anywhere means the detected address of this machine."""
+        """`refused` counts what the limits decline. `host` and `port` win over the settings; no host anywhere means the detected address of this machine."""
         self._settings = settings or RequestPlaneSettings.from_env()
         self._host = host or self._settings.rpc_host or detect_host()
         self._port = port or self._settings.rpc_port
         self.core = core or ServerCore(self._settings)
-        self._native = NativeServer(self.core, self._settings)
+        self.refused = refused
+        self.settings = self._settings
+        self.pending = PendingBytes(self._settings.pending_bytes)
+        self._native = NativeServer(self.core, self._settings, pending=self.pending, refused=refused)
+        # The other half is for the answers of the native wire, which are connections of their own.
+        spare = SPARE_DESCRIPTORS + SPARE_CONNECTIONS
+        self.max_connections = within_descriptors(self._settings.max_connections, spare=spare, share=0.5)
         self._mux: set[MuxServerProtocol] = set()
         self._sniffing: set[_Sniffer] = set()
         self._server: asyncio.Server | None = None
@@ -122,7 +148,11 @@ class Listener:
         """Give a connection to the wire it speaks."""
         if first_bytes.startswith(MAGIC):
             connection = MuxServerProtocol(
-                self.core, max_body_bytes=self._settings.max_message_bytes, connections=self._mux
+                self.core,
+                settings=self._settings,
+                connections=self._mux,
+                pending=self.pending,
+                refused=self.refused,
             )
             connection.adopt(transport, first_bytes)
         else:
@@ -140,17 +170,32 @@ class _Sniffer(asyncio.Protocol):
         self._first_bytes = b""
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False  # the limit of connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports implement `asyncio.Transport` without inheriting from it.
         transport = self._transport = cast(asyncio.Transport, transport)
-        self._listener.undecided(self)
-        self._timer = asyncio.get_running_loop().call_later(FIRST_BYTES_SECONDS, transport.abort)
+        listener = self._listener
+        listener.undecided(self)
+        over = listener.connections - listener.max_connections
+        if over > 0:
+            listener.refused("connections")
+            self._is_over = True
+        if over > SPARE_CONNECTIONS:
+            transport.abort()
+            return
+        patience = GOODBYE_SECONDS if self._is_over else listener.settings.handshake_timeout_seconds
+        self._timer = asyncio.get_running_loop().call_later(patience, self._expire)
 
     def data_received(self, data: bytes) -> None:
         self._first_bytes += data
         undecided = len(self._first_bytes) < len(MAGIC) and MAGIC.startswith(self._first_bytes)
         if undecided or self._transport is None:
+            return
+        if self._is_over:
+            if not self._transport.is_closing():
+                self._transport.write(_too_many(self._listener.max_connections, self._first_bytes))
+                self._transport.close()  # the timer ends it if it does not read
             return
         transport, self._transport = self._transport, None
         self._leave()
@@ -163,10 +208,23 @@ class _Sniffer(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def _expire(self) -> None:
+        if not self._is_over:
+            self._listener.refused("handshake_time")
+        self.close()
+
     def _leave(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._listener.decided(self)
+
+
+def _too_many(limit: int, first_bytes: bytes) -> bytes:
+    """What a caller is told on its own wire when there are too many connections."""
+    text = f"more than {limit} connections, the limit set by DYN_TCP_MAX_CONNECTIONS"
+    if first_bytes.startswith(MAGIC):
+        return frame(Kind.ERROR, pack({"message": text}))
+    return encode_ack(f"{OVERLOADED} {text}")
 
 
 def detect_device_type(env: Mapping[str, str] | None = None) -> str:

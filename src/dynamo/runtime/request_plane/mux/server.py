@@ -9,8 +9,9 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from dynamo.errors import DynamoException, InvalidArgument, Overloaded, describe
+from dynamo.errors import Cancelled, DynamoException, InvalidArgument, Overloaded, describe
 from dynamo.runtime.context import Context
+from dynamo.runtime.limits import PendingBytes, Refused, uncounted
 from dynamo.runtime.request_plane.base import END_INDEX, OBJECT_CREDIT_BYTES, OBJECT_INDEX
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.mux.frames import (
@@ -30,17 +31,17 @@ from dynamo.runtime.request_plane.mux.frames import (
     items_frames,
     pack,
 )
+from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.runtime.tracing import TraceContext
 
 logger = logging.getLogger(__name__)
 
 CAPABILITIES: Final = ["deadline", "credits", "fragments"]
-HANDSHAKE_SECONDS: Final = 10.0  # a connection that has not said HELLO by then is dropped
-SILENCE_SECONDS: Final = 90.0  # callers ping every 20 s; three lost pings and a half mean the caller is gone
-MAX_STREAMS: Final = 16_384  # of one connection; more is refused per stream, not by closing
 MAX_PENDING_BODIES: Final = 1024  # requests whose body is still arriving
 MAX_CREDIT: Final = 1 << 20  # a caller may not make one stream buffer more than a million tokens
 TOKEN_BYTES: Final = 10  # of a one-token chunk in a batch
+MAX_BACKLOG_ITEMS: Final = 65_536  # of a caller that does not read: what its own requests may still add
+MAX_BACKLOG_BYTES: Final = 1024 * 1024  # the same for the answers to its control frames
 GOODBYE_SECONDS: Final = 1.0  # how long the last bytes of a closing connection may take to leave
 
 
@@ -130,11 +131,19 @@ class MuxSink:
         while not (self.ended or self.has_credit()):
             self._waiter = asyncio.get_running_loop().create_future()
             self._connection.waiting.add(self)
+            starved = self._connection.call_when_starved(self._starved)
             try:
                 await self._waiter
             finally:
+                starved.cancel()
                 self._waiter = None
                 self._connection.waiting.discard(self)
+
+    def _starved(self) -> None:
+        """The caller has read nothing of this stream for too long: its place in the engine is needed elsewhere."""
+        self._connection.refused("credit_stall")
+        self.end(Cancelled("the caller did not read its stream for longer than DYN_TCP_CREDIT_STALL_SECS allows"))
+        self.context.kill()
 
     def wake(self) -> None:
         """Let a producer that waits for credit look again."""
@@ -168,10 +177,11 @@ class MuxSink:
 class _PendingBody:
     """A request whose body is still arriving in pieces."""
 
-    __slots__ = ("head", "parts", "received")
+    __slots__ = ("began", "head", "parts", "received")
 
-    def __init__(self, head: Open) -> None:
+    def __init__(self, head: Open, began: float) -> None:
         self.head = head
+        self.began = began
         self.parts: list[bytes] = []
         self.received = 0
 
@@ -183,13 +193,21 @@ class MuxServerProtocol(asyncio.Protocol):
         self,
         core: ServerCore,
         *,
-        max_body_bytes: int = 32 * 1024 * 1024,
+        settings: RequestPlaneSettings | None = None,
         connections: set[MuxServerProtocol] | None = None,
+        pending: PendingBytes | None = None,
+        refused: Refused = uncounted,
     ) -> None:
-        """`connections` is the listener's set of open ones; this one adds and removes itself."""
+        """`connections` is the listener's set of open ones; this one adds and removes itself. `pending` is shared by all
+        connections of a listener, and `refused` counts."""
         self._core = core
         self._connections = connections if connections is not None else set()
-        self._max_body_bytes = max_body_bytes
+        self._settings = settings = settings or RequestPlaneSettings()
+        self._pending = pending or PendingBytes(settings.pending_bytes)
+        self.refused = refused
+        self._backlog_bytes = 0  # of control frames, since the caller stopped reading
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._body_timer: asyncio.TimerHandle | None = None
         self._decoder = FrameDecoder()
         self._magic_left = len(MAGIC)
         self._transport: asyncio.Transport | None = None
@@ -222,7 +240,7 @@ class MuxServerProtocol(asyncio.Protocol):
         # uvloop's transports implement `asyncio.Transport` without inheriting from it.
         self._transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
-        self._timer = self._loop.call_later(HANDSHAKE_SECONDS, self._check_peer)
+        self._timer = self._loop.call_later(self._settings.handshake_timeout_seconds, self._check_peer)
 
     def adopt(self, transport: asyncio.Transport, data: bytes) -> None:
         """Take over a connection whose first bytes (`MAGIC` included) were read by the listener."""
@@ -250,6 +268,7 @@ class MuxServerProtocol(asyncio.Protocol):
                     continue  # a later version's frame: skipping it is what lets versions mix
                 handle(flags, stream_id, payload)
         except (ProtocolError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+            self.refused("malformed")
             self._fail(str(error))
 
     def eof_received(self) -> bool:
@@ -257,11 +276,13 @@ class MuxServerProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._stall_timer, self._body_timer):
+            if timer is not None:
+                timer.cancel()
         self.out.clear()
         self._control.clear()
-        self._bodies.clear()
+        for stream_id in list(self._bodies):
+            self._forget_body(stream_id)
         streams, self._streams = self._streams, {}
         for sink in streams.values():
             sink.abandon()
@@ -270,9 +291,14 @@ class MuxServerProtocol(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.paused = True
+        self._stall_timer = self._loop.call_later(self._settings.write_stall_seconds, self._cut, "write_stall")
 
     def resume_writing(self) -> None:
         self.paused = False
+        self._backlog_bytes = 0
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
         for sink in list(self.waiting):
             sink.wake()
         if self.out:
@@ -335,7 +361,7 @@ class MuxServerProtocol(asyncio.Protocol):
     def _on_cancel(self, flags: int, stream_id: int, payload: bytes) -> None:
         if payload not in (b"\x00", b"\x01"):
             raise ProtocolError("CANCEL carries one byte, 0 or 1")
-        self._bodies.pop(stream_id, None)
+        self._forget_body(stream_id)
         sink = self._streams.get(stream_id)
         if sink is None:
             return  # it has just ended: the two crossed on the wire
@@ -350,34 +376,50 @@ class MuxServerProtocol(asyncio.Protocol):
         head, body = decode_open(payload)
         if stream_id == 0 or stream_id in self._streams or stream_id in self._bodies:
             raise ProtocolError(f"stream id {stream_id} is reserved or in use")
+        if self.paused and len(self.out) > MAX_BACKLOG_ITEMS:
+            self._cut("backlog")
+            return
         if body is not None:
             self._begin(stream_id, head, body)
             return
-        if head.size > self._max_body_bytes:
-            self._decline(stream_id, InvalidArgument(_too_large(head.size, self._max_body_bytes)))
+        if head.size > self._settings.max_message_bytes:
+            self.refused("body_size")
+            self._decline(stream_id, InvalidArgument(_too_large(head.size, self._settings.max_message_bytes)))
             return
         if len(self._bodies) >= MAX_PENDING_BODIES:
+            self.refused("pending_bodies")
             raise ProtocolError(f"more than {MAX_PENDING_BODIES} requests are half sent")
-        self._bodies[stream_id] = _PendingBody(head)
+        self._bodies[stream_id] = _PendingBody(head, self._loop.time())
+        if self._body_timer is None:
+            self._body_timer = self._loop.call_later(self._settings.message_timeout_seconds, self._check_bodies)
 
     def _on_body(self, flags: int, stream_id: int, payload: bytes) -> None:
         pending = self._bodies.get(stream_id)
         if pending is None:
             return  # declined or cancelled meanwhile: the rest of its body is of no interest
+        if not self._pending.take(len(payload)):
+            self._forget_body(stream_id)
+            self.refused("pending_bodies")
+            text = "Server overloaded: the requests under way exceed DYN_TCP_PENDING_BODIES_LIMIT_MB"
+            self._decline(stream_id, Overloaded(text))
+            return
         pending.received += len(payload)
         if pending.received > pending.head.size:
             raise ProtocolError(f"stream {stream_id} sent more than the {pending.head.size} bytes it announced")
         pending.parts.append(payload)
         if flags & END_FLAG:
-            del self._bodies[stream_id]
+            self._forget_body(stream_id)
             if pending.received != pending.head.size:
                 raise ProtocolError(f"stream {stream_id} sent fewer bytes than it announced")
             self._begin(stream_id, pending.head, b"".join(pending.parts))
 
     def _begin(self, stream_id: int, head: Open, raw_body: bytes) -> None:
         assert self._hello is not None
-        if len(self._streams) >= MAX_STREAMS:
-            self._decline(stream_id, Overloaded(f"more than {MAX_STREAMS} streams on one connection"))
+        limit = self._settings.max_streams
+        if len(self._streams) >= limit:
+            self.refused("streams")
+            text = f"Server overloaded: more than {limit} streams on one connection (DYN_TCP_MAX_STREAMS)"
+            self._decline(stream_id, Overloaded(text))
             return
         try:
             body = decode_body(raw_body)
@@ -400,6 +442,37 @@ class MuxServerProtocol(asyncio.Protocol):
             self._core.dispatch(head.path, body, context, sink)
         except DynamoException as error:
             sink.end(error)
+
+    def _forget_body(self, stream_id: int) -> None:
+        """A body is complete, or of no interest any more."""
+        pending = self._bodies.pop(stream_id, None)
+        if pending is not None:
+            self._pending.take(-pending.received)
+
+    def _check_bodies(self) -> None:
+        """Decline the requests whose body has been arriving for too long."""
+        self._body_timer = None
+        limit, now = self._settings.message_timeout_seconds, self._loop.time()
+        for stream_id, pending in list(self._bodies.items()):
+            if now - pending.began < limit:
+                self._body_timer = self._loop.call_at(pending.began + limit, self._check_bodies)
+                return  # the others came later
+            self._forget_body(stream_id)
+            self.refused("message_time")
+            text = f"the request did not arrive within {limit:g} s (DYN_TCP_MESSAGE_TIMEOUT_SECS)"
+            self._decline(stream_id, InvalidArgument(text))
+
+    def call_when_starved(self, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        """Call back when a stream that waits for credit now has waited for as long as one may."""
+        return self._loop.call_later(self._settings.credit_stall_seconds, callback)
+
+    def _cut(self, limit: str) -> None:
+        """Drop a caller that does not read; its streams are killed with it."""
+        if self._transport is None:
+            return
+        logger.warning("a caller does not read (%s, %d streams); dropping its connection", limit, len(self._streams))
+        self.refused(limit)
+        self._transport.abort()
 
     def _decline(self, stream_id: int, error: DynamoException) -> None:
         self.out.append((stream_id, END_INDEX, 0, (), None, describe(error)))
@@ -437,6 +510,10 @@ class MuxServerProtocol(asyncio.Protocol):
             parts += self._encode(items)
         if parts:
             transport.writelines(parts)
+            if self.paused:  # these overtook the data; whoever reads neither may not ask for ever more of them
+                self._backlog_bytes += sum([len(part) for part in parts])
+                if self._backlog_bytes > MAX_BACKLOG_BYTES:
+                    self._cut("backlog")
 
     def _encode(self, items: list[tuple[Any, ...]]) -> list[bytes]:
         try:
@@ -468,18 +545,22 @@ class MuxServerProtocol(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(Kind.ERROR, pack({"message": message})))
             self._transport.close()
+            self._loop.call_later(GOODBYE_SECONDS, self._transport.abort)  # of what it does not read
 
     def _check_peer(self) -> None:
         if self._hello is None:
-            self._fail(f"no HELLO within {HANDSHAKE_SECONDS:.0f} s")
+            limit = self._settings.handshake_timeout_seconds
+            self.refused("handshake_time")
+            self._fail(f"no HELLO within {limit:g} s (DYN_TCP_HANDSHAKE_TIMEOUT_SECS)")
             return
         silence = self._loop.time() - self._last_heard
-        if silence >= SILENCE_SECONDS:
+        if silence >= self._settings.silence_seconds:
+            self.refused("idle")
             logger.warning("a caller was silent for %.0f s; dropping its connection", silence)
             if self._transport is not None:
                 self._transport.abort()
             return
-        self._timer = self._loop.call_later(SILENCE_SECONDS - silence, self._check_peer)
+        self._timer = self._loop.call_later(self._settings.silence_seconds - silence, self._check_peer)
 
 
 def _too_large(size: int, limit: int) -> str:

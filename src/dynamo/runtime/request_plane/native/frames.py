@@ -80,6 +80,11 @@ class RequestDecoder:
         """Take what arrived."""
         self._buffer += data
 
+    @property
+    def held_bytes(self) -> int:
+        """Of a frame that is not complete."""
+        return len(self._buffer)
+
     def next_frame(self) -> RequestFrame | None:
         """The next complete frame, or None when more bytes are needed. Raises `MalformedFrame`; then close."""
         buffer = self._buffer

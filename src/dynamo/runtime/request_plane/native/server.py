@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Final, cast
 
 from dynamo.errors import DynamoException, Overloaded
 from dynamo.runtime.context import Context
+from dynamo.runtime.limits import PendingBytes, Refused, uncounted
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.native.frames import (
     ACCEPTED,
@@ -37,9 +39,19 @@ UNAVAILABLE: Final = "Server unavailable:"
 class NativeServer:
     """All native connections of one listener. It accepts none itself: the listener hands them over."""
 
-    def __init__(self, core: ServerCore, settings: RequestPlaneSettings) -> None:
+    def __init__(
+        self,
+        core: ServerCore,
+        settings: RequestPlaneSettings,
+        *,
+        pending: PendingBytes | None = None,
+        refused: Refused = uncounted,
+    ) -> None:
+        """`pending` is shared by all connections of a listener, and `refused` counts."""
         self._core = core
-        self._settings = settings
+        self.settings = settings
+        self.pending = pending or PendingBytes(settings.pending_bytes)
+        self.refused = refused
         self._connections: set[RequestConnection] = set()
         self._sinks: set[NativeSink] = set()
         self._dials: set[asyncio.Task[None]] = set()
@@ -57,7 +69,7 @@ class NativeServer:
 
     def adopt(self, transport: asyncio.Transport, data: bytes) -> None:
         """Take over a connection whose first bytes were read by the listener."""
-        connection = RequestConnection(self, self._settings.max_message_bytes)
+        connection = RequestConnection(self)
         connection.connection_made(transport)
         transport.set_protocol(connection)
         connection.data_received(data)
@@ -104,7 +116,15 @@ class NativeServer:
             return encode_ack(f"{UNAVAILABLE} malformed request: {error}")
         codec: Codec = "msgpack" if control.payload_codec == "msgpack" else "json"
         context = Context(control.id, control.metadata, trace=TraceContext.from_headers(frame.headers))
-        sink = NativeSink(call_home.subject, codec, context, request_bytes=len(raw_body), on_closed=self._stream_closed)
+        sink = NativeSink(
+            call_home.subject,
+            codec,
+            context,
+            request_bytes=len(raw_body),
+            on_closed=self._stream_closed,
+            write_stall_seconds=self.settings.write_stall_seconds,
+            refused=self.refused,
+        )
         try:
             self._core.dispatch(frame.path, body, context, sink)
         except DynamoException as error:
@@ -124,7 +144,7 @@ class NativeServer:
 
     async def _dial(self, sink: NativeSink, host: str, port: int) -> None:
         try:
-            async with asyncio.timeout(self._settings.connect_timeout_seconds):
+            async with asyncio.timeout(self.settings.connect_timeout_seconds):
                 # asyncio and uvloop both set TCP_NODELAY on every TCP transport.
                 await asyncio.get_running_loop().create_connection(lambda: sink, host, port)
         except (OSError, ValueError) as error:
@@ -138,20 +158,28 @@ class NativeServer:
 class RequestConnection(asyncio.Protocol):
     """One caller's request connection: frames in, ACKs out in the same order."""
 
-    def __init__(self, server: NativeServer, max_message_bytes: int) -> None:
+    def __init__(self, server: NativeServer) -> None:
         self._server = server
-        self._decoder = RequestDecoder(max_message_bytes)
+        self._settings = server.settings
+        self._loop = asyncio.get_running_loop()
+        self._decoder = RequestDecoder(server.settings.max_message_bytes)
         self._transport: asyncio.Transport | None = None
+        self._held_bytes = 0  # of the half frame, as `pending` was told
+        self._heard_at = self._frame_began = self._loop.time()
+        self._paused_at: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports implement `asyncio.Transport` without inheriting from it.
         self._transport = cast(asyncio.Transport, transport)
         self._server.joined(self)
+        self._arm()
 
     def data_received(self, data: bytes) -> None:
         transport = self._transport
         if transport is None or transport.is_closing():
             return
+        self._heard_at = self._loop.time()
         self._decoder.feed(data)
         acks: list[bytes] = []
         try:
@@ -159,25 +187,87 @@ class RequestConnection(asyncio.Protocol):
                 acks.append(self._server.serve(frame))
         except MalformedFrame as error:
             logger.warning("closing a request connection: %s", error)
-            acks.append(encode_ack(f"Read error: {error}"))
-            transport.write(b"".join(acks))
-            transport.close()
+            self._leave("malformed", f"Read error: {error}", acks)
             return
         if acks:
             transport.write(b"".join(acks))
+        held = self._decoder.held_bytes
+        if held or self._held_bytes:
+            self._hold(held, is_new=bool(acks) or not self._held_bytes)
+
+    def _hold(self, held: int, *, is_new: bool) -> None:
+        """Keep account of a frame that is still arriving."""
+        if not self._server.pending.take(held - self._held_bytes):
+            text = f"{OVERLOADED} the requests under way exceed DYN_TCP_PENDING_BODIES_LIMIT_MB"
+            self._leave("pending_bodies", text)
+            return
+        self._held_bytes = held
+        if is_new:
+            self._frame_began = self._heard_at
+            self._arm()
+
+    def _leave(self, limit: str, text: str, acks: Sequence[bytes] = ()) -> None:
+        self._server.refused(limit)
+        if self._transport is not None:
+            self._transport.write(b"".join([*acks, encode_ack(text)]))
+            self._transport.close()
+            self._loop.call_later(GOODBYE_SECONDS, self._transport.abort)  # of what it does not read
+
+    def _due(self) -> float:
+        settings = self._settings
+        due = self._heard_at + settings.idle_seconds
+        if self._held_bytes:
+            due = min(due, self._frame_began + settings.message_timeout_seconds)
+        if self._paused_at is not None:
+            due = self._paused_at + settings.write_stall_seconds  # it is us who do not read
+        return due
+
+    def _arm(self) -> None:
+        due = self._due()
+        if self._timer is not None:
+            if self._timer.when() <= due:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(due, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        if self._due() > self._loop.time():
+            self._arm()
+        elif self._paused_at is not None:
+            self._server.refused("write_stall")
+            transport.abort()
+        elif self._held_bytes:
+            limit = self._settings.message_timeout_seconds
+            text = f"{UNAVAILABLE} the request did not arrive within {limit:g} s (DYN_TCP_MESSAGE_TIMEOUT_SECS)"
+            self._leave("message_time", text)
+        else:
+            self._server.refused("idle")
+            transport.close()
 
     def pause_writing(self) -> None:
         # A caller that sends requests without reading its ACKs gets no more of them served.
+        self._paused_at = self._loop.time()
         if self._transport is not None:
             self._transport.pause_reading()
+            self._arm()
 
     def resume_writing(self) -> None:
+        self._paused_at = None
+        self._frame_began = self._loop.time()
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         # Its requests go on: their streams are connections of their own, and say themselves when the caller leaves.
         self._transport = None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._server.pending.take(-self._held_bytes)
+        self._held_bytes = 0
         self._server.left(self)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 from dynamo.runtime.context import Context, on_loop
+from dynamo.runtime.limits import Refused, uncounted
 from dynamo.runtime.request_plane.native.frames import (
     FINAL_ITEM,
     PROLOGUE_OK,
@@ -28,7 +29,7 @@ BUFFER_BYTES: Final = 64 * 1024
 credits, so a caller that does not read is only noticed by its full socket."""
 
 LINGER_SECONDS: Final = 10.0  # after the sentinel the caller has this long to close, as in 1.6
-STALLED_SECONDS: Final = 60.0  # and this long to read what was sent before the sentinel
+STALLED_SECONDS: Final = 60.0  # this long to read what was sent, before the sentinel or after it
 
 FINISHED_GRACE_SECONDS: Final = 1.0
 """A native frontend closes as soon as it has read a finish reason: that is success, not a cancellation. The handler then
@@ -57,6 +58,9 @@ class NativeSink(asyncio.Protocol):
         "_on_closed",
         "_out",
         "_paused",
+        "_refused",
+        "_stall_seconds",
+        "_stall_timer",
         "_timer",
         "_transport",
         "_waiters",
@@ -72,8 +76,11 @@ class NativeSink(asyncio.Protocol):
         *,
         request_bytes: int = 0,
         on_closed: Callable[[NativeSink], None] | None = None,
+        write_stall_seconds: float = STALLED_SECONDS,
+        refused: Refused = uncounted,
     ) -> None:
-        """`on_closed` is called once, when the connection is gone for good or never came up."""
+        """`on_closed` is called once, when the connection is gone for good or never came up. A caller that reads nothing
+        for `write_stall_seconds` while its stream is full has left, and `refused` counts it."""
         self._loop = asyncio.get_running_loop()
         self._codec: Codec = codec
         self._context = context
@@ -89,6 +96,8 @@ class NativeSink(asyncio.Protocol):
         self._finished_choices = 0
         self._waiters: list[asyncio.Future[None]] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._stall_seconds, self._refused = write_stall_seconds, refused
         self._on_closed = on_closed
         self.request_bytes = request_bytes  # the body's length, encoded
         self.response_bytes = 0  # item frames, their prefixes included
@@ -186,14 +195,17 @@ class NativeSink(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self._stop_stall_timer()
         self._caller_left()
         self._closed()
 
     def pause_writing(self) -> None:
         self._paused = True
+        self._stall_timer = self._loop.call_later(self._stall_seconds, self._stalled)
 
     def resume_writing(self) -> None:
         self._paused = False
+        self._stop_stall_timer()
         self._flush()
 
     # -- for the server ------------------------------------------------------------------------------------------
@@ -235,7 +247,7 @@ class NativeSink(asyncio.Protocol):
         if transport is None or transport.is_closing():
             return
         if self._has_ended and self._timer is None:
-            self._timer = self._loop.call_later(LINGER_SECONDS, self._linger, self._loop.time() + STALLED_SECONDS)
+            self._timer = self._loop.call_later(LINGER_SECONDS, self._linger, self._loop.time() + self._stall_seconds)
         if self._out and not self._paused:
             # The transport may keep a view of what it could not send at once, so the buffer changes hands.
             out, self._out = self._out, bytearray()
@@ -252,6 +264,17 @@ class NativeSink(asyncio.Protocol):
             self._transport.abort()
         else:
             self._timer = self._loop.call_later(LINGER_SECONDS, self._linger, give_up_at)
+
+    def _stalled(self) -> None:
+        logger.warning("request %s: its caller reads nothing; dropping the stream", self._context.id())
+        self._refused("write_stall")
+        if self._transport is not None:
+            self._transport.abort()  # comes back as a lost connection
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
     def _caller_left(self) -> None:
         if self._has_ended:
