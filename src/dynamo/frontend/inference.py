@@ -39,7 +39,7 @@ from dynamo.frontend.asgi import (
 )
 from dynamo.frontend.event_stream import PUSH_EXTENSION, EventStream
 from dynamo.frontend.generation import Delta, SingleGeneration, WorkRequest, generate
-from dynamo.frontend.metrics import STALL_SECONDS, UNKNOWN_MODEL, FrontendMetrics, RequestMetrics
+from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics, RequestMetrics
 from dynamo.frontend.models import ModelDirectory, ServedModel
 from dynamo.frontend.overhead import PARSE, QUEUE, Overhead, wants_overhead
 from dynamo.frontend.preprocess import Preprocessor
@@ -65,6 +65,8 @@ logger = logging.getLogger(__name__)
 
 _TRACE_HEADERS: Final = (b"traceparent", b"tracestate", b"x-request-id", b"request-id")
 _THREAD_ID: Final = b"thread-id"  # the one header we read that does not begin with "x-"
+
+CATCH_UP_SECONDS: Final = 1.0  # for a loop that was away to read what is waiting for it
 
 
 class InFlight:
@@ -112,26 +114,24 @@ class _Exchange:
 class _Inactivity:
     """Ends a request whose engine has been silent for too long; costs one assignment for each wake-up."""
 
-    __slots__ = ("_due", "_exchange", "_limit", "_loop", "_timer", "last")
+    __slots__ = ("_exchange", "_limit", "_loop", "_timer", "last")
 
     def __init__(self, exchange: _Exchange, limit_seconds: float) -> None:
         self._exchange, self._limit = exchange, limit_seconds
         self._loop = asyncio.get_running_loop()
         self.last = self._loop.time()
-        self._due = self.last + limit_seconds
-        self._timer = self._loop.call_at(self._due, self._check)
+        self._timer = self._loop.call_at(self.last + limit_seconds, self._check)
 
-    def _check(self) -> None:
-        now = self._loop.time()
-        late = now - self._due
-        if late > STALL_SECONDS:
-            # This loop was away (a suspended machine, a long block): what the engine said meanwhile is still unread.
-            self.last += late
-        self._due = self.last + self._limit
-        if now >= self._due:
+    def _check(self, is_second_look: bool = False) -> None:
+        due = self.last + self._limit
+        if self._loop.time() < due:
+            self._timer = self._loop.call_at(due, self._check)
+        elif is_second_look:
             self._exchange.end_with(ResponseTimeout(f"no output for {self._limit:g} s"))
         else:
-            self._timer = self._loop.call_at(self._due, self._check)
+            # Where this very loop was away (a suspended machine, a long block) its timers come first, and what the engine
+            # said meanwhile is still unread.
+            self._timer = self._loop.call_later(min(CATCH_UP_SECONDS, self._limit / 10), self._check, True)
 
     def close(self) -> None:
         self._timer.cancel()
