@@ -32,7 +32,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "llm": frozenset({"errors", "protocol", "runtime", "common", "llm", "kv"}),
     "_core": frozenset({"errors", "protocol", "runtime", "common", "_core", "llm", "kv"}),
     "reference": frozenset({"errors", "protocol", "kv", "runtime", "common", "reference"}),
-    "cli": frozenset({"errors", "protocol", "text", "runtime", "common", "frontend", "cli"}),
+    "simulation": frozenset({"errors", "protocol", "text", "kv", "runtime", "common", "frontend", "simulation"}),
+    "cli": frozenset({"errors", "protocol", "text", "runtime", "common", "frontend", "simulation", "cli"}),
 }
 
 

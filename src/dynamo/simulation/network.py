@@ -1,0 +1,357 @@
+"""The memory request plane with a wire in between: delays, lost connections, and frames that come twice, late or not at all.
+
+Each pair of a caller and a worker shares one connection; both directions keep their order, as TCP does. What TCP cannot do
+(a frame twice, missing or out of place) is done to single items all the same, because the offsets must catch it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, MutableSet
+from typing import Any, Final, Generic, TypeVar, cast
+
+import msgspec
+
+from dynamo.errors import CannotConnect, Disconnected, DynamoException, describe
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import INITIAL_CREDITS, Instance, StreamItem
+from dynamo.runtime.request_plane.memory import MemoryClient, MemoryPlane, MemoryServer, MemorySink, MemoryStream
+from dynamo.runtime.settings import RequestPlaneSettings
+
+__all__ = ["ItemFault", "Network", "OrderedSet", "Wire"]
+
+T = TypeVar("T")
+
+PING_LIMIT_SECONDS: Final = 10.0  # a connection that is silent for so long is given up by both ends
+CONNECT_SECONDS: Final = 5.0
+LATENCY_SECONDS: Final = (0.0001, 0.003)
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode
+
+
+class ItemFault(enum.Enum):
+    """What may happen to one item on its way to the caller."""
+
+    DUPLICATE = "duplicate"
+    CUT = "cut"
+    REORDER = "reorder"
+
+
+class OrderedSet(MutableSet[T], Generic[T]):
+    """A set in order of arrival: a plain one is ordered by addresses, which no run repeats."""
+
+    def __init__(self) -> None:
+        self._items: dict[T, None] = {}
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._items
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def add(self, value: T) -> None:
+        self._items[value] = None
+
+    def discard(self, value: T) -> None:
+        self._items.pop(value, None)
+
+
+class Network:
+    """All connections of a cluster. The hooks are called with the wire (and the number of the item, from 1)."""
+
+    def __init__(self, rng: random.Random, *, server_settings: RequestPlaneSettings | None = None) -> None:
+        self._rng = rng
+        self._settings = server_settings or RequestPlaneSettings()
+        self._servers: dict[str, MemoryServer] = {}
+        self._links: dict[tuple[str, str], Link] = {}
+        self._process_of: dict[int, str] = {}  # instance id -> worker
+        self._gone: set[str] = set()
+        self.on_open: Callable[[Wire], None] = lambda wire: None
+        self.on_item: Callable[[Wire, StreamItem, int], ItemFault | None] = lambda wire, item, number: None
+        self.on_breach: Callable[[str], None] = lambda text: None
+
+    def plane(self, process: str) -> MemoryPlane:
+        """The plane as one process sees it."""
+        return _ProcessPlane(self, process)
+
+    def announce(self, instance_id: int, process: str) -> None:
+        """Where the instances of this id are."""
+        self._process_of[instance_id] = process
+
+    def link(self, caller: str, worker: str) -> Link:
+        found = self._links.get((caller, worker))
+        if found is None:
+            found = self._links[caller, worker] = Link(self._rng)
+        return found
+
+    def links_of(self, process: str) -> list[Link]:
+        """Every connection that begins or ends at a process."""
+        return [link for pair, link in self._links.items() if process in pair]
+
+    def all_links(self) -> list[Link]:
+        return list(self._links.values())
+
+    def crash(self, process: str) -> None:
+        """The process is gone: its connections break, and nobody listens any more."""
+        self._gone.add(process)
+        for path, server in list(self._servers.items()):
+            if isinstance(server, _Server) and server.process == process:
+                del self._servers[path]
+        for link in self.links_of(process):
+            link.lose("the process at the other end was killed")
+
+
+class Link:
+    """One connection: two pipes and the streams on it."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.up, self.down = _Pipe(rng), _Pipe(rng)
+        self.wires: OrderedSet[Wire] = OrderedSet()
+        self.is_severed = False  # given up, and there is no way to connect again yet
+        self._holds = 0
+
+    def hold(self, seconds: float, way: str = "both") -> None:
+        """Nothing arrives for a while ("up", "down" or "both"); afterwards everything does, unless the ends gave up first."""
+        pipes = [pipe for name, pipe in (("up", self.up), ("down", self.down)) if way in (name, "both")]
+        for pipe in pipes:
+            pipe.hold()
+        self._holds += 1
+        loop = asyncio.get_running_loop()
+        loop.call_later(seconds, self._heal, pipes)
+        if seconds > PING_LIMIT_SECONDS:
+            loop.call_later(PING_LIMIT_SECONDS, self._give_up)
+
+    def lose(self, why: str) -> None:
+        """The connection breaks: what was on its way is lost, and both ends know."""
+        self.up.clear()
+        self.down.clear()
+        for wire in list(self.wires):
+            wire.break_(why)
+
+    def _give_up(self) -> None:
+        if self._holds:
+            self.is_severed = True
+            self.lose("no answer to a ping")
+
+    def _heal(self, pipes: list[_Pipe]) -> None:
+        self._holds -= 1
+        if self._holds == 0:
+            self.is_severed = False
+        for pipe in pipes:
+            pipe.release()
+
+
+class _Pipe:
+    """One direction: first in, first out, each after some latency."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._frames: deque[tuple[float, Callable[[], None]]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._holds = 0
+        self._last = 0.0
+
+    def send(self, arrive: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._last = max(self._last, loop.time() + self._rng.uniform(*LATENCY_SECONDS))
+        self._frames.append((self._last, arrive))
+        self._arm(loop)
+
+    def hold(self) -> None:
+        self._holds += 1
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def release(self) -> None:
+        self._holds -= 1
+        self._arm(asyncio.get_running_loop())
+
+    def clear(self) -> None:
+        self._frames.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._frames and self._timer is None and not self._holds:
+            self._timer = loop.call_at(max(self._frames[0][0], loop.time()), self._arrive)
+
+    def _arrive(self) -> None:
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        now = loop.time() + 1e-9
+        while self._frames and self._frames[0][0] <= now and not self._holds:
+            self._frames.popleft()[1]()
+        self._arm(loop)
+
+
+class Wire:
+    """One request's stream while it is on a connection; stands between the two ends of the memory plane."""
+
+    def __init__(
+        self, network: Network, link: Link, caller: str, worker: str, body: Any, stream: MemoryStream, sink: MemorySink
+    ) -> None:
+        self._network, self.link = network, link
+        self.caller, self.worker, self.body = caller, worker, body
+        self._stream, self._sink = stream, sink
+        self.context = _StopThere(self)
+        self.items = 0  # sent by the worker
+        self.arrived = 0  # at the caller
+        self.is_over = False
+        self._late: StreamItem | None = None
+        stream._sink = cast(MemorySink, self)
+        sink.stream = cast(MemoryStream, self)
+        link.wires.add(self)
+
+    def break_(self, why: str) -> None:
+        """The connection under this stream is gone; each end learns of it by itself."""
+        self._over()
+        self._stream._lost(Disconnected(f"Stream ended before generation completed ({why})"))
+        self._sink._abandon()
+
+    def _over(self) -> None:
+        self.is_over = True
+        self.link.wires.discard(self)
+
+    # -- what the worker's sink does to its stream -------------------------------------------------------------------
+
+    def _deliver(self, item: StreamItem) -> None:
+        if self.is_over:
+            return
+        self.items += 1
+        fault = self._network.on_item(self, item, self.items)
+        if fault is ItemFault.REORDER and self._late is None:
+            self._late = item
+            return
+        if fault is not ItemFault.CUT:
+            self._send(item)
+        if fault is ItemFault.DUPLICATE:
+            self._send(item)
+        if self._late is not None:
+            late, self._late = self._late, None
+            self._send(late)
+
+    def _send(self, item: StreamItem) -> None:
+        self.link.down.send(lambda: self._arrive(item))
+
+    def _arrive(self, item: StreamItem) -> None:
+        self.arrived += 1
+        self._stream._deliver(item)
+
+    def _end(self, record: Any, total: int) -> None:
+        if self.is_over:
+            return
+        if self._late is not None:
+            late, self._late = self._late, None
+            self._send(late)
+
+        def arrive() -> None:
+            self._over()
+            self._stream._end(record, total)
+
+        self.link.down.send(arrive)
+
+    # -- what the caller's stream does to its sink -------------------------------------------------------------------
+
+    def _grant(self, credits: int) -> None:
+        if not self.is_over:
+            self.link.up.send(lambda: self._granted(credits))
+
+    def _granted(self, credits: int) -> None:
+        self._sink._grant(credits)
+        if self._sink._credit > INITIAL_CREDITS:
+            self._network.on_breach(
+                f"a producer holds {self._sink._credit} credits, and {INITIAL_CREDITS} is all there are"
+            )
+
+    def _abandon(self) -> None:
+        if not self.is_over:
+            self._over()
+            self.link.up.send(self._sink._abandon)
+
+    def stop(self) -> None:
+        if not self.is_over:
+            self.link.up.send(self._sink.context.stop_generating)
+
+
+class _StopThere:
+    """Stands where the caller's stream expects the worker's context."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def stop_generating(self) -> None:
+        self._wire.stop()
+
+
+class _ProcessPlane(MemoryPlane):
+    def __init__(self, network: Network, process: str) -> None:
+        super().__init__()
+        self._network, self._process = network, process
+        self._servers = network._servers
+
+    def server(self, settings: RequestPlaneSettings | None = None) -> MemoryServer:
+        return _Server(self, self._network._settings, self._process)
+
+    def client(self) -> MemoryClient:
+        return _Client(self, self._network, self._process)
+
+
+class _Server(MemoryServer):
+    def __init__(self, plane: MemoryPlane, settings: RequestPlaneSettings, process: str) -> None:
+        super().__init__(plane, settings)
+        self.process = process
+
+
+class _Client(MemoryClient):
+    """A caller's side whose requests and answers take a connection."""
+
+    def __init__(self, plane: MemoryPlane, network: Network, process: str) -> None:
+        super().__init__(plane)
+        self._network, self._process = network, process
+        self._streams = cast("set[MemoryStream]", OrderedSet[MemoryStream]())
+
+    async def open(self, instance: Instance, body: Any, context: Context) -> MemoryStream:
+        network = self._network
+        worker = network._process_of.get(instance.instance_id, "")
+        if self._closed or self._process in network._gone:
+            raise CannotConnect("the runtime is closed")
+        link = network.link(self._process, worker)
+        if link.is_severed:
+            await asyncio.sleep(CONNECT_SECONDS)
+            if link.is_severed:
+                raise CannotConnect(f"{worker} did not answer within {CONNECT_SECONDS:g} s")
+        path = instance.transport["mem"]
+        if path not in self._plane._servers:
+            raise CannotConnect(f"{worker} refused the connection")
+        loop = asyncio.get_running_loop()
+        encoded = _encode(body)
+        remote = Context(
+            context.id(), context.metadata.copy() if context.has_metadata else None, deadline=context.deadline
+        )
+        remote.prompt_tokens = context.prompt_tokens
+        sink = MemorySink(loop, remote, len(encoded))
+        stream = sink.stream
+        wire = Wire(network, link, self._process, worker, body, stream, sink)
+        link.up.send(lambda: self._dispatch(path, encoded, remote, sink, wire))
+        stream._follow(context, (self._streams,))
+        network.on_open(wire)
+        return stream
+
+    def _dispatch(self, path: str, encoded: bytes, remote: Context, sink: MemorySink, wire: Wire) -> None:
+        server = self._plane._servers.get(path)
+        if server is None:
+            wire.break_("nobody listens any more")
+            return
+        try:
+            server.core.dispatch(path, _decode(encoded), remote, sink)
+        except DynamoException as error:
+            wire._end(describe(error), 0)

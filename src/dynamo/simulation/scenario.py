@@ -1,0 +1,161 @@
+"""What happens in one run: drawn from the seed before anything starts, and small enough to print."""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["ALL_KINDS", "Fault", "Kind", "RequestPlan", "Scenario", "draw"]
+
+
+class Kind(enum.StrEnum):
+    """The kinds of faults. Each happens at a logical point: an item of a worker's stream, or a chunk at the client."""
+
+    DELAY = "delay"  # a connection holds everything back for a while
+    DROP = "drop"  # a connection is lost
+    DUPLICATE = "duplicate"  # an item arrives twice
+    CUT = "cut"  # an item is missing
+    REORDER = "reorder"  # an item arrives after its successor
+    PARTITION = "partition"  # nothing arrives, in one direction or both; both ends give up after the ping limit
+    CRASH = "crash"  # a worker process is killed, and another is started later
+    FREEZE = "freeze"  # a worker process neither computes nor answers for a while
+    STALL = "stall"  # an engine says nothing more for one request
+    ENGINE_ERROR = "engine-error"  # an engine raises
+    DRAIN = "drain"  # a worker is asked to stop, and another takes its place
+    LEASE = "lease"  # a lease is lost, and taken again
+    STORE_CUT = "store-cut"  # one process cannot reach the store
+    STORE_STOP = "store-stop"  # nobody can
+    STORE_WIPE = "store-wipe"  # nobody can, and it comes back empty
+    FRONTEND_DRAIN = "frontend-drain"  # a frontend is asked to stop, and another takes its place
+    FRONTEND_CRASH = "frontend-crash"  # a frontend process is killed, and another is started later
+    CLOCK_JUMP = "clock-jump"  # the machine was suspended: all timers are late
+    SLOW_CLIENT = "slow-client"  # a client reads slowly
+    VANISH = "vanish"  # a client leaves
+
+
+ALL_KINDS: Final = frozenset(Kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault. It fires when `request` reaches `point`; one whose point is never reached does not."""
+
+    kind: Kind
+    request: int
+    point: int  # 0: the request was sent; n: the nth item (of the client's body, for client faults)
+    seconds: float = 0.0
+    way: str = "both"  # a partition's direction, seen from the worker: "up", "down", "both"
+    is_patient: bool = True  # a stalled engine notices its cancellation; False: only being cancelled by force ends it
+
+    def __str__(self) -> str:
+        more = f" for {self.seconds:g} s" if self.seconds else ""
+        way = f" ({self.way})" if self.kind is Kind.PARTITION else ""
+        return f"{self.kind} at item {self.point} of request {self.request}{more}{way}"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """One client's request."""
+
+    number: int
+    at_seconds: float
+    frontend: int
+    is_chat: bool
+    is_streaming: bool
+    choices: int
+    max_tokens: int
+    tokens_per_chunk: int
+    token_seconds: float
+    seed: int
+    stop_at: int | None  # stop at the text that begins at this token
+    wants_usage: bool
+    can_push: bool  # the listener offers `dynamo.push`
+    body_parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One run. `engine_slots` None: no limit."""
+
+    seed: int
+    frontends: int
+    workers: int
+    router_mode: str
+    engine_slots: int | None
+    shuffle: bool
+    requests: tuple[RequestPlan, ...]
+    faults: tuple[Fault, ...]
+
+
+_ITEM_FAULTS: Final = frozenset({Kind.DUPLICATE, Kind.CUT, Kind.REORDER})
+_LONG_SECONDS: Final = (0.5, 4.0, 30.0)  # shorter than every limit; longer than some; longer than all of them
+_MODES: Final = ("round-robin", "random", "least-loaded", "power-of-two")
+
+
+def draw(seed: int, kinds: Collection[Kind] = ALL_KINDS) -> Scenario:
+    """The scenario of a seed. The same for every process, whatever its hash seed."""
+    rng = random.Random(f"scenario {seed}")
+    frontends = rng.choice((1, 1, 2))
+    requests = tuple(_request(rng, number, frontends) for number in range(rng.randint(2, 8)))
+    allowed = sorted(kinds)
+    faults = tuple(_fault(rng, rng.choice(allowed), requests) for _ in range(rng.randint(0, 4))) if allowed else ()
+    return Scenario(
+        seed=seed,
+        frontends=frontends,
+        workers=rng.randint(1, 3),
+        router_mode=rng.choice(_MODES),
+        engine_slots=rng.choice((None, None, 2)),
+        shuffle=False,
+        requests=requests,
+        faults=faults,
+    )
+
+
+def _request(rng: random.Random, number: int, frontends: int) -> RequestPlan:
+    is_long = rng.random() < 0.06  # longer than the credits of a stream
+    is_chat = rng.random() < 0.5
+    max_tokens = 1500 if is_long else rng.choice((1, 2, 5, 12, 30))
+    choices = 1 if is_long else rng.choice((1, 1, 1, 2, 3))
+    return RequestPlan(
+        number=number,
+        at_seconds=rng.choice((0.0, 0.0, rng.uniform(0, 3))),
+        frontend=rng.randrange(frontends),
+        is_chat=is_chat,
+        is_streaming=is_long or rng.random() < 0.7,
+        choices=choices,
+        max_tokens=max_tokens,
+        tokens_per_chunk=16 if is_long else rng.choice((1, 1, 1, 3)),
+        token_seconds=rng.choice((0.0, 0.01, 0.05, 0.3, 1.0)) if not is_long else 0.001,
+        seed=rng.randrange(1, 1000),
+        stop_at=rng.randrange(max_tokens) if not is_chat and not is_long and rng.random() < 0.2 else None,
+        wants_usage=rng.random() < 0.5,
+        can_push=rng.random() < 0.6,
+        body_parts=rng.choice((1, 1, 3)),
+    )
+
+
+def _fault(rng: random.Random, kind: Kind, requests: Sequence[RequestPlan]) -> Fault:
+    # Faults go where something happens: a point is drawn among the items the request really has.
+    request = rng.choice(requests)
+    items = max(1, request.max_tokens // request.tokens_per_chunk)
+    point = rng.choice((0, 1, rng.randint(0, items), rng.randint(1, items)))
+    seconds = 0.0
+    match kind:
+        case Kind.DELAY:
+            seconds = rng.choice((0.05, 0.5, 4.0))
+        case Kind.PARTITION | Kind.FREEZE | Kind.STORE_CUT | Kind.STORE_STOP | Kind.STORE_WIPE:
+            seconds = rng.choice(_LONG_SECONDS)
+        case Kind.STALL:
+            seconds = rng.choice((1.0, 20.0, 500.0))  # the last is longer than a frontend waits
+        case Kind.CRASH | Kind.FRONTEND_CRASH | Kind.DRAIN | Kind.FRONTEND_DRAIN:
+            seconds = rng.choice((0.0, 1.0, 15.0))  # until the replacement starts
+        case Kind.CLOCK_JUMP:
+            seconds = rng.choice((0.5, 6.0, 60.0))
+        case Kind.SLOW_CLIENT:
+            seconds = rng.choice((0.05, 0.5))
+    if kind in _ITEM_FAULTS:
+        point = max(1, point)
+    return Fault(kind, request.number, point, seconds, rng.choice(("up", "down", "both")), rng.random() < 0.7)

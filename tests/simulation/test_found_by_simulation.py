@@ -1,0 +1,55 @@
+"""Faults of the product that the simulator found, each held by a test of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from dynamo.errors import ResponseTimeout
+from dynamo.frontend.inference import _Inactivity
+from dynamo.simulation.loop import VirtualLoop, run_virtual
+
+
+class Ended:
+    """What `_Inactivity` needs of an exchange."""
+
+    def __init__(self) -> None:
+        self.reasons: list[Any] = []
+
+    def end_with(self, reason: Any) -> None:
+        self.reasons.append(reason)
+
+
+def test_a_suspended_machine_is_no_silence_of_the_engine() -> None:
+    """Seed 9: every request in flight failed with 504 after a clock jump, with its tokens waiting to be read."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        exchange = Ended()
+        inactivity = _Inactivity(exchange, 10.0)  # type: ignore[arg-type]
+        await asyncio.sleep(5.0)
+        loop.jump(60.0)
+        await asyncio.sleep(0.1)
+        inactivity.last = loop.time()  # what was waiting has been read
+        await asyncio.sleep(9.0)
+        assert exchange.reasons == []
+        await asyncio.sleep(3.0)
+        assert [type(reason) for reason in exchange.reasons] == [ResponseTimeout]
+        inactivity.close()
+
+    run_virtual(main())
+
+
+def test_a_silent_engine_is_noticed_on_time() -> None:
+    async def main() -> None:
+        exchange = Ended()
+        inactivity = _Inactivity(exchange, 10.0)  # type: ignore[arg-type]
+        await asyncio.sleep(5.0)
+        inactivity.last = asyncio.get_running_loop().time()
+        await asyncio.sleep(9.9)
+        assert exchange.reasons == []
+        await asyncio.sleep(1.3)
+        assert len(exchange.reasons) == 1
+
+    run_virtual(main())
