@@ -6,6 +6,7 @@ import asyncio
 import logging
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -23,6 +24,7 @@ from dynamo.errors import (
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Put
 from dynamo.runtime.instances import InstanceSet, RouterMode, decode_instance
+from dynamo.runtime.metrics import Histogram
 from dynamo.runtime.request_plane.base import OBJECT_INDEX, Instance, ResponseStream, StreamItem
 
 if TYPE_CHECKING:
@@ -152,12 +154,15 @@ class Client:
         self._set.book(instance_id)
         metrics = self._runtime.caller_metrics
         metrics.inflight_requests.inc()
+        began = perf_counter()  # a loop's own clock stands still within a turn
         try:
             stream = await self._runtime.plane_client(instance).open(instance, body, context)
         except BaseException:
             self._release(instance_id)
             raise
-        return _BookedStream(stream, lambda: self._release(instance_id))
+        sent = perf_counter()
+        metrics.send_seconds.observe(sent - began)
+        return _BookedStream(stream, lambda: self._release(instance_id), sent, metrics.roundtrip_ttft_seconds)
 
     def _release(self, instance_id: int) -> None:
         self._set.release(instance_id)
@@ -296,28 +301,41 @@ class TransportView:
 
 
 class _BookedStream:
-    """A stream that gives its booking back when it is closed."""
+    """A stream that gives its booking back when it is closed, and whose first batch is timed."""
 
-    __slots__ = ("_release", "_stream", "kill", "listen", "next_batch", "stop", "take")
+    __slots__ = ("_release", "_roundtrip", "_sent", "_stream", "kill", "listen", "next_batch", "stop", "take")
 
-    def __init__(self, stream: ResponseStream, release: Callable[[], None]) -> None:
+    def __init__(self, stream: ResponseStream, release: Callable[[], None], sent: float, roundtrip: Histogram) -> None:
+        """`sent`: when the request had left, by `perf_counter`."""
         self._stream = stream
         self._release: Callable[[], None] | None = release
+        self._sent, self._roundtrip = sent, roundtrip
+        self.next_batch = self._first_batch
         # Bound once: a layer of calls per batch would be paid for every token.
-        self.next_batch = stream.next_batch
         self.take = stream.take
         self.listen = stream.listen
         self.stop = stream.stop
         self.kill = stream.kill
 
+    async def _first_batch(self) -> list[StreamItem]:
+        try:
+            batch = await self._stream.next_batch()
+        finally:
+            self.next_batch = self._stream.next_batch  # from now on nothing stands in between
+        if batch:
+            self._roundtrip.observe(perf_counter() - self._sent)
+        return batch
+
     def finish(self) -> None:
         release, self._release = self._release, None
+        self.next_batch = self._stream.next_batch  # also where nothing was read: no cycle is left to the collector
         if release is not None:
             release()
             self._stream.finish()
 
     def close(self) -> None:
         release, self._release = self._release, None
+        self.next_batch = self._stream.next_batch
         if release is not None:
             release()
             self._stream.close()

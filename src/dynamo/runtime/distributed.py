@@ -281,7 +281,10 @@ class DistributedRuntime:
             return self._memory_plane.client()
         from dynamo.runtime.request_plane.mux.client import MuxClient
 
-        return MuxClient(connect_timeout=self._plane_settings.connect_timeout_seconds)
+        return MuxClient(
+            connect_timeout=self._plane_settings.connect_timeout_seconds,
+            waited=self.caller_metrics.queue_seconds.observe,
+        )
 
     @property
     def queued_requests(self) -> int:
@@ -377,7 +380,7 @@ def _check_planes(request_plane: str, event_plane: str | None, response_plane: s
 
 
 def _expose(core: ServerCore, registry: MetricsRegistry, settings: RequestPlaneSettings) -> None:
-    """Let the gauges of admission read the core at every scrape: nothing is counted per request."""
+    """Let the gauges of admission read the core at every scrape, and the core tell what only it knows."""
     metrics = WorkHandlerMetrics(registry)
     limited = settings.engine_request_limit is not None
     run = settings.engine_request_limit if limited else settings.worker_pool_size
@@ -388,6 +391,12 @@ def _expose(core: ServerCore, registry: MetricsRegistry, settings: RequestPlaneS
     metrics.queue_depth.read_from(lambda: core.queued)
     metrics.pool_capacity.set(run or 0)
     metrics.queue_capacity.set(queue)
+
+    def rejected() -> None:
+        metrics.rejected_requests.inc()
+        metrics.enqueue_rejected.inc()
+
+    core.observe(waited=metrics.permit_wait_seconds.observe, rejected=rejected)
 
 
 def open_runtimes() -> list[Any]:

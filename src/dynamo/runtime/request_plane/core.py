@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, Final
 
 from dynamo.errors import (
@@ -50,6 +51,13 @@ class ServerCore:
         self._waiting: dict[_Request, Callable[[], None]] = {}  # in order of arrival; value: forgets `on_cancel`
         self._closed = False
         self.rejected_total = 0
+        self._waited: Callable[[float], object] = _ignore
+        self._rejected: Callable[[], object] = _ignore
+
+    def observe(self, *, waited: Callable[[float], object], rejected: Callable[[], object]) -> None:
+        """`waited` is told how many seconds each request waited for its handler's task to run, `rejected` of each one that
+        found engine and queue full."""
+        self._waited, self._rejected = waited, rejected
 
     @property
     def running(self) -> int:
@@ -85,6 +93,7 @@ class ServerCore:
         has_place = not self._waiting and len(self._running) < self._run_limit
         if not has_place and len(self._waiting) >= self._queue_limit:
             self.rejected_total += 1
+            self._rejected()
             raise Overloaded(AT_CAPACITY)
         if context.is_stopped():
             sink.end(_never_started())
@@ -92,7 +101,7 @@ class ServerCore:
         timer = None
         if context.deadline is not None:
             timer = asyncio.get_running_loop().call_at(context.deadline, _expire, context, sink)
-        request = _Request(handler, body, context, sink, timer)
+        request = _Request(handler, body, context, sink, timer, self._waited)
         if has_place:
             self._start(request)
         else:
@@ -158,14 +167,23 @@ class ServerCore:
 class _Request:
     """One accepted request: all that its task, its place in the queue and its deadline need."""
 
-    __slots__ = ("body", "context", "handler", "sink", "timer")
+    __slots__ = ("arrived", "body", "context", "handler", "sink", "timer", "waited")
 
     def __init__(
-        self, handler: Handler, body: Any, context: Context, sink: ResponseSink, timer: asyncio.TimerHandle | None
+        self,
+        handler: Handler,
+        body: Any,
+        context: Context,
+        sink: ResponseSink,
+        timer: asyncio.TimerHandle | None,
+        waited: Callable[[float], object],
     ) -> None:
         self.handler, self.body, self.context, self.sink, self.timer = handler, body, context, sink, timer
+        self.waited = waited
+        self.arrived = perf_counter()
 
     async def run(self) -> None:
+        self.waited(perf_counter() - self.arrived)
         sink = self.sink
         try:
             await self.handler(self.body, self.context, sink)
@@ -195,6 +213,10 @@ def typed_error(error: Exception) -> DynamoException:
         typed = Unknown(f"{type(error).__name__}: {error}")
     typed.__cause__ = error
     return typed
+
+
+def _ignore(*_: object) -> None:
+    """Nobody observes."""
 
 
 def _expire(context: Context, sink: ResponseSink) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, Final, cast
 
 import msgspec
@@ -532,8 +533,15 @@ class MuxConnection(asyncio.Protocol):
 class MuxClient:
     """Every `mux` connection of a process; implements `RequestPlaneClient`."""
 
-    def __init__(self, *, connect_timeout: float = CONNECT_TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self,
+        *,
+        connect_timeout: float = CONNECT_TIMEOUT_SECONDS,
+        waited: Callable[[float], object] | None = None,
+    ) -> None:
+        """`waited` is told how many seconds each request waited for a connection; 0 where there was one."""
         self._connect_timeout = connect_timeout
+        self._waited = waited
         self._connections: dict[tuple[str, int], MuxConnection] = {}
         self._dialling: dict[tuple[str, int], asyncio.Task[MuxConnection]] = {}
         self._closed = False
@@ -553,8 +561,13 @@ class MuxClient:
         except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
             raise InvalidArgument(f"the request cannot be encoded: {error}") from error
         connection = self._connections.get((host, port))
+        waited = 0.0
         if connection is None or not connection.usable:
+            began = perf_counter()
             connection = await self._connect(host, port)
+            waited = perf_counter() - began
+        if self._waited is not None:
+            self._waited(waited)
         stream = connection.open(path, encoded, context)
         stream.follow(context)
         return stream
