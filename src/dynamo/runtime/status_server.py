@@ -283,7 +283,7 @@ class StatusServer:
 def _is_deeper(value: Any, limit: int) -> bool:
     """Whether arrays and objects nest deeper than `limit`; level by level, without recursion."""
     level = [value]
-    for _ in range(limit + 1):
+    for _ in range(limit):
         level = [
             child
             for parent in level
@@ -316,7 +316,7 @@ class _Connection(asyncio.Protocol):
         self._server = server
         self._settings = server.settings
         self._parser: httptools.HttpRequestParser = httptools.HttpRequestParser(self)
-        self._parser_errors = (httptools.HttpParserError, httptools.HttpParserUpgrade)
+        self._malformed, self._upgrade = httptools.HttpParserError, httptools.HttpParserUpgrade
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -334,6 +334,7 @@ class _Connection(asyncio.Protocol):
         self._unseen_bytes = 0  # fed while a head was open: the parser assembles one header of any length
         self._head_open = False
         self._wants_continue = False
+        self._has_body = False
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._in_request = False
@@ -380,7 +381,9 @@ class _Connection(asyncio.Protocol):
         """Parse some bytes; whether the connection goes on."""
         try:
             self._parser.feed_data(step)
-        except self._parser_errors:
+        except self._upgrade:
+            self._refused = True  # answered as plain HTTP; what follows cannot be understood any more
+        except self._malformed:
             if not self._refused:
                 self._refuse(400, "Bad request", "malformed")
         if self._head_open:
@@ -402,6 +405,8 @@ class _Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_count += 1  # trailers, too
         self._count_head(len(name) + len(value) + 4)
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._has_body = value != b"0"
         limit = self._settings.header_count_limit
         if self._header_count > limit and not self._refused:
             self._refuse(431, f"More than {limit} headers (DYN_SYSTEM_HEADER_COUNT_LIMIT)", "header_count")
@@ -414,6 +419,12 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._head_open = False
+        if self._parser.should_upgrade() and (self._parser.get_method() == b"CONNECT" or self._has_body):
+            # The parser would leave the body out.
+            self._refuse(
+                400, "CONNECT, and bodies of requests that ask for another protocol, are not read", "malformed"
+            )
+            return
         if self._wants_continue and self._transport is not None and not self._refused and self._task is None:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -433,7 +444,8 @@ class _Connection(asyncio.Protocol):
             return
         method = self._parser.get_method().decode("ascii", "replace")
         path = self._url.split(b"?", 1)[0].split(b"#", 1)[0].decode("latin-1")
-        self._waiting.append(_Request(method, path, b"".join(self._body), self._parser.should_keep_alive()))
+        keep_alive = self._parser.should_keep_alive() and not self._parser.should_upgrade()
+        self._waiting.append(_Request(method, path, b"".join(self._body), keep_alive))
         self._reset()
         self._watch(None)
         if self._task is None:
