@@ -79,6 +79,9 @@ async def test_a_request_is_timed_on_its_way(plane: str) -> None:
         assert 0.1 <= seconds < 1
         waits = values(runtime, "dynamo_work_handler_permit_wait_seconds_count")
         assert waits == [2]
+        name = "dynamo_work_handler_time_to_first_response_seconds"
+        answered, after = values(runtime, f"{name}_count", f"{name}_sum")
+        assert (answered, 0.1 <= after < 1) == ((2, True) if plane == "tcp" else (0, False))
         connections = values(runtime, f"{prefix}_queue_seconds_count", f"{prefix}_queue_seconds_sum")
         if plane == "tcp":
             assert connections[0] == 2

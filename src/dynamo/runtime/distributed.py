@@ -396,7 +396,11 @@ def _expose(core: ServerCore, registry: MetricsRegistry, settings: RequestPlaneS
         metrics.rejected_requests.inc()
         metrics.enqueue_rejected.inc()
 
-    core.observe(waited=metrics.permit_wait_seconds.observe, rejected=rejected)
+    core.observe(
+        waited=metrics.permit_wait_seconds.observe,
+        rejected=rejected,
+        answered=metrics.time_to_first_response_seconds.observe,
+    )
 
 
 def open_runtimes() -> list[Any]:

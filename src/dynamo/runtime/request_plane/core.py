@@ -53,11 +53,18 @@ class ServerCore:
         self.rejected_total = 0
         self._waited: Callable[[float], object] = _ignore
         self._rejected: Callable[[], object] = _ignore
+        self.answered: Callable[[float], object] = _ignore  # for the listeners to call
 
-    def observe(self, *, waited: Callable[[float], object], rejected: Callable[[], object]) -> None:
+    def observe(
+        self,
+        *,
+        waited: Callable[[float], object],
+        rejected: Callable[[], object],
+        answered: Callable[[float], object] | None = None,
+    ) -> None:
         """`waited` is told how many seconds each request waited for its handler's task to run, `rejected` of each one that
-        found engine and queue full."""
-        self._waited, self._rejected = waited, rejected
+        found engine and queue full, `answered` how many seconds after its arrival a request's first item left."""
+        self._waited, self._rejected, self.answered = waited, rejected, answered or _ignore
 
     @property
     def running(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, Final, cast
 
 import msgspec
@@ -213,6 +214,7 @@ class MuxServerProtocol(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self._streams: dict[int, MuxSink] = {}
+        self._unanswered: dict[int, float] = {}  # streams that sent nothing yet: when they arrived
         self._bodies: dict[int, _PendingBody] = {}
         self._hello: Hello | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -284,6 +286,7 @@ class MuxServerProtocol(asyncio.Protocol):
         for stream_id in list(self._bodies):
             self._forget_body(stream_id)
         streams, self._streams = self._streams, {}
+        self._unanswered.clear()
         for sink in streams.values():
             sink.abandon()
             sink.context.kill()
@@ -367,6 +370,7 @@ class MuxServerProtocol(asyncio.Protocol):
             return  # it has just ended: the two crossed on the wire
         if payload == b"\x01":
             self._streams.pop(stream_id, None)
+            self._unanswered.pop(stream_id, None)
             sink.abandon()
             sink.context.kill()
         else:
@@ -437,6 +441,7 @@ class MuxServerProtocol(asyncio.Protocol):
         credit = min(max(self._hello.credits, 1), MAX_CREDIT)
         sink = MuxSink(self, stream_id, context, credit)
         self._streams[stream_id] = sink
+        self._unanswered[stream_id] = perf_counter()
         try:
             sink.request_bytes = len(raw_body)
             self._core.dispatch(head.path, body, context, sink)
@@ -507,6 +512,8 @@ class MuxServerProtocol(asyncio.Protocol):
         if self.out and not self.paused:
             items = self.out.copy()
             self.out.clear()  # the sinks hold a reference to this very list
+            if self._unanswered:
+                self._note_first(items)
             parts += self._encode(items)
         if parts:
             transport.writelines(parts)
@@ -514,6 +521,14 @@ class MuxServerProtocol(asyncio.Protocol):
                 self._backlog_bytes += sum([len(part) for part in parts])
                 if self._backlog_bytes > MAX_BACKLOG_BYTES:
                     self._cut("backlog")
+
+    def _note_first(self, items: list[tuple[Any, ...]]) -> None:
+        """Time the first item of each stream. Here and not where it is made: a token of a stream under way pays nothing."""
+        now, unanswered = perf_counter(), self._unanswered
+        for item in items:
+            arrived = unanswered.pop(item[0], None)
+            if arrived is not None and item[1] != END_INDEX:
+                self._core.answered(now - arrived)
 
     def _encode(self, items: list[tuple[Any, ...]]) -> list[bytes]:
         try:
