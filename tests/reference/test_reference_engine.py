@@ -133,6 +133,21 @@ async def test_a_request_that_is_cut_frees_its_blocks_at_once(way: str, models: 
         assert (core.pool.held, core.is_idle, engine._streams) == (0, True, {})
 
 
+async def test_every_open_choice_of_a_stopped_request_is_ended(models: dict[str, Path]) -> None:
+    async with running(models["llama"]) as engine:
+        context = mock_context()
+        body = request([5] * 9, 200, sampling_options={"temperature": 1.0, "seed": 1, "n": 3})
+        stream = engine.generate(body, context)
+        await anext(stream)
+        context.stop_generating()
+        chunks = [chunk async for chunk in stream]
+        ends = [chunk for chunk in chunks if "finish_reason" in chunk]
+        assert [(chunk["index"], chunk["finish_reason"]) for chunk in ends] == [(n, "cancelled") for n in range(3)]
+        counted = chunks[-1]["completion_usage"]["completion_tokens"]
+        assert counted == 1 + sum(len(chunk["token_ids"]) for chunk in chunks)
+        assert (await settled(engine)).pool.held == 0
+
+
 async def test_a_request_that_waits_for_its_turn_is_aborted_at_once(models: dict[str, Path]) -> None:
     options = Options(block_size=4, kv_cache_mb=2, max_num_seqs=1, max_num_batched_tokens=8)
     async with running(models["llama"], options) as engine:

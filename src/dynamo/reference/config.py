@@ -75,10 +75,10 @@ def read_model_config(directory: Path) -> ModelConfig:
     if heads % kv_heads:
         raise source.wrong("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
     hidden = source.integer("hidden_size")
-    head_dim = source.integer("head_dim", max(hidden // heads, 1))
+    is_qwen2, is_qwen3 = architecture.startswith("Qwen2"), architecture.startswith("Qwen3")
+    head_dim = source.integer("head_dim", 128 if is_qwen3 else max(hidden // heads, 1))
     if head_dim % 2:
         raise source.wrong("head_dim", head_dim, "even, because rotary embeddings turn pairs")
-    is_qwen2, is_qwen3 = architecture.startswith("Qwen2"), architecture.startswith("Qwen3")
     attention_bias = source.flag("attention_bias", False)
     # Newer files keep theta and the scaling in one `rope_parameters`.
     rope = source.values.get("rope_parameters") or source.values.get("rope_scaling") or {}

@@ -66,6 +66,8 @@ def read_request(request: Mapping[str, Any], limits: Limits) -> Job:
         raise InvalidArgument("sampling_options.use_beam_search is not supported by the reference engine")
     if routing.get("lora_name"):
         raise InvalidArgument("routing.lora_name is set, but the reference engine does not support LoRA adapters yet")
+    if stops.get("max_thinking_tokens"):
+        raise InvalidArgument("stop_conditions.max_thinking_tokens is not supported by the reference engine yet")
     choices = sampling.integer("n", 1, 1, MAX_CHOICES)
     if sampling.integer("best_of", choices, 1, MAX_CHOICES) != choices:
         raise InvalidArgument("sampling_options.best_of must equal n: the reference engine returns all it generates")
