@@ -139,6 +139,17 @@ def test_log_probabilities_add_up_and_those_of_the_prompt_do_not_depend_on_the_p
     assert np.allclose(*flat, atol=1e-4)
 
 
+def test_a_prompt_that_is_computed_twice_is_reported_once(core_of: CoreOf) -> None:
+    core = core_of(blocks=22)
+    bodies = [{**body, "output_options": {"prompt_logprobs": 0}} for body in MIXED]
+    handles = [choice for body in bodies for choice in core.add(read_request(body, core.limits))]
+    while not core.is_idle:
+        core.step()
+    assert sum(choice.sequence.preemptions for choice in handles) > 3
+    for choice, body in zip(handles, bodies, strict=True):
+        assert [entry[0][0] for entry in choice.prompt_entries] == body["token_ids"][1:]
+
+
 def test_stop_tokens_end_a_sequence_and_only_the_visible_ones_are_shown(core_of: CoreOf) -> None:
     body = request(prompt(8), 30)
     (plain,) = answers(core_of(), [body])[0]

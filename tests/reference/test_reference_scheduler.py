@@ -86,6 +86,18 @@ def test_a_long_prompt_is_computed_in_pieces_beside_those_who_generate() -> None
     assert counts[3] == {"first": 1, "long": 1}
 
 
+def test_whoever_generates_goes_on_beside_a_prompt_of_higher_priority() -> None:
+    step = scheduler(step_tokens=4)
+    first, urgent = Sequenced([1]), Sequenced([2] * 30, priority=9)
+    step.add(first)
+    run(step, step.plan())
+    step.add(urgent)
+    for _ in range(5):
+        plan = step.plan()
+        assert {work.sequence: work.count for work in plan} == {first: 1, urgent: 3}
+        run(step, plan)
+
+
 def test_priority_goes_before_arrival_and_nobody_is_skipped() -> None:
     step = scheduler(sequences=1)
     early, late, urgent = Sequenced([1]), Sequenced([2]), Sequenced([3], priority=5)
@@ -105,11 +117,14 @@ def test_when_blocks_run_out_the_newest_gives_way_and_keeps_its_tokens() -> None
     step.add(new)
     run(step, step.plan())  # both have 8 tokens now, in 2 blocks each
     run(step, step.plan())
+    urgent = Sequenced([3], priority=1)
+    step.add(urgent)
     plan = step.plan()
-    assert [work.sequence for work in plan] == [old]
-    assert (new.preemptions, new.blocks, new.tokens) == (1, [], [2] * 7 + [7] * 2)
+    assert [work.sequence for work in plan] == [old]  # nor does a newcomer get what was just taken away
+    assert (new.preemptions, new.blocks, new.computed, new.tokens) == (1, [], 0, [2] * 7 + [7] * 2)
     run(step, plan)
     step.finish(old)
+    step.finish(urgent)
     (work,) = step.plan()
     assert (work.sequence, work.start, work.count) == (new, 0, 9)
 
