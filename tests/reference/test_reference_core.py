@@ -168,9 +168,10 @@ def test_stop_tokens_end_a_sequence_and_only_the_visible_ones_are_shown(core_of:
         assert plain[at] not in [e.drawn.token for e in stream[: at + 2]]
 
 
-def test_without_a_limit_an_answer_fills_the_context(core_of: CoreOf) -> None:
-    core = core_of(blocks=10)
-    ((tokens,),) = answers(core, [{**request(prompt(30)), "stop_conditions": {"ignore_eos": True}}])
+@pytest.mark.parametrize("max_tokens", [None, 0, 11, 10_000])
+def test_without_a_limit_or_over_it_an_answer_fills_the_context(max_tokens: int | None, core_of: CoreOf) -> None:
+    core, stops = core_of(blocks=10), {"ignore_eos": True, "max_tokens": max_tokens}
+    ((tokens,),) = answers(core, [{**request(prompt(30)), "stop_conditions": stops}])
     assert len(tokens) == 10
 
 
