@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "serve": ("dynamo.cli.serve", "start a frontend and workers on this machine, ready for curl"),
     "new": ("dynamo.cli.new", "write the package of a new backend, with tests that pass"),
     "conformance": ("dynamo.cli.conformance", "hold an engine to the contract and name what it breaks"),
+    "simulate": ("dynamo.cli.simulate", "run clusters under virtual time with seeded faults"),
     "bench": ("dynamo.cli.bench.command", "load a server and report throughput and latency"),
 }
 

@@ -73,7 +73,7 @@ class InFlight:
     """The requests being answered, so that a shutdown can cut them."""
 
     def __init__(self) -> None:
-        self._exchanges: set[_Exchange] = set()
+        self._exchanges: dict[_Exchange, None] = {}  # in order of arrival, which is the order of the cut
 
     def cut(self) -> int:
         """End every request with a 503 (or an error event); how many there were."""
@@ -219,7 +219,7 @@ class InferenceRoute:
             self._surface.id_prefix + str(uuid.uuid4()), effects.metadata or None, trace=_trace_of(headers)
         )
         exchange = _Exchange(context, counted, headers.get(b"x-request-id"))
-        self._exchanges.add(exchange)
+        self._exchanges[exchange] = None
         watcher = loop.create_task(exchange.watch(receive), name="frontend: client watch")  # cancelled below
         stream: EventStream | None = None
         if is_streaming:
@@ -255,7 +255,7 @@ class InferenceRoute:
             watcher.cancel()
             if stream is not None:
                 stream.close()
-            self._exchanges.discard(exchange)
+            self._exchanges.pop(exchange, None)
 
     def _understand(self, scope: Scope, body: bytes) -> tuple[Request, ServedModel, HeaderEffects]:
         """Everything that can be wrong with a request before a model is asked; in the native order of checks."""

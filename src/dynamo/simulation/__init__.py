@@ -1,7 +1,29 @@
 """A whole cluster in one process under virtual time: seeded faults, exact replay, promises checked after every run."""
 
-from dynamo.simulation.loop import VirtualLoop, run_virtual
+from dynamo.simulation.campaign import Failure, Report, shrink, simulate
+from dynamo.simulation.engine import PrefixEngine, continuation
+from dynamo.simulation.loop import NothingWillHappen, OutsideWorld, VirtualLoop, run_virtual
 from dynamo.simulation.run import Finding, Outcome, run_scenario
-from dynamo.simulation.scenario import Fault, Kind, Scenario, draw
+from dynamo.simulation.scenario import ALL_KINDS, Fault, Kind, RequestPlan, Scenario, draw
 
-__all__ = ["Fault", "Finding", "Kind", "Outcome", "Scenario", "VirtualLoop", "draw", "run_scenario", "run_virtual"]
+__all__ = [
+    "ALL_KINDS",
+    "Failure",
+    "Fault",
+    "Finding",
+    "Kind",
+    "NothingWillHappen",
+    "Outcome",
+    "OutsideWorld",
+    "PrefixEngine",
+    "Report",
+    "RequestPlan",
+    "Scenario",
+    "VirtualLoop",
+    "continuation",
+    "draw",
+    "run_scenario",
+    "run_virtual",
+    "shrink",
+    "simulate",
+]

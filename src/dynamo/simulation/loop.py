@@ -41,6 +41,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         first out; another loop under the same code need not."""
         super().__init__()
         self._now = START_SECONDS
+        self._clock_resolution = 1e-6  # coarser than a double's step even after years, or a timer might never be due
         self._shuffle = shuffle
         self._thread = threading.get_ident()
         self._selector = self  # BaseEventLoop asks it how long to sleep
