@@ -50,10 +50,13 @@ bench-native: $(VENV)/.dev ## the same cases against the native system, and the 
 soak: $(VENV)/.dev ## 100,000 requests, 5 % of them left half-way, and whether anything grew (ARGS="--requests 20000")
 	@$(BIN)/python benchmarks/soak.py $(ARGS)
 
+test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2000 for each operation)
+	@FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-500} $(BIN)/python -m pytest -q -m fuzz tests/hostile -rs $(ARGS)
+
 test-interop: $(VENV)/.dev ## our worker behind the native 1.6.1 frontend (set DYNAMO_NATIVE_PYTHON)
 	@$(BIN)/python -m pytest -q -m interop tests/interop -rs $(ARGS)
 
 clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
-.PHONY: help serve test check format bench bench-native soak test-interop clean
+.PHONY: help serve test check format bench bench-native soak test-fuzz test-interop clean

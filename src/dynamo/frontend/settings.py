@@ -79,7 +79,7 @@ class FrontendSettings:
     body_timeout_seconds: float = 120.0  # the largest body over 3 Mbit/s
     pending_bodies_limit_bytes: int = 1024 * 1024 * 1024  # of all requests that are still arriving
     idle_connection_seconds: int = 75  # longer than the usual proxy keep-alive, so the proxy closes first
-    max_connections: int = 16_384  # an idle one takes about 20 KiB
+    max_connections: int = 16_384  # an idle one takes about 6 KiB
     pipeline_limit: int = 16
     write_stall_seconds: float = 60.0
     json_depth_limit: int = MAX_DEPTH

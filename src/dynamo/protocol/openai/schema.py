@@ -184,6 +184,18 @@ class ErrorBody(Struct):
     details: dict[str, Any] | None = None
 
 
+class StreamErrorDetail(Struct):
+    message: str
+    type: str
+    code: int
+
+
+class StreamError(Struct):
+    """The event of a stream that failed after its 200."""
+
+    error: StreamErrorDetail
+
+
 _TYPES: Final[list[Any]] = [
     ChatRequest,
     CompletionRequest,
@@ -197,6 +209,7 @@ _TYPES: Final[list[Any]] = [
     Health,
     Live,
     ErrorBody,
+    StreamError,
 ]
 
 _GENERATION_ERRORS: Final = {
@@ -311,11 +324,22 @@ def _generation(operation: str, summary: str, request: str, answer: str) -> dict
         "responses": {
             "200": {
                 "description": f"The answer. With `stream`, server-sent events of `{chunk}`, ended by `data: [DONE]`.",
-                "content": {**_json(answer), "text/event-stream": {"schema": {"$ref": _REFERENCE.format(name=chunk)}}},
+                "content": {**_json(answer), "text/event-stream": {"schema": _event_of(chunk)}},
             },
             **_errors(_GENERATION_ERRORS),
         },
     }
+
+
+def _event_of(chunk: str) -> dict[str, Any]:
+    """One event of a stream, the way OpenAPI 3.2 describes them: `data` is a chunk, an error, or the end."""
+
+    def json_text(name: str) -> dict[str, Any]:
+        schema = {"$ref": _REFERENCE.format(name=name)}
+        return {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+
+    data = {"anyOf": [{"const": "[DONE]"}, json_text(chunk), json_text("StreamError")]}
+    return {"type": "object", "required": ["data"], "properties": {"data": data, "event": {"type": "string"}}}
 
 
 def _read(

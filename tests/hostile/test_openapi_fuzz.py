@@ -1,0 +1,152 @@
+"""schemathesis over `/openapi.json` of a live frontend: what the document says is what happens.
+
+A short seeded run belongs to the suite; `make test-fuzz` runs the same for much longer, with random seeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+schemathesis = pytest.importorskip("schemathesis", reason="pip install -e '.[dev]'")
+
+from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
+from schemathesis import GenerationMode  # noqa: E402
+from schemathesis.specs.openapi.checks import (  # noqa: E402
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from dynamo.frontend.server import HttpServer  # noqa: E402
+from dynamo.runtime.context import Context  # noqa: E402
+from dynamo.runtime.request_plane.base import ResponseSink  # noqa: E402
+from support.frontend_cluster import cluster  # noqa: E402
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
+CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
+GOOD: dict[str, dict[str, Any]] = {
+    "POST /v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "POST /v1/completions": {"model": "m", "prompt": "hi", "max_tokens": 4},
+}
+OPERATIONS = [
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "GET /v1/models",
+    "GET /v1/models/{id}",
+    "GET /v1/models/{id}/ready",
+    "GET /health",
+    "GET /live",
+    "GET /metrics",
+]  # schemathesis leaves the document itself out
+
+
+async def echo(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+    for token in list(b"hello"):
+        sink.send_tokens([token])
+        await asyncio.sleep(0)
+    sink.send_tokens([], finish_reason="stop")
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A frontend with one worker, on a loop and a thread of its own: schemathesis is a blocking client."""
+    started: Future[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def main(directory: Path) -> None:
+        async with cluster(directory, http_host="127.0.0.1", http_port=0, peek_seconds=0.2) as house:
+            server = HttpServer(house.frontend)
+            await server.start()
+            try:
+                await house.worker(echo)
+                stop = asyncio.Event()
+                started.set_result((server.port, asyncio.get_running_loop(), stop))
+                await stop.wait()
+            finally:
+                await server.close()
+
+    def run() -> None:
+        try:
+            asyncio.run(main(tmp_path_factory.mktemp("fuzz")))
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    thread = threading.Thread(target=run, name="fuzzed frontend")
+    thread.start()
+    port, loop, stop = started.result(30)
+    yield f"http://127.0.0.1:{port}"
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(30)
+
+
+def within_reach(body: dict[str, Any], good: dict[str, Any], number: int, *, few: bool) -> dict[str, Any]:
+    """A generated body that gets further than "no such model"; with `few` of its fields it has a chance to be served."""
+    if not few:
+        return {**body, "model": "m"}
+    return {**{name: body[name] for name in sorted(body, key=lambda name: (len(name) * number) % 17)[:2]}, **good}
+
+
+def fuzz(address: str, label: str, mode: Any, examples: int, *, derandomize: bool) -> Counter[int]:
+    """Run `examples` cases against one operation; the statuses. Raises with a curl line for a broken promise."""
+    schema = schemathesis.openapi.from_url(f"{address}/openapi.json")
+    (operation,) = [found.ok() for found in schema.get_all_operations() if found.ok().label == label]
+    statuses: Counter[int] = Counter()
+    good = GOOD.get(label, {})
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=derandomize,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def check(case: Any) -> None:
+        number = statuses.total()
+        if isinstance(case.body, dict) and number % 3:
+            case.body = within_reach(case.body, good, number, few=number % 3 == 2)
+        response = case.call(base_url=address)
+        statuses[response.status_code] += 1
+        assert response.status_code < 500 or response.status_code in (501, 503), (response.status_code, response.text)
+        case.validate_response(response, checks=CHECKS)
+
+    check()
+    print(f"{label} {mode.value}: {dict(statuses)}")
+    return statuses
+
+
+def modes(label: str) -> list[Any]:
+    return [GenerationMode.POSITIVE, GenerationMode.NEGATIVE] if "POST" in label else [GenerationMode.POSITIVE]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_every_answer_is_one_that_the_document_describes(address: str, label: str) -> None:
+    for mode in modes(label):
+        assert fuzz(address, label, mode, 30 if "POST" in label else 5, derandomize=True).total() > 0
+
+
+@pytest.mark.fuzz
+@pytest.mark.skipif(not EXAMPLES, reason="make test-fuzz")
+@pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_every_answer_is_one_that_the_document_describes_at_length(address: str, label: str) -> None:
+    for mode in modes(label):
+        assert fuzz(address, label, mode, EXAMPLES, derandomize=False).total() > 0
+
+
+def test_every_operation_of_the_document_is_fuzzed(address: str) -> None:
+    schema = schemathesis.openapi.from_url(f"{address}/openapi.json")
+    assert sorted(found.ok().label for found in schema.get_all_operations()) == sorted(OPERATIONS)
