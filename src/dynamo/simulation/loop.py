@@ -22,6 +22,9 @@ T = TypeVar("T")
 START_SECONDS: Final = 1000.0  # not 0: code that takes a time of 0.0 for "never" would hide its mistake
 
 
+TURN_SECONDS: Final = 1e-7
+
+
 class NothingWillHappen(RuntimeError):
     """Every task waits, and no timer is set: the program hangs for ever."""
 
@@ -63,7 +66,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.turns += 1
         if timeout is None:
             raise NothingWillHappen("every task waits for another one, and no timer is set")
-        self._now += timeout
+        # Each turn takes a moment, as it does in reality: a timer set for "a rounding error from now" must not stop time.
+        self._now += timeout + TURN_SECONDS
         if self._shuffle is not None and len(self._ready) > 1:
             ready = list(self._ready)
             self._shuffle.shuffle(ready)
