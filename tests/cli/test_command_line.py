@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from dynamo import __version__
+from dynamo.cli.engines import load_engine
 from dynamo.cli.main import COMMANDS, main
+from dynamo.cli.usage import UsageError
 from dynamo.frontend.server import PortInUse
 from support.serve_command import GUIDE_ENGINE
 
@@ -43,7 +45,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     [
         ([], "no command given; use one of serve, new, conformance"),
         (["serv"], "there is no command 'serv'"),
-        (["serve", "--engine", "nope"], "there is no engine 'nope'; use one of sample, or module:Class"),
+        (["serve", "--engine", "nope"], "there is no engine 'nope'; use one of reference, sample, or module:Class"),
         (["serve", "--engine", "a b:C"], "there is no engine 'a b:C'"),
         (["serve", "--workers", "0"], "--workers 0 is out of range; use 1 to 256"),
         (["serve", "--workers", "many"], "--workers: invalid int value: 'many' (see dynamo serve --help)"),
@@ -108,6 +110,14 @@ def test_every_command_explains_itself_with_an_example(command: str, capsys: pyt
         main([command, "--help"])
     assert leaving.value.code == 0
     assert f"example:\n  dynamo {command} " in capsys.readouterr().out
+
+
+def test_a_built_in_engine_says_which_extra_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("dynamo.reference")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "numpy", None)  # as if it were not installed
+    with pytest.raises(UsageError, match=r"needs 'numpy'.*pip install 'dynamo-unified\[reference\]'"):
+        load_engine("reference")
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -20,6 +20,8 @@ BUILT_IN: Final[dict[str, str]] = {
 }
 """The engines that come with us, by the name a person types."""
 
+EXTRAS: Final = frozenset({"reference"})  # built-in engines that need the extra of their name
+
 
 def class_path(engine: str) -> str:
     """`module:Class` of a name or of a path; imports nothing. Raises UsageError for what can be neither."""
@@ -45,7 +47,8 @@ def load_engine(engine: str) -> type[BaseEngine]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise UsageError(f"module {module_name!r} needs {error.name!r}, which is not installed") from error
+            hint = f"; try: pip install 'dynamo-unified[{engine}]'" if engine in EXTRAS else ""
+            raise UsageError(f"module {module_name!r} needs {error.name!r}, which is not installed{hint}") from error
         raise UsageError(
             f"there is no module {error.name!r}; is its package installed, or the current directory the right one?"
         ) from error

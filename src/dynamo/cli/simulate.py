@@ -20,7 +20,7 @@ Every run is a cluster of its own: frontends, workers, clients and faults drawn 
 run, on any machine. A failing seed is shrunk to the faults and requests that matter. Exit status: 0 every promise was
 kept, 1 one was broken, 2 an error of use.
 
-examples:
+example:
   dynamo simulate --runs 1000
   dynamo simulate --runs 1 --seed 42 --trace
 """
