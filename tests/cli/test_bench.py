@@ -239,10 +239,13 @@ def test_warm_up_is_sent_and_not_reported(tmp_path: Path) -> None:
     assert len(server.bodies) == 2 + 8 + 5  # the two that measure our words, too
 
 
-def test_several_servers_take_turns_and_a_trailing_v1_is_understood(tmp_path: Path) -> None:
+def test_several_servers_share_the_load_and_a_trailing_v1_is_understood(tmp_path: Path) -> None:
     with serving() as one, serving() as two:
         figures(tmp_path, one.url + "/v1", two.url, "--requests", "20", "--concurrency", "2", "--model", "m")
-    assert min(len(one.bodies), len(two.bodies)) >= 5
+    # In a closed loop a connection keeps to its server, so the faster of the two answers more.
+    assert one.bodies
+    assert two.bodies
+    assert len(one.bodies) + len(two.bodies) >= 20
 
 
 def test_prompts_of_a_file_are_asked_in_turn(tmp_path: Path) -> None:
