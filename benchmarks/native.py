@@ -83,6 +83,7 @@ def native_stack(python: str) -> Start:
         with tempfile.TemporaryDirectory() as name:
             port = free_port()
             env = {key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "PYTHON"))} | {
+                "TMPDIR": name,  # the native processes leave their logging configuration there
                 "DYN_FILE_KV": str(Path(name) / "store"),
                 "DYN_TCP_RPC_HOST": "127.0.0.1",
                 "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",

@@ -109,6 +109,7 @@ async def native_frontend(root: Path, store: Path) -> AsyncIterator[Frontend]:
         port = int(probe.getsockname()[1])
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "PYTHON"))},
+        "TMPDIR": str(root),  # it leaves its logging configuration there
         "DYN_FILE_KV": str(store),
         "DYN_TCP_RPC_HOST": "127.0.0.1",
         "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
