@@ -370,7 +370,12 @@ def _check_planes(request_plane: str, event_plane: str | None, response_plane: s
         )
     if event_plane == "nats":
         raise CannotConnect(
-            "the nats event plane is not built in this version; use --event-plane zmq (or DYN_EVENT_PLANE=zmq)"
+            "the nats event plane is not built in this version; leave out --event-plane and DYN_EVENT_PLANE: events are then "
+            "heard in this process only"
+        )
+    if event_plane == "zmq":
+        logger.warning(
+            "the zmq event plane is not built in this version: KV events and load reports are heard in this process only"
         )
     if response_plane == "quic":
         raise CannotConnect(
