@@ -45,7 +45,10 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     [
         ([], "no command given; use one of serve, new, conformance"),
         (["serv"], "there is no command 'serv'"),
-        (["serve", "--engine", "nope"], "there is no engine 'nope'; use one of reference, sample, or module:Class"),
+        (
+            ["serve", "--engine", "nope"],
+            "there is no engine 'nope'; use one of reference, sample, or module:Class or module:function",
+        ),
         (["serve", "--engine", "a b:C"], "there is no engine 'a b:C'"),
         (["serve", "--workers", "0"], "--workers 0 is out of range; use 1 to 256"),
         (["serve", "--workers", "many"], "--workers: invalid int value: 'many' (see dynamo serve --help)"),
@@ -59,9 +62,12 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["conformance", "nope:Engine"], "there is no module 'nope'"),
         (["conformance", "guide_engine.sub:Engine"], "there is no module 'guide_engine.sub'"),
         (["conformance", "needs_more:Engine"], "module 'needs_more' needs 'a_library_nobody_has'"),
-        (["conformance", "guide_engine:Missing"], "has no class 'Missing'; it has GuideEngine"),
-        (["conformance", "guide_engine:not_an_engine"], "is not a subclass of LLMEngine or RawEngine"),
-        (["conformance", "guide_engine:argparse"], "is not a subclass of LLMEngine or RawEngine"),
+        (["conformance", "guide_engine:Missing"], "has no 'Missing'; it has GuideEngine"),
+        (
+            ["conformance", "guide_engine:not_an_engine"],
+            "is neither a subclass of LLMEngine or RawEngine nor a function",
+        ),
+        (["conformance", "guide_engine:argparse"], "is neither a subclass of LLMEngine or RawEngine nor a function"),
         (["conformance", "dynamo.common.backend.engine:LLMEngine"], "LLMEngine is abstract: it does not implement"),
         (
             ["conformance", "dynamo.common.backend.sample_diffusion_engine:SampleDiffusionEngine", "--encode"],

@@ -16,7 +16,8 @@ from dynamo.common.backend.testing import run_conformance
 from support.processes import Cluster, Frontend, Process
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TESTED = {"echo_engine.py", "lower_level_worker.py", "chat_client.py", "node-backend"}  # the last in test_node_backend
+TESTED = {"any_callable.py", "echo_engine.py", "lower_level_worker.py", "chat_client.py", "node-backend"}
+# node-backend and any_callable.py in tests of their own
 
 
 class Examples(Cluster):

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     parser = CommandParser(
         "dynamo conformance", description="Hold an engine to the contract, promise by promise.", epilog=_EPILOG
     )
-    parser.add_argument("engine", metavar="module:Class", help="the engine class, or the name of a built-in engine")
+    parser.add_argument("engine", metavar="module:Class", help="the engine class, a function, or a built-in engine")
     parser.add_argument("--encode", action="store_true", help="judge it in the encode role")
     parser.add_argument("--traceback", action="store_true", help="show where a broken promise was broken")
     options = parser.parse_args(own)

@@ -1,4 +1,4 @@
-"""From what a person writes after `--engine` to a class."""
+"""From what a person writes after `--engine` to an engine class."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ EXTRAS: Final = frozenset({"reference"})  # built-in engines that need the extra
 
 
 def class_path(engine: str) -> str:
-    """`module:Class` of a name or of a path; imports nothing. Raises UsageError for what can be neither."""
+    """`module:Class` (or `module:function`) of a name or of a path; imports nothing. Raises UsageError for what can be neither."""
     path = BUILT_IN.get(engine, engine)
     module, colon, name = path.partition(":")
     if colon and name.isidentifier() and all(part.isidentifier() for part in module.split(".")):
         return path
     raise UsageError(
-        f"there is no engine {engine!r}; use one of {', '.join(sorted(BUILT_IN))}, or module:Class for one of your own"
+        f"there is no engine {engine!r}; use one of {', '.join(sorted(BUILT_IN))}, or module:Class or module:function for "
+        "one of your own"
     )
 
 
 def load_engine(engine: str) -> type[BaseEngine]:
-    """Import an engine class, also from the current directory.
+    """Import an engine class, also from the current directory; a function becomes one (`callable_engine`).
 
-    Raises UsageError that says which of module, class and base class is wrong. What the module itself raises passes.
+    Raises UsageError that says which of module, class, base class and signature is wrong. What the module itself raises
+    passes.
     """
     module_name, _, class_name = class_path(engine).partition(":")
     here = os.getcwd()
@@ -54,13 +56,22 @@ def load_engine(engine: str) -> type[BaseEngine]:
         ) from error
     found = getattr(module, class_name, None)
     if found is None:
-        raise UsageError(f"module {module_name!r} has no class {class_name!r}{_suggest(module)}")
+        raise UsageError(f"module {module_name!r} has no {class_name!r}{_suggest(module)}")
 
     from dynamo.common.backend.engine import LLMEngine, RawEngine
 
-    if not isinstance(found, type) or not issubclass(found, LLMEngine | RawEngine):
-        raise UsageError(f"{module_name}:{class_name} is not a subclass of LLMEngine or RawEngine")
-    return found
+    if isinstance(found, type) and issubclass(found, LLMEngine | RawEngine):
+        return found
+    if isinstance(found, type) or not callable(found):
+        raise UsageError(f"{module_name}:{class_name} is neither a subclass of LLMEngine or RawEngine nor a function")
+
+    from dynamo.common.backend.callable_engine import engine_class
+    from dynamo.errors import InvalidArgument
+
+    try:
+        return engine_class(found, class_name)
+    except InvalidArgument as error:
+        raise UsageError(f"{module_name}:{error}") from error
 
 
 def _suggest(module: object) -> str:

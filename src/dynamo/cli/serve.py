@@ -22,7 +22,8 @@ __all__ = ["ServeOptions", "main", "read_options"]
 MAX_WORKERS: Final = 256  # a slip of the keyboard should not start ten thousand processes
 
 _EPILOG: Final = f"""\
-engines: {", ".join(sorted(BUILT_IN))}, or module:Class (also from the current directory). Everything after -- goes to the
+engines: {", ".join(sorted(BUILT_IN))}, or module:Class or module:function (also from the current directory). A function
+that takes messages, prompt or token_ids and yields text or token ids is an engine. Everything after -- goes to the
 engine's from_args unchanged. The frontend reads its variables as always (DYN_ROUTER_MODE, DYN_TLS_CERT_PATH, ...).
 
 A process that dies is started again. Ctrl-C lets requests in flight end; a second one does not. Exit status: 0 after a
@@ -30,6 +31,7 @@ clean stop, 2 for an error of use, else that of the process that could not be ke
 
 example:
   dynamo serve test-model
+  dynamo serve --engine app:answer
   dynamo serve --engine my_backend.engine:MyEngine --workers 2 --http-port 9000 -- --delay 0.02
 """
 
@@ -73,7 +75,7 @@ def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
         epilog=_EPILOG,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="passed to the engine as --model-name MODEL")
-    parser.add_argument("--engine", default="sample", metavar="NAME|module:Class", help="the engine (default: sample)")
+    parser.add_argument("--engine", default="sample", metavar="NAME|module:NAME", help="the engine (default: sample)")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="how many workers (default: 1)")
     parser.add_argument(
         "--http-host",

@@ -108,6 +108,10 @@ class WorkRequest:
         """How many of `prompt_tokens` the workers had cached; None when none of them said."""
         return sum(self._cached.values()) if self._cached else None
 
+    def open_choice(self, model: GenerationModel, context: Context, index: int, prompt: list[int]) -> _Choice:
+        """One choice of it, ready to run."""
+        return _Choice(model, self, context, index, prompt)
+
     def note_cached(self, prompt_index: int, tokens: int) -> None:
         """A worker reported this. Choices share their prompt and some engines repeat themselves: the most counts."""
         self._cached[prompt_index] = max(tokens, self._cached.get(prompt_index, 0))
@@ -164,7 +168,7 @@ class SingleGeneration:
     __slots__ = ("_choice",)
 
     def __init__(self, model: GenerationModel, work: WorkRequest, context: Context) -> None:
-        self._choice = _Choice(model, work, context, 0, work.prompts[0])
+        self._choice = work.open_choice(model, context, 0, work.prompts[0])
 
     async def next(self) -> list[Delta] | None:
         """What has arrived, waiting for something; None when the choice has ended. Raises as `generate`."""
@@ -207,7 +211,7 @@ async def _fan_out(model: GenerationModel, work: WorkRequest, context: Context) 
                 # Engines key their requests by id, so each choice gets one of its own.
                 child = context.detached(f"{context.id()}-{index}")
                 unlink.append(context.link_child(child))
-                choice = _Choice(model, work, child, index, prompt)
+                choice = work.open_choice(model, child, index, prompt)
                 # Ended and awaited in the `finally` below.
                 tasks.append(asyncio.create_task(pump(choice), name=f"choice {child.id()}"))
         running = len(tasks)

@@ -83,6 +83,7 @@ class ServedModel:
         "name",
         "namespace",
         "surfaces",
+        "takes_text",
         "text",
     )
 
@@ -103,6 +104,7 @@ class ServedModel:
         self.mdc_sum = group.fingerprint
         self.lora_name = card.lora.name if card.lora else None
         self.surfaces = card.surfaces
+        self.takes_text = card.model_input == str(ModelInput.Text)  # it gets the client's own body, and says text
         # Tokens of prompt and answer together; None when the worker did not say.
         self.context_length = (
             card.runtime_config.context_length or card.context_length or self.text.context_length or None
@@ -564,8 +566,8 @@ def _unservable(group: Group) -> str | None:
     card = group.card
     if card.role is not WorkerType.Aggregated:
         return f"workers of role {group.key.role!r} need disaggregated serving, which is not in this version"
-    if card.model_input != str(ModelInput.Tokens):
-        return f"model_input {card.model_input!r} is not in this version (use Tokens)"
+    if card.model_input not in (str(ModelInput.Tokens), str(ModelInput.Text)):
+        return f"model_input {card.model_input!r} is not in this version (use Tokens or Text)"
     if not card.surfaces & SERVABLE:
         return f"model_type {card.model_type!r} is not in this version (use Chat or Completions)"
     return None

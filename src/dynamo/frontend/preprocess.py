@@ -15,6 +15,7 @@ from dynamo.frontend.models import ServedModel
 from dynamo.frontend.offload import Offload
 from dynamo.frontend.overhead import PARSE, QUEUE, TEMPLATE, TOKENISE, Overhead
 from dynamo.frontend.settings import FrontendSettings
+from dynamo.frontend.text_generation import text_prompts, text_work
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.requests import (
@@ -45,6 +46,8 @@ class Preprocessor:
 
         Raises `InvalidArgument` when the template refuses, `RequestRejected` when the prompt is too long.
         """
+        if model.takes_text:
+            return text_work(request, self._work(request, effects, model, [[]], overhead)), None
         began = perf_counter()
         text: str | None = None
         ids = request.token_data
@@ -64,6 +67,9 @@ class Preprocessor:
         self, request: CompletionRequest, effects: HeaderEffects, model: ServedModel, overhead: Overhead
     ) -> tuple[WorkRequest, str | None]:
         """As `chat`, for a batch of prompts without a template; the text is that of a single prompt."""
+        if model.takes_text:
+            empty: list[list[int]] = [[] for _ in text_prompts(request)]
+            return text_work(request, self._work(request, effects, model, empty, overhead)), None
         began = perf_counter()
         sources = request.prompts()
         prompts = [
