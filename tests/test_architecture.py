@@ -28,7 +28,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "common": frozenset(
         {"errors", "protocol", "kv", "runtime", "common", "logits_processing", "prometheus_names", "health_check"}
     ),
-    "frontend": frozenset({"errors", "protocol", "text", "kv", "runtime", "frontend", "prometheus_names"}),
+    "router": frozenset({"errors", "protocol", "kv", "runtime", "router"}),
+    "frontend": frozenset({"errors", "protocol", "text", "kv", "runtime", "router", "frontend", "prometheus_names"}),
     "llm": frozenset({"errors", "protocol", "runtime", "common", "llm", "kv"}),
     "_core": frozenset({"errors", "protocol", "runtime", "common", "_core", "llm", "kv"}),
     "reference": frozenset({"errors", "protocol", "kv", "runtime", "common", "reference"}),

@@ -68,6 +68,8 @@ class Frontend:
             self._load,
             scope=NamespaceScope(settings.namespace, settings.namespace_prefix),
             metrics=self.metrics,
+            enforce_disagg=settings.enforce_disagg,
+            rng=runtime.rng,
         )
         self._in_flight = InFlight()
         self._probe: asyncio.TimerHandle | None = None

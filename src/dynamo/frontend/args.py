@@ -55,7 +55,7 @@ _INERT_WITH_VALUE: Final = (
     "--router-queue-policy", "--shared-cache-multiplier", "--shared-cache-type", "--router-predicted-ttl-secs",
 )  # fmt: skip
 _INERT_SWITCHES: Final = (
-    "--enforce-disagg", "--dyn-debug-perf", "--tokenizer-fallback", "--trust-remote-code",
+    "--dyn-debug-perf", "--tokenizer-fallback", "--trust-remote-code",
     "--strip-anthropic-preamble", "--router-kv-events", "--kv-events", "--router-track-active-blocks",
     "--track-active-blocks", "--router-track-output-blocks", "--track-output-blocks", "--router-assume-kv-reuse",
     "--assume-kv-reuse", "--router-track-prefill-tokens",
@@ -171,6 +171,13 @@ def _build(base: FrontendSettings) -> _Parser:
         type=_positive,
         default=base.migration_max_seq_len,
         help="no other worker for a sequence longer than this [DYN_MIGRATION_MAX_SEQ_LEN]",
+    )
+    where(
+        "--enforce-disagg",
+        action=argparse.BooleanOptionalAction,
+        default=base.enforce_disagg,
+        help="a prompt that no prefill worker can take fails, instead of being computed by its decode worker "
+        "[DYN_ENFORCE_DISAGG]",
     )
 
     text = parser.add_argument_group("requests").add_argument

@@ -24,6 +24,7 @@ from dynamo.errors import (
 )
 from dynamo.frontend.overhead import Overhead
 from dynamo.protocol.finish import EngineFailed, normalise
+from dynamo.router.prefill import PrefillAnswer, PrefillRouter, hand_over_for_nobody, may_go_without
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamItem
 from dynamo.text.decoder import ChoiceDecoder
@@ -48,6 +49,7 @@ class GenerationModel(Protocol):
     """What is needed of a `ServedModel`."""
 
     text: TextModel
+    prefill: PrefillRouter | None  # who computes prompts; None: whoever decodes
 
     def pick(self, context: Context, *, exclude: Sequence[int] = ()) -> Instance: ...
 
@@ -75,6 +77,7 @@ class WorkRequest:
         "is_single",
         "overhead",
         "pinned_instance_id",
+        "prefill_instance_id",
         "prompt_tokens",
         "prompts",
         "retries",
@@ -102,6 +105,7 @@ class WorkRequest:
         self.completion_tokens = 0
         self._cached: dict[int, int] = {}  # prompt -> the most that was reported of it
         self.instances: list[Instance] = []
+        self.prefill_instance_id: int | None = None  # who computed the prompt, where that was another worker
 
     @property
     def cached_tokens(self) -> int | None:
@@ -264,7 +268,7 @@ class _Choice:
         if self._ended:
             return None
         if self._stream is None:
-            items = await self._begin()
+            items = await (self._begin() if self._model.prefill is None else self._begin_apart(self._model.prefill))
         else:
             try:
                 items = await self._stream.next_batch()
@@ -360,6 +364,30 @@ class _Choice:
                 self._pick()
             except WorkerUnavailable:
                 raise last from None  # nobody else is left, and why the last one failed says more
+
+    async def _begin_apart(self, prefill: PrefillRouter) -> list[StreamItem]:
+        """As `_begin`, with the prompt computed by another worker first."""
+        context, work = self._context, self._work
+        try:
+            handoff = await prefill.prefill(self._body, context, work.overhead, retries=work.retries)
+        except DynamoException as error:
+            if prefill.is_enforced or context.is_stopped() or not may_go_without(error):
+                raise
+            prefill.note(error)
+            try:
+                return await self._begin()
+            except (InvalidArgument, Unknown) as refusal:
+                raise error from refusal  # an engine that only decodes: it is not the client's request that is wrong
+        prefill.note(None)
+        work.prefill_instance_id = handoff.instance.instance_id
+        if isinstance(handoff, PrefillAnswer):
+            work.instances.append(handoff.instance)
+            return handoff.items
+        self._body = handoff.body
+        if context.is_stopped():
+            await hand_over_for_nobody(handoff, self._model, context)
+            return []
+        return await handoff.beside(self._begin())
 
     def _blame(self, error: DynamoException) -> None:
         """The worker was lost mid-stream: too late for this request, but the next one need not find out for itself."""

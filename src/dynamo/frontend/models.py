@@ -8,23 +8,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
-from dynamo.errors import DynamoException, WorkerUnavailable
+from dynamo.errors import DynamoException
 from dynamo.frontend.cards import CardBook, CardEntry, Group, GroupKey, Scope
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
 from dynamo.protocol.records import UNREADABLE, ModelCard
-from dynamo.runtime.context import Context
+from dynamo.router.prefill import PrefillRouter
+from dynamo.router.workers import WorkerClient, WorkerGroup
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Delete, Discovery, Put
-from dynamo.runtime.request_plane.base import Instance, ResponseStream
 from dynamo.text.model import TextModel
 
 __all__ = ["ModelDirectory", "ServedModel", "WorkerClient"]
@@ -34,25 +35,11 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS: Final = (1, 2, 4, 8, 16, 30)  # then 30 again and again: the files may be on their way
 WATCH_RETRY_SECONDS: Final = 1.0
 
+_PREFILL, _DECODE = str(WorkerType.Prefill), str(WorkerType.Decode)
+
+_Place = tuple[str, str]  # model, namespace
+
 SERVABLE: Final = ModelType.Chat | ModelType.Completions
-
-
-class WorkerClient(Protocol):
-    """What is needed of `dynamo.runtime.Client`: the instances of one endpoint, and a way to each."""
-
-    def instance_ids(self) -> list[int]: ...
-
-    def on_change(self, callback: Callable[[], None]) -> Callable[[], None]: ...
-
-    def named(self, instance_id: int) -> Instance: ...
-
-    def pick(self, context: Context, *, exclude: Collection[int] = ()) -> Instance: ...
-
-    async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream: ...
-
-    def inhibit(self, instance_id: int) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 Connect = Callable[[str], Awaitable[WorkerClient]]
@@ -62,39 +49,28 @@ Load = Callable[[ModelCard], Awaitable[TextModel]]
 """From a card to its tokenizer and template. Raises `DynamoException`; it is called again after a while."""
 
 
-class ServedModel:
-    """A model that can answer: its text side and its workers. One per (model, namespace).
-
-    `pick`, `open` and `inhibit` are those of the endpoint's client, restricted to workers that registered this model
-    (workers of several models may share an endpoint name).
-    """
+class ServedModel(WorkerGroup):
+    """A model that can answer: its text side and its workers. One per (model, namespace, role)."""
 
     __slots__ = (
-        "_clients",
-        "_endpoints",
-        "_foreign",
-        "_turn",
-        "_workers",
         "card",
         "context_length",
         "created",
         "lora_name",
         "mdc_sum",
-        "name",
         "namespace",
+        "prefill",
         "surfaces",
         "takes_text",
         "text",
     )
 
     def __init__(self, group: Group, text: TextModel, clients: Mapping[str, WorkerClient]) -> None:
-        self.name = group.key.model
+        super().__init__(group.key.model, clients)
         self.namespace = group.key.namespace
         self.text = text
         self.created = int(time.time())
-        self._turn = 0
-        self._clients: Mapping[str, WorkerClient] = clients  # by endpoint
-        self._foreign: dict[str, frozenset[int]] = {}  # by endpoint; absent: to be found out again
+        self.prefill: PrefillRouter | None = None  # who computes the prompts, where its own workers only decode
         self.update(group)
 
     def update(self, group: Group) -> None:
@@ -109,79 +85,12 @@ class ServedModel:
         self.context_length = (
             card.runtime_config.context_length or card.context_length or self.text.context_length or None
         )
-        workers: dict[str, set[int]] = {}
-        for entry in group.accepted:
-            workers.setdefault(entry.endpoint, set()).add(entry.instance_id)
-        self._workers: Mapping[str, frozenset[int]] = {path: frozenset(ids) for path, ids in workers.items()}
-        self._endpoints = list(self._workers)
-        self._foreign.clear()
-
-    def instances_changed(self, endpoint: str) -> None:
-        """The instances of an endpoint are not what they were."""
-        self._foreign.pop(endpoint, None)
-
-    @property
-    def workers(self) -> int:
-        """How many workers registered it."""
-        return sum(map(len, self._workers.values()))
-
-    @property
-    def is_reachable(self) -> bool:
-        """Whether an instance stands behind one of its cards: a card may come first, or stay a moment longer."""
-        return any(
-            endpoint in self._clients and not ids.isdisjoint(self._clients[endpoint].instance_ids())
-            for endpoint, ids in self._workers.items()
-        )
+        self.set_members((entry.endpoint, entry.instance_id) for entry in group.accepted)
 
     @property
     def created_at_text(self) -> str:
         """When it was first served here, RFC 3339."""
         return datetime.fromtimestamp(self.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-    def pick(self, context: Context, *, exclude: Collection[int] = ()) -> Instance:
-        """The worker the router mode chooses. Raises `WorkerUnavailable` when none is left."""
-        endpoints = self._endpoints
-        if len(endpoints) > 1:  # one model on several endpoints of a namespace: take turns, skip what has nobody
-            self._turn += 1
-            start = self._turn % len(endpoints)
-            endpoints = endpoints[start:] + endpoints[:start]
-        for position, endpoint in enumerate(endpoints):
-            client = self._clients.get(endpoint)
-            if client is None:
-                continue
-            foreign = self._foreign.get(endpoint)
-            if foreign is None:
-                foreign = self._foreign[endpoint] = frozenset(client.instance_ids()) - self._workers[endpoint]
-            try:
-                return client.pick(context, exclude=foreign.union(exclude) if foreign else exclude)
-            except WorkerUnavailable:
-                if position == len(endpoints) - 1:
-                    raise
-        raise WorkerUnavailable(f"No workers available for model {self.name}")
-
-    async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream:
-        """Send `body` to `instance` and return its stream."""
-        return await self._client_of(instance).open(instance, body, context)
-
-    def inhibit(self, instance: Instance) -> None:
-        """Leave this worker alone for a while: it failed."""
-        self._client_of(instance).inhibit(instance.instance_id)
-
-    def instance(self, instance_id: int) -> Instance | None:
-        """The worker with this id if it serves this model, for requests that name their worker."""
-        for endpoint, ids in self._workers.items():
-            client = self._clients.get(endpoint)
-            if instance_id in ids and client is not None:
-                with contextlib.suppress(WorkerUnavailable):  # its card is there, its instance is not
-                    return client.named(instance_id)
-        return None
-
-    def _client_of(self, instance: Instance) -> WorkerClient:
-        endpoint = f"{instance.namespace}.{instance.component}.{instance.endpoint}"
-        try:
-            return self._clients[endpoint]
-        except KeyError:
-            raise WorkerUnavailable(f"{instance} does not serve {self.name} any more") from None
 
 
 @dataclass(slots=True)
@@ -197,11 +106,23 @@ class ModelDirectory:
     """Watches the store and keeps `ServedModel`s. Open it with `start`, leave it with `aclose`."""
 
     def __init__(
-        self, discovery: Discovery, connect: Connect, load: Load, *, scope: Scope, metrics: FrontendMetrics
+        self,
+        discovery: Discovery,
+        connect: Connect,
+        load: Load,
+        *,
+        scope: Scope,
+        metrics: FrontendMetrics,
+        enforce_disagg: bool = False,
+        rng: random.Random | None = None,
     ) -> None:
+        """`enforce_disagg`: prompts of a disaggregated model are computed by prefill workers or not at all."""
         self._discovery, self._connect, self._load, self._metrics = discovery, connect, load, metrics
         self._scope = scope
+        self._enforce_disagg, self._rng = enforce_disagg, rng
         self._book = CardBook(scope)
+        self._prefill: dict[_Place, PrefillRouter] = {}  # of every model that has, or had, prefill workers
+        self._complete: set[GroupKey] = set()  # groups that had all the roles they need, once
         self._served: dict[GroupKey, ServedModel] = {}
         self._loading: dict[GroupKey, _Loading] = {}
         self._by_name: dict[str, tuple[ServedModel, ...]] = {}  # also by alias
@@ -234,6 +155,8 @@ class ModelDirectory:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for router in self._prefill.values():
+            await router.aclose()
 
     async def _follow(self, bucket: str, take: Callable[[Sequence[Change]], None], first: asyncio.Event) -> None:
         known: set[str] = set()  # what `take` may still hold
@@ -315,7 +238,7 @@ class ModelDirectory:
         present = sorted(role for role, count in workers.items() if count)
         missing = sorted({role for group in groups for role in _missing(group.card.needs, present)})
         body: dict[str, Any] = {
-            "ready": any(self._is_ready(group.key) for group in groups) and not missing,
+            "ready": any(self._is_ready(group.key) for group in groups) and not (missing and self._enforce_disagg),
             "worker_types": {
                 group.key.role: {"workers": workers[group.key.role], "needs": group.card.needs} for group in groups
             },
@@ -337,7 +260,22 @@ class ModelDirectory:
 
     def _is_ready(self, key: GroupKey) -> bool:
         served = self._served.get(key)
-        return served is not None and served.is_reachable
+        return served is not None and served.is_reachable and self._had_all_roles(key)
+
+    def _had_all_roles(self, key: GroupKey) -> bool:
+        """Whether a decode worker may be asked: not before its prefill workers came, but still after they left."""
+        if key.role != _DECODE or key in self._complete:
+            return True
+        served = self._served[key]
+        present = {group.key.role for group in self._groups_beside(key) if any(map(self._has_instance, group.accepted))}
+        if not _is_reachable(self._prefill.get(_place(key))):
+            present.discard(_PREFILL)
+        if not _missing(served.card.needs, present):
+            self._complete.add(key)
+        return key in self._complete
+
+    def _groups_beside(self, key: GroupKey) -> list[Group]:
+        return [group for group in self._book.groups(key.model) if group.key.namespace == key.namespace]
 
     def _has_instance(self, entry: CardEntry) -> bool:
         return "/".join(entry.key.split("/", 4)[:4]) in self._instances  # without the adapter's suffix
@@ -358,7 +296,7 @@ class ModelDirectory:
             if self._scope.covers(str(record.get("namespace"))):
                 record.pop("type", None)
                 self._instances[key] = record
-        self._announce()
+        self._index()  # a role may be complete now
 
     def _take_cards(self, batch: Sequence[Change]) -> None:
         for key in self._book.apply(batch):
@@ -374,14 +312,17 @@ class ModelDirectory:
             del self._loading[key]
             loading = None
         served = self._served.get(key)
+        if key.role == _PREFILL:
+            self._reconcile_prefill(key, group)
+            return
         if group is None:
+            self._complete.discard(key)
             if served is not None:
                 del self._served[key]
                 logger.info("model %s is gone from namespace %s", key.model, key.namespace)
                 if not self._book.groups(key.model):
                     self._metrics.forget_model(key.model)
-            self._rejected = {card: said for card, said in self._rejected.items() if self._is_rejected(card)}
-            self._part_from_idle()
+            self._clear_up()
             return
         self._complain(group)
         if served is not None and served.mdc_sum == group.fingerprint:
@@ -398,6 +339,35 @@ class ModelDirectory:
         if loading is None:
             task = asyncio.create_task(self._bring_up(key), name=f"frontend: load {key.model}")  # awaited in aclose()
             self._loading[key] = _Loading(group.fingerprint, task)
+
+    def _reconcile_prefill(self, key: GroupKey, group: Group | None) -> None:
+        """Prefill workers answer nobody by themselves: they are kept beside the models that need them."""
+        place = _place(key)
+        router = self._prefill.get(place)
+        if group is None:
+            if router is not None:
+                router.set_members({})
+                logger.warning(
+                    "model %s has no prefill workers any more in namespace %s: %s",
+                    key.model,
+                    key.namespace,
+                    "its requests fail" if self._enforce_disagg else "decode workers compute the prompts themselves",
+                )
+            self._clear_up()
+            return
+        self._complain(group)
+        if router is None:
+            workers = WorkerGroup(key.model, self._clients)
+            router = self._prefill[place] = PrefillRouter(workers, enforced=self._enforce_disagg, rng=self._rng)
+        router.set_members({(entry.endpoint, entry.instance_id): entry.card.runtime_config for entry in group.accepted})
+        self._reach(group)
+
+    def _clear_up(self) -> None:
+        """A group has gone."""
+        self._rejected = {card: said for card, said in self._rejected.items() if self._is_rejected(card)}
+        for place in self._prefill.keys() - {_place(key) for key in self._book.keys}:
+            self._spawn(self._prefill.pop(place).aclose(), f"frontend: leave the prefill workers of {place[0]}")
+        self._part_from_idle()
 
     def _is_rejected(self, card_key: str) -> bool:
         return any(
@@ -512,6 +482,8 @@ class ModelDirectory:
     def _instances_changed(self, endpoint: str) -> None:
         for served in self._served.values():
             served.instances_changed(endpoint)
+        for router in self._prefill.values():
+            router.workers.instances_changed(endpoint)
         self._index()
 
     def _part_from_idle(self) -> None:
@@ -539,7 +511,10 @@ class ModelDirectory:
         own = {key.model for key in self._book.keys}  # a name of one's own is nobody else's alias
         for key in sorted(self._served):
             served = self._served[key]
-            if not served.is_reachable:
+            if key.role == _DECODE:
+                router = self._prefill.get(_place(key))
+                served.prefill = router if self._enforce_disagg or _is_reachable(router) else None
+            if not self._is_ready(key):
                 continue
             for name in dict.fromkeys((served.name, *served.card.aliases)):
                 if name == served.name or name not in own:
@@ -564,10 +539,20 @@ def _missing(needs: Sequence[Sequence[str]], present: Collection[str]) -> list[s
 def _unservable(group: Group) -> str | None:
     """Why this version cannot serve a group, or None."""
     card = group.card
-    if card.role is not WorkerType.Aggregated:
-        return f"workers of role {group.key.role!r} need disaggregated serving, which is not in this version"
+    if card.role is WorkerType.Prefill:
+        return "prefill workers answer no request by themselves: a decode worker of the same model is missing"
+    if card.role is WorkerType.Encode:
+        return "encode workers are not in this version"
     if card.model_input not in (str(ModelInput.Tokens), str(ModelInput.Text)):
         return f"model_input {card.model_input!r} is not in this version (use Tokens or Text)"
     if not card.surfaces & SERVABLE:
         return f"model_type {card.model_type!r} is not in this version (use Chat or Completions)"
     return None
+
+
+def _place(key: GroupKey) -> _Place:
+    return key.model, key.namespace
+
+
+def _is_reachable(router: PrefillRouter | None) -> bool:
+    return router is not None and router.workers.is_reachable

@@ -68,6 +68,9 @@ class FrontendSettings:
     router_mode: str = "round-robin"
     migration_limit: int | None = None  # None: the model card's value
     migration_max_seq_len: int | None = None
+    enforce_disagg: bool = (
+        False  # a prompt that no prefill worker takes fails, instead of being computed by its decoder
+    )
 
     metrics_prefix: str = "dynamo_frontend"
     max_requests_in_flight: int = DEFAULT_MAX_REQUESTS_IN_FLIGHT
@@ -127,6 +130,7 @@ class FrontendSettings:
             router_mode=env_str("DYN_ROUTER_MODE", default.router_mode, env=env) or default.router_mode,
             migration_limit=_optional_int("DYN_MIGRATION_LIMIT", minimum=0, env=env),
             migration_max_seq_len=_optional_int("DYN_MIGRATION_MAX_SEQ_LEN", minimum=1, env=env),
+            enforce_disagg=env_bool("DYN_ENFORCE_DISAGG", env=env),
             metrics_prefix=env_str("DYN_METRICS_PREFIX", default.metrics_prefix, env=env) or default.metrics_prefix,
             max_requests_in_flight=env_int(
                 "DYN_HTTP_MAX_REQUESTS_IN_FLIGHT", default.max_requests_in_flight, minimum=1, env=env

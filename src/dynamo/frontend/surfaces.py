@@ -242,7 +242,8 @@ class Answer:
         }
         if finished and "worker_id" in wanted and self.work.instances:
             worker_id = self.work.instances[-1].instance_id
-            members["worker_id"] = {"prefill_worker_id": worker_id, "decode_worker_id": worker_id}
+            prefill_id = worker_id if self.work.prefill_instance_id is None else self.work.prefill_instance_id
+            members["worker_id"] = {"prefill_worker_id": prefill_id, "decode_worker_id": worker_id}
         if finished and "timing" in wanted:
             timing = {
                 "request_received_ms": int(self.received_at * _MILLISECONDS),

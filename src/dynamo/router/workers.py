@@ -1,0 +1,120 @@
+"""The workers that registered one model in one role: a choice among them, and a way to each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Protocol
+
+from dynamo.errors import WorkerUnavailable
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import Instance, ResponseStream
+
+__all__ = ["WorkerClient", "WorkerGroup"]
+
+
+class WorkerClient(Protocol):
+    """What is needed of `dynamo.runtime.Client`: the instances of one endpoint, and a way to each."""
+
+    def instance_ids(self) -> list[int]: ...
+
+    def on_change(self, callback: Callable[[], None]) -> Callable[[], None]: ...
+
+    def named(self, instance_id: int) -> Instance: ...
+
+    def pick(self, context: Context, *, exclude: Collection[int] = ()) -> Instance: ...
+
+    async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream: ...
+
+    def inhibit(self, instance_id: int) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class WorkerGroup:
+    """`pick`, `open` and `inhibit` of the endpoints' clients, restricted to the group's members.
+
+    Workers of several models and roles may share an endpoint name; one model may stand on several endpoints.
+    """
+
+    __slots__ = ("_clients", "_endpoints", "_foreign", "_turn", "_workers", "name")
+
+    def __init__(self, name: str, clients: Mapping[str, WorkerClient]) -> None:
+        """`name`: for error texts. `clients` by endpoint ("namespace.component.endpoint"); it may change any time."""
+        self.name = name
+        self._turn = 0
+        self._clients = clients
+        self._foreign: dict[str, frozenset[int]] = {}  # by endpoint; absent: to be found out again
+        self._workers: Mapping[str, frozenset[int]] = {}
+        self._endpoints: list[str] = []
+
+    def set_members(self, members: Iterable[tuple[str, int]]) -> None:
+        """Take over who belongs to the group: (endpoint, instance id) pairs."""
+        workers: dict[str, set[int]] = {}
+        for endpoint, instance_id in members:
+            workers.setdefault(endpoint, set()).add(instance_id)
+        self._workers = {path: frozenset(ids) for path, ids in workers.items()}
+        self._endpoints = list(self._workers)
+        self._foreign.clear()
+
+    def instances_changed(self, endpoint: str) -> None:
+        """The instances of an endpoint are not what they were."""
+        self._foreign.pop(endpoint, None)
+
+    @property
+    def workers(self) -> int:
+        """How many members there are, reachable or not."""
+        return sum(map(len, self._workers.values()))
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether an instance stands behind one of the members: a card may come first, or stay a moment longer."""
+        return any(
+            endpoint in self._clients and not ids.isdisjoint(self._clients[endpoint].instance_ids())
+            for endpoint, ids in self._workers.items()
+        )
+
+    def pick(self, context: Context, *, exclude: Collection[int] = ()) -> Instance:
+        """The worker the router mode chooses. Raises `WorkerUnavailable` when none is left."""
+        endpoints = self._endpoints
+        if len(endpoints) > 1:  # one model on several endpoints of a namespace: take turns, skip what has nobody
+            self._turn += 1
+            start = self._turn % len(endpoints)
+            endpoints = endpoints[start:] + endpoints[:start]
+        for position, endpoint in enumerate(endpoints):
+            client = self._clients.get(endpoint)
+            if client is None:
+                continue
+            foreign = self._foreign.get(endpoint)
+            if foreign is None:
+                foreign = self._foreign[endpoint] = frozenset(client.instance_ids()) - self._workers[endpoint]
+            try:
+                return client.pick(context, exclude=foreign.union(exclude) if foreign else exclude)
+            except WorkerUnavailable:
+                if position == len(endpoints) - 1:
+                    raise
+        raise WorkerUnavailable(f"No workers available for model {self.name}")
+
+    async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream:
+        """Send `body` to `instance` and return its stream."""
+        return await self._client_of(instance).open(instance, body, context)
+
+    def inhibit(self, instance: Instance) -> None:
+        """Leave this worker alone for a while: it failed."""
+        self._client_of(instance).inhibit(instance.instance_id)
+
+    def instance(self, instance_id: int) -> Instance | None:
+        """The member with this id, for requests that name their worker; None: no such member, or not reachable."""
+        for endpoint, ids in self._workers.items():
+            client = self._clients.get(endpoint)
+            if instance_id in ids and client is not None:
+                with contextlib.suppress(WorkerUnavailable):  # its card is there, its instance is not
+                    return client.named(instance_id)
+        return None
+
+    def _client_of(self, instance: Instance) -> WorkerClient:
+        endpoint = f"{instance.namespace}.{instance.component}.{instance.endpoint}"
+        try:
+            return self._clients[endpoint]
+        except KeyError:
+            raise WorkerUnavailable(f"{instance} does not serve {self.name} any more") from None
