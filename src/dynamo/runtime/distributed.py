@@ -268,7 +268,7 @@ class DistributedRuntime:
 
     def plane_client(self, instance: Instance) -> RequestPlaneClient:
         """The client of the plane that an instance is reached by."""
-        kind = TRANSPORT if TRANSPORT in instance.transport else "tcp"
+        kind = _kind_of(instance)
         client = self._plane_clients.get(kind)
         if client is None:
             if self._closing is not None:
@@ -279,12 +279,16 @@ class DistributedRuntime:
     def _make_client(self, kind: str) -> RequestPlaneClient:
         if kind == TRANSPORT:
             return self._memory_plane.client()
-        from dynamo.runtime.request_plane.mux.client import MuxClient
+        waited = self.caller_metrics.queue_seconds.observe
+        if kind == "mux":
+            from dynamo.runtime.request_plane.mux.client import MuxClient
 
-        return MuxClient(
-            connect_timeout=self._plane_settings.connect_timeout_seconds,
-            waited=self.caller_metrics.queue_seconds.observe,
-        )
+            return MuxClient(connect_timeout=self._plane_settings.connect_timeout_seconds, waited=waited)
+        # Imported here: where every worker is ours, nobody calls home.
+        from dynamo.runtime.request_plane.native.call_home import CallHomeListener
+        from dynamo.runtime.request_plane.native.client import NativeClient
+
+        return NativeClient(self._plane_settings, CallHomeListener(self._plane_settings), waited=waited)
 
     @property
     def queued_requests(self) -> int:
@@ -382,6 +386,13 @@ def _check_planes(request_plane: str, event_plane: str | None, response_plane: s
             "the quic response plane is not built in this version; use --response-plane tcp (or DYN_RESPONSE_PLANE=tcp)"
         )
     return request_plane
+
+
+def _kind_of(instance: Instance) -> str:
+    """Which plane's client reaches an instance: `mux` where it is offered, else the native wire."""
+    if TRANSPORT in instance.transport:
+        return TRANSPORT
+    return "mux" if instance.mux is not None else "native"
 
 
 def _expose(core: ServerCore, registry: MetricsRegistry, settings: RequestPlaneSettings) -> None:

@@ -88,6 +88,13 @@ class RequestPlaneSettings:
     engine_queue_limit: int = 16
     listen_backlog: int = 1024
     connect_timeout_seconds: float = 5.0
+    request_timeout_seconds: float = 5.0  # from a native request to its ACK
+    response_host: str | None = None  # where native workers bring their answers; None: the detected address
+    response_port: int = 0  # 0: the system chooses
+    pool_size: int = 100  # native request connections to one worker
+    pipeline_limit: int = 1024  # requests without an ACK on one of them
+    dial_limit: int = 64  # native connections being opened at once
+    idle_host_seconds: float = 300.0  # a native connection without requests is closed after this long
     tls_cert_path: str | None = None
     max_connections: int = 4096  # one per frontend for `mux`, up to 100 per frontend on the native wire
     handshake_timeout_seconds: float = 10.0  # until the wire is known and, for `mux`, HELLO was said
@@ -118,6 +125,15 @@ class RequestPlaneSettings:
             connect_timeout_seconds=env_float(
                 "DYN_TCP_CONNECT_TIMEOUT", default.connect_timeout_seconds, minimum=0.1, env=env
             ),
+            request_timeout_seconds=env_float(
+                "DYN_TCP_REQUEST_TIMEOUT", default.request_timeout_seconds, minimum=0.1, env=env
+            ),
+            response_host=env_str("DYN_TCP_RESPONSE_STREAM_HOST", env=env),
+            response_port=env_int("DYN_TCP_RESPONSE_STREAM_PORT", 0, minimum=0, env=env),
+            pool_size=env_int("DYN_TCP_POOL_SIZE", default.pool_size, minimum=1, env=env),
+            pipeline_limit=env_int("DYN_TCP_CHANNEL_BUFFER", default.pipeline_limit, minimum=1, env=env),
+            dial_limit=env_int("DYN_TCP_GLOBAL_CONNECT_LIMIT", default.dial_limit, minimum=1, env=env),
+            idle_host_seconds=env_float("DYN_TCP_HOST_IDLE_TTL_SECS", default.idle_host_seconds, minimum=1, env=env),
             tls_cert_path=env_str("DYN_TCP_TLS_CERT_PATH", env=env),
             max_connections=env_int("DYN_TCP_MAX_CONNECTIONS", default.max_connections, minimum=1, env=env),
             handshake_timeout_seconds=env_float(

@@ -15,8 +15,8 @@ from dynamo.runtime.request_plane.base import Handler
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.mux.frames import MAGIC, VERSION, Kind, frame, pack
 from dynamo.runtime.request_plane.mux.server import MuxServerProtocol
-from dynamo.runtime.request_plane.native.frames import encode_ack
-from dynamo.runtime.request_plane.native.server import OVERLOADED, NativeServer
+from dynamo.runtime.request_plane.native.frames import OVERLOADED, encode_ack
+from dynamo.runtime.request_plane.native.server import NativeServer
 from dynamo.runtime.settings import RequestPlaneSettings
 
 logger = logging.getLogger(__name__)

@@ -548,10 +548,7 @@ class MuxClient:
 
     async def open(self, instance: Instance, body: Any, context: Context) -> MuxStream:
         if instance.mux is None or "tcp" not in instance.transport:
-            raise CannotConnect(
-                f"instance {instance} does not speak mux: this version calls workers of its own kind only "
-                "(native workers can be listed, but not called yet)"
-            )
+            raise CannotConnect(f"instance {instance} does not speak mux")
         try:
             host, port, path = split_tcp(instance.transport["tcp"])
         except ValueError as error:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -26,10 +27,14 @@ from dynamo.errors import (
     Overloaded,
     RouterQueueLimitExceeded,
     SelectionServiceError,
+    Unknown,
+    WorkerUnavailable,
     describe,
     http_assertion,
     kind_of,
+    revive,
 )
+from dynamo.runtime.request_plane.base import OBJECT_INDEX, StreamItem
 
 MAX_MESSAGE_BYTES: Final = 32 * 1024 * 1024  # a whole request frame; DYN_TCP_MAX_MESSAGE_SIZE
 MAX_CONTROL_BYTES: Final = 128 * 1024  # the header of a two-part frame
@@ -160,6 +165,21 @@ class AckDecoder:
         return text
 
 
+OVERLOADED: Final = "Server overloaded:"
+UNAVAILABLE: Final = "Server unavailable:"
+"""The two beginnings of an ACK that a 1.6 caller understands; it takes any other text for an acceptance."""
+
+
+def declined(ack: str) -> DynamoException | None:
+    """What an ACK means: None is an acceptance.
+
+    Any text but the two known ones is a refusal of an older version or a broken connection: no answer will come for it.
+    """
+    if not ack:
+        return None
+    return Overloaded(ack) if ack.startswith(OVERLOADED) else WorkerUnavailable(ack)
+
+
 # -- two-part frames ----------------------------------------------------------------------------------------------
 
 
@@ -181,6 +201,12 @@ class TwoPartDecoder:
     def __init__(self, max_data_bytes: int = MAX_MESSAGE_BYTES, max_header_bytes: int = MAX_CONTROL_BYTES) -> None:
         self._buffer = bytearray()
         self._max_data_bytes, self._max_header_bytes = max_data_bytes, max_header_bytes
+
+    def rest(self, max_data_bytes: int = 2 * MAX_MESSAGE_BYTES) -> TwoPartDecoder:
+        """A decoder with other limits that goes on from here: what was fed and not yet cut is handed over."""
+        following = TwoPartDecoder(max_data_bytes)
+        following._buffer, self._buffer = self._buffer, bytearray()
+        return following
 
     def feed(self, data: bytes) -> None:
         """Take what arrived."""
@@ -260,6 +286,27 @@ class CallHome(msgspec.Struct):
         return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def encode_call(control: ControlMessage, body: bytes) -> bytes:
+    """The payload of a request: its control message and its body."""
+    return encode_two_part(msgspec.json.encode(control), body)
+
+
+def response_at(address: str, subject: str, request_id: str) -> ConnectionInfo:
+    """Where the caller awaits the answer ("HOST:PORT", an IPv6 host in brackets), and under which name."""
+    call_home = CallHome(address=address, subject=subject, context=request_id, stream_type="response")
+    return ConnectionInfo("tcp_server", msgspec.json.encode(call_home).decode())
+
+
+def encode_body(body: Any, codec: Codec) -> bytes:
+    """The body of a request. Raises TypeError (or another error of the encoder) for what the codec cannot carry."""
+    return _MSGPACK.encode(body) if codec == "msgpack" else _JSON.encode(_bytes_as_lists(body))
+
+
+PROMPT_TOKENS_HEADER: Final = "x-dynamo-prompt-tokens"
+"""Ours: the prompt's length as the client sent it, of a request that has moved. The native wire has no place for it and
+tolerates unknown headers."""
+
+
 def decode_control(header: bytes) -> ControlMessage:
     """Raises `MalformedFrame` naming the field."""
     try:
@@ -331,6 +378,37 @@ def control_word(frame: TwoPart) -> ControlWord:
     raise MalformedFrame("a caller may only say stop or kill on a response stream")
 
 
+class Handshake(msgspec.Struct):
+    """The first frame of a call-home connection: which stream it carries."""
+
+    subject: str
+    stream_type: str
+
+
+class _Prologue(msgspec.Struct):
+    error: str | None = None
+
+
+def decode_handshake(frame: TwoPart) -> Handshake:
+    """Raises `MalformedFrame`."""
+    if frame.data:
+        raise MalformedFrame("the first frame of a call-home connection carries data")
+    try:
+        return msgspec.json.decode(frame.header, type=Handshake)
+    except _UNREADABLE as error:
+        raise MalformedFrame(f"call-home handshake: {error}") from error
+
+
+def decode_prologue(frame: TwoPart) -> str | None:
+    """Why the stream could not be set up; None when it was. Raises `MalformedFrame`."""
+    if frame.data:
+        raise MalformedFrame("the stream began without a prologue")
+    try:
+        return msgspec.json.decode(frame.header, type=_Prologue).error
+    except _UNREADABLE as error:
+        raise MalformedFrame(f"prologue: {error}") from error
+
+
 _MSGPACK: Final = msgspec.msgpack.Encoder()
 _JSON: Final = msgspec.json.Encoder()
 _NO_PREFIX: Final = bytes(PREFIX.size)
@@ -358,6 +436,83 @@ FINAL_ITEM: Final[Mapping[Codec, bytes]] = {
     "msgpack": encode_two_part(b"", _MSGPACK.encode({"complete_final": True})),
     "json": encode_two_part(b"", _JSON.encode({"complete_final": True})),
 }
+
+
+class Annotated(msgspec.Struct, omit_defaults=True, gc=False):
+    """What travels in one item; an absent member is UNSET, so that a null stays one."""
+
+    data: Any = msgspec.UNSET
+    id: Any = msgspec.UNSET
+    event: Any = msgspec.UNSET
+    comment: Any = msgspec.UNSET
+    error: Any = msgspec.UNSET
+
+
+class ResponseFrame(msgspec.Struct, gc=False):
+    """One data frame of a response stream."""
+
+    data: Annotated | None = None
+    complete_final: bool = False
+
+
+_ITEM_DECODERS: Final[Mapping[Codec, Any]] = {
+    "msgpack": msgspec.msgpack.Decoder(ResponseFrame),
+    "json": msgspec.json.Decoder(ResponseFrame),
+}
+
+
+def decode_item(data: bytes, codec: Codec) -> ResponseFrame:
+    """One data frame of a response stream. Raises `MalformedFrame`."""
+    try:
+        frame: ResponseFrame = _ITEM_DECODERS[codec].decode(data)
+    except _UNREADABLE as error:
+        raise MalformedFrame(f"item is not {codec}: {error}") from error
+    return frame
+
+
+def failure_of(annotated: Annotated) -> DynamoException | None:
+    """The error that an item carries, which ends its stream; None for any other item."""
+    if annotated.event != "error":
+        return None
+    if isinstance(annotated.error, dict):
+        error = revive(annotated.error)
+        match annotated.error.get("public"):
+            case {"message": str(text)} if text != str(error):
+                error.args = (text,)  # what was written for clients, without the prefixes meant for logs
+        return error
+    comment = annotated.comment
+    texts = comment if isinstance(comment, list) else ()
+    return Unknown("; ".join(map(str, texts)) or "the worker sent an error without a text")
+
+
+def stream_item(annotated: Annotated) -> StreamItem:
+    """An item as the planes see it; its offset (or cost) is for the caller to fill in.
+
+    The wire does not say what is a chunk of tokens: it is one when it is nothing but data with `token_ids` and `index`, as
+    every engine's chunk is. Its null members are left out.
+    """
+    data = annotated.data
+    if (
+        type(data) is dict
+        and type(token_ids := data.get("token_ids")) is list
+        and type(index := data.get("index", "")) in (int, NoneType)
+        and (index is None or index >= 0)
+        and {int}.issuperset(map(type, token_ids))
+        and annotated.event is annotated.comment is annotated.id is msgspec.UNSET
+    ):
+        extra = {key: value for key, value in data.items() if value is not None and key not in _OWN_MEMBERS}
+        if extra.get("output_type") == "text":
+            del extra["output_type"]  # 1.6 says so with every chunk
+        return StreamItem(0, index or 0, 0, token_ids, data.get("finish_reason"), extra or None)
+    envelope = {
+        name: value
+        for name in ("data", "id", "event", "comment")
+        if (value := getattr(annotated, name)) is not msgspec.UNSET
+    }
+    return StreamItem(0, OBJECT_INDEX, 0, [], None, envelope)
+
+
+_OWN_MEMBERS: Final = frozenset({"token_ids", "index", "finish_reason"})  # of a chunk; `StreamItem` has places for them
 
 
 def error_item(error: BaseException) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from dynamo.runtime.limits import PendingBytes, Refused, uncounted
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.native.frames import (
     ACCEPTED,
+    OVERLOADED,
+    PROMPT_TOKENS_HEADER,
+    UNAVAILABLE,
     Codec,
     MalformedFrame,
     RequestDecoder,
@@ -30,10 +33,6 @@ from dynamo.runtime.tracing import TraceContext
 logger = logging.getLogger(__name__)
 
 GOODBYE_SECONDS: Final = 1.0  # how long, at close, the last bytes of a stream may take to leave
-
-OVERLOADED: Final = "Server overloaded:"
-UNAVAILABLE: Final = "Server unavailable:"
-"""The two beginnings of an ACK that a caller understands; it takes any other text for an acceptance."""
 
 
 class NativeServer:
@@ -116,6 +115,9 @@ class NativeServer:
             return encode_ack(f"{UNAVAILABLE} malformed request: {error}")
         codec: Codec = "msgpack" if control.payload_codec == "msgpack" else "json"
         context = Context(control.id, control.metadata, trace=TraceContext.from_headers(frame.headers))
+        grown_from = frame.headers.get(PROMPT_TOKENS_HEADER, "")
+        if grown_from.isascii() and grown_from.isdigit() and len(grown_from) <= 10:
+            context.prompt_tokens = int(grown_from)
         sink = NativeSink(
             call_home.subject,
             codec,
