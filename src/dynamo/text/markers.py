@@ -1,0 +1,49 @@
+"""Finding fixed marks such as `<think>` in text that arrives in pieces."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+__all__ = ["MAX_SEPARATOR", "WHITE_SPACE", "Found", "MarkerSearch"]
+
+MAX_SEPARATOR: Final = 64
+"""White space right before a mark separates it from the text and belongs to neither; at most this many characters of it,
+which is also how much white space is held back until it is known what follows."""
+
+WHITE_SPACE: Final = " \t\r\n"
+
+
+class Found(NamedTuple):
+    """`text[start:end]` is the mark with the white space before it or, when `mark` is None, what may yet become one."""
+
+    start: int
+    end: int
+    mark: str | None
+
+
+class MarkerSearch:
+    """Looks for any of a few marks, none of which contains another one's beginning behind its own first character.
+
+    The first mark by position wins, so what is found does not depend on how the text was cut as long as the caller
+    puts the held tail in front of the next piece. That tail is never longer than `MAX_SEPARATOR` and the longest mark.
+    """
+
+    __slots__ = ("_first_chars", "_pattern")
+
+    def __init__(self, *marks: str) -> None:
+        starts = sorted({mark[:cut] for mark in marks for cut in range(len(mark))}, key=len, reverse=True)
+        whole = "|".join(map(re.escape, marks))
+        begun = "|".join(map(re.escape, starts))
+        self._pattern = re.compile(rf"[{WHITE_SPACE}]{{0,{MAX_SEPARATOR}}}(?:({whole})|(?:{begun})\Z)")
+        self._first_chars = frozenset(mark[0] for mark in marks)
+
+    def search(self, text: str, start: int = 0) -> Found:
+        """The first mark at or behind `start`, else the tail that must be held back (often empty)."""
+        length = len(text)
+        if start < length and text[-1] not in WHITE_SPACE and self._first_chars.isdisjoint(text):
+            return Found(length, length, None)
+        match = self._pattern.search(text, start)
+        if match is None:  # cannot be: the pattern matches the empty tail
+            return Found(length, length, None)
+        return Found(match.start(), match.end(), match.group(1))

@@ -1,0 +1,94 @@
+"""What an answer is made of once its markup has been read: plain text, reasoning, tool calls.
+
+Parsers turn text into these events. Two runs of events say the same thing when joining the texts of each kind, and the
+calls in their order, gives the same: `joined` is that meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias, assert_never
+
+__all__ = [
+    "CallArguments",
+    "CallBegan",
+    "CallEnded",
+    "Content",
+    "Joined",
+    "JoinedCall",
+    "OutputEvent",
+    "Reasoning",
+    "joined",
+]
+
+
+class Content(NamedTuple):
+    """Text for the reader."""
+
+    text: str
+
+
+class Reasoning(NamedTuple):
+    """Text the model wrote to itself."""
+
+    text: str
+
+
+class CallBegan(NamedTuple):
+    """A call of this function; the arguments that follow, up to the next `CallBegan`, are its own."""
+
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """The next piece of the arguments: all pieces together are the text of a JSON object, if the call ends."""
+
+    text: str
+
+
+class CallEnded(NamedTuple):
+    """The call is complete. A call that never ends was cut short, and its arguments are no whole JSON."""
+
+
+OutputEvent: TypeAlias = Content | Reasoning | CallBegan | CallArguments | CallEnded
+
+
+@dataclass(slots=True)
+class JoinedCall:
+    """One call of an answer."""
+
+    name: str
+    arguments: str = ""
+    is_complete: bool = False
+
+
+@dataclass(slots=True)
+class Joined:
+    """A whole answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[JoinedCall] = field(default_factory=list)
+
+
+def joined(events: Iterable[OutputEvent]) -> Joined:
+    """What the events say, however they were cut."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: list[JoinedCall] = []
+    for event in events:
+        match event:
+            case Content(text):
+                content.append(text)
+            case Reasoning(text):
+                reasoning.append(text)
+            case CallBegan(name):
+                calls.append(JoinedCall(name))
+            case CallArguments(text):
+                calls[-1].arguments += text
+            case CallEnded():
+                calls[-1].is_complete = True
+            case _:
+                assert_never(event)
+    return Joined("".join(content), "".join(reasoning), calls)

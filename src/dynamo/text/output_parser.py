@@ -1,0 +1,92 @@
+"""Reasoning and tool calls of one choice, one behind the other."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dynamo.text.output import CallBegan, Content, OutputEvent, Reasoning
+from dynamo.text.reasoning.base import ReasoningParser
+from dynamo.text.tools.base import ToolParser
+
+__all__ = ["MAX_HELD_REASONING", "OutputParser"]
+
+MAX_HELD_REASONING: Final = 1_048_576
+"""Characters of reasoning that wait to become content (`fills_content`); longer reasoning is told as what it is."""
+
+
+class OutputParser:
+    """Text in, events out: the reasoning parser first, what it calls content through the tool parser.
+
+    Keeps the promises of both: the events' meaning does not depend on the cuts, and nothing raises.
+    """
+
+    __slots__ = ("_calls", "_fills_content", "_held", "_held_characters", "_only_first_call", "_reasoning", "_tools")
+
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        tools: ToolParser | None,
+        *,
+        only_first_call: bool = False,
+        fills_content: bool = False,
+    ) -> None:
+        """`only_first_call` drops every further call. `fills_content`: reasoning with no answer behind it is content.
+
+        With `fills_content` reasoning is held back until there is other output.
+        """
+        self._reasoning, self._tools = reasoning, tools
+        self._only_first_call = only_first_call
+        self._calls = 0
+        self._fills_content = fills_content
+        self._held: list[str] = []
+        self._held_characters = 0
+
+    def push(self, text: str) -> list[OutputEvent]:
+        """The next piece of text, which may be empty."""
+        if self._reasoning is None:
+            return self._behind_reasoning([Content(text)] if text else [])
+        return self._behind_reasoning(self._reasoning.push(text))
+
+    def finish(self) -> list[OutputEvent]:
+        """The text has ended: what was held back."""
+        events = self._behind_reasoning(self._reasoning.finish()) if self._reasoning is not None else []
+        if self._tools is not None:
+            events += self._keep(self._tools.finish())
+        if self._held:
+            events.append(Content("".join(self._held)))
+            self._held = []
+        return events
+
+    def _behind_reasoning(self, parts: list[Content | Reasoning]) -> list[OutputEvent]:
+        events: list[OutputEvent] = []
+        for part in parts:
+            if isinstance(part, Reasoning) and not self._fills_content:
+                events.append(part)
+            elif isinstance(part, Reasoning):
+                events += self._hold(part.text)
+            else:
+                events += self._keep([part] if self._tools is None else self._tools.push(part.text))
+        return events
+
+    def _hold(self, reasoning: str) -> list[OutputEvent]:
+        room = MAX_HELD_REASONING - self._held_characters
+        self._held.append(reasoning)
+        self._held_characters += len(reasoning)
+        return self._release() if len(reasoning) > room else []
+
+    def _release(self) -> list[OutputEvent]:
+        """There is an answer: what was held is reasoning, and so is all that follows."""
+        self._fills_content = False
+        held, self._held = "".join(self._held), []
+        return [Reasoning(held)] if held else []
+
+    def _keep(self, events: list[OutputEvent]) -> list[OutputEvent]:
+        kept: list[OutputEvent] = []
+        for event in events:
+            if isinstance(event, CallBegan):
+                self._calls += 1
+            if isinstance(event, Content) or not (self._only_first_call and self._calls > 1):
+                if self._fills_content:
+                    kept += self._release()
+                kept.append(event)
+        return kept

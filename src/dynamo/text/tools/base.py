@@ -1,0 +1,28 @@
+"""What every tool-call parser promises."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from dynamo.text.output import OutputEvent
+
+__all__ = ["ToolParser"]
+
+
+class ToolParser(Protocol):
+    """Finds the tool calls in the content of one choice (its reasoning has been taken out).
+
+    - What the events of all pushes and of `finish` say together depends on the whole text only, never on its cuts.
+    - No input raises. What turns out to be no call is content, character for character; of what is a call only its
+      marks and the white space that touches them are left out.
+    - A call is told as soon as it is certain, plain text at once; the text held back is bounded (each parser says by
+      what).
+    """
+
+    def push(self, text: str) -> list[OutputEvent]:
+        """The next piece of text, which may be empty."""
+        ...
+
+    def finish(self) -> list[OutputEvent]:
+        """The text has ended: what was held back. Call it once; nothing may be pushed behind it."""
+        ...

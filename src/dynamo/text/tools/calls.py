@@ -1,0 +1,51 @@
+"""From the JSON object of a call to the call."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dynamo.text.output import CallArguments, CallBegan, CallEnded, OutputEvent
+
+__all__ = ["MAX_CALL_CHARACTERS", "call_events", "read_call"]
+
+MAX_CALL_CHARACTERS = 1_048_576
+"""The longest call that is waited for, in characters. What is longer is content: it would have to be held back whole."""
+
+_NOTHING = msgspec.Raw()
+
+
+class _Call(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = _NOTHING
+    parameters: msgspec.Raw = _NOTHING
+
+
+_DECODER = msgspec.json.Decoder(_Call)
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_TEXT = msgspec.json.Decoder(str)
+
+
+def read_call(text: str) -> tuple[str, str] | None:
+    """(name, arguments) of `{"name": ..., "arguments" or "parameters": {...}}`; None when the object is no call.
+
+    The arguments are a JSON object as the model wrote it; absent or null ones are `{}`. A string that spells an object
+    (some models encode twice) counts as that object.
+    """
+    try:
+        call = _DECODER.decode(text)
+        arguments = bytes(call.arguments or call.parameters) or b"null"
+        if arguments[:1] == b'"':
+            inner = _TEXT.decode(arguments)
+            _OBJECT.decode(inner)
+            return (call.name, inner) if call.name else None
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    if arguments == b"null":
+        arguments = b"{}"
+    return (call.name, arguments.decode()) if call.name and arguments[:1] == b"{" else None
+
+
+def call_events(call: tuple[str, str]) -> list[OutputEvent]:
+    """A call that is known as a whole."""
+    name, arguments = call
+    return [CallBegan(name), CallArguments(arguments), CallEnded()]

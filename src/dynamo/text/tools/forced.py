@@ -1,0 +1,245 @@
+"""Output of a forced tool choice: the answer as a whole is JSON, because the engine was guided to write nothing else.
+
+An engine that was not guided may say anything. Text that does not begin as JSON goes through the model's own parser,
+or is content.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, auto
+
+from dynamo.text.markers import WHITE_SPACE
+from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, OutputEvent
+from dynamo.text.tools.base import ToolParser
+from dynamo.text.tools.calls import MAX_CALL_CHARACTERS, call_events, read_call
+from dynamo.text.tools.json_object import JsonObjectReader
+
+__all__ = ["NamedCallParser", "RequiredCallsParser"]
+
+
+class _In(IntEnum):
+    BEGINNING = auto()
+    ELEMENT = auto()  # an object is due
+    BETWEEN = auto()  # a comma or the end of the array is due
+    END = auto()  # nothing is due
+    TEXT = auto()  # it is no JSON (any more)
+    NATIVE = auto()  # it is the model's own format
+
+
+class RequiredCallsParser:
+    """`tool_choice: "required"`: an array of calls `{"name", "parameters" or "arguments"}`, or a single one.
+
+    A call is told when its object is complete. From the first character on that does not fit, everything is content,
+    a call that is not complete included.
+
+    Held back: `calls.MAX_CALL_CHARACTERS` of a call, or what the model's own parser holds back.
+    """
+
+    __slots__ = ("_in", "_is_array", "_json", "_native", "_raw", "_reader", "_room")
+
+    def __init__(self, native: ToolParser | None = None) -> None:
+        """`native`: the model's own parser, for an answer that does not begin as JSON."""
+        self._native = native
+        self._in = _In.BEGINNING
+        self._is_array = False
+        self._reader = JsonObjectReader()
+        self._raw: list[str] = []
+        self._json: list[str] = []
+        self._room = MAX_CALL_CHARACTERS
+
+    def push(self, text: str) -> list[OutputEvent]:
+        events: list[OutputEvent] = []
+        at = 0
+        while at < len(text):
+            match self._in:
+                case _In.BEGINNING:
+                    at = self._begin(text, events)
+                case _In.ELEMENT:
+                    at = self._read_element(text, at, events)
+                case _In.BETWEEN:
+                    at = self._read_between(text, at)
+                case _In.END:
+                    at = len(text) - len(text[at:].lstrip(WHITE_SPACE))
+                    if at < len(text):
+                        self._in = _In.TEXT
+                case _In.TEXT:
+                    events.append(Content(text[at:]))
+                    at = len(text)
+                case _In.NATIVE:
+                    events += self._native.push(text[at:]) if self._native is not None else ()
+                    at = len(text)
+        return events
+
+    def finish(self) -> list[OutputEvent]:
+        left, self._raw = "".join(self._raw), []
+        events: list[OutputEvent] = [Content(left)] if left else []
+        if self._in is _In.NATIVE and self._native is not None:
+            events += self._native.finish()
+        return events
+
+    def _begin(self, text: str, events: list[OutputEvent]) -> int:
+        at = len(text) - len(text.lstrip(WHITE_SPACE))
+        too_much = at > self._room
+        at = min(at, self._room)
+        self._raw.append(text[:at])
+        self._room -= at
+        if at == len(text):
+            return at
+        if text[at] == "[" and not too_much:
+            self._is_array = True
+            self._raw.append("[")
+            self._in = _In.ELEMENT
+            return at + 1
+        if text[at] == "{" and not too_much:
+            self._in = _In.ELEMENT
+            return at
+        self._leave(events)
+        if self._native is not None:
+            said, events[:] = [event.text for event in events if isinstance(event, Content)], []
+            events += self._native.push("".join(said))
+            self._in = _In.NATIVE
+        return at
+
+    def _read_element(self, text: str, at: int, events: list[OutputEvent]) -> int:
+        reader = self._reader
+        piece = text if len(text) - at <= self._room else text[: at + self._room]
+        end, read = reader.read(piece, at)
+        self._room -= end - at
+        self._raw.append(text[at:end])
+        self._json.append(read)
+        if reader.is_complete:
+            call = read_call("".join(self._json))
+            if call is not None:
+                events += call_events(call)
+                self._raw, self._json = [], []
+                self._room = MAX_CALL_CHARACTERS
+                self._reader = JsonObjectReader()
+                self._in = _In.BETWEEN if self._is_array else _In.END
+                return end
+        elif not reader.is_broken and self._room:
+            return end
+        self._leave(events)
+        return end
+
+    def _read_between(self, text: str, at: int) -> int:
+        at = len(text) - len(text[at:].lstrip(WHITE_SPACE))
+        if at == len(text):
+            return at
+        if text[at] == ",":
+            self._raw.append(",")
+            self._in = _In.ELEMENT
+            return at + 1
+        if text[at] == "]":
+            self._in = _In.END
+            return at + 1
+        self._in = _In.TEXT
+        return at
+
+    def _leave(self, events: list[OutputEvent]) -> None:
+        """What was held is no call after all."""
+        held, self._raw = "".join(self._raw), []
+        if held:
+            events.append(Content(held))
+        self._in = _In.TEXT
+
+
+class NamedCallParser:
+    """A named tool choice: the whole answer is the arguments of that function.
+
+    The arguments are told as they arrive, once the object has its first key (or is complete without one). If it breaks
+    later, what follows is content and the call stays without its end. In the model's own format, calls of other
+    functions are dropped: the client allowed only this one.
+
+    Held back: `calls.MAX_CALL_CHARACTERS` at the beginning, or what the model's own parser holds back.
+    """
+
+    __slots__ = ("_in", "_is_dropping", "_json", "_name", "_native", "_raw", "_reader", "_room")
+
+    def __init__(self, name: str, native: ToolParser | None = None) -> None:
+        """`native`: the model's own parser, for an answer that does not begin as JSON."""
+        self._name, self._native = name, native
+        self._in = _In.BEGINNING
+        self._reader = JsonObjectReader()
+        self._raw: list[str] = []
+        self._json: list[str] = []
+        self._room = MAX_CALL_CHARACTERS
+        self._is_dropping = False
+
+    def push(self, text: str) -> list[OutputEvent]:
+        events: list[OutputEvent] = []
+        at = 0
+        while at < len(text):
+            match self._in:
+                case _In.BEGINNING:
+                    at = self._begin(text, at, events)
+                case _In.ELEMENT:
+                    end, read = self._reader.read(text, at)
+                    if read:
+                        events.append(CallArguments(read))
+                    if self._reader.is_complete:
+                        events.append(CallEnded())
+                        self._in = _In.END
+                    elif self._reader.is_broken:
+                        self._in = _In.TEXT
+                    at = end
+                case _In.END:
+                    at = len(text) - len(text[at:].lstrip(WHITE_SPACE))
+                    if at < len(text):
+                        self._in = _In.TEXT
+                case _In.NATIVE:
+                    if self._native is not None:
+                        events += self._of_this_name(self._native.push(text[at:]))
+                    at = len(text)
+                case _:
+                    events.append(Content(text[at:]))
+                    at = len(text)
+        return events
+
+    def finish(self) -> list[OutputEvent]:
+        left, self._raw = "".join(self._raw), []
+        events: list[OutputEvent] = [Content(left)] if left else []
+        if self._in is _In.NATIVE and self._native is not None:
+            events += self._of_this_name(self._native.finish())
+        return events
+
+    def _begin(self, text: str, at: int, events: list[OutputEvent]) -> int:
+        reader = self._reader
+        while at < len(text):
+            # Character by character, so that what is told does not depend on the cuts; it is only up to the first colon.
+            if not self._room:
+                break
+            end, read = reader.read(text[at : at + 1])
+            self._raw.append(text[at : at + end])
+            self._json.append(read)
+            self._room -= end
+            at += end
+            if reader.has_key or reader.is_complete:
+                start = "".join(self._json).lstrip(WHITE_SPACE)
+                self._raw, self._json = [], []
+                events += (CallBegan(self._name), CallArguments(start))
+                if reader.is_complete:
+                    events.append(CallEnded())
+                self._in = _In.END if reader.is_complete else _In.ELEMENT
+                return at
+            if reader.is_broken:
+                break
+        else:
+            return at
+        held, self._raw = "".join(self._raw), []
+        if self._native is not None and not held.strip(WHITE_SPACE):
+            self._in = _In.NATIVE
+            events += self._of_this_name(self._native.push(held))
+        else:
+            self._in = _In.TEXT
+            if held:
+                events.append(Content(held))
+        return at
+
+    def _of_this_name(self, events: list[OutputEvent]) -> list[OutputEvent]:
+        kept: list[OutputEvent] = []
+        for event in events:
+            if isinstance(event, CallBegan):
+                self._is_dropping = event.name != self._name
+            if isinstance(event, Content) or not self._is_dropping:
+                kept.append(event)
+        return kept
