@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from dynamo.reference.core import Core
 from dynamo.reference.loading import Options, load_core
+from support.tiny_model import tiny_tokenizer
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -107,6 +108,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One directory per entry of `CONFIGS`."""
     root = tmp_path_factory.mktemp("models")
     return {name: write_model(root / name, config) for name, config in CONFIGS.items()}
+
+
+@pytest.fixture(scope="session")
+def speaking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a byte-level tokenizer beside it: it says anything, in no language. `</s>` ends it.
+
+    The tokenizer has `<think>`, `</think>` and `<tool_call>` as tokens; the model knows eight tokens more than it.
+    """
+    tokenizer = tiny_tokenizer(320)
+    tokenizer.add_special_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    directory = tmp_path_factory.mktemp("speaking")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    size = tokenizer.get_vocab_size() + 8
+    tied = {"tie_word_embeddings": True, "num_hidden_layers": 2, "max_position_embeddings": 2048}
+    return write_model(directory, {**LLAMA, **tied, "vocab_size": size, "eos_token_id": [1, 2], "bos_token_id": 0})
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.reference.core import Core, Emission
+from dynamo.reference.core import Core, Emission, Failure
+from dynamo.reference.loading import Options, load_core
 from dynamo.reference.request import read_request
 
 CoreOf = Callable[..., Core]
@@ -65,6 +68,7 @@ def emissions(core: Core, requests: list[dict[str, Any]], *, together: bool = Tr
 
 def collect(core: Core, found: dict[int, list[Emission]]) -> None:
     for emission in core.step():
+        assert not isinstance(emission, Failure)
         found.setdefault(id(emission.choice), []).append(emission)
 
 
@@ -175,6 +179,34 @@ def test_without_a_limit_or_over_it_an_answer_fills_the_context(max_tokens: int 
     assert len(tokens) == 10
 
 
+def test_options_without_a_member_of_their_own_are_obeyed(core_of: CoreOf) -> None:
+    def said(**options: Any) -> list[int]:
+        return answers(core_of(), [{**request(prompt(8), 12), "extra_args": {"sampling_options": options}}])[0][0]
+
+    plain = said()
+    assert said(logit_bias={str(plain[0]): -100})[0] != plain[0]
+    assert set(said(allowed_token_ids=[3, 4])) <= {3, 4}
+    assert said(bad_words_token_ids=[plain[1:3]])[:3] != plain[:3]
+    assert said(bad_words_token_ids=[plain[1:3]])[:2] == plain[:2]
+
+
+def test_the_models_author_decides_where_a_request_is_silent(
+    save_model: Callable[..., Path], configs: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    directory = save_model(tmp_path / "model", configs["llama"])
+    wanted = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1}
+    (directory / "generation_config.json").write_text(json.dumps(wanted))
+    limits = load_core(directory, Options()).limits
+    silent = read_request({"token_ids": [5]}, limits).sampling
+    assert {name: getattr(silent, name) for name in wanted} == wanted
+    assert read_request({"token_ids": [5], "sampling_options": {"top_k": -1}}, limits).sampling.top_k == 0
+    (directory / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.7}')
+    assert read_request({"token_ids": [5]}, load_core(directory, Options()).limits).sampling.temperature == 0
+    (directory / "generation_config.json").write_text('{"top_p": 2}')
+    with pytest.raises(InvalidArgument, match=r"generation_config\.json: top_p must be a number"):
+        load_core(directory, Options())
+
+
 def test_aborts_in_any_state_leave_every_block_free(core_of: CoreOf) -> None:
     rng = np.random.default_rng(3)
     core = core_of(blocks=24, sequences=4, step_tokens=9)
@@ -205,11 +237,18 @@ BAD = [
     ({"sampling_options": {"best_of": 2}}, "sampling_options.best_of"),
     ({"sampling_options": {"seed": 2**63}}, "sampling_options.seed"),
     ({"sampling_options": {"use_beam_search": True}}, "use_beam_search"),
-    ({"sampling_options": {"guided_decoding": {"regex": "a"}}}, "guided_decoding"),
+    ({"sampling_options": {"guided_decoding": {"regex": 5}}}, "guided_decoding.regex"),
+    ({"sampling_options": {"guided_decoding": []}}, "guided_decoding must be an object"),
     ({"sampling_options": [1]}, "sampling_options must be an object"),
     ({"stop_conditions": {"max_tokens": -1}}, "stop_conditions.max_tokens"),
     ({"stop_conditions": {"stop_token_ids": ["x"]}}, "stop_conditions.stop_token_ids"),
-    ({"stop_conditions": {"max_thinking_tokens": 5}}, "stop_conditions.max_thinking_tokens"),
+    ({"stop_conditions": {"max_thinking_tokens": -5}}, "stop_conditions.max_thinking_tokens"),
+    ({"extra_args": {"sampling_options": {"logit_bias": {"x": 1}}}}, "logit_bias"),
+    ({"extra_args": {"sampling_options": {"logit_bias": {"97": 1}}}}, "logit_bias holds the token 97"),
+    ({"extra_args": {"sampling_options": {"logit_bias": {"5": 101}}}}, "logit_bias for token 5"),
+    ({"extra_args": {"sampling_options": {"allowed_token_ids": [97]}}}, "allowed_token_ids"),
+    ({"extra_args": {"sampling_options": {"bad_words_token_ids": [[]]}}}, "bad_words_token_ids"),
+    ({"extra_args": {"sampling_options": {"suffix": "x"}}}, "suffix"),
     ({"output_options": {"logprobs": 21}}, "output_options.logprobs"),
     ({"routing": {"lora_name": "x"}}, "routing.lora_name"),
     ({"multi_modal_data": {"image": [{"Url": "x"}]}}, "multi_modal_data"),

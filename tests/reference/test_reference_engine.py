@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from dynamo.common.backend.chunks import GenerateChunk
 from dynamo.common.backend.publisher import ComponentSnapshot
@@ -264,6 +265,46 @@ async def test_cleanup_ends_what_runs_and_its_thread(models: dict[str, Path]) ->
         with pytest.raises(EngineShutdown):
             await refused
     assert "reference-steps" not in [thread.name for thread in threading.enumerate()]
+
+
+async def test_guided_requests_are_compiled_off_the_loop_and_refused_before_the_first_chunk(
+    speaking_model: Path,
+) -> None:
+    async with running(speaking_model) as engine:
+        options: Any = {"temperature": 5.0, "seed": 1, "guided_decoding": {"choice": ["yes", "no"]}}
+        chunks = await collect(engine, request([5], 20, sampling_options=options))
+        tokenizer = Tokenizer.from_file(str(speaking_model / "tokenizer.json"))
+        tokens = [token for chunk in chunks for token in chunk["token_ids"]]
+        assert (tokenizer.decode(tokens) in ("yes", "no"), chunks[-1]["finish_reason"]) == (True, "eos")
+        options["guided_decoding"] = {"regex": "("}
+        with pytest.raises(InvalidArgument, match=r"guided_decoding\.regex cannot be compiled"):
+            await collect(engine, request([5], sampling_options=options))
+
+
+async def test_a_request_that_runs_out_of_tokens_fails_alone(speaking_model: Path) -> None:
+    async with running(speaking_model) as engine:
+        options = {"temperature": 0.0, "guided_decoding": {"regex": "ab"}, "n": 2}
+        only_b = {"extra_args": {"sampling_options": {"allowed_token_ids": [5]}}}
+        failing = collect(engine, request([5], sampling_options=options, **only_b))
+        failure, other = await asyncio.gather(failing, collect(engine, request([6])), return_exceptions=True)
+        assert isinstance(failure, InvalidArgument)
+        assert "no token is left for position 1" in str(failure)
+        assert isinstance(other, list)
+        core = await settled(engine)
+        assert (core.pool.held, engine._steps and engine._steps.results) == (0, {})
+
+
+async def test_a_moved_request_counts_from_the_prompt_the_client_sent(models: dict[str, Path]) -> None:
+    async with running(models["llama"]) as engine:
+        body = request([5] * 9, 12, sampling_options={"temperature": 0.0, "frequency_penalty": 1.5})
+        tokens = [token for chunk in await collect(engine, body) for token in chunk["token_ids"]]
+        context = mock_context()
+        context.prompt_tokens = 9
+        moved = {**body, "token_ids": [*body["token_ids"], *tokens[:5]]}
+        moved["stop_conditions"] = {**body["stop_conditions"], "max_tokens": 7}
+        chunks = await collect(engine, moved, context)
+        assert [token for chunk in chunks for token in chunk["token_ids"]] == tokens[5:]
+        assert chunks[-1]["completion_usage"]["prompt_tokens"] == 9
 
 
 async def test_a_prompt_over_the_limit_and_a_start_without_a_model_are_named(

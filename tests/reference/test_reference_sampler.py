@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from dynamo.reference.sampler import Drawn, History, Sampling, Stop, draw, ending, log_softmax, uniform
+from dynamo.errors import InvalidArgument
+from dynamo.reference.sampler import (
+    Drawn,
+    History,
+    Sampling,
+    Stop,
+    bad_word_ends,
+    draw,
+    ending,
+    log_softmax,
+    uniform,
+)
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
 
@@ -19,8 +30,9 @@ LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
 def one(logits: np.ndarray = LOGITS, position: int = 0, choice: int = 0, **options: Any) -> Drawn:
     history = options.pop("history", History(frozenset()))
     banned = options.pop("banned", ())
+    allowed = options.pop("allowed", None)
     sampling = Sampling(**{"seed": 1, **options})
-    return draw(logits, sampling, choice=choice, position=position, history=history, banned=banned)
+    return draw(logits, sampling, choice=choice, position=position, history=history, banned=banned, allowed=allowed)
 
 
 def support(count: int = 600, **options: Any) -> set[int]:
@@ -50,6 +62,11 @@ def test_tokens_come_as_often_as_their_probability_says() -> None:
         ({"min_p": 0.49}, {0, 1, 2}),
         ({"min_p": 1.0}, {0}),
         ({"banned": [0, 1]}, {2, 3, 4}),
+        ({"allowed_tokens": frozenset({1, 4})}, {1, 4}),
+        ({"allowed": np.array([True, False, True, False, False])}, {0, 2}),
+        ({"allowed": np.array([True, True, False, False, False]), "allowed_tokens": frozenset({1, 2})}, {1}),
+        ({"bias": ((4, 100.0),)}, {4}),
+        ({"bias": ((0, -100.0), (1, -100.0), (2, -100.0))}, {3, 4}),
         ({"temperature": 0.01}, {0}),
     ],
 )
@@ -121,3 +138,23 @@ STOP = Stop(max_tokens=5, min_tokens=2, eos=frozenset({1}), hidden=frozenset({2}
 )
 def test_a_sequence_ends_for_the_right_reason(token: int, generated: int, expected: tuple[str | None, bool]) -> None:
     assert ending(token, generated, STOP) == expected
+
+
+def test_when_everything_is_banned_the_request_is_wrong() -> None:
+    with pytest.raises(InvalidArgument, match="no token is left for position 7"):
+        one(position=7, banned=[0, 1], allowed_tokens=frozenset({0, 1}))
+
+
+@given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4)))
+def test_a_bad_word_is_banned_exactly_where_it_would_be_completed(tokens: list[int], words: list[list[int]]) -> None:
+    ends = set(bad_word_ends(words, tokens))
+    for token in range(4):
+        after = [*tokens, token]
+        assert (token in ends) == any(after[-len(word) :] == word for word in words)
+
+
+def test_the_tokens_asked_about_are_reported_with_their_rank() -> None:
+    drawn = one(temperature=0.0, logprobs=1, logprob_tokens=(4, 0, 2))
+    assert [token for token, _ in drawn.top] == [0]
+    assert [(token, rank) for token, rank, _ in drawn.asked] == [(4, 5), (2, 3)]
+    assert drawn.asked[1][2] == pytest.approx(np.log(0.2))

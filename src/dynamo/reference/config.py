@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["ARCHITECTURES", "ModelConfig", "RopeScaling", "read_model_config"]
+__all__ = ["ARCHITECTURES", "NO_DEFAULTS", "ModelConfig", "RopeScaling", "SamplingDefaults", "read_model_config"]
 
 ARCHITECTURES: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 MAX_ROUGH_SIZE: Final = 2**31 - 1  # no dimension of a real model comes near it; a typo may
@@ -24,6 +24,20 @@ class RopeScaling:
     low_freq_factor: float = 1.0  # the last three are for llama3
     high_freq_factor: float = 4.0
     original_context: int = 8192  # positions
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What the model's author wants where a request is silent. These change nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+NO_DEFAULTS: Final = SamplingDefaults()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,7 @@ class ModelConfig:
     context_length: int  # positions the model was made for
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    sampling: SamplingDefaults = NO_DEFAULTS
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -111,6 +126,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         context_length=source.integer("max_position_embeddings", 2048),
         bos_token_id=bos,
         eos_token_ids=tuple(eos),
+        sampling=_sampling_defaults(directory),
     )
 
 
@@ -182,6 +198,29 @@ def _special_tokens(directory: Path, source: _Fields) -> tuple[int | None, list[
     if not all(isinstance(token, int) for token in (*eos, 0 if bos is None else bos)):
         raise source.wrong("bos_token_id and eos_token_id", (bos, eos), "integers")
     return bos, eos
+
+
+def _sampling_defaults(directory: Path) -> SamplingDefaults:
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return NO_DEFAULTS
+    fields = _Fields(path, _read_object(path))
+
+    def within(name: str, default: float, low: float, high: float) -> float:
+        value = fields.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+            raise fields.wrong(name, value, f"a number from {low} to {high}")
+        return float(value)
+
+    is_greedy = fields.values.get("do_sample") is False
+    return SamplingDefaults(
+        temperature=0.0 if is_greedy else within("temperature", 1.0, 0.0, 100.0),
+        top_p=within("top_p", 1.0, 1e-9, 1.0),
+        top_k=int(within("top_k", 0, -1, 2**31 - 1)),
+        min_p=within("min_p", 0.0, 0.0, 1.0),
+        repetition_penalty=within("repetition_penalty", 1.0, 1e-9, 100.0),
+    )
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from dynamo.errors import InvalidArgument
 from dynamo.reference.blocks import BlockEvent, BlockPool
 from dynamo.reference.model import KvCache, Model, Piece, make_batch
 from dynamo.reference.request import Job, Limits
-from dynamo.reference.sampler import Drawn, History, Sampling, Stop, draw, ending, log_softmax, top_entries
+from dynamo.reference.sampler import (
+    Drawn,
+    History,
+    Sampling,
+    Stop,
+    bad_word_ends,
+    draw,
+    ending,
+    log_softmax,
+    top_entries,
+)
 from dynamo.reference.scheduler import Scheduler, Sequenced, Work
+from dynamo.reference.steering import Steering
 from dynamo.reference.weights import Array
 
-__all__ = ["Choice", "Core", "Emission", "PromptEntry"]
+__all__ = ["Choice", "Core", "Emission", "Failure", "PromptEntry"]
 
 PromptEntry = tuple[int, int, float]  # token, rank from 1, logprob
 
@@ -25,24 +38,15 @@ class Choice:
 
     sequence: Sequenced
     number: int
-    prompt_tokens: int
+    prompt_tokens: int  # as the client sent it
     sampling: Sampling
     stop: Stop
     history: History
-    generated: int = 0  # tokens drawn, also one that ended the choice and is not shown
+    is_plain: bool  # the most likely token, whatever was before it; only `min_tokens` may still stand against it
+    steering: Steering | None = None
+    generated: int = 0  # tokens drawn here, also one that ended the choice and is not shown
     prompt_logprobs: int | None = None
     prompt_entries: list[tuple[PromptEntry, ...]] = field(default_factory=list)  # of the prompt's second token on
-
-    @property
-    def is_plain(self) -> bool:
-        """The most likely token, and nothing else to know or to do."""
-        sampling = self.sampling
-        return (
-            sampling.temperature == 0
-            and sampling.logprobs is None
-            and not sampling.penalises
-            and self.generated >= self.stop.min_tokens
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,14 @@ class Emission:
     drawn: Drawn
     shown: bool  # whether the token is part of the output
     reason: str | None  # set: the choice has ended
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A choice that cannot go on, and why; it has ended, and the others of its request should."""
+
+    choice: Choice
+    error: InvalidArgument
 
 
 class Core:
@@ -73,7 +85,8 @@ class Core:
         self.model = model
         self.pool = BlockPool(blocks, block_size, prefix_caching=prefix_caching)
         self.scheduler = Scheduler(self.pool, max_sequences=max_sequences, max_step_tokens=max_step_tokens)
-        self.limits = Limits(model.config.vocab_size, context_length, model.config.eos_token_ids)
+        config = model.config
+        self.limits = Limits(config.vocab_size, context_length, config.eos_token_ids, config.sampling)
         self.prompt_tokens = self.cached_tokens = 0  # of all choices admitted so far; the hit rate is their ratio
         self._cache = KvCache(model.config, blocks, block_size)
         self._choices: dict[Sequenced, Choice] = {}
@@ -101,7 +114,7 @@ class Core:
             self._choices.pop(choice.sequence, None)
             self.scheduler.finish(choice.sequence)
 
-    def step(self) -> list[Emission]:
+    def step(self) -> list[Emission | Failure]:
         """Compute what fits into one step; what came out of it, in no particular order."""
         plan = self.scheduler.plan()
         if not plan:
@@ -126,45 +139,71 @@ class Core:
         sequence = Sequenced(
             list(job.prompt), priority=job.priority, key=job.key, may_share=job.prompt_logprobs is None
         )
+        original = len(job.prompt) - job.produced
         return Choice(
             sequence=sequence,
             number=number,
-            prompt_tokens=len(job.prompt),
+            prompt_tokens=original,
             sampling=job.sampling,
             stop=job.stop,
-            history=History(frozenset(job.prompt)),
+            history=History(frozenset(job.prompt[:original]), Counter(job.prompt[original:])),
+            is_plain=job.sampling.is_plain and job.steering is None,
+            steering=None if job.steering is None else job.steering.copy(),
             prompt_logprobs=job.prompt_logprobs if number == 0 else None,
         )
 
-    def _sample(self, works: Sequence[Work], hidden: Array) -> list[Emission]:
+    def _sample(self, works: Sequence[Work], hidden: Array) -> list[Emission | Failure]:
         logits = self.model.logits(hidden)
         best = logits.argmax(axis=1)  # for nearly all of a greedy batch this one call is all there is to do
         return [self._advance(work, logits[row], int(best[row])) for row, work in enumerate(works)]
 
-    def _advance(self, work: Work, logits: Array, best: int) -> Emission:
+    def _advance(self, work: Work, logits: Array, best: int) -> Emission | Failure:
         choice = self._choices[work.sequence]
         if choice.generated == 0:
-            self.prompt_tokens += choice.prompt_tokens
+            self.prompt_tokens += len(work.sequence.tokens)
             self.cached_tokens += work.sequence.cached
-        if choice.is_plain:
-            drawn = Drawn(best)
-        else:
-            drawn = draw(
-                logits,
-                choice.sampling,
-                choice=choice.number,
-                position=len(work.sequence.tokens),
-                history=choice.history,
-                banned=choice.stop.all if choice.generated < choice.stop.min_tokens else (),
-            )
-        choice.generated += 1
-        if choice.sampling.penalises:
-            choice.history.generated[drawn.token] += 1
-        reason, shown = ending(drawn.token, choice.generated, choice.stop)
+        try:
+            drawn, reason, shown = self._draw(choice, logits, best)
+        except InvalidArgument as error:
+            self.abort([choice])
+            return Failure(choice, error)
         self.scheduler.computed(work, drawn.token if reason is None else None)
         if reason is not None:
             self.abort([choice])
         return Emission(choice, drawn, shown, reason)
+
+    def _draw(self, choice: Choice, logits: Array, best: int) -> tuple[Drawn, str | None, bool]:
+        """(token, why the choice ends with it if it does, whether it is output)."""
+        stop, steering = choice.stop, choice.steering
+        is_best = choice.is_plain and choice.generated >= stop.min_tokens
+        drawn = Drawn(best) if is_best else self._choose(choice, logits)
+        choice.generated += 1
+        if choice.sampling.penalises:
+            choice.history.generated[drawn.token] += 1
+        reason, shown = ending(drawn.token, choice.generated, stop)
+        if steering is not None and reason is None:
+            steering.accept(drawn.token)
+            if steering.is_complete:
+                reason = "eos"  # what the model would have to say next, so it need not be computed
+        return drawn, reason, shown
+
+    def _choose(self, choice: Choice, logits: Array) -> Drawn:
+        stop, sampling, tokens = choice.stop, choice.sampling, choice.sequence.tokens
+        banned = list(stop.all) if choice.generated < stop.min_tokens else []
+        if sampling.bad_words:
+            banned += bad_word_ends(sampling.bad_words, tokens)
+        allowed = None
+        if choice.steering is not None:
+            allowed = choice.steering.allowed([*stop.eos, *stop.hidden], len(logits))
+        return draw(
+            logits,
+            sampling,
+            choice=choice.number,
+            position=len(tokens),
+            history=choice.history,
+            banned=banned,
+            allowed=allowed,
+        )
 
     def _note_prompt(self, work: Work, hidden: Array, last: int) -> None:
         """Log probabilities of the prompt tokens that this piece predicts; a preempted prompt is not noted twice."""

@@ -31,8 +31,9 @@ from dynamo.common.backend.publisher import (
 from dynamo.common.constants import DisaggregationMode
 from dynamo.errors import DynamoException, EngineShutdown, InvalidArgument
 from dynamo.reference.blocks import BlockEvent, BlocksStored
-from dynamo.reference.core import Choice, Core, Emission
+from dynamo.reference.core import Choice, Core, Emission, Failure
 from dynamo.reference.loading import Options, load_core
+from dynamo.reference.preparing import Preparation
 from dynamo.reference.request import Job, read_request
 from dynamo.runtime.context import Context
 
@@ -54,6 +55,7 @@ class ReferenceEngine(LLMEngine):
         self._directory, self._options = directory, options or Options()
         self._name = served_model_name or directory.resolve().name
         self._steps: StepThread | None = None
+        self._preparation: Preparation | None = None
         self._config: EngineConfig | None = None
         self._streams: dict[str, list[_Stream]] = {}  # by context id; clients may repeat one
         self._events: KvEventPublisher | None = None
@@ -92,6 +94,7 @@ class ReferenceEngine(LLMEngine):
         core = await asyncio.to_thread(load_core, self._directory, self._options)
         if self._is_closed:  # cleaned up while the model was read
             raise EngineShutdown("this engine was cleaned up while it started")
+        self._preparation = Preparation(self._directory, core.limits)
         self._steps = StepThread(core, asyncio.get_running_loop(), self._publish, self._fail)
         self._config = EngineConfig(
             model=self._name,
@@ -108,7 +111,9 @@ class ReferenceEngine(LLMEngine):
         steps = self._steps
         if steps is None or self._is_closed:
             raise EngineShutdown("the reference engine is not running")
-        job = read_request(request, steps.limits)
+        job = read_request(request, steps.limits, prompt_tokens=context.prompt_tokens)
+        if job.needs_steering and self._preparation is not None:
+            job = await asyncio.to_thread(self._preparation.prepare, job)
         stream = _Stream(job)
         self._streams.setdefault(context.id(), []).append(stream)
         try:
@@ -247,10 +252,14 @@ class StepThread:
         except Exception:  # an event less is a worse placement, not a wrong answer
             logger.exception("the reference engine's KV events were not published")
 
-    def _deliver(self, emissions: Sequence[Emission]) -> None:
-        calls = []
+    def _deliver(self, emissions: Sequence[Emission | Failure]) -> None:
+        calls: list[Callable[[], None]] = []
         for emission in emissions:
             stream = self.results[emission.choice]
+            if isinstance(emission, Failure):
+                del self.results[emission.choice]
+                calls.append(partial(stream.fail, emission.error))
+                continue
             if emission.reason is not None:
                 del self.results[emission.choice]
             calls.append(partial(stream.put, _chunk(emission), emission))
@@ -346,7 +355,7 @@ class _Stream:
         return chunks
 
     def _usage(self) -> CompletionUsage:
-        return usage(len(self._job.prompt), self._shown, cached_tokens=self._cached_tokens)
+        return usage(len(self._job.prompt) - self._job.produced, self._shown, cached_tokens=self._cached_tokens)
 
 
 def _chunk(emission: Emission) -> GenerateChunk:
@@ -354,10 +363,14 @@ def _chunk(emission: Emission) -> GenerateChunk:
     chunk: GenerateChunk = {"token_ids": [drawn.token] if emission.shown else [], "index": choice.number}
     if emission.shown and drawn.logprob is not None:
         chunk["log_probs"] = [drawn.logprob]
-        if drawn.top:
+        if drawn.top or drawn.asked:
             top: list[TopLogprob] = [
                 {"rank": rank, "token_id": token, "token": None, "logprob": logprob}
                 for rank, (token, logprob) in enumerate(drawn.top, 1)
+            ]
+            top += [
+                {"rank": rank, "token_id": token, "token": None, "logprob": logprob}
+                for token, rank, logprob in drawn.asked
             ]
             chunk["top_logprobs"] = [top]
     if emission.reason is not None:

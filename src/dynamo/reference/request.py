@@ -10,12 +10,17 @@ from typing import Any, Final
 
 from dynamo.errors import InvalidArgument
 from dynamo.reference.blocks import PrefixKey
+from dynamo.reference.config import NO_DEFAULTS, SamplingDefaults
+from dynamo.reference.guided import GuideSpec, read_guide
 from dynamo.reference.sampler import Sampling, Stop
+from dynamo.reference.steering import Steering
 
 __all__ = ["Job", "Limits", "read_request"]
 
 MAX_CHOICES: Final = 128
 MAX_LOGPROBS: Final = 20  # OpenAI's bound
+MAX_LISTED: Final = 1024  # tokens or words in one of the lists below
+MAX_BIAS: Final = 100.0
 I64: Final = 2**63
 
 # Fields that would change the answer, so that ignoring them would be a lie.
@@ -35,6 +40,7 @@ class Limits:
     vocab_size: int
     context_length: int  # prompt and completion together
     eos_token_ids: tuple[int, ...]  # the model's, for a request that names none
+    defaults: SamplingDefaults = NO_DEFAULTS  # the model's, for options that a request leaves open
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +54,22 @@ class Job:
     priority: int
     key: PrefixKey
     prompt_logprobs: int | None  # alternatives per prompt token; None: off
+    produced: int = 0  # of the prompt's last tokens, those that another worker generated for this request
+    guided: GuideSpec | None = None
+    thinking_tokens: int | None = None  # at most; None: no limit
+    awaits_thoughts: bool = False  # `guided` holds for what follows the thoughts
+    steering: Steering | None = None  # of the last three, set by who prepares the job
+
+    @property
+    def needs_steering(self) -> bool:
+        return self.guided is not None or self.thinking_tokens is not None
 
 
-def read_request(request: Mapping[str, Any], limits: Limits) -> Job:
-    """Raises InvalidArgument naming the field for what cannot be served."""
+def read_request(request: Mapping[str, Any], limits: Limits, *, prompt_tokens: int | None = None) -> Job:
+    """`prompt_tokens`: the prompt's length as the client sent it, where a migration made it longer.
+
+    Raises InvalidArgument naming the field for what cannot be served.
+    """
     for name, what in UNSUPPORTED.items():
         if request.get(name):
             raise InvalidArgument(f"{name} is set, but the reference engine does not support {what}")
@@ -60,14 +78,10 @@ def read_request(request: Mapping[str, Any], limits: Limits) -> Job:
     stops = _Group("stop_conditions", request.get("stop_conditions"))
     output = _Group("output_options", request.get("output_options"))
     routing = _Group("routing", request.get("routing"))
-    if sampling.get("guided_decoding"):
-        raise InvalidArgument("sampling_options.guided_decoding is not supported by the reference engine yet")
     if sampling.get("use_beam_search"):
         raise InvalidArgument("sampling_options.use_beam_search is not supported by the reference engine")
     if routing.get("lora_name"):
         raise InvalidArgument("routing.lora_name is set, but the reference engine does not support LoRA adapters yet")
-    if stops.get("max_thinking_tokens"):
-        raise InvalidArgument("stop_conditions.max_thinking_tokens is not supported by the reference engine yet")
     choices = sampling.integer("n", 1, 1, MAX_CHOICES)
     if sampling.integer("best_of", choices, 1, MAX_CHOICES) != choices:
         raise InvalidArgument("sampling_options.best_of must equal n: the reference engine returns all it generates")
@@ -75,14 +89,24 @@ def read_request(request: Mapping[str, Any], limits: Limits) -> Job:
         None if output.get(name) is None else output.integer(name, 0, 0, MAX_LOGPROBS)
         for name in ("logprobs", "prompt_logprobs")
     )
+    extra = request.get("extra_args")
+    extra = extra if isinstance(extra, Mapping) else {}
+    more = _Group("extra_args.sampling_options", extra.get("sampling_options"))
+    if more.get("suffix"):
+        raise InvalidArgument("suffix is not supported by the reference engine: its models only continue a text")
+    thinking = stops.get("max_thinking_tokens")
     return Job(
         prompt=prompt,
         choices=choices,
-        sampling=_sampling(sampling, logprobs),
+        sampling=_sampling(sampling, more, logprobs, limits),
         stop=_stop(stops, request.get("eos_token_ids"), limits, limits.context_length - len(prompt)),
         priority=routing.integer("priority", 0, -(2**31), 2**31 - 1),
         key=PrefixKey(cache_salt=routing.text("cache_salt")),
         prompt_logprobs=prompt_logprobs,
+        produced=0 if prompt_tokens is None else max(len(prompt) - prompt_tokens, 0),
+        guided=read_guide(sampling.get("guided_decoding")),
+        thinking_tokens=None if thinking is None else stops.integer("max_thinking_tokens", 0, 0, 2**31 - 1),
+        awaits_thoughts=request.get("require_reasoning") is True and not extra.get("reasoning_ended"),
     )
 
 
@@ -101,32 +125,60 @@ def _prompt(token_ids: Any, limits: Limits) -> tuple[int, ...]:
     return prompt
 
 
-def _sampling(options: _Group, logprobs: int | None) -> Sampling:
-    top_k = options.integer("top_k", 0, -1, 2**31 - 1)
+def _sampling(options: _Group, more: _Group, logprobs: int | None, limits: Limits) -> Sampling:
+    default = limits.defaults
     seed = options.get("seed")
+    top_k = options.integer("top_k", default.top_k, -1, 2**31 - 1)
+    allowed = more.tokens("allowed_token_ids", limits.vocab_size)
+    reported = more.tokens("logprob_token_ids", limits.vocab_size)
     return Sampling(
         seed=secrets.randbits(63) if seed is None else options.integer("seed", 0, -I64, I64 - 1),
-        temperature=options.number("temperature", 1.0, 0.0, 100.0),
-        top_p=options.number("top_p", 1.0, 0.0, 1.0, above=True),
+        temperature=options.number("temperature", default.temperature, 0.0, 100.0),
+        top_p=options.number("top_p", default.top_p, 0.0, 1.0, above=True),
         top_k=max(top_k, 0),
-        min_p=options.number("min_p", 0.0, 0.0, 1.0),
+        min_p=options.number("min_p", default.min_p, 0.0, 1.0),
         presence_penalty=options.number("presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=options.number("frequency_penalty", 0.0, -2.0, 2.0),
-        repetition_penalty=options.number("repetition_penalty", 1.0, 0.0, 100.0, above=True),
-        logprobs=logprobs,
+        repetition_penalty=options.number("repetition_penalty", default.repetition_penalty, 0.0, 100.0, above=True),
+        bias=_bias(more, limits.vocab_size),
+        allowed_tokens=None if more.get("allowed_token_ids") is None else frozenset(allowed),
+        bad_words=more.words("bad_words_token_ids", limits.vocab_size),
+        logprobs=0 if reported and logprobs is None else logprobs,
+        logprob_tokens=reported,
     )
 
 
+def _bias(options: _Group, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """`logit_bias`: an object from token ids, which JSON writes as strings, to numbers."""
+    value = options.get("logit_bias") or {}
+    try:
+        found = tuple((int(token), float(bias)) for token, bias in value.items())
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"logit_bias must map token ids to numbers, got {value!r}") from error
+    for token, bias in found:
+        if not 0 <= token < vocab_size:
+            raise InvalidArgument(f"logit_bias holds the token {token}; this model knows 0 to {vocab_size - 1}")
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise InvalidArgument(f"logit_bias for token {token} must be between -100 and 100, got {bias}")
+    return found
+
+
 def _stop(options: _Group, eos_token_ids: Any, limits: Limits, room: int) -> Stop:
-    eos = options.tokens("stop_token_ids_hidden") | frozenset(eos_token_ids or ())
+    vocab = limits.vocab_size
+    eos = frozenset(options.tokens("stop_token_ids_hidden", vocab, others=True)) | _eos(eos_token_ids, vocab)
     return Stop(
         # None and 0 both mean "nobody says": then as long as the context goes.
         max_tokens=min(options.integer("max_tokens", 0, 0, 2**31 - 1) or room, room),
         min_tokens=options.integer("min_tokens", 0, 0, 2**31 - 1),
         eos=frozenset() if options.get("ignore_eos") else eos or frozenset(limits.eos_token_ids),
-        hidden=options.tokens("stop_token_ids"),
-        visible=options.tokens("stop_token_ids_visible"),
+        hidden=frozenset(options.tokens("stop_token_ids", vocab, others=True)),
+        visible=frozenset(options.tokens("stop_token_ids_visible", vocab, others=True)),
     )
+
+
+def _eos(token_ids: Any, vocab_size: int) -> frozenset[int]:
+    """A tokenizer may know end tokens that the model has no logits for: they cannot come."""
+    return frozenset(token for token in token_ids or () if 0 <= token < vocab_size)
 
 
 class _Group:
@@ -158,11 +210,28 @@ class _Group:
             )
         return float(value)
 
-    def tokens(self, name: str) -> frozenset[int]:
-        value = self.get(name) or ()
+    def tokens(self, name: str, vocab_size: int, *, others: bool = False) -> tuple[int, ...]:
+        """A list of token ids. With `others`, ids outside the vocabulary are dropped and not refused."""
+        value = self.get(name)
+        return () if value is None else self._checked(name, value, vocab_size, others=others)
+
+    def words(self, name: str, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+        """A list of lists of token ids."""
+        value = self.get(name)
+        value = [] if value is None else value
+        if not isinstance(value, list | tuple) or not all(value) or len(value) > MAX_LISTED:
+            raise InvalidArgument(f"{self._name}.{name} must be a list of at most {MAX_LISTED} lists of token ids")
+        return tuple(self._checked(name, word, vocab_size, others=False) for word in value)
+
+    def _checked(self, name: str, value: Any, vocab_size: int, *, others: bool) -> tuple[int, ...]:
         if not isinstance(value, list | tuple) or not all(type(token) is int for token in value):
             raise InvalidArgument(f"{self._name}.{name} must be a list of token ids, got {value!r}")
-        return frozenset(value)
+        if len(value) > max(MAX_LISTED, vocab_size):
+            raise InvalidArgument(f"{self._name}.{name} has {len(value)} entries, more than the model has tokens")
+        known = tuple(token for token in value if 0 <= token < vocab_size)
+        if not others and len(known) < len(value):
+            raise InvalidArgument(f"{self._name}.{name} holds a token id that is not in 0..{vocab_size - 1}")
+        return known
 
     def text(self, name: str) -> str | None:
         value = self.get(name)

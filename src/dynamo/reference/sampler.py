@@ -8,16 +8,30 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Drawn", "History", "Sampling", "Stop", "draw", "ending", "log_softmax", "top_entries", "uniform"]
+from dynamo.errors import InvalidArgument
+
+__all__ = [
+    "Drawn",
+    "History",
+    "Sampling",
+    "Stop",
+    "bad_word_ends",
+    "draw",
+    "ending",
+    "log_softmax",
+    "top_entries",
+    "uniform",
+]
 
 Array = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
 
 BANNED: Final = -np.inf
 U53: Final = 2**53  # the integers a float can tell apart
@@ -50,11 +64,21 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()  # (token, what its logit is raised by)
+    allowed_tokens: frozenset[int] | None = None  # nothing else is drawn; None: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences that must not appear
     logprobs: int | None = None  # alternatives beside the chosen token; None: off
+    logprob_tokens: tuple[int, ...] = ()  # reported whatever their rank
 
     @property
     def penalises(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def is_plain(self) -> bool:
+        """The most likely token, and nothing else to know or to do."""
+        changes = self.penalises or self.bias or self.bad_words or self.allowed_tokens is not None
+        return self.temperature == 0 and self.logprobs is None and not changes
 
 
 @dataclass(slots=True)
@@ -72,19 +96,39 @@ class Drawn:
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # (token, logprob), the most likely first
+    asked: tuple[tuple[int, int, float], ...] = ()  # (token, rank from 1, logprob) of `logprob_tokens` not in `top`
 
 
 def draw(
-    logits: Array, sampling: Sampling, *, choice: int, position: int, history: History, banned: Iterable[int] = ()
+    logits: Array,
+    sampling: Sampling,
+    *,
+    choice: int,
+    position: int,
+    history: History,
+    banned: Iterable[int] = (),
+    allowed: Mask | None = None,
 ) -> Drawn:
     """Choose the token at `position` (0 is the prompt's first). `logits` is not changed.
 
-    Order: bans, repetition penalty, presence and frequency penalties, temperature, top-k, top-p, min-p. Log
-    probabilities are the model's own, before all of these.
+    Order: bans, bias, repetition penalty, presence and frequency penalties, temperature, top-k, top-p, min-p. Log
+    probabilities are the model's own, before all of these. Raises InvalidArgument when the bans leave no token.
     """
     row = logits.astype(np.float64)
     if ids := list(banned):
         row[ids] = BANNED
+    if allowed is not None:
+        row[~allowed] = BANNED
+    if sampling.allowed_tokens is not None:
+        others = np.ones(len(row), np.bool_)
+        others[list(sampling.allowed_tokens)] = False
+        row[others] = BANNED
+    if row.max() == BANNED:
+        raise InvalidArgument(
+            f"no token is left for position {position}: what sampling_options and stop_conditions allow excludes each other"
+        )
+    for token, bias in sampling.bias:
+        row[token] += bias
     if sampling.penalises:
         _penalise(row, sampling, history)
     if sampling.temperature == 0:
@@ -98,7 +142,24 @@ def draw(
     if sampling.logprobs is None:
         return Drawn(token)
     own = log_softmax(logits)
-    return Drawn(token, float(own[token]), top_entries(own, sampling.logprobs))
+    top = top_entries(own, sampling.logprobs)
+    shown = {entry for entry, _ in top}
+    asked = [
+        (other, int(np.count_nonzero(own > own[other])) + 1, float(own[other]))
+        for other in sampling.logprob_tokens
+        if other not in shown
+    ]
+    return Drawn(token, float(own[token]), top, tuple(asked))
+
+
+def bad_word_ends(bad_words: Iterable[Sequence[int]], tokens: Sequence[int]) -> list[int]:
+    """The tokens that would complete one of `bad_words` behind `tokens`."""
+    ends = []
+    for word in bad_words:
+        begun = len(word) - 1
+        if begun <= len(tokens) and list(tokens[len(tokens) - begun :]) == list(word[:-1]):
+            ends.append(word[-1])
+    return ends
 
 
 def ending(token: int, generated: int, stop: Stop) -> tuple[str | None, bool]:
