@@ -9,36 +9,31 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.runtime.discovery import (
-    Change,
-    Delete,
-    Discovery,
-    FileDiscovery,
-    MemoryDiscovery,
-    MemoryHub,
-    Put,
-)
+from dynamo.runtime.discovery import Change, Delete, Discovery, Put
+from support.discovery_rigs import EtcdRig, FileRig, MemoryRig, Rig
 
 KEY = "v1/instances/ns/c/e/1f"
+OTHER = "v1/instances/ns/c/e/2a"
 
 OpenStore = Callable[[], Awaitable[Discovery]]
 
 
-@pytest.fixture(params=["memory", "file"])
-async def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[OpenStore]:
-    """Opens any number of stores that see each other; closes them."""
-    hub = MemoryHub()
+@pytest.fixture(params=["memory", "file", "etcd"])
+async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Rig]:
     async with AsyncExitStack() as stack:
+        match request.param:
+            case "memory":
+                yield MemoryRig(stack)
+            case "file":
+                yield FileRig(stack, tmp_path / "store")
+            case _:
+                yield EtcdRig(stack, request.getfixturevalue("etcd_server"))
 
-        async def open_one() -> Discovery:
-            store: Discovery = (
-                MemoryDiscovery(hub) if request.param == "memory" else FileDiscovery(tmp_path, poll_seconds=0.005)
-            )
-            await store.start()
-            stack.push_async_callback(store.close)
-            return store
 
-        yield open_one
+@pytest.fixture
+def open_store(rig: Rig) -> OpenStore:
+    """Opens any number of stores that see each other; closes them."""
+    return rig.open
 
 
 async def until(changes: AsyncIterator[list[Change]], view: dict[str, bytes], wanted: Callable[[], bool]) -> None:
@@ -215,17 +210,29 @@ async def test_a_slow_reader_costs_one_entry_for_each_key(open_store: OpenStore)
     assert batches <= 50
 
 
-async def test_a_record_that_was_taken_from_a_healthy_owner_comes_back(open_store: OpenStore) -> None:
-    owner, reader = await open_store(), await open_store()
+async def test_of_many_who_create_a_key_at_once_one_has_done_it(open_store: OpenStore) -> None:
+    stores = [await open_store() for _ in range(4)]
+    for number in range(5):
+        key = f"v1/instances/ns/c/e/{number:x}"
+        made = await asyncio.gather(*(store.put_new(key, b"%x" % store.lease_id) for store in stores))
+        assert made.count(True) == 1
+        (winner,) = [store for store, was_made in zip(stores, made, strict=True) if was_made]
+        assert (await stores[0].get_prefix(key))[key] == b"%x" % winner.lease_id
+        assert not await winner.put_new(key, b"again")
+
+
+@pytest.mark.parametrize("fault", ["expire", "take away"])
+async def test_a_record_that_was_taken_from_a_healthy_owner_comes_back(rig: Rig, fault: str) -> None:
+    owner, reader = await rig.open(), await rig.open()
     lease_id = owner.lease_id
     await owner.put(KEY, b"alive")
     async with reader.watch("v1/instances") as changes:
         view: dict[str, bytes] = {}
         await until(changes, view, lambda: view == {KEY: b"alive"})
-        if isinstance(owner, MemoryDiscovery):
-            owner.hub.expire(lease_id)
+        if fault == "expire":
+            await rig.expire(owner, KEY)
         else:
-            await reader.delete(KEY)
+            await rig.take_away(KEY)
         async with asyncio.timeout(5):
             while await reader.get_prefix("v1/instances") != {KEY: b"alive"}:
                 await asyncio.sleep(0.005)
@@ -233,3 +240,42 @@ async def test_a_record_that_was_taken_from_a_healthy_owner_comes_back(open_stor
         await until(changes, view, lambda: "v1/instances/mark" in view)
     assert view[KEY] == b"alive"
     assert owner.lease_id == lease_id
+    await owner.delete(KEY)
+    assert KEY not in await reader.get_prefix("v1/instances")
+
+
+async def test_a_store_that_was_lost_and_came_back_is_followed_without_a_gap_or_a_repetition(rig: Rig) -> None:
+    owner, reader = await rig.open(), await rig.open()
+    await owner.put(KEY, b"1")
+    seen: list[Change] = []
+    async with reader.watch("v1/instances") as changes:
+        seen += await anext(changes)
+        await rig.lose_store()
+        await owner.put(OTHER, b"1")
+        await owner.put(KEY, b"2")
+        await owner.put("v1/instances/mark", b"")
+        async with asyncio.timeout(15):
+            while Put("v1/instances/mark", b"") not in seen:
+                seen += await anext(changes)
+    assert sorted(seen, key=repr) == sorted(
+        [Put(KEY, b"1"), Put(OTHER, b"1"), Put(KEY, b"2"), Put("v1/instances/mark", b"")], key=repr
+    )
+
+
+async def test_a_store_that_was_wiped_is_filled_again_and_readers_are_not_told_of_it(rig: Rig) -> None:
+    owner, reader = await rig.open(), await rig.open()
+    expected = {f"v1/instances/ns/c/e/{number:x}": b"%d" % number for number in range(5)}
+    for key, value in expected.items():
+        await owner.put(key, value)
+    async with reader.watch("v1/instances") as changes:
+        view: dict[str, bytes] = {}
+        await until(changes, view, lambda: view == expected)
+        await rig.wipe_store()
+        third = await rig.open()  # it knows nothing of what was there before
+        async with asyncio.timeout(10):
+            while await third.get_prefix("v1/instances") != expected:
+                await asyncio.sleep(0.01)
+        await owner.put("v1/instances/mark", b"")
+        news = await anext(changes)
+    if not isinstance(rig, MemoryRig):  # a hub tells of the loss, and of the return at once
+        assert news == [Put("v1/instances/mark", b"")]

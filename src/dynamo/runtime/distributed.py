@@ -58,7 +58,7 @@ class DistributedRuntime:
         memory_plane: MemoryPlane | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """Backends: auto (etcd when ETCD_ENDPOINTS is set, else file), file, mem; planes: tcp, mem. None: as configured.
+        """Backends: auto (etcd when ETCD_ENDPOINTS is set, else file), file, mem, etcd; planes: tcp, mem. None: as configured.
 
         `discovery`, `memory_plane` and `rng` replace what this process would share or draw: tests and simulation.
         Raises ValueError for an unknown name and `CannotConnect` for one that this version cannot reach.
@@ -326,7 +326,7 @@ class DistributedRuntime:
         if backend in ("auto", "etcd"):
             # The guide's own engine asks for "etcd" unless told otherwise. Where nobody said where an etcd is, the file
             # store lets its commands run as printed on one machine; a deployment that has an etcd sets ETCD_ENDPOINTS.
-            chosen = "etcd" if self.settings.etcd_endpoints else "file"
+            chosen = "etcd" if self.settings.etcd.endpoints else "file"
         match chosen:
             case "file":
                 if backend == "etcd":
@@ -344,10 +344,15 @@ class DistributedRuntime:
                 return FileDiscovery(self.settings.file_root)
             case "mem":
                 return MemoryDiscovery(shared_hub(self._loop))
-            case "etcd" | "kubernetes":
-                why = f" (ETCD_ENDPOINTS={self.settings.etcd_endpoints})" if chosen == "etcd" else ""
+            case "etcd":
+                # Imported here, as its client is an extra.
+                from dynamo.runtime.discovery.etcd import EtcdDiscovery
+
+                logger.info("discovery: etcd at %s (ETCD_ENDPOINTS)", self.settings.etcd.endpoints)
+                return EtcdDiscovery(self.settings.etcd)
+            case "kubernetes":
                 raise CannotConnect(
-                    f"the {chosen} discovery backend{why} is not built in this version; use --discovery-backend file "
+                    "the kubernetes discovery backend is not built in this version; use --discovery-backend file "
                     "(one machine) or mem (one process), or set DYN_DISCOVERY_BACKEND"
                 )
         raise ValueError(f"unknown discovery backend {backend!r}; use one of {', '.join(DISCOVERY_BACKENDS)}")

