@@ -168,13 +168,15 @@ P = TypeVar("P", bound=Process)
 
 
 class Cluster:
-    """Processes on one file store. Starting returns at once; `wait_ready` of each waits."""
+    """Processes on one file store, or on another. Starting returns at once; `wait_ready` of each waits."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, discovery_backend: str = "file", **env: str) -> None:
+        """`env`: variables of every process."""
         self.root = root
+        self._discovery = ("--discovery-backend", discovery_backend)
         self._processes: list[Process] = []
         self._environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "OTEL_"))},
+            **{name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "OTEL_", "ETCD_"))},
             "DYN_FILE_KV": str(root / "store"),
             "DYN_TCP_RPC_HOST": "127.0.0.1",
             "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
@@ -182,6 +184,7 @@ class Cluster:
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
             "HOME": str(root),
+            **env,
         }
 
     def __enter__(self) -> Self:
@@ -195,7 +198,7 @@ class Cluster:
 
     def frontend(self, name: str, **env: str) -> Frontend:
         """Start a frontend; `env` adds variables."""
-        argv = [sys.executable, "-m", "dynamo.frontend", "--discovery-backend", "file"]
+        argv = [sys.executable, "-m", "dynamo.frontend", *self._discovery]
         return self._start(Frontend, name, [*argv, "--http-host", "127.0.0.1", "--http-port", "0"], env)
 
     def worker(self, name: str, model: str, **env: str) -> Worker:
@@ -206,7 +209,7 @@ class Cluster:
 
     def sample(self, name: str, model: str, *flags: str, **env: str) -> Worker:
         """Start a worker of the sample engine."""
-        argv = [sys.executable, "-m", "dynamo.common.backend.sample_main", "--discovery-backend", "file"]
+        argv = [sys.executable, "-m", "dynamo.common.backend.sample_main", *self._discovery]
         own = ["--model-name", model, "--component", model]
         return self._worker(name, model, [*argv, *own, *flags], env, self.root / f"{name}.journal")
 

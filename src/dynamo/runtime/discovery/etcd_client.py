@@ -165,6 +165,10 @@ class EtcdClient:
             raise EtcdError(2, f"etcd answered a transaction on {key} with neither a write nor a value")
         return found.kvs[0].value, found.kvs[0].lease
 
+    async def check_access(self, key: str) -> None:
+        """Raises EtcdError when this client's user may not read a key, whether or not it exists."""
+        await self._call("kv/range", {"key": key.encode(), "count_only": True}, _Answer)
+
     async def delete(self, key: str) -> None:
         await self._call("kv/deleterange", {"key": key.encode()}, _Answer)
 
@@ -333,7 +337,7 @@ def parse_endpoints(settings: EtcdSettings) -> tuple[str, ...]:
     has_tls = any((settings.ca, settings.client_cert, settings.client_key))
     found: list[str] = []
     for each in (settings.endpoints or "").split(","):
-        text = each.strip().rstrip("/")
+        text = each.strip()
         if not text:
             continue
         url = urlsplit(text if "://" in text else f"{'https' if has_tls else 'http'}://{text}")
@@ -341,7 +345,7 @@ def parse_endpoints(settings: EtcdSettings) -> tuple[str, ...]:
             port = url.port or DEFAULT_PORT
         except ValueError:
             port = 0
-        if url.scheme not in ("http", "https") or not url.hostname or not port or url.path or url.query:
+        if url.scheme not in ("http", "https") or not url.hostname or not port or url.path.strip("/") or url.query:
             raise InvalidArgument(f"ETCD_ENDPOINTS: {each.strip()!r} is not http://HOST:PORT or https://HOST:PORT")
         host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
         found.append(f"{url.scheme}://{host}:{port}")
@@ -442,10 +446,13 @@ def _is_stale(error: EtcdError) -> bool:
 
 
 def _reason(error: BaseException) -> str:
+    """Why a connection failed, in the words of its innermost cause: the HTTP client puts several around it."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
-    number = getattr(error, "errno", None)  # else several sentences around one cause
-    return os.strerror(number) if number else str(error) or type(error).__name__
+    cause = getattr(error, "certificate_error", None) or getattr(error, "os_error", None) or error
+    if not isinstance(cause, ssl.SSLError) and (getattr(cause, "errno", None) or 0) > 0:
+        return os.strerror(cause.errno)
+    return str(cause) or type(cause).__name__
 
 
 def _watch_over(response: aiohttp.ClientResponse) -> None:

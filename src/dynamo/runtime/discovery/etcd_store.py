@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 from dynamo.errors import CannotConnect
-from dynamo.runtime.discovery.base import Change, Delete, Put
+from dynamo.runtime.discovery.base import INSTANCES, Change, Delete, Put
 from dynamo.runtime.discovery.etcd_client import NOT_FOUND, Compacted, EtcdClient, EtcdError, Event
 from dynamo.runtime.discovery.keys import split_bucket, split_key
 from dynamo.runtime.discovery.last_view import LastView
@@ -96,6 +96,7 @@ class EtcdStore:
         for delay in _Delays():
             try:
                 async with asyncio.timeout_at(deadline):
+                    await self._client.check_access(f"{INSTANCES}/")  # a lease is granted to anybody
                     return await self._client.grant(self._lease_id, self._ttl)
             except CannotConnect as error:
                 why = str(error)
