@@ -450,8 +450,8 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
     cause = getattr(error, "certificate_error", None) or getattr(error, "os_error", None) or error
-    if not isinstance(cause, ssl.SSLError) and (getattr(cause, "errno", None) or 0) > 0:
-        return os.strerror(cause.errno)
+    if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError) and (cause.errno or 0) > 0:
+        return os.strerror(cause.errno or 0)
     return str(cause) or type(cause).__name__
 
 
