@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -101,34 +101,64 @@ class Frontend:
                 await asyncio.sleep(0.1)
 
 
-@asynccontextmanager
-async def native_frontend(root: Path, store: Path) -> AsyncIterator[Frontend]:
-    """Run `python -m dynamo.frontend` of the native environment over the file store; its log is `root`/frontend.log."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    environment = {
+def environment(root: Path, store: Path, **more: str) -> dict[str, str]:
+    """The environment of every process of one test cluster: nothing of this one's settings, everything below `root`."""
+    return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "PYTHON"))},
-        "TMPDIR": str(root),  # it leaves its logging configuration there
+        "TMPDIR": str(root),  # the native processes leave their logging configuration there
         "DYN_FILE_KV": str(store),
         "DYN_TCP_RPC_HOST": "127.0.0.1",
         "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
+        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
         "DYN_RUNTIME_INHIBITED_DURATION_SECS": "0",  # else one engine error would close the model for 5 s
         "HF_HUB_OFFLINE": "1",
         "HOME": str(root),
+        **more,
     }
-    with (root / "frontend.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            NATIVE_PYTHON,
-            *("-m", "dynamo.frontend", "--discovery-backend", "file", "--http-port", str(port)),
-            env=environment,
-            stdout=log,
-            stderr=log,
-            cwd=root,
-        )
+
+
+@asynccontextmanager
+async def process(argv: Sequence[str], log: Path, env: dict[str, str]) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a program with its output in `log`; its last lines are printed, for a test that fails."""
+    with log.open("wb") as out:
+        started = await asyncio.create_subprocess_exec(*argv, env=env, stdout=out, stderr=out, cwd=log.parent)
         try:
-            yield Frontend(port)
+            yield started
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            await process.wait()
+            if started.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    started.terminate()
+            try:
+                await asyncio.wait_for(started.wait(), 10)
+            except TimeoutError:
+                started.kill()
+                await started.wait()
+            show_end(log)
+
+
+def show_end(log: Path) -> None:
+    """Print the last lines of a log; pytest shows them when the test failed."""
+    print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@asynccontextmanager
+async def frontend_process(python: str, root: Path, env: dict[str, str], *options: str) -> AsyncIterator[Frontend]:
+    """Run `python -m dynamo.frontend` of either system; its log is `root`/frontend.log."""
+    port = free_port()
+    argv = [python, "-m", "dynamo.frontend", "--http-port", str(port), *options]
+    async with process(argv, root / "frontend.log", env):
+        yield Frontend(port)
+
+
+@asynccontextmanager
+async def native_frontend(root: Path, store: Path) -> AsyncIterator[Frontend]:
+    """Run `python -m dynamo.frontend` of the native environment over the file store."""
+    env = environment(root, store)
+    async with frontend_process(NATIVE_PYTHON, root, env, "--discovery-backend", "file") as frontend:
+        yield frontend

@@ -1,0 +1,97 @@
+"""One model served by workers of both systems at once, behind a frontend of each; and the mocker, whose engine is Rust."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from support.interop_cluster import PYTHONS, Cluster, interop_cluster
+from support.interop_engine import SENTENCE
+from support.native_frontend import (
+    NATIVE_PYTHON,
+    environment,
+    frontend_process,
+    process,
+    why_not,
+)
+from support.tiny_model import write_tiny_model
+
+REASON = why_not()
+pytestmark = [
+    pytest.mark.interop,
+    pytest.mark.skipif(bool(REASON), reason=REASON),
+    pytest.mark.timeout(240),
+]
+
+REQUESTS, STREAMS = 2000, 64
+LEAST_SHARE = 0.15  # of all requests, for each of four workers
+
+
+async def flood(cluster: Cluster) -> list[str]:
+    """What was wrong with each of `REQUESTS` answers, `STREAMS` at a time; half of them streamed."""
+    numbers = iter(range(REQUESTS))
+    wrong: list[str] = []
+
+    async def one_stream() -> None:
+        for number in numbers:
+            streamed = number % 2 == 0
+            reply = await cluster.chat(stream=streamed)
+            if reply.status != 200:
+                wrong.append(f"{reply.status}: {reply.body!r}")
+                continue
+            if streamed:
+                text = "".join(event["choices"][0]["delta"].get("content") or "" for event in reply.events())
+            else:
+                text = reply.json()["choices"][0]["message"]["content"]
+            if text != SENTENCE:
+                wrong.append(text)
+
+    await asyncio.gather(*(one_stream() for _ in range(STREAMS)))
+    return wrong
+
+
+@pytest.mark.parametrize("frontend", ["ours", "native"])
+async def test_four_workers_of_two_systems_share_the_load_without_an_error(frontend: str, tmp_path: Path) -> None:
+    async with interop_cluster(tmp_path, frontend=frontend, workers=["native", "ours", "native", "ours"]) as cluster:
+        await every_worker_is_known(cluster)
+        assert await flood(cluster) == []
+        served = {f"{number} {worker.system}": worker.served() for number, worker in enumerate(cluster.workers)}
+        print(f"frontend {frontend}: {served}")
+        assert min(served.values()) >= LEAST_SHARE * REQUESTS, served
+        assert "abort" not in {line for worker in cluster.workers for line in worker.lines()}
+
+
+async def every_worker_is_known(cluster: Cluster) -> None:
+    """Return once each worker has answered something, with the journals cleared."""
+    for _ in range(200):
+        if all(worker.served() for worker in cluster.workers):
+            break
+        await cluster.chat()
+    for worker in cluster.workers:
+        assert worker.served(), f"{worker.system} worker serves nothing"
+        worker.forget()
+
+
+async def test_the_mocker_answers_through_our_frontend(tmp_path: Path) -> None:
+    model_dir = write_tiny_model(tmp_path / "model")
+    env = environment(tmp_path, tmp_path / "store")
+    argv = [NATIVE_PYTHON, "-m", "dynamo.mocker", "--model-path", str(model_dir), "--model-name", "mock"]
+    argv += ["--discovery-backend", "file", "--speedup-ratio", "10"]
+    async with (
+        frontend_process(PYTHONS["ours"], tmp_path, env, "--discovery-backend", "file") as frontend,
+        process(argv, tmp_path / "mocker.log", env),
+    ):
+        await frontend.model_appears()
+        body = {"model": "mock", "prompt": "count", "max_tokens": 20, "ignore_eos": True}
+        reply = await frontend.ask_when_ready("/v1/completions", body)
+        assert reply.status == 200, reply.body
+        assert reply.json()["usage"]["completion_tokens"] == 20
+        assert reply.json()["choices"][0]["finish_reason"] == "length"
+        streamed = await frontend.ask("/v1/completions", {**body, "stream": True})
+        assert [e["choices"][0]["finish_reason"] for e in streamed.events() if e["choices"][0]["finish_reason"]] == [
+            "length"
+        ]
+        too_long = await frontend.ask("/v1/completions", {**body, "prompt": [5] * 3000})
+        assert too_long.status == 400, too_long.body

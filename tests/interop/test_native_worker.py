@@ -1,0 +1,118 @@
+"""A real 1.6.1 worker behind our frontend, and every pair of systems behind each frontend at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from support.interop_cluster import Cluster, chat_body, interop_cluster
+from support.interop_engine import FOREVER, SENTENCE, SILENT
+from support.native_frontend import why_not
+
+REASON = why_not()
+pytestmark = [
+    pytest.mark.interop,
+    pytest.mark.skipif(bool(REASON), reason=REASON),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+STATUSES = {
+    101: (400, "prompt too odd"),
+    102: (499, ""),
+    103: (500, ""),
+    104: (500, ""),
+    105: (503, ""),
+    106: (503, ""),
+    107: (503, ""),
+    108: (503, ""),
+    109: (500, ""),  # WorkerUnavailable: a 1.6.1 worker sends it as Backend.Unknown
+    110: (504, ""),
+    111: (418, ""),
+    112: (503, ""),
+    113: (400, ""),
+}
+"""What a client gets for what the engine raises when it is asked for so many tokens."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    root = tmp_path_factory.mktemp("native-worker")
+    async with interop_cluster(root, frontend="ours", workers=["native"]) as opened:
+        yield opened
+
+
+async def test_a_chat_answer_arrives_whole_with_its_usage(cluster: Cluster) -> None:
+    reply = await cluster.chat()
+    assert reply.status == 200, reply.body
+    choice = reply.json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (SENTENCE, "stop")
+    usage = reply.json()["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["completion_tokens"] > 5
+
+
+async def test_a_chat_answer_is_streamed_with_its_usage(cluster: Cluster) -> None:
+    reply = await cluster.chat(stream=True, stream_options={"include_usage": True})
+    events = reply.events()
+    texts = [event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"]]
+    assert "".join(texts) == SENTENCE
+    assert sum(map(bool, texts)) > 1
+    assert [event["usage"]["total_tokens"] > 6 for event in events if event.get("usage")] == [True]
+
+
+async def test_a_completion_with_two_choices_arrives(cluster: Cluster) -> None:
+    body = {"model": "tiny-model", "prompt": "count", "max_tokens": 64, "n": 2}
+    reply = await cluster.frontend.ask("/v1/completions", body)
+    assert [choice["text"] for choice in reply.json()["choices"]] == [SENTENCE, SENTENCE]
+
+
+@pytest.mark.parametrize("limit", sorted(STATUSES))
+async def test_an_engine_error_has_its_status(cluster: Cluster, limit: int) -> None:
+    status, text = STATUSES[limit]
+    reply = await cluster.chat(max_tokens=limit)
+    assert reply.status == status, reply.body
+    assert text in reply.body.decode()
+    assert "secret" not in reply.body.decode()
+
+
+@pytest.mark.parametrize("limit", [FOREVER, SILENT])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_aborts_the_engine_once(cluster: Cluster, stream: bool, limit: int) -> None:
+    worker = cluster.workers[0]
+    worker.forget()
+    body = chat_body(stream=stream, max_tokens=limit)
+    reader, writer = await cluster.frontend.send("/v1/chat/completions", body)
+    await worker.wrote("request")
+    if stream and limit == FOREVER:
+        await asyncio.wait_for(reader.readuntil(b"data: "), 10)
+    writer.transport.abort()
+    await worker.wrote("request", "abort", "generate left")
+
+
+async def test_a_prompt_of_32000_tokens_arrives(cluster: Cluster) -> None:
+    reply = await cluster.frontend.ask(
+        "/v1/completions", {"model": "tiny-model", "prompt": [5] * 32_000, "max_tokens": 9}
+    )
+    assert reply.status == 200, reply.body
+    assert reply.json()["usage"]["prompt_tokens"] == 32_000
+
+
+async def test_an_answer_that_is_stopped_by_a_string_ends_the_request_at_the_worker(cluster: Cluster) -> None:
+    worker = cluster.workers[0]
+    worker.forget()
+    reply = await cluster.chat(stop=["to"], max_tokens=FOREVER)
+    assert reply.json()["choices"][0]["message"]["content"] == SENTENCE.partition("to")[0]
+    async with asyncio.timeout(10):
+        while "generate left" not in worker.lines():
+            await asyncio.sleep(0.02)
+
+
+async def test_sigterm_ends_the_worker_and_the_model_disappears(cluster: Cluster) -> None:
+    cluster.workers[0].process.terminate()
+    assert await asyncio.wait_for(cluster.workers[0].process.wait(), 20) == 0
+    async with asyncio.timeout(10):
+        while (await cluster.frontend.ask("/v1/models")).json()["data"]:
+            await asyncio.sleep(0.05)

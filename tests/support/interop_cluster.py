@@ -1,0 +1,94 @@
+"""Clusters of both systems' real processes: one frontend, any number of workers that run the same engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.native_frontend import NATIVE_PYTHON, Frontend, Reply, environment, frontend_process, process
+from support.tiny_model import write_tiny_model
+
+ENGINE = Path(__file__).parent / "interop_engine.py"
+PYTHONS = {"native": NATIVE_PYTHON, "ours": sys.executable}
+
+
+@dataclass
+class Worker:
+    """One worker process and what its engine wrote down."""
+
+    system: str
+    process: asyncio.subprocess.Process
+    journal: Path
+
+    def lines(self) -> list[str]:
+        return self.journal.read_text().split("\n")[:-1] if self.journal.exists() else []
+
+    def forget(self) -> None:
+        self.journal.unlink(missing_ok=True)
+
+    def served(self) -> int:
+        return self.lines().count("request")
+
+    async def wrote(self, *expected: str) -> None:
+        """Return when the journal holds these lines, in any order: `abort` and the generator's end race each other."""
+        for _ in range(500):
+            if sorted(self.lines()) == sorted(expected):
+                return
+            await asyncio.sleep(0.02)
+        assert self.lines() == list(expected)
+
+
+@dataclass
+class Cluster:
+    frontend: Frontend
+    model_dir: Path
+    workers: list[Worker] = field(default_factory=list)
+
+    async def chat(self, **options: Any) -> Reply:
+        return await self.frontend.ask("/v1/chat/completions", chat_body(**options))
+
+    async def ready(self) -> None:
+        """Return when a request is answered."""
+        reply = await self.frontend.ask_when_ready("/v1/chat/completions", chat_body())
+        assert reply.status == 200, reply.body
+
+
+def chat_body(**options: Any) -> dict[str, Any]:
+    body = {"model": "tiny-model", "messages": [{"role": "user", "content": "count"}], "max_tokens": 64}
+    return {**body, **options}
+
+
+@asynccontextmanager
+async def interop_cluster(
+    root: Path,
+    *,
+    frontend: str,
+    workers: Sequence[str],
+    plane: str = "tcp",
+    discovery: str = "file",
+    more: dict[str, str] | None = None,
+    worker_options: Sequence[str] = (),
+) -> AsyncIterator[Cluster]:
+    """`frontend` and each of `workers` is "native" or "ours"; `more` is added to every process's environment."""
+    env = environment(root, root / "store", DYN_REQUEST_PLANE=plane, **(more or {}))
+    model_dir = write_tiny_model(root / "model")
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 40_000}))
+    options = ("--discovery-backend", discovery, "--request-plane", plane)
+    async with AsyncExitStack() as stack:
+        front = await stack.enter_async_context(frontend_process(PYTHONS[frontend], root, env, *options))
+        cluster = Cluster(front, model_dir)
+        for number, system in enumerate(workers):
+            journal = root / f"worker-{number}.journal"
+            argv = [PYTHONS[system], str(ENGINE), str(model_dir), str(journal), *options, *worker_options]
+            started = await stack.enter_async_context(process(argv, root / f"worker-{number}.log", env))
+            cluster.workers.append(Worker(system, started, journal))
+        await front.model_appears()
+        await cluster.ready()
+        yield cluster
