@@ -53,7 +53,7 @@ soak: $(VENV)/.dev ## 100,000 requests, 5 % of them left half-way, and whether a
 test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2000 for each operation)
 	@FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-500} $(BIN)/python -m pytest -q -m fuzz tests/hostile -rs $(ARGS)
 
-test-interop: $(VENV)/.dev ## our worker behind the native 1.6.1 frontend (set DYNAMO_NATIVE_PYTHON)
+test-interop: $(VENV)/.dev ## both systems in one cluster, with the native 1.6.1 (set DYNAMO_NATIVE_PYTHON)
 	@$(BIN)/python -m pytest -q -m interop tests/interop -rs $(ARGS)
 
 clean: ## remove .venv and every cache

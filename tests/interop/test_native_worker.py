@@ -78,6 +78,16 @@ async def test_an_engine_error_has_its_status(cluster: Cluster, limit: int) -> N
     assert "secret" not in reply.body.decode()
 
 
+async def aborted(cluster: Cluster) -> None:
+    """Return when the engine was told to abort, once. Its generator may be left to the collector: 1.6.1 does not close it."""
+    worker = cluster.workers[0]
+    async with asyncio.timeout(10):
+        while "abort" not in worker.lines():
+            await asyncio.sleep(0.02)
+    await cluster.ready()
+    assert worker.lines().count("abort") == 1
+
+
 @pytest.mark.parametrize("limit", [FOREVER, SILENT])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_aborts_the_engine_once(cluster: Cluster, stream: bool, limit: int) -> None:
@@ -89,7 +99,7 @@ async def test_a_client_that_leaves_aborts_the_engine_once(cluster: Cluster, str
     if stream and limit == FOREVER:
         await asyncio.wait_for(reader.readuntil(b"data: "), 10)
     writer.transport.abort()
-    await worker.wrote("request", "abort", "generate left")
+    await aborted(cluster)
 
 
 async def test_a_prompt_of_32000_tokens_arrives(cluster: Cluster) -> None:
@@ -105,9 +115,7 @@ async def test_an_answer_that_is_stopped_by_a_string_ends_the_request_at_the_wor
     worker.forget()
     reply = await cluster.chat(stop=["to"], max_tokens=FOREVER)
     assert reply.json()["choices"][0]["message"]["content"] == SENTENCE.partition("to")[0]
-    async with asyncio.timeout(10):
-        while "generate left" not in worker.lines():
-            await asyncio.sleep(0.02)
+    await aborted(cluster)
 
 
 async def test_sigterm_ends_the_worker_and_the_model_disappears(cluster: Cluster) -> None:
