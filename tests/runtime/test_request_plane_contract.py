@@ -606,19 +606,21 @@ async def test_a_worker_that_does_not_end_after_its_terminal_chunk_is_told(
 
 
 async def listened(stream: ResponseStream) -> tuple[list[StreamItem], BaseException | None]:
-    """Read by listening; what came, and the error at the end."""
+    """Read by listening, one take for each call; what came, and the error at the end."""
     items: list[StreamItem] = []
     done: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
 
     def arrived() -> None:
         try:
-            while batch := stream.take():
-                items.extend(batch)
+            batch = stream.take()
         except DynamoException as error:
             done.set_result(error)
+            stream.listen(None)
         else:
+            items.extend(batch or ())
             if batch is None:
                 done.set_result(None)
+                stream.listen(None)
 
     stream.listen(arrived)
     error = await done

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Final
 
 from dynamo.protocol.openai.errors import RequestRejected
 
 __all__ = [
     "JSON",
+    "RESPOND_EXTENSION",
     "BodyBudget",
     "ClientGone",
     "Headers",
     "Receive",
+    "Respond",
     "Scope",
     "Send",
     "check_content_type",
@@ -111,6 +113,13 @@ def _too_large(limit_bytes: int) -> RequestRejected:
     return RequestRejected(413, text, limit="body_size")
 
 
+Respond = Callable[[int, Sequence[tuple[bytes, bytes]], bytes], bool]
+"""The ASGI extension `dynamo.respond` of our listener: write a whole answer (status, headers, body) at once, or say False
+without writing anything."""
+
+RESPOND_EXTENSION: Final = "dynamo.respond"
+
+
 async def reply(
     send: Send,
     status: int,
@@ -118,11 +127,14 @@ async def reply(
     *,
     content_type: bytes | None = JSON,
     extra: tuple[tuple[bytes, bytes], ...] = (),
+    respond: Respond | None = None,
 ) -> None:
-    """Send a complete answer."""
+    """Send a complete answer; with `respond` in one write, where that is possible."""
     headers = [(b"content-length", b"%d" % len(body)), *extra]
     if content_type is not None:
         headers.append((b"content-type", content_type))
+    if respond is not None and respond(status, headers, body):
+        return
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

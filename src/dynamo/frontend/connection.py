@@ -11,14 +11,15 @@ import asyncio
 import enum
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 import httptools
+from uvicorn.protocols.http import httptools_impl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from dynamo.frontend.asgi import Receive, Scope, Send, reply_rejected
+from dynamo.frontend.asgi import RESPOND_EXTENSION, Receive, Scope, Send, reply_rejected
 from dynamo.frontend.event_stream import PUSH_EXTENSION
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
@@ -219,8 +220,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._raw_bytes = self._body_bytes = 0
         super().on_headers_complete()
         if self.cycle is not None:  # its task has not run yet
-            extensions: dict[str, Any] = {PUSH_EXTENSION: partial(_push, self.cycle)}
-            self.cycle.scope["extensions"] = extensions
+            cycle = self.cycle
+            extensions: dict[str, Any] = {
+                PUSH_EXTENSION: partial(_push, cycle),
+                RESPOND_EXTENSION: partial(_respond, cycle),
+            }
+            cycle.scope["extensions"] = extensions
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -237,6 +242,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         is_last = not self.pipeline
+        if self._active is not None:  # else each request were a circle that only the collector could free
+            self._active.scope.pop("extensions", None)
         super().on_response_complete()
         if is_last and self._phase is _ANSWERING:
             self._enter(_WAITING)
@@ -454,6 +461,33 @@ def _push(cycle: RequestResponseCycle, data: bytes) -> bool:
     ):
         return False
     cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
+
+
+def _respond(cycle: RequestResponseCycle, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+    """What two calls of `send` do for a whole answer, in one write: the second would be another system call, and often
+    another wake-up of the client. The extension `dynamo.respond`."""
+    if (
+        cycle.flow.write_paused
+        or cycle.disconnected
+        or cycle.response_started
+        or cycle.scope["method"] == "HEAD"
+        or cycle.default_headers
+    ):
+        return False
+    head = b"".join([b"%b: %b\r\n" % header for header in headers])
+    if head.count(b"\n") != len(headers) or head.count(b"\r") != len(headers) or b"\0" in head:
+        return False  # uvicorn knows what to say of a header that is none
+    cycle.response_started = True
+    cycle.waiting_for_100_continue = False
+    closing = b"" if cycle.keep_alive else b"connection: close\r\n"
+    cycle.transport.write(b"%b%b%b\r\n%b" % (httptools_impl.STATUS_LINE[status], head, closing, body))
+    cycle.chunked_encoding, cycle.expected_content_length = False, 0
+    cycle.response_complete = True
+    cycle.message_event.set()
+    if not cycle.keep_alive:
+        cycle.transport.close()
+    cycle.on_response()
     return True
 
 

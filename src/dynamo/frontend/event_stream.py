@@ -81,12 +81,12 @@ class EventStream:
         """Whether `push` may say True."""
         return self._push is not None and self.is_committed
 
-    def push(self, data: bytes) -> bool:
+    def push(self, data: bytes, now: float) -> bool:
         """Send `data` without waiting; False when that is not possible now (use `write`): the client reads too slowly,
-        or the server under us has no such way."""
+        or the server under us has no such way. `now` is the loop's time."""
         if self._push is None or self._sending is not None or not self.is_committed:
             return False
-        self._last_write = self._loop.time()
+        self._last_write = now
         return self._push(data)
 
     async def end(self, data: bytes) -> None:

@@ -179,13 +179,18 @@ class SingleGeneration:
         delta = await self._choice.next()
         return None if delta is None else [delta]
 
-    async def push(self, accept: Callable[[list[Delta]], bool]) -> None:
+    async def push(
+        self, accept: Callable[[list[Delta]], bool], plain: Callable[[str, int], bool] | None = None
+    ) -> None:
         """Call `accept` with what arrives, at once and without waking a task for it.
 
-        Returns when `accept` said False (go on with `next`) or the choice has ended; raises as `generate`, and what
-        `accept` raises. To be called after `next` has returned something.
+        `plain`, where given, gets (text, number of tokens) instead for tokens of which there is nothing else to say: no
+        stop, no end, no log probabilities. Text may be "". That is nearly every token, and a `Delta` less for each.
+
+        Returns when one of them said False (go on with `next`) or the choice has ended; raises as `generate`, and what
+        they raise. To be called after `next` has returned something.
         """
-        await self._choice.push(accept)
+        await self._choice.push(accept, plain)
 
     async def aclose(self) -> None:
         """Cancel what is still running; idempotent."""
@@ -280,7 +285,7 @@ class _Choice:
         self._ended_silently()
         return None
 
-    async def push(self, accept: Callable[[list[Delta]], bool]) -> None:
+    async def push(self, accept: Callable[[list[Delta]], bool], plain: Callable[[str, int], bool] | None) -> None:
         """See `SingleGeneration.push`."""
         stream = self._stream
         if stream is None or self._ended:
@@ -290,14 +295,16 @@ class _Choice:
 
         def arrived() -> None:
             try:
-                # Until nothing is left: the end may have come together with the last items, and is told only once.
-                while items := take():
-                    if not accept([self._absorb(items)]) or self._ended:
-                        break
-                else:
+                items = take()
+                if not items:
                     if items is not None:
                         return
                     self._ended_silently()
+                elif plain is not None and (said := self._said_plainly(items)) is not None:
+                    if plain(said, len(items[0].token_ids)):
+                        return
+                elif accept([self._absorb(items)]) and not self._ended:
+                    return
             except BaseException as error:
                 if isinstance(error, DynamoException):
                     self._blame(error)
@@ -319,6 +326,16 @@ class _Choice:
             await done
         finally:
             stream.listen(None)
+
+    def _said_plainly(self, items: list[StreamItem]) -> str | None:
+        """The text of a batch that is one chunk of tokens and nothing else; None, and nothing done, for any other."""
+        item = items[0]
+        if len(items) > 1 or item.index < 0 or item.finish_reason is not None or item.extra is not None:
+            return None
+        text = self._decoder.push_plain(item.token_ids)
+        if text is not None:
+            self._work.completion_tokens += len(item.token_ids)
+        return text
 
     def _ended_silently(self) -> None:
         """The stream ended without a terminal chunk: right after a cancellation, else a breach."""

@@ -25,10 +25,12 @@ from dynamo.errors import (
 )
 from dynamo.frontend.admission import Admission, NotReady
 from dynamo.frontend.asgi import (
+    RESPOND_EXTENSION,
     BodyBudget,
     ClientGone,
     Headers,
     Receive,
+    Respond,
     Scope,
     Send,
     check_content_type,
@@ -53,6 +55,7 @@ from dynamo.protocol.openai.errors import (
     not_ready,
     rejection_for,
 )
+from dynamo.protocol.openai.escaping import json_text
 from dynamo.protocol.openai.headers import HeaderEffects, apply_headers
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.openai.sse import DONE, annotation_event
@@ -238,7 +241,8 @@ class InferenceRoute:
             if stream is not None:
                 await self._stream(exchange, request, answer, stream, text, began)
             else:
-                await self._unary(exchange, answer, send, extra, began)
+                respond = (scope.get("extensions") or {}).get(RESPOND_EXTENSION)
+                await self._unary(exchange, answer, send, respond, extra, began)
             overhead.ended()
             self._metrics.observe_overhead(overhead)
             self._log_end(exchange, model, answer, loop.time() - began)
@@ -314,7 +318,7 @@ class InferenceRoute:
 
         try:
             if answer.work.is_single:
-                head = await self._stream_single(exchange, answer, stream, encode, head)
+                head = await self._stream_single(exchange, answer, stream, writer, encode, inactivity, head)
             else:
                 async with aclosing(generate(answer.model, answer.work, exchange.context)) as batches:
                     async for deltas in batches:
@@ -339,7 +343,9 @@ class InferenceRoute:
         exchange: _Exchange,
         answer: Answer,
         stream: EventStream,
+        writer: ChunkWriter,
         encode: Callable[[list[Delta]], bytes],
+        inactivity: _Inactivity | None,
         head: bytes,
     ) -> bytes:
         """One choice: the first delta waits for its turn, the others go from socket to socket while the client keeps up.
@@ -347,11 +353,26 @@ class InferenceRoute:
         Returns what of `head` is still to be sent.
         """
         overhead = answer.work.overhead
+        loop_time = asyncio.get_running_loop().time
+        count_tokens = exchange.counted.tokens
         refused: list[bytes] = []  # what could not be pushed; at most one entry
 
         def accept(deltas: list[Delta]) -> bool:
             data = encode(deltas)
-            if not data or stream.push(data):
+            if not data or stream.push(data, loop_time()):
+                return True
+            refused.append(data)
+            return False
+
+        def plain(text: str, count: int) -> bool:
+            now = loop_time()
+            if inactivity is not None:
+                inactivity.last = now
+            count_tokens(count, now)
+            if not text:
+                return True
+            data = opening + json_text(text) + closing
+            if stream.push(data, now):
                 return True
             refused.append(data)
             return False
@@ -363,14 +384,21 @@ class InferenceRoute:
                     await stream.write(data)
                     overhead.answering()
                 while stream.can_push:
-                    await single.push(accept)
+                    opening, closing = writer.plain_ends or (b"", b"")
+                    await single.push(accept, plain if closing else None)
                     if not refused:
                         break
                     await stream.write(refused.pop())
         return head
 
     async def _unary(
-        self, exchange: _Exchange, answer: Answer, send: Send, extra: tuple[tuple[bytes, bytes], ...], began: float
+        self,
+        exchange: _Exchange,
+        answer: Answer,
+        send: Send,
+        respond: Respond | None,
+        extra: tuple[tuple[bytes, bytes], ...],
+        began: float,
     ) -> None:
         gathered = UnaryAnswer(answer)
         loop_time = asyncio.get_running_loop().time
@@ -399,7 +427,7 @@ class InferenceRoute:
         if overhead.is_wanted:
             overhead.ended()
             extra += overhead.headers()
-        await reply(send, 200, body, extra=extra)
+        await reply(send, 200, body, extra=extra, respond=respond)
         self._finish(exchange, answer)
 
     def _inactivity(self, exchange: _Exchange) -> _Inactivity | None:

@@ -269,6 +269,14 @@ class ChunkWriter:
         self._held: dict[int, tuple[list[int], dict[str, Any] | None]] = {}
         self.first_token_seconds: float | None = None
 
+    @property
+    def plain_ends(self) -> tuple[bytes, bytes] | None:
+        """What stands before and behind the JSON string of a text in an event of choice 0 that says nothing else.
+
+        None where every event says more, or the next one has to.
+        """
+        return self._stream.plain_ends() if self._is_plain else None
+
     def write(self, deltas: Sequence[Delta]) -> bytes:
         """The events of a batch, ready for one send; b"" when nothing in it is visible."""
         if not self._is_plain:

@@ -70,6 +70,13 @@ class ChoiceDecoder:
         self.stop_reason: str | int | None = None
         self.generated = 0
 
+    def push_plain(self, token_ids: Sequence[int]) -> str | None:
+        """`push` where no stop can fire; None, and nothing done, where one could: the short way of nearly every token."""
+        if self._unchecked and self._stop_ids.isdisjoint(token_ids):
+            self.generated += len(token_ids)
+            return self._detokenize(token_ids)
+        return None
+
     def push(self, token_ids: Sequence[int], text: str | None = None) -> str:
         """The text to show for these ids. `text`, where the engine supplies it, is shown instead of decoding them."""
         if self._unchecked and text is None and self._stop_ids.isdisjoint(token_ids):

@@ -130,6 +130,11 @@ class ChatStream:
         """The chunk without choices that tells the final usage, after every choice has finished."""
         return b"".join((self._usage_head, _extras(usage, None, nvext), b"}\n\n"))
 
+    def plain_ends(self) -> tuple[bytes, bytes] | None:
+        """What stands before and behind the text's JSON string in an event of choice 0 that says nothing else; None while
+        the role is still to be said."""
+        return (self._head[0], self._plain) if self._has_role(0) else None
+
     def _has_role(self, index: int) -> bool:
         return self._first[index] is self._plain
 
@@ -194,6 +199,10 @@ class CompletionStream:
     def usage_chunk(self, usage: bytes, *, nvext: bytes | None = None) -> bytes:
         """The chunk without choices that tells the final usage, after every choice has finished."""
         return b"".join((self._usage_head, usage, _extras(None, None, nvext), b"}\n\n"))
+
+    def plain_ends(self) -> tuple[bytes, bytes]:
+        """What stands before and behind the text's JSON string in an event of choice 0 that says nothing else."""
+        return self._head, self._plain[0]
 
 
 def usage_json(

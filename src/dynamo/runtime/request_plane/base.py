@@ -96,6 +96,7 @@ class ResponseStream(Protocol):
     def listen(self, arrived: Callable[[], None] | None) -> None:
         """Call `arrived` whenever there may be something to take, once for all that came together; None: no more.
 
+        It need take only once: where the end came together with the last items, `arrived` is called again for it.
         This is how a fast reader is fed without a task switch per token. It is called on the event loop, must not raise,
         and may be called without need; not while somebody waits in `next_batch`.
         """

@@ -325,6 +325,8 @@ class MemoryStream:
         self._is_called = False
         if self._listener is not None:
             self._listener()
+            if self._ended and self._listener is not None:  # the end came together with what it took
+                self._listener()
 
 
 class MemorySink:

@@ -66,33 +66,35 @@ class MuxStream:
     """One response stream at the caller; implements `ResponseStream`."""
 
     __slots__ = (
-        "_buffer",
         "_connection",
         "_consumed",
         "_draining",
-        "_ended",
         "_error",
         "_forget",
-        "_listener",
-        "_offsets",
+        "_next_offset",
+        "_others",
         "_parts",
         "_parts_bytes",
         "_waiter",
+        "buffer",
+        "has_ended",
+        "listener",
         "stream_id",
         "touched",
     )
 
     def __init__(self, connection: MuxConnection, stream_id: int) -> None:
         self._connection = connection
-        self._buffer: list[StreamItem] = []
+        self.buffer: list[StreamItem] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._offsets = OffsetCounter()
+        self._next_offset = 0  # of choice 0, nearly always the only one
+        self._others: OffsetCounter | None = None
         self._consumed = 0
         self._draining: asyncio.TimerHandle | None = None  # only the END is awaited, and nobody reads it
-        self._ended = False  # END was read, or the stream was killed or lost
+        self.has_ended = False  # END was read, or the stream was killed or lost
         self._error: DynamoException | None = None
         self._forget: Callable[[], None] | None = None
-        self._listener: Callable[[], None] | None = None
+        self.listener: Callable[[], None] | None = None
         self.touched = False  # on the connection's list of streams whose listener is to be called
         self._parts: list[bytes] | None = None
         self._parts_bytes = 0
@@ -112,21 +114,25 @@ class MuxStream:
                 self._waiter = None
 
     def take(self) -> list[StreamItem] | None:
-        batch = self._buffer
+        batch = self.buffer
         if not batch:
-            if not self._ended:
+            if not self.has_ended:
                 return batch
             if self._error is not None:
                 raise self._error
             return None
-        self._buffer = []
+        self.buffer = []
         consumed = 0
-        advance = self._offsets.advance
         for item in batch:
             index = item.index
             if index >= 0:
                 count = len(item.token_ids)
-                if advance(index, count) != item.offset:
+                if index == 0:
+                    expected = self._next_offset
+                    self._next_offset = expected + count
+                else:
+                    expected = self._advance(index, count)
+                if item.offset != expected:
                     self._broken(f"choice {index} jumped to token {item.offset}")
                     return batch[: batch.index(item)] or self.take()
                 consumed += count or 1
@@ -142,26 +148,25 @@ class MuxStream:
             self._consumed = 0
         return batch
 
+    def _advance(self, index: int, count: int) -> int:
+        if self._others is None:
+            self._others = OffsetCounter()
+        return self._others.advance(index, count)
+
     def listen(self, arrived: Callable[[], None] | None) -> None:
-        self._listener = arrived
-        if arrived is not None and (self._buffer or self._ended):
+        self.listener = arrived
+        if arrived is not None and (self.buffer or self.has_ended):
             self._connection.touch(self)
             self._connection.loop.call_soon(self._connection.call_listeners)
 
-    def call_listener(self) -> None:
-        """Tell whoever listens; nobody may by now."""
-        self.touched = False
-        if self._listener is not None:
-            self._listener()
-
     def _finish(self, item: StreamItem) -> None:
-        self._ended = True
+        self.has_ended = True
         if item.extra is not None:
             self._error = revive(item.extra)
-        elif item.offset != self._offsets.total:
-            self._error = StreamIncomplete(
-                f"the worker sent {item.offset} tokens, {self._offsets.total} of them arrived"
-            )
+        else:
+            arrived = self._next_offset + (0 if self._others is None else self._others.total)
+            if item.offset != arrived:
+                self._error = StreamIncomplete(f"the worker sent {item.offset} tokens, {arrived} of them arrived")
 
     def _broken(self, what: str) -> None:
         self.kill()
@@ -173,11 +178,11 @@ class MuxStream:
             if item.index == END_INDEX:
                 self._settle()
             return
-        buffer = self._buffer
+        buffer = self.buffer
         buffer.append(item)
         if len(buffer) > MAX_BUFFERED_ITEMS:
             raise ProtocolError(f"stream {self.stream_id} was sent more than its credit allows")
-        if self._listener is not None:
+        if self.listener is not None:
             if not self.touched:
                 self._connection.touch(self)
             return
@@ -189,7 +194,7 @@ class MuxStream:
 
     def _wake(self) -> None:
         """The stream ended without an item: whoever reads should look."""
-        if self._listener is not None:
+        if self.listener is not None:
             self._connection.touch(self)
             self._connection.loop.call_soon(self._connection.call_listeners)
         elif self._waiter is not None and not self._waiter.done():
@@ -211,44 +216,44 @@ class MuxStream:
 
     def lost(self, error: DynamoException) -> None:
         """The connection is gone."""
-        if self._ended:
+        if self.has_ended:
             return
         if self._draining is not None:
             self._settle()
             return
-        if self._buffer and self._buffer[-1].index == END_INDEX:
+        if self.buffer and self.buffer[-1].index == END_INDEX:
             return  # everything had arrived
-        self._ended = True
+        self.has_ended = True
         self._error = error
         self._wake()
 
     def stop(self) -> None:
-        if not self._ended:
+        if not self.has_ended:
             self._connection.cancel(self.stream_id, kill=False)
 
     def kill(self) -> None:
-        if self._ended:
+        if self.has_ended:
             return
         self._settle()
-        self._buffer.clear()
+        self.buffer.clear()
         self._connection.drop(self.stream_id)
         self._wake()
 
     def _settle(self) -> None:
-        self._ended = True
+        self.has_ended = True
         if self._draining is not None:
             self._draining.cancel()
             self._draining = None
 
     def finish(self) -> None:
         self._unfollow()
-        if self._ended or self._draining is not None:
+        if self.has_ended or self._draining is not None:
             return
-        if self._buffer and self._buffer[-1].index == END_INDEX:
-            self._ended = True
+        if self.buffer and self.buffer[-1].index == END_INDEX:
+            self.has_ended = True
         else:
             self._draining = self._connection.loop.call_later(FINISH_SECONDS, self.kill)
-        self._buffer.clear()
+        self.buffer.clear()
 
     def close(self) -> None:
         self._unfollow()
@@ -309,13 +314,23 @@ class MuxConnection(asyncio.Protocol):
         try:
             for kind, flags, stream_id, payload in self._decoder.feed(data):
                 if kind == Kind.ITEMS:
-                    streams = self._streams
+                    find, touched = self._streams.get, self._touched
                     for item in decode_items(payload):
-                        stream = streams.get(item.stream_id)
-                        if stream is not None:
+                        stream = find(item.stream_id)
+                        if stream is None:
+                            continue
+                        if stream.listener is not None:  # `deliver`, without the call: nearly every token
+                            buffer = stream.buffer
+                            buffer.append(item)
+                            if not stream.touched:
+                                stream.touched = True
+                                touched.append(stream)
+                            elif len(buffer) > MAX_BUFFERED_ITEMS:
+                                raise ProtocolError(f"stream {item.stream_id} was sent more than its credit allows")
+                        else:
                             stream.deliver(item)
-                            if item.index == END_INDEX:
-                                self._ended(item.stream_id)
+                        if item.index == END_INDEX:
+                            self._ended(item.stream_id)
                 else:
                     self._on_frame(kind, flags, stream_id, payload)
         except (ProtocolError, msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -333,7 +348,11 @@ class MuxConnection(asyncio.Protocol):
         """Let every stream that got something tell its reader; each once, however much it got."""
         touched, self._touched = self._touched, []
         for stream in touched:
-            stream.call_listener()
+            stream.touched = False
+            if stream.listener is not None:  # nobody may listen by now
+                stream.listener()
+                if stream.has_ended and stream.listener is not None:  # the end came together with what it took
+                    stream.listener()
 
     def eof_received(self) -> bool:
         return False
