@@ -252,7 +252,7 @@ BAD = [
     ({"output_options": {"logprobs": 21}}, "output_options.logprobs"),
     ({"routing": {"lora_name": "x"}}, "routing.lora_name"),
     ({"multi_modal_data": {"image": [{"Url": "x"}]}}, "multi_modal_data"),
-    ({"prefill_result": {"disaggregated_params": {}}}, "prefill_result"),
+    ({"bootstrap_info": {"bootstrap_room": 1}}, "bootstrap_info"),
 ]
 
 

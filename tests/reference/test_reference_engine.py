@@ -335,7 +335,11 @@ async def test_flags_become_options_and_the_workers_config(models: dict[str, Pat
         ([], "--model"),
         (["--model", "x", "--block-size", "0"], "--block-size must be at least 1"),
         (["--model", "x", "--max-num-batched-tokens", "5"], "--max-num-batched-tokens (5)"),
-        (["--model", "x", "--disaggregation-mode", "prefill"], "not supported yet"),
+        (["--model", "x", "--disaggregation-mode", "encode"], "--disaggregation-mode encode"),
+        (["--model", "x", "--kv-transfer", "pigeon"], "--kv-transfer"),
+        (["--model", "x", "--kv-transfer-port", "70000"], "--kv-transfer-port must be in 0..65535"),
+        (["--model", "x", "--kv-hold-seconds", "0"], "--kv-hold-seconds must be above 0"),
+        (["--model", "x", "--kv-pull-seconds", "nan"], "--kv-pull-seconds must be above 0"),
     ],
 )
 async def test_a_bad_flag_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -272,6 +272,7 @@ class ModelDirectory:
             present.discard(_PREFILL)
         if not _missing(served.card.needs, present):
             self._complete.add(key)
+            logger.info("model %s has all the roles it needs in namespace %s", key.model, key.namespace)
         return key in self._complete
 
     def _groups_beside(self, key: GroupKey) -> list[Group]:

@@ -45,6 +45,7 @@ class Choice:
     is_plain: bool  # the most likely token, whatever was before it; only `min_tokens` may still stand against it
     steering: Steering | None = None
     generated: int = 0  # tokens drawn here, also one that ended the choice and is not shown
+    keeps: bool = False  # its blocks outlive it when it ends with "length": another worker goes on
     prompt_logprobs: int | None = None
     prompt_entries: list[tuple[PromptEntry, ...]] = field(default_factory=list)  # of the prompt's second token on
 
@@ -88,7 +89,7 @@ class Core:
         config = model.config
         self.limits = Limits(config.vocab_size, context_length, config.eos_token_ids, config.sampling)
         self.prompt_tokens = self.cached_tokens = 0  # of all choices admitted so far; the hit rate is their ratio
-        self._cache = KvCache(model.config, blocks, block_size)
+        self.cache = KvCache(model.config, blocks, block_size)
         self._choices: dict[Sequenced, Choice] = {}
 
     @property
@@ -100,19 +101,32 @@ class Core:
         """Share of the prompt tokens that were found in the cache; None before the first prompt."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
-    def add(self, job: Job) -> list[Choice]:
-        """Queue a request; one choice each of `job.choices`. Choices of one prompt share its blocks once it is computed."""
+    def add(self, job: Job, *, keep: bool = False, arrives: bool = False) -> list[Choice]:
+        """Queue a request; one choice each of `job.choices`. Choices of one prompt share its blocks once it is computed.
+
+        `keep`: a choice that ends with "length" holds its blocks until `abort`. `arrives`: the prompt is computed
+        elsewhere; `take_reserved` names the choice when there is room for it, and it goes on after `received`.
+        """
         choices = [self._choice(job, number) for number in range(job.choices)]
         for choice in choices:
+            choice.keeps, choice.sequence.arrives = keep, arrives
             self.scheduler.add(choice.sequence)
             self._choices[choice.sequence] = choice
         return choices
 
     def abort(self, choices: Iterable[Choice]) -> None:
-        """Drop choices wherever they are; their blocks are free on return. Ended ones are let be."""
+        """Drop choices wherever they are; their blocks are free on return, also those that were kept."""
         for choice in choices:
             self._choices.pop(choice.sequence, None)
             self.scheduler.finish(choice.sequence)
+
+    def take_reserved(self) -> list[Choice]:
+        """Choices whose blocks are held now and may be filled, those that were aborted meanwhile left out."""
+        return [self._choices[s] for s in self.scheduler.take_reserved() if s in self._choices]
+
+    def received(self, choice: Choice, tokens: int) -> None:
+        """The first `tokens` tokens of the prompt are in the choice's blocks, or are not going to be (0)."""
+        self.scheduler.received(choice.sequence, tokens)
 
     def step(self) -> list[Emission | Failure]:
         """Compute what fits into one step; what came out of it, in no particular order."""
@@ -121,7 +135,7 @@ class Core:
             return []
         pieces = [_piece(work) for work in plan]
         batch = make_batch(pieces, self.pool.block_size)
-        hidden = self.model.forward(batch, self._cache)
+        hidden = self.model.forward(batch, self.cache)
         for work, last in zip(plan, batch.last_rows, strict=True):
             self._note_prompt(work, hidden, int(last))
         sampling = [number for number, work in enumerate(plan) if work.samples]
@@ -169,7 +183,8 @@ class Core:
             return Failure(choice, error)
         self.scheduler.computed(work, drawn.token if reason is None else None)
         if reason is not None:
-            self.abort([choice])
+            self._choices.pop(choice.sequence, None)
+            self.scheduler.finish(choice.sequence, keep=choice.keeps and reason == "length")
         return Emission(choice, drawn, shown, reason)
 
     def _draw(self, choice: Choice, logits: Array, best: int) -> tuple[Drawn, str | None, bool]:

@@ -32,10 +32,13 @@ from dynamo.common.constants import DisaggregationMode
 from dynamo.errors import DynamoException, EngineShutdown, InvalidArgument
 from dynamo.reference.blocks import BlockEvent, BlocksStored
 from dynamo.reference.core import Choice, Core, Emission, Failure
+from dynamo.reference.kv_transfer import TRANSPORTS, Ticket, TransferOptions, check_installed
 from dynamo.reference.loading import Options, load_core
 from dynamo.reference.preparing import Preparation
 from dynamo.reference.request import Job, read_request
-from dynamo.runtime.context import Context
+from dynamo.reference.roles import ROLES, DecodeRole, PrefillRole
+from dynamo.runtime.context import Context, on_loop
+from dynamo.runtime.settings import env_str
 
 __all__ = ["ReferenceEngine"]
 
@@ -50,9 +53,23 @@ class ReferenceEngine(LLMEngine):
     """Serves a Llama, Qwen2 or Qwen3 model from a directory, on the CPU, in float32."""
 
     def __init__(
-        self, directory: Path, options: Options | None = None, *, served_model_name: str | None = None
+        self,
+        directory: Path,
+        options: Options | None = None,
+        *,
+        served_model_name: str | None = None,
+        mode: DisaggregationMode = DisaggregationMode.AGGREGATED,
+        transfer: TransferOptions | None = None,
+        require_prefill_result: bool = False,
     ) -> None:
+        """`mode`: what this worker does of a request; the last two are for prefill and decode workers."""
+        if mode not in ROLES:
+            raise InvalidArgument(f"--disaggregation-mode {mode.value}: the reference engine has no such role")
         self._directory, self._options = directory, options or Options()
+        self._mode, self._transfer = mode, transfer or TransferOptions()
+        self._require_prefill_result = require_prefill_result
+        self._prefill: PrefillRole | None = None
+        self._decode: DecodeRole | None = None
         self._name = served_model_name or directory.resolve().name
         self._steps: StepThread | None = None
         self._preparation: Preparation | None = None
@@ -69,8 +86,6 @@ class ReferenceEngine(LLMEngine):
         _add_flags(parser)
         add_backend_arguments(parser)
         args = parser.parse_args(argv)
-        if args.disaggregation_mode is not DisaggregationMode.AGGREGATED:
-            parser.error(f"--disaggregation-mode {args.disaggregation_mode.value} is not supported yet; use agg")
         try:
             options = Options(
                 block_size=args.block_size,
@@ -80,9 +95,25 @@ class ReferenceEngine(LLMEngine):
                 max_num_batched_tokens=args.max_num_batched_tokens,
                 prefix_caching=not args.no_prefix_caching,
             )
+            transfer = TransferOptions(
+                args.kv_transfer,
+                args.kv_transfer_host or env_str("DYN_TCP_RPC_HOST"),
+                args.kv_transfer_port,
+                args.kv_hold_seconds,
+                args.kv_pull_seconds,
+            )
+            if args.disaggregation_mode is not DisaggregationMode.AGGREGATED:
+                check_installed(transfer)
+            engine = cls(
+                args.model,
+                options,
+                served_model_name=args.served_model_name,
+                mode=args.disaggregation_mode,
+                transfer=transfer,
+                require_prefill_result=args.require_prefill_result,
+            )
         except InvalidArgument as error:
             parser.error(str(error))
-        engine = cls(args.model, options, served_model_name=args.served_model_name)
         config = worker_config_from(args, model_name=str(engine._directory), served_model_name=engine._name)
         return engine, config
 
@@ -94,6 +125,7 @@ class ReferenceEngine(LLMEngine):
         core = await asyncio.to_thread(load_core, self._directory, self._options)
         if self._is_closed:  # cleaned up while the model was read
             raise EngineShutdown("this engine was cleaned up while it started")
+        await self._take_role(core)
         self._preparation = Preparation(self._directory, core.limits)
         self._steps = StepThread(core, asyncio.get_running_loop(), self._publish, self._fail)
         self._config = EngineConfig(
@@ -111,14 +143,26 @@ class ReferenceEngine(LLMEngine):
         steps = self._steps
         if steps is None or self._is_closed:
             raise EngineShutdown("the reference engine is not running")
-        job = read_request(request, steps.limits, prompt_tokens=context.prompt_tokens)
+        prefill, decode = self._prefill, self._decode
+        ticket = None if decode is None else decode.ticket(request)
+        if decode is None and request.get("prefill_result"):
+            raise InvalidArgument("prefill_result is set, but this worker is no decode worker")
+        narrowed = request if prefill is None else prefill.narrowed(request)
+        job = read_request(narrowed, steps.limits, prompt_tokens=context.prompt_tokens)
+        if decode is not None and ticket is not None:
+            job = decode.continued(job, request, ticket)
         if job.needs_steering and self._preparation is not None:
             job = await asyncio.to_thread(self._preparation.prepare, job)
         stream = _Stream(job)
         self._streams.setdefault(context.id(), []).append(stream)
+        holds_blocks = prefill is not None  # beyond the last chunk, until they are handed over
         try:
+            arrives = decode is not None and ticket is not None and decode.can_take(job, ticket)
             if not context.is_stopped():
-                steps.submit(partial(stream.open, results=steps.results))
+                opened = partial(stream.open, results=steps.results, keep=prefill is not None, arrives=arrives)
+                steps.submit(opened)
+            if decode is not None and ticket is not None:
+                await self._receive(decode, ticket, stream, steps, context, arrives=arrives)
             while not stream.is_complete:
                 if not context.is_stopped() and not stream.has_chunks:
                     await stream.wait()
@@ -127,15 +171,52 @@ class ReferenceEngine(LLMEngine):
                         yield chunk
                     return
                 for chunk in stream.take():
+                    if prefill is not None and chunk.get("finish_reason") == "length":
+                        let_go = partial(_submit, steps, partial(stream.abort, results=steps.results))
+                        chunk["disaggregated_params"] = prefill.hand_over(stream.choice, let_go)
+                        holds_blocks = False
                     yield chunk
         finally:
             siblings = self._streams[context.id()]
             siblings.remove(stream)
             if not siblings:
                 del self._streams[context.id()]
-            if not stream.is_complete:
-                with suppress(EngineShutdown):  # an engine that is gone holds no blocks
-                    steps.submit(partial(stream.abort, results=steps.results))
+            if not stream.is_complete or holds_blocks:
+                _submit(steps, partial(stream.abort, results=steps.results))
+
+    async def _receive(
+        self,
+        decode: DecodeRole,
+        ticket: Ticket,
+        stream: _Stream,
+        steps: StepThread,
+        context: Context,
+        *,
+        arrives: bool,
+    ) -> None:
+        """Get the prompt's blocks, or let the peer know that they are not wanted. The peer holds none on return."""
+        choice = await stream.reserved(context) if arrives else None
+        if choice is None:
+            await decode.release(ticket)
+        else:
+            tokens = await decode.fetch(ticket, choice, context)
+            _submit(steps, lambda core: core.received(choice, tokens))
+        context.notify_first_token()  # an abort is nobody's loss any more
+
+    async def _take_role(self, core: Core) -> None:
+        """Set up what the role needs. Raises CannotConnect, InvalidArgument; EngineShutdown when cleaned up meanwhile."""
+        if self._mode is DisaggregationMode.DECODE:
+            self._decode = DecodeRole(core.cache, self._transfer, required=self._require_prefill_result)
+        elif self._mode is DisaggregationMode.PREFILL:
+            self._prefill = PrefillRole(core.cache, self._transfer)
+            await self._prefill.start()
+            if self._is_closed:
+                await self._prefill.close()
+                raise EngineShutdown("this engine was cleaned up while it started")
+
+    async def is_quiescent(self) -> bool | None:
+        """Whether no decode worker may come for blocks any more; asked of prefill workers before they leave."""
+        return self._prefill is None or self._prefill.is_quiescent
 
     async def abort(self, context: Context) -> None:
         """Wake the request, which may be waiting for its turn; its generator sees that the context is stopped."""
@@ -146,6 +227,10 @@ class ReferenceEngine(LLMEngine):
         self._is_closed = True
         steps = self._steps
         self._fail(EngineShutdown("the reference engine is shutting down"))
+        if self._prefill is not None:
+            await self._prefill.close()
+        if self._decode is not None:
+            await self._decode.close()
         if steps is not None:
             await asyncio.to_thread(steps.close)
 
@@ -229,8 +314,9 @@ class StepThread:
                     command(self._core)
                 emissions = self._core.step()
                 self._tell()
-                if emissions:
-                    self._deliver(emissions)
+                reserved = self._core.take_reserved()
+                if emissions or reserved:
+                    self._deliver(emissions, reserved)
         except Exception as error:  # the cache may be half written: nothing after this could be trusted
             logger.exception("the reference engine failed; its requests end")
             failure = EngineShutdown(f"the reference engine failed: {type(error).__name__}: {error}")
@@ -252,8 +338,8 @@ class StepThread:
         except Exception:  # an event less is a worse placement, not a wrong answer
             logger.exception("the reference engine's KV events were not published")
 
-    def _deliver(self, emissions: Sequence[Emission | Failure]) -> None:
-        calls: list[Callable[[], None]] = []
+    def _deliver(self, emissions: Sequence[Emission | Failure], reserved: Sequence[Choice]) -> None:
+        calls: list[Callable[[], None]] = [self.results[choice].reserve for choice in reserved]
         for emission in emissions:
             stream = self.results[emission.choice]
             if isinstance(emission, Failure):
@@ -292,6 +378,12 @@ class _Stream:
         self._open = set(range(job.choices))
         self._shown = 0  # tokens taken, of all choices
         self._cached_tokens: int | None = None
+        self._is_reserved = False
+
+    @property
+    def choice(self) -> Choice:
+        """The first one; known once there was a chunk, or blocks were reserved."""
+        return self._choices[0]
 
     @property
     def is_complete(self) -> bool:
@@ -302,14 +394,29 @@ class _Stream:
     def has_chunks(self) -> bool:
         return bool(self._chunks)
 
-    def open(self, core: Core, results: dict[Choice, _Stream]) -> None:
-        self._choices = core.add(self._job)
+    def open(self, core: Core, results: dict[Choice, _Stream], *, keep: bool = False, arrives: bool = False) -> None:
+        self._choices = core.add(self._job, keep=keep, arrives=arrives)
         results.update(dict.fromkeys(self._choices, self))
 
     def abort(self, core: Core, results: dict[Choice, _Stream]) -> None:
         core.abort(self._choices)
         for choice in self._choices:
             results.pop(choice, None)
+
+    def reserve(self) -> None:
+        """The choice's blocks are held, and wait for what goes into them."""
+        self._is_reserved = True
+        self.wake()
+
+    async def reserved(self, context: Context) -> Choice | None:
+        """Wait for that; None when the context is stopped first. Raises what `fail` was given."""
+        forget = context.on_cancel(on_loop(asyncio.get_running_loop(), lambda killed: self.wake()))
+        try:
+            while not self._is_reserved and not context.is_stopped():
+                await self.wait()
+        finally:
+            forget()
+        return None if context.is_stopped() else self.choice
 
     def put(self, chunk: GenerateChunk, emission: Emission) -> None:
         if self._cached_tokens is None:
@@ -356,6 +463,11 @@ class _Stream:
 
     def _usage(self) -> CompletionUsage:
         return usage(len(self._job.prompt) - self._job.produced, self._shown, cached_tokens=self._cached_tokens)
+
+
+def _submit(steps: StepThread, command: Command) -> None:
+    with suppress(EngineShutdown):  # an engine that is gone holds no blocks
+        steps.submit(command)
 
 
 def _chunk(emission: Emission) -> GenerateChunk:
@@ -435,5 +547,36 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         default=default.max_num_batched_tokens,
         metavar="TOKENS",
         help="tokens in one step; longer prompts are computed in pieces (default: 512)",
+    )
+    add(
+        "--kv-transfer",
+        choices=TRANSPORTS,
+        default="tcp",
+        help="how KV blocks get from prefill to decode workers; nixl needs its extra (default: tcp)",
+    )
+    add(
+        "--kv-transfer-host",
+        metavar="HOST",
+        help="address decode workers fetch from (default: DYN_TCP_RPC_HOST, or this machine's)",
+    )
+    add("--kv-transfer-port", type=int, default=0, metavar="PORT", help="0 is any free one (default: 0)")
+    add(
+        "--kv-hold-seconds",
+        type=float,
+        default=TransferOptions().hold_seconds,
+        metavar="SECONDS",
+        help="how long a prefill worker holds blocks that nobody fetches (default: 30)",
+    )
+    add(
+        "--kv-pull-seconds",
+        type=float,
+        default=TransferOptions().pull_seconds,
+        metavar="SECONDS",
+        help="how long fetching the blocks of one prompt may take (default: 30)",
+    )
+    add(
+        "--require-prefill-result",
+        action="store_true",
+        help="a decode worker refuses requests without one, instead of computing their prompts",
     )
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its start; publish no KV events")

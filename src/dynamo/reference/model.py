@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamo.reference.config import ModelConfig, RopeScaling
+from dynamo.reference.kv_transfer.base import Layout
 from dynamo.reference.weights import Array, Layer, Weights
 
 __all__ = ["Batch", "KvCache", "Model", "Piece", "make_batch"]
@@ -61,6 +62,7 @@ class KvCache:
 
     def __init__(self, config: ModelConfig, blocks: int, block_size: int) -> None:
         self.block_size = block_size
+        self.layout = Layout(config.layers, config.kv_heads, block_size, config.head_dim)
         shape = (config.layers, config.kv_heads, blocks * block_size, config.head_dim)
         # Zeros, not empty: masked positions are multiplied by 0, and 0 times what memory held before may be NaN.
         self.keys = np.zeros(shape, np.float32)
@@ -74,6 +76,21 @@ class KvCache:
     def read(self, layer: int, tables: Ints) -> tuple[Array, Array]:
         """Both as (heads, pieces, positions, head_dim)."""
         return self._gather(self.keys[layer], tables), self._gather(self.values[layer], tables)
+
+    def page(self, block: int) -> bytes:
+        """One block, packed as `Layout` says; for another worker."""
+        at = slice(block * self.block_size, (block + 1) * self.block_size)
+        return self.keys[:, :, at].tobytes() + self.values[:, :, at].tobytes()
+
+    def put_page(self, block: int, page: memoryview) -> None:
+        """Write what another worker's `page` returned."""
+        shape = (2, *self.keys.shape[:2], self.block_size, self.keys.shape[3])
+        at = slice(block * self.block_size, (block + 1) * self.block_size)
+        self.keys[:, :, at], self.values[:, :, at] = np.frombuffer(page, np.float32).reshape(shape)
+
+    def arrays(self) -> dict[str, Array]:
+        """Where the blocks lie, for transports that read memory."""
+        return {"keys": self.keys, "values": self.values}
 
     def _gather(self, cache: Array, tables: Ints) -> Array:
         heads, slots, head_dim = cache.shape

@@ -28,8 +28,7 @@ UNSUPPORTED: Final = {
     "prompt_embeds": "embeddings in place of tokens",
     "multi_modal_data": "images, audio and video",
     "encoder_result": "images, audio and video",
-    "prefill_result": "disaggregated prefill",
-    "bootstrap_info": "disaggregated prefill",
+    "bootstrap_info": "workers that meet by themselves",
 }
 
 

@@ -27,6 +27,7 @@ class Sequenced:
     priority: int = 0  # higher goes first; equals go in order of arrival
     key: PrefixKey = PLAIN
     may_share: bool = True  # False: compute the whole prompt, whatever is cached
+    arrives: bool = False  # its prompt's keys and values come from another worker; until `received`
     arrival: int = -1  # set by the scheduler
     computed: int = 0  # tokens whose keys and values are in `blocks`
     cached: int = -1  # of them, taken from the cache at the first admission; -1: never admitted
@@ -68,12 +69,15 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._waiting: list[tuple[tuple[int, int], Sequenced]] = []  # a heap; may hold finished ones
         self._running: list[Sequenced] = []  # by rank
+        self._receiving: dict[Sequenced, None] = {}  # hold their blocks, and wait for what goes into them
+        self._reserved: list[Sequenced] = []  # of them, those that nobody was told of yet
+        self._is_stuck = False
 
     @property
     def is_idle(self) -> bool:
-        """Nothing to do until `add`."""
+        """Nothing to do until `add`, `received` or `finish`: whoever waits needs blocks that others hold."""
         self._drop_finished()
-        return not self._running and not self._waiting
+        return not self._running and (not self._waiting or self._is_stuck)
 
     @property
     def running(self) -> int:
@@ -89,8 +93,26 @@ class Scheduler:
                 if sequence.tokens
                 else "token_ids must not be empty"
             )
+        self._is_stuck = False
         sequence.arrival = next(self._arrivals)
         heapq.heappush(self._waiting, (sequence.rank, sequence))
+
+    def take_reserved(self) -> list[Sequenced]:
+        """Sequences whose blocks are held now, so that their prompts may arrive; each is named once."""
+        reserved, self._reserved = self._reserved, []
+        return reserved
+
+    def received(self, sequence: Sequenced, tokens: int) -> None:
+        """The first `tokens` tokens of a reserved sequence are in its blocks; the rest is computed here."""
+        if sequence not in self._receiving:
+            return
+        del self._receiving[sequence]
+        self._is_stuck = sequence.arrives = False
+        before, sequence.computed = sequence.computed, max(sequence.computed, tokens)
+        size = self.pool.block_size
+        if self.pool.prefix_caching:
+            self._name_blocks(sequence, before // size, sequence.computed // size)
+        self._run(sequence)
 
     def plan(self) -> list[Work]:
         """The next step; [] only when there is nothing to do. Within the budget, and every block it needs is held."""
@@ -116,6 +138,7 @@ class Scheduler:
         # Somebody just lost their blocks: giving them to a newcomer would only take them back and forth.
         if not preempted:
             self._admit(planned, budget)
+        self._is_stuck = not planned and not preempted
         return list(planned.values())
 
     def computed(self, work: Work, token: int | None = None) -> None:
@@ -130,18 +153,23 @@ class Scheduler:
         if token is not None:
             sequence.tokens.append(token)
 
-    def finish(self, sequence: Sequenced) -> None:
-        """The sequence ended or was aborted: its blocks are free at once. Safe twice, and while it waits."""
-        if sequence.is_finished:
-            return
-        sequence.is_finished = True
-        if sequence in self._running:
-            self._running.remove(sequence)
-        self._release(sequence)
+    def finish(self, sequence: Sequenced, *, keep: bool = False) -> None:
+        """The sequence ended or was aborted: its blocks are free at once. Safe twice, and while it waits.
+
+        `keep`: not yet, another worker is going to fetch them; a second call without it frees them.
+        """
+        if not sequence.is_finished:
+            sequence.is_finished = True
+            self._receiving.pop(sequence, None)
+            if sequence in self._running:
+                self._running.remove(sequence)
+        if not keep:
+            self._is_stuck = False
+            self._release(sequence)
 
     def _admit(self, planned: dict[Sequenced, Work], budget: int) -> None:
         """From the head of the queue, nobody skipped: the prompts that fit whole, until something runs out."""
-        while budget > 0 and len(self._running) < self._max_sequences:
+        while budget > 0 and len(self._running) + len(self._receiving) < self._max_sequences:
             self._drop_finished()
             if not self._waiting:
                 return
@@ -157,11 +185,18 @@ class Scheduler:
             sequence.blocks, sequence.computed = held, len(shared) * self.pool.block_size
             if sequence.cached < 0:
                 sequence.cached = sequence.computed
+            if sequence.arrives:
+                self._receiving[sequence] = None
+                self._reserved.append(sequence)
+                continue
             count = min(len(sequence.tokens) - sequence.computed, budget)
             planned[sequence] = Work(sequence, sequence.computed, count)
             budget -= count
-            self._running.append(sequence)
-            self._running.sort(key=lambda s: s.rank)
+            self._run(sequence)
+
+    def _run(self, sequence: Sequenced) -> None:
+        self._running.append(sequence)
+        self._running.sort(key=lambda s: s.rank)
 
     def _reserve(self, sequence: Sequenced, length: int) -> bool:
         """Have blocks for `length` tokens."""

@@ -200,6 +200,8 @@ class PrefillRouter:
         stages.arrived(failed=True)  # what was awaited is only the first half: the answer is still to come
         if reply.reason != LENGTH:
             return PrefillAnswer(instance, reply.items)
+        if reply.params is None and context.is_stopped():
+            return PrefillAnswer(instance, reply.items)  # it was done before it heard of that, and let the blocks go
         if reply.params is None:
             raise Unknown("No disaggregated params in prefill response")
         return Handoff(instance, _decode_request(body, instance.instance_id, **reply.handed_over()))

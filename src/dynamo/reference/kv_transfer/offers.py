@@ -1,0 +1,103 @@
+"""What a prefill worker holds for others: each offer opens with its secret, and ends exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import Sequence
+from typing import Final
+
+from dynamo.errors import Overloaded, StreamIncomplete
+from dynamo.reference.kv_transfer.base import Ended
+
+__all__ = ["MAX_OFFERS", "Offer", "Offers"]
+
+MAX_OFFERS: Final = 10_000  # each holds a block at least, so the cache is full long before
+
+
+class Offer:
+    """Blocks somebody may fetch."""
+
+    __slots__ = ("blocks", "ended", "expires_at", "is_claimed", "secret", "timer", "transfer_id")
+
+    def __init__(self, blocks: tuple[int, ...], ended: Ended, expires_at: float) -> None:
+        """`expires_at`: time of the running loop."""
+        self.blocks, self.ended, self.expires_at = blocks, ended, expires_at
+        self.transfer_id, self.secret = secrets.token_hex(16), secrets.token_hex(16)
+        self.is_claimed = False
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Offers:
+    """On one event loop."""
+
+    def __init__(self, hold_seconds: float) -> None:
+        self._hold_seconds = hold_seconds
+        self._offers: dict[str, Offer] = {}
+        self._idle = asyncio.Event()  # nobody is pulling
+        self._idle.set()
+        self._claims = 0
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    def add(self, blocks: Sequence[int], ended: Ended) -> Offer:
+        """Hold `blocks` until they are fetched or nobody came. Raises Overloaded beyond `MAX_OFFERS`."""
+        if len(self._offers) >= MAX_OFFERS:
+            raise Overloaded(f"this worker holds {MAX_OFFERS} computed prompts that nobody has fetched")
+        loop = asyncio.get_running_loop()
+        offer = Offer(tuple(blocks), ended, loop.time() + self._hold_seconds)
+        offer.timer = loop.call_at(offer.expires_at, self._expire, offer)
+        self._offers[offer.transfer_id] = offer
+        return offer
+
+    def claim(self, transfer_id: str, secret: str) -> Offer:
+        """Begin to fetch: the offer does not expire until `unclaim` or `end`. Raises StreamIncomplete."""
+        offer = self._offers.get(transfer_id)
+        # One sentence for both: who guesses ids must not learn which exist.
+        if offer is None or not hmac.compare_digest(offer.secret.encode(), secret.encode()):
+            raise StreamIncomplete("there is no such transfer (any more): it was fetched, or it expired")
+        if offer.is_claimed:
+            raise StreamIncomplete("somebody else is fetching this transfer")
+        offer.is_claimed = True
+        self._claims += 1
+        self._idle.clear()
+        return offer
+
+    def unclaim(self, offer: Offer) -> None:
+        """Whoever was fetching is gone. Others may try until the offer expires; after `end` this does nothing."""
+        if not offer.is_claimed:
+            return
+        self._release_claim(offer)
+        if offer.expires_at <= asyncio.get_running_loop().time():
+            self.end(offer, "expired")
+
+    def end(self, offer: Offer, reason: str) -> bool:
+        """The blocks are no longer held; whether they were until now."""
+        if self._offers.pop(offer.transfer_id, None) is None:
+            return False
+        if offer.timer is not None:
+            offer.timer.cancel()
+        self._release_claim(offer)
+        offer.ended(reason)
+        return True
+
+    def end_all(self) -> None:
+        for offer in list(self._offers.values()):
+            self.end(offer, "closed")
+
+    async def wait_unclaimed(self) -> None:
+        """Until nobody is fetching."""
+        await self._idle.wait()
+
+    def _release_claim(self, offer: Offer) -> None:
+        if offer.is_claimed:
+            offer.is_claimed = False
+            self._claims -= 1
+            if self._claims == 0:
+                self._idle.set()
+
+    def _expire(self, offer: Offer) -> None:
+        if not offer.is_claimed:  # else whoever fetches it ends it, or `unclaim` does
+            self.end(offer, "expired")

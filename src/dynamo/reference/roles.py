@@ -1,0 +1,164 @@
+"""The two halves of a disaggregated request: prefill holds what it computed, decode fetches it and goes on.
+
+The decode worker takes the keys and values of all prompt tokens but the last, which it computes itself: so the first
+token is drawn where all others are, with everything a request may ask about it. It is the same token that the prefill
+worker drew, because randomness depends on (seed, choice, position) only and the ticket carries the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
+
+from dynamo.common.backend.disagg import enforce_prefill_max_tokens, extract_prefill_result, require_prefill_result
+from dynamo.common.backend.health_check import is_probe
+from dynamo.common.constants import DisaggregationMode
+from dynamo.errors import DynamoException, InvalidArgument
+from dynamo.reference.core import Choice
+from dynamo.reference.kv_transfer import KvReceiver, KvSender, Ticket, TransferOptions, make_receiver, make_sender
+from dynamo.reference.model import KvCache
+from dynamo.reference.request import Job
+from dynamo.runtime.context import Context
+
+__all__ = ["DecodeRole", "PrefillRole"]
+
+logger = logging.getLogger(__name__)
+
+RELEASE_SECONDS: Final = 2.0  # for telling the peer that its blocks are not wanted; they expire without that, too
+
+
+class PrefillRole:
+    """What an engine does beside computing when it only computes prompts."""
+
+    def __init__(self, cache: KvCache, options: TransferOptions) -> None:
+        """Raises InvalidArgument for a transport that is not installed."""
+        self._sender: KvSender = make_sender(cache, options)
+
+    async def start(self) -> None:
+        """Raises CannotConnect when the address cannot be had."""
+        await self._sender.start()
+
+    async def close(self) -> None:
+        """End every offer, after a moment for those who are fetching."""
+        await self._sender.close()
+
+    @property
+    def is_quiescent(self) -> bool:
+        """Whether nobody may come for blocks any more."""
+        return self._sender.offers == 0
+
+    def narrowed(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The request for one token. Raises InvalidArgument for several choices: each has a hand-over of its own."""
+        if ((request.get("sampling_options") or {}).get("n") or 1) != 1:
+            raise InvalidArgument("sampling_options.n must be 1 on a prefill worker: send one request for each choice")
+        stops = dict(request.get("stop_conditions") or {})
+        return enforce_prefill_max_tokens({**request, "stop_conditions": stops})
+
+    def hand_over(self, choice: Choice, let_go: Callable[[], None]) -> dict[str, Any]:
+        """Hold a choice's blocks; `let_go` is called once when they may be freed. Raises Overloaded."""
+
+        def ended(reason: str) -> None:
+            if reason == "expired":
+                logger.warning("nobody fetched a prompt of %d tokens in time; its KV blocks are freed", tokens)
+            let_go()
+
+        tokens = len(choice.sequence.tokens)
+        return self._sender.offer(choice.sequence.blocks, tokens, choice.sampling.seed, ended).to_params()
+
+
+class DecodeRole:
+    """What an engine does before computing when others compute its prompts."""
+
+    def __init__(self, cache: KvCache, options: TransferOptions, *, required: bool = False) -> None:
+        """`required`: refuse requests without a prefill result, instead of computing their prompts.
+
+        Raises InvalidArgument for a transport that is not installed.
+        """
+        self._cache, self._required = cache, required
+        self._receiver: KvReceiver = make_receiver(cache.layout, options)
+
+    async def close(self) -> None:
+        await self._receiver.close()
+
+    def ticket(self, request: Mapping[str, Any]) -> Ticket | None:
+        """Where the request's blocks are; None: compute the prompt here. Raises InvalidArgument."""
+        result = extract_prefill_result(request)
+        if result is None:
+            if self._required and not is_probe(request):
+                try:
+                    require_prefill_result(request)
+                except ValueError as error:
+                    raise InvalidArgument(str(error)) from error
+            return None
+        return Ticket.from_params(result.get("disaggregated_params"))
+
+    def continued(self, job: Job, request: Mapping[str, Any], ticket: Ticket) -> Job:
+        """The job as the prefill worker understood it: a seed of its own choice is ours, too."""
+        if (request.get("sampling_options") or {}).get("seed") is not None:
+            return job
+        return replace(job, sampling=replace(job.sampling, seed=ticket.seed))
+
+    @staticmethod
+    def can_take(job: Job, ticket: Ticket) -> bool:
+        """Whether the blocks are of use. Several choices, and log probabilities of the prompt, need it computed here."""
+        return job.choices == 1 and job.prompt_logprobs is None and ticket.tokens == len(job.prompt)
+
+    async def fetch(self, ticket: Ticket, choice: Choice, context: Context) -> int:
+        """Fill the blocks of a reserved choice; how many of its tokens they hold then. 0: the prompt is computed here.
+
+        Returns early when the context is stopped. Nothing writes to the blocks after the return.
+        """
+        sequence, size = choice.sequence, self._cache.block_size
+        wanted = len(sequence.tokens) - 1
+        first = sequence.computed // size  # found in the cache here
+        count = max(-(-wanted // size) - first, 0)
+
+        def put(number: int, page: memoryview) -> None:
+            self._cache.put_page(sequence.blocks[number], page)
+
+        # Both are ended below, whatever happens.
+        pull = asyncio.ensure_future(self._receiver.pull(ticket, first, count, put))
+        cancelled = asyncio.ensure_future(context.async_killed_or_stopped())
+        try:
+            await asyncio.wait({pull, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+            if not pull.done():
+                await _ended(pull)
+                await self.release(ticket)
+                return 0
+            pull.result()
+            return wanted
+        except DynamoException as error:
+            logger.warning(
+                "request %s: its KV blocks could not be fetched and its prompt is computed here (%s: %s)",
+                context.id(),
+                type(error).__name__,
+                error,
+            )
+            return 0
+        finally:
+            await _ended(pull, cancelled)
+
+    async def release(self, ticket: Ticket) -> None:
+        """Tell the peer that its blocks are not wanted; at most `RELEASE_SECONDS`."""
+        try:
+            async with asyncio.timeout(RELEASE_SECONDS):
+                await self._receiver.pull(ticket, 0, 0, lambda number, page: None)
+        except (DynamoException, TimeoutError) as error:
+            logger.info("%r was not released, and expires (%s: %s)", ticket, type(error).__name__, error)
+
+
+async def _ended(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        with suppress(asyncio.CancelledError):
+            task.exception()  # seen: whoever wanted it has had it
+
+
+ROLES: Final = (DisaggregationMode.AGGREGATED, DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
