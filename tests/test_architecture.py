@@ -22,6 +22,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "text": frozenset({"errors", "protocol", "text"}),
     "kv": frozenset({"errors", "protocol", "kv"}),
     "prometheus_names": frozenset(),
+    "restarts": frozenset(),
     "runtime": frozenset({"errors", "runtime", "prometheus_names"}),
     "logits_processing": frozenset(),
     "health_check": frozenset({"errors", "runtime", "health_check"}),
@@ -29,12 +30,14 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"errors", "protocol", "kv", "runtime", "common", "logits_processing", "prometheus_names", "health_check"}
     ),
     "router": frozenset({"errors", "protocol", "kv", "runtime", "router"}),
-    "frontend": frozenset({"errors", "protocol", "text", "kv", "runtime", "router", "frontend", "prometheus_names"}),
+    "frontend": frozenset(
+        {"errors", "protocol", "text", "kv", "runtime", "router", "frontend", "prometheus_names", "restarts"}
+    ),
     "llm": frozenset({"errors", "protocol", "runtime", "common", "llm", "kv"}),
     "_core": frozenset({"errors", "protocol", "runtime", "common", "_core", "llm", "kv"}),
     "reference": frozenset({"errors", "protocol", "kv", "runtime", "common", "reference"}),
     "simulation": frozenset({"errors", "protocol", "text", "kv", "runtime", "common", "frontend", "simulation"}),
-    "cli": frozenset({"errors", "protocol", "text", "runtime", "common", "frontend", "simulation", "cli"}),
+    "cli": frozenset({"errors", "protocol", "text", "runtime", "common", "frontend", "simulation", "cli", "restarts"}),
 }
 
 

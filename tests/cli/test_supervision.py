@@ -16,8 +16,8 @@ from dynamo.cli.lines import CUT, LineSplitter
 from dynamo.cli.local import programs
 from dynamo.cli.processes import GaveUp, Place, Program, exit_words
 from dynamo.cli.readiness import Address, ready_text
-from dynamo.cli.restarts import RestartPolicy
 from dynamo.cli.serve import read_options
+from dynamo.restarts import RestartPolicy
 
 # -- lines --------------------------------------------------------------------------------------------------------------
 

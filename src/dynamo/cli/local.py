@@ -200,6 +200,7 @@ def programs(options: ServeOptions, listener: int, store: Path, environ: Mapping
     arguments = _child(
         *("frontend", stop_seconds, "--listener", str(listener), "--"),
         *("--http-host", options.http_host, "--http-port", str(options.http_port)),
+        *(() if options.frontend_workers is None else ("--workers", str(options.frontend_workers))),
     )
     found = [Program("frontend", arguments, frontend_env, stop_seconds, (listener,))]
     limits = {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": 30.0, "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": 5.0}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from dynamo.cli.lines import LineSplitter
-from dynamo.cli.restarts import RestartPolicy
+from dynamo.restarts import RestartPolicy
 
 __all__ = ["GaveUp", "Place", "Process", "Program", "exit_words"]
 

@@ -20,6 +20,7 @@ from dynamo.cli.usage import CommandParser, UsageError, split_engine_args
 __all__ = ["ServeOptions", "main", "read_options"]
 
 MAX_WORKERS: Final = 256  # a slip of the keyboard should not start ten thousand processes
+MAX_FRONTEND_WORKERS: Final = 64  # as the frontend itself says
 
 _EPILOG: Final = f"""\
 engines: {", ".join(sorted(BUILT_IN))}, or module:Class or module:function (also from the current directory). A function
@@ -47,6 +48,7 @@ class ServeOptions:
     http_port: int
     store: Path | None  # None: a private directory, removed at the end
     in_process: bool
+    frontend_workers: int | None = None  # None: as DYN_FRONTEND_WORKERS says
 
 
 def main(argv: list[str]) -> int:
@@ -95,10 +97,22 @@ def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
         metavar="DIR",
         help="directory in which the processes find each other; kept at the end (default: a private one)",
     )
+    parser.add_argument(
+        "--frontend-workers",
+        type=int,
+        metavar="N",
+        help="processes of the frontend, on its one port (default: 1) [DYN_FRONTEND_WORKERS]",
+    )
     parser.add_argument("--in-process", action="store_true", help="all of it in one process, over memory")
     given = parser.parse_args(own)
     if not 1 <= given.workers <= MAX_WORKERS:
         raise UsageError(f"--workers {given.workers} is out of range; use 1 to {MAX_WORKERS}")
+    if given.frontend_workers is not None and not 1 <= given.frontend_workers <= MAX_FRONTEND_WORKERS:
+        raise UsageError(
+            f"--frontend-workers {given.frontend_workers} is out of range; use 1 to {MAX_FRONTEND_WORKERS}"
+        )
+    if given.in_process and (given.frontend_workers or 1) > 1:
+        raise UsageError("--frontend-workers has no meaning with --in-process: that is one process")
     if given.in_process and given.store is not None:
         raise UsageError("--store has no meaning with --in-process: one process finds itself in memory")
     class_path(given.engine)
@@ -112,6 +126,7 @@ def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
         http_port=_port(given.http_port),
         store=given.store,
         in_process=given.in_process,
+        frontend_workers=given.frontend_workers,
     )
 
 

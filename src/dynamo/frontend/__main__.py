@@ -6,13 +6,14 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from socket import socket
 from typing import Final
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
+from dynamo.frontend.loops import event_loop_factory
 from dynamo.frontend.server import PortInUse, bind, serve_until_signal
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.distributed import DistributedRuntime
@@ -47,7 +48,11 @@ def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -
     gc.freeze()  # what the imports made stays for good
     gc.set_threshold(COLLECT_AFTER, 10, 10)
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+            if settings.workers > 1:
+                from dynamo.frontend.group.supervisor import Supervisor
+
+                return runner.run(Supervisor(settings, sys.argv[1:] if argv is None else argv, listener).run())
             runner.run(_serve(settings, listener))
     except DynamoException as error:
         print(f"Failed to start the frontend: {error}", file=sys.stderr)  # noqa: T201
@@ -55,14 +60,6 @@ def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -
     except KeyboardInterrupt:  # before the signal handlers stood: nothing has begun that needs an end
         return 130
     return 0
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    try:
-        from uvloop import new_event_loop
-    except ImportError:  # Windows, or left out on purpose: the plain loop serves as well, only slower
-        return asyncio.new_event_loop
-    return new_event_loop
 
 
 async def _serve(settings: FrontendSettings, listener: socket) -> None:

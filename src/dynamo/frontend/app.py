@@ -25,7 +25,7 @@ from dynamo.frontend.metrics import STALL_SECONDS, FrontendMetrics
 from dynamo.frontend.model_files import ModelFiles
 from dynamo.frontend.models import ModelDirectory, WorkerClient
 from dynamo.frontend.offload import Offload, ThreadOffload
-from dynamo.frontend.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute
+from dynamo.frontend.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute, Peers
 from dynamo.frontend.preprocess import Preprocessor
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.frontend.surfaces import ChatSurface, CompletionSurface
@@ -53,11 +53,14 @@ class Frontend:
         *,
         offload: Offload | None = None,
         now: Callable[[], datetime] = datetime.now,
+        peers: Peers | None = None,
     ) -> None:
-        """`now` is the clock that chat templates may print."""
+        """`now` is the clock that chat templates may print; `peers` are the other processes on the same port."""
         self.settings = settings
         self._now = now
-        self.admission = Admission(settings.max_requests_in_flight)
+        limit = settings.max_requests_in_flight
+        self.admission = Admission(limit) if peers is None else peers.admission(limit)
+        self._peers = peers
         self.metrics = FrontendMetrics(runtime.metrics, prefix=settings.metrics_prefix)
         self._runtime = runtime
         self._offload: Offload = ThreadOffload(settings.preprocess_workers) if offload is None else offload
@@ -162,9 +165,9 @@ class Frontend:
             _Endpoint(paths["completions"], InferenceRoute(CompletionSurface(), **parts), "POST"),
             _Endpoint(paths["models"], catalogue, "GET"),
             _Endpoint(paths["models"] + "/{model:path}", catalogue, "GET"),
-            _Endpoint(paths["health"], HealthRoute(self.admission, self.models), "GET"),
+            _Endpoint(paths["health"], HealthRoute(self.admission, self.models, self._peers), "GET"),
             _Endpoint(paths["live"], LiveRoute(self.admission), "GET"),
-            _Endpoint(paths["metrics"], MetricsRoute(self.metrics, self._offload), "GET"),
+            _Endpoint(paths["metrics"], MetricsRoute(self.metrics, self._offload, self._peers), "GET"),
             _Endpoint("/openapi.json", OpenApiRoute(), "GET"),
         ]
 

@@ -24,6 +24,7 @@ __all__ = ["parse_args"]
 
 ROUTER_MODES: Final = ("round-robin", "random", "power-of-two", "least-loaded", "direct", "device-aware-weighted")
 EVENT_PLANES: Final = ("nats", "zmq")
+MAX_WORKERS: Final = 64  # processes; each holds every model's tokenizer
 MAX_MIGRATIONS: Final = 2**32 - 1
 _METRIC_NAME: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
@@ -84,8 +85,10 @@ class _NotInThisVersion(argparse.Action):
             parser.error(f"{option} is not in this version")
 
 
-def parse_args(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> FrontendSettings:
-    """The settings of a command line over its environment.
+def parse_args(
+    argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None, *, dump: bool = True
+) -> FrontendSettings:
+    """The settings of a command line over its environment; `dump` false writes no `--dump-config-to`.
 
     Leaves the process as argparse does: status 0 after `--help` and `--version`, 2 with one line after an error of use.
     """
@@ -100,7 +103,7 @@ def parse_args(argv: Sequence[str] | None = None, env: Mapping[str, str] | None 
         check_buckets(env)
     except ValueError as error:
         parser.error(str(error))
-    if dump_to:
+    if dump_to and dump:
         _dump(parser, settings, Path(dump_to))
     return settings
 
@@ -119,6 +122,13 @@ def _build(base: FrontendSettings) -> _Parser:
     http = parser.add_argument_group("http").add_argument
     http("--http-host", default=base.http_host, help="address to listen on (%(default)s) [DYN_HTTP_HOST]")
     http("--http-port", type=_port, default=base.http_port, help="port to listen on (%(default)s) [DYN_HTTP_PORT]")
+    http(
+        "--workers",
+        type=_positive,
+        default=base.workers,
+        metavar="N",
+        help=f"processes that share the port, at most {MAX_WORKERS} (%(default)s) [DYN_FRONTEND_WORKERS]",
+    )
     http("--tls-cert-path", default=base.tls_cert_path, help="serve HTTPS with this certificate [DYN_TLS_CERT_PATH]")
     http("--tls-key-path", default=base.tls_key_path, help="the certificate's key [DYN_TLS_KEY_PATH]")
     http(
@@ -310,6 +320,8 @@ def _check(parser: _Parser, settings: FrontendSettings) -> None:
 
 def _check_places(parser: _Parser, settings: FrontendSettings) -> None:
     """What the environment may say and no flag would let pass."""
+    if settings.workers > MAX_WORKERS:
+        parser.error(f"--workers {settings.workers}: use 1..{MAX_WORKERS}")
     if not 0 <= settings.http_port <= 65535:
         parser.error(f"DYN_HTTP_PORT: {settings.http_port} is not a port: use 0..65535")
     for what, value, known in (

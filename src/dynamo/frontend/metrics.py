@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 from dynamo.frontend.overhead import ROUTE, STAGES, Overhead
+from dynamo.runtime.metric_snapshots import absorb
 from dynamo.runtime.metrics import Counter, Gauge, Histogram, MetricsRegistry
 from dynamo.runtime.settings import env_float, env_int
 
@@ -206,6 +207,12 @@ class FrontendMetrics:
             buckets=_OVERHEAD_BUCKETS,
         )
         self._overhead: tuple[Histogram, ...] = tuple([overhead.labels(one) for one in STAGES])
+        self.processes = registry.gauge(name("processes"), "Frontend processes that answer on this port")
+        self.processes.set(1)
+        self.process_restarts = registry.counter(
+            name("process_restarts_total"), "Frontend processes that ended by themselves and were started again"
+        )
+        self._facts = f"{prefix}_model_"
         self.event_loop_delay = registry.histogram(
             name("event_loop_delay_seconds"), "How late the event loop ran a timer", buckets=_EVENT_LOOP_BUCKETS
         )
@@ -236,6 +243,17 @@ class FrontendMetrics:
     def expose(self) -> bytes:
         """Everything in the registry, as Prometheus text."""
         return self._registry.expose()
+
+    def expose_group(self, snapshots: Sequence[bytes]) -> bytes:
+        """The metrics of all processes of a group as those of one; `snapshots` hold this process's own."""
+        merged = MetricsRegistry()
+        for one in snapshots:
+            absorb(merged, one, is_fact=self._is_fact)
+        return merged.expose()
+
+    def _is_fact(self, name: str) -> bool:
+        """Whether a gauge says the same in every process."""
+        return name.startswith(self._facts)
 
     def refused(self, limit: str) -> None:
         """A limit of the listener was hit; `limit` is one of a fixed set of names."""

@@ -208,6 +208,11 @@ class ModelDirectory:
         """One entry per name, sorted."""
         return [found[0] for name, found in sorted(self._by_name.items()) if found[0].name == name]
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a registered model is not served yet because its files are still being fetched or read."""
+        return bool(self._loading)
+
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Return when `condition` holds; it is asked after every change."""
         while not condition():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -19,7 +19,20 @@ from dynamo.protocol.openai.errors import model_not_found
 from dynamo.protocol.openai.schema import openapi_json
 from dynamo.runtime.metrics import CONTENT_TYPE
 
-__all__ = ["HealthRoute", "LiveRoute", "MetricsRoute", "ModelsRoute", "OpenApiRoute"]
+__all__ = ["HealthRoute", "LiveRoute", "MetricsRoute", "ModelsRoute", "OpenApiRoute", "Peers"]
+
+
+class Peers(Protocol):
+    """The other processes on the same port, as seen from one of them (`--workers`)."""
+
+    def admission(self, limit: int) -> Admission:
+        """Places that all processes share."""
+
+    async def gather(self) -> list[bytes]:
+        """Snapshots of everybody's metrics, this process's own included. Raises TimeoutError."""
+
+    def describe(self) -> Mapping[str, int]:
+        """How many processes there are, for `/health`."""
 
 
 def _encode(value: Any) -> bytes:
@@ -29,8 +42,8 @@ def _encode(value: Any) -> bytes:
 class HealthRoute:
     """`/health`: 200 while requests are taken, whatever the models; 503 once draining began."""
 
-    def __init__(self, admission: Admission, models: ModelDirectory) -> None:
-        self._admission, self._models = admission, models
+    def __init__(self, admission: Admission, models: ModelDirectory, peers: Peers | None = None) -> None:
+        self._admission, self._models, self._peers = admission, models, peers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._admission.stage is not Stage.SERVING:
@@ -43,7 +56,10 @@ class HealthRoute:
             return
         instances = self._models.instances()
         endpoints = sorted({f"dyn://{one['namespace']}.{one['component']}.{one['endpoint']}" for one in instances})
-        await reply(send, 200, _encode({"status": "healthy", "endpoints": endpoints, "instances": instances}))
+        healthy: dict[str, Any] = {"status": "healthy", "endpoints": endpoints, "instances": instances}
+        if self._peers is not None:
+            healthy["processes"] = self._peers.describe()
+        await reply(send, 200, _encode(healthy))
 
 
 class LiveRoute:
@@ -60,14 +76,22 @@ class LiveRoute:
 
 
 class MetricsRoute:
-    """`/metrics` of the whole process."""
+    """`/metrics` of the whole process, or of all that share its port."""
 
-    def __init__(self, metrics: FrontendMetrics, offload: Offload) -> None:
-        self._metrics, self._offload = metrics, offload
+    def __init__(self, metrics: FrontendMetrics, offload: Offload, peers: Peers | None = None) -> None:
+        self._metrics, self._offload, self._peers = metrics, offload, peers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Hundreds of series take a millisecond or two: no stream should wait for a scrape.
-        body = await self._offload(self._metrics.expose)
+        if self._peers is None:
+            body = await self._offload(self._metrics.expose)
+        else:
+            try:
+                snapshots = await self._peers.gather()
+            except TimeoutError:  # the counters of one process alone would look like a restart
+                await reply(send, 503, _encode({"error": "The other frontend processes did not answer in time"}))
+                return
+            body = await self._offload(lambda: self._metrics.expose_group(snapshots))
         await reply(send, 200, body, content_type=CONTENT_TYPE.encode())
 
 

@@ -9,8 +9,8 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Final, Protocol
 
 import uvicorn
 from uvicorn.protocols.http import httptools_impl
@@ -20,7 +20,7 @@ from dynamo.frontend.connection import SPARE_CONNECTIONS, protocol_class
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.limits import within_descriptors
 
-__all__ = ["HttpServer", "PortInUse", "bind", "serve_until_signal"]
+__all__ = ["Connections", "HttpServer", "PortInUse", "bind", "serve_until", "serve_until_signal"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,35 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+class Connections(Protocol):
+    """Where connections come from that another process has accepted."""
+
+    def open(self, make: Callable[[], asyncio.Protocol]) -> None:
+        """From now on every connection gets a protocol of `make`."""
+
+    def changed(self, connections: int) -> None:
+        """How many connections are open."""
+
+    def close(self) -> None:
+        """Take no more; idempotent."""
+
+
+class _CountedSet(set[Any]):
+    """uvicorn's set of open connections, which tells somebody its size."""
+
+    def __init__(self, changed: Callable[[int], None]) -> None:
+        super().__init__()
+        self._changed = changed
+
+    def add(self, connection: Any) -> None:
+        super().add(connection)
+        self._changed(len(self))
+
+    def discard(self, connection: Any) -> None:
+        super().discard(connection)
+        self._changed(len(self))
+
+
 class _Uvicorn(uvicorn.Server):
     """Signals are the frontend's business."""
 
@@ -76,17 +105,31 @@ class HttpServer:
         await server.stop()
     """
 
-    def __init__(self, frontend: Frontend, *, listener: socket.socket | None = None) -> None:
-        """`listener`: a bound socket; None binds the address of the settings. Raises `PortInUse`."""
+    def __init__(
+        self,
+        frontend: Frontend,
+        *,
+        listener: socket.socket | None = None,
+        deliveries: Connections | None = None,
+    ) -> None:
+        """`listener`: a bound socket; None binds the address of the settings, unless there are `deliveries`.
+
+        Raises `PortInUse`.
+        """
         settings = frontend.settings
         self._frontend = frontend
         self._settings = settings
-        self._listener = bind(settings.http_host, settings.http_port) if listener is None else listener
-        self.port: int = self._listener.getsockname()[1]
+        self._deliveries = deliveries
+        if listener is None and deliveries is None:
+            listener = bind(settings.http_host, settings.http_port)
+        self._listener = listener
+        self.port: int = 0 if listener is None else listener.getsockname()[1]
         # uvicorn's table of status lines ends at 599, the overload status may be anything up to 999.
         status = settings.overload_status
         httptools_impl.STATUS_LINE.setdefault(status, b"HTTP/1.1 %d \r\n" % status)
         self._uvicorn = _Uvicorn(self._config(settings))
+        if deliveries is not None:
+            self._uvicorn.server_state.connections = _CountedSet(deliveries.changed)
         self._task: asyncio.Task[None] | None = None
 
     def _config(self, settings: FrontendSettings) -> uvicorn.Config:
@@ -120,14 +163,25 @@ class HttpServer:
 
     async def start(self) -> None:
         """Listen; returns when connections are accepted."""
-        self._task = asyncio.create_task(
-            self._uvicorn.serve([self._listener]), name="frontend: http"
-        )  # awaited in stop
+        listeners = [] if self._listener is None else [self._listener]
+        self._task = asyncio.create_task(self._uvicorn.serve(listeners), name="frontend: http")  # awaited in stop
         while not self._uvicorn.started:
             if self._task.done():
                 await self._task  # raises what went wrong
                 raise RuntimeError("the HTTP server ended before it had started")
             await asyncio.sleep(0)
+        if self._deliveries is not None:
+            self._deliveries.open(self._make_protocol)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        """What uvicorn does for each connection that it accepts itself."""
+        server = self._uvicorn
+        loop = asyncio.get_running_loop()
+        make: Any = server.config.http_protocol_class
+        protocol: asyncio.Protocol = make(
+            config=server.config, server_state=server.server_state, app_state=server.lifespan.state, _loop=loop
+        )
+        return protocol
 
     async def stop(self) -> None:
         """Drain, then close: section "Lifecycle" of the docs. In-flight requests get `graceful_shutdown_seconds`."""
@@ -141,11 +195,25 @@ class HttpServer:
     async def close(self) -> None:
         """Close the listener and every connection now; idempotent."""
         self._frontend.stopping()
+        if self._deliveries is not None:
+            self._deliveries.close()
         if self._task is not None:
             self._uvicorn.should_exit = True
             await self._task
             self._task = None
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
+
+
+async def serve_until(server: HttpServer, asked: asyncio.Event, serving: Callable[[], Awaitable[None]]) -> None:
+    """Serve until `asked`, then drain. `serving` is awaited once connections are taken."""
+    try:
+        await server.start()
+        await serving()
+        await asked.wait()
+        await server.stop()
+    finally:
+        await server.close()
 
 
 async def serve_until_signal(frontend: Frontend, *, listener: socket.socket | None = None) -> None:
@@ -163,10 +231,8 @@ async def serve_until_signal(frontend: Frontend, *, listener: socket.socket | No
 
     for one in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(one, first, one)
-    try:
-        await server.start()
+
+    async def serving() -> None:
         logger.info("serving HTTP on %s:%d", frontend.settings.http_host, server.port)
-        await asked.wait()
-        await server.stop()
-    finally:
-        await server.close()
+
+    await serve_until(server, asked, serving)

@@ -56,6 +56,7 @@ class FrontendSettings:
 
     http_host: str = "0.0.0.0"
     http_port: int = 8000
+    workers: int = 1  # processes on the one port
     tls_cert_path: str | None = None
     tls_key_path: str | None = None
     tls_client_ca_cert_path: str | None = None
@@ -119,6 +120,7 @@ class FrontendSettings:
         return cls(
             http_host=env_str("DYN_HTTP_HOST", default.http_host, env=env) or default.http_host,
             http_port=env_int("DYN_HTTP_PORT", default.http_port, minimum=0, env=env),
+            workers=env_int("DYN_FRONTEND_WORKERS", default.workers, minimum=1, env=env),
             tls_cert_path=env_str("DYN_TLS_CERT_PATH", env=env),
             tls_key_path=env_str("DYN_TLS_KEY_PATH", env=env),
             tls_client_ca_cert_path=env_str("DYN_TLS_CLIENT_CA_CERT_PATH", env=env),

@@ -186,6 +186,23 @@ class Histogram:
     def sum(self) -> float:
         return self._sum
 
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """The upper bounds, without `+Inf`."""
+        return self._bounds
+
+    @property
+    def counts(self) -> list[int]:
+        """How many values fell into each bucket, `+Inf` last; not cumulated."""
+        return list(self._counts)
+
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """Count what another histogram with the same bounds has counted. Raises ValueError for other bounds."""
+        if len(counts) != len(self._counts):
+            raise ValueError(f"{len(counts)} buckets cannot be added to {len(self._counts)}")
+        self._counts = [mine + theirs for mine, theirs in zip(self._counts, counts, strict=True)]
+        self._sum += total
+
     def _samples(self, name: str, labels: str) -> list[str]:
         counts, lines, total = list(self._counts), [], 0
         comma = "," if labels else ""
@@ -333,6 +350,30 @@ class MetricsRegistry:
     def _check_room(self) -> None:
         if len(self._callbacks) + len(self._typed) >= MAX_CALLBACKS:
             raise ValueError(f"more than {MAX_CALLBACKS} metrics callbacks: register one per registry, not per request")
+
+    def families(self) -> list[tuple[str, str, str, list[tuple[str, Metric]]]]:
+        """What is here now, without the callbacks: (name, kind, help, [(label text, metric)])."""
+        return [
+            (name, family.kind, family.help, list(family.series.items()))
+            for name, family in list(self._families.items())
+        ]
+
+    def held(self, name: str, kind: str, help: str, labels: str, fresh: M) -> M:
+        """The series with this label text, which is `fresh` if there was none.
+
+        Raises ValueError when the name or the series is of another type, and `TooManySeries`.
+        """
+        family = self._families.get(name)
+        if family is None:
+            family = self._families[name] = _Family(kind, help)
+        found = family.series.get(labels)
+        if found is None and family.kind == kind:
+            if len(family.series) >= MAX_SERIES:
+                raise TooManySeries(f"metric {name} has {MAX_SERIES} series")
+            family.series[labels] = found = fresh
+        if type(found) is not type(fresh) or family.kind != kind:
+            raise ValueError(f"metric {name} is a {family.kind} and no {kind}")
+        return found
 
     def expose(self) -> bytes:
         """The whole output, sorted by family name. Callbacks may take long: call it outside the event loop if any."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynamo.cli.usage import EXIT_USAGE
-
 __all__ = ["RestartPolicy"]
+
+EXIT_USAGE: Final = 2  # what argparse leaves with; the next one would read the same command line
 
 FIRST_DELAY_SECONDS: Final = 0.5
 LONGEST_DELAY_SECONDS: Final = 30.0
@@ -27,7 +27,7 @@ class RestartPolicy:
         `healthy_seconds`: how long this incarnation was ready; None if it never was.
         """
         if healthy_seconds is None and status == EXIT_USAGE:
-            return None  # the next one would read the same command line
+            return None
         self._was_ever_ready |= healthy_seconds is not None
         if healthy_seconds is not None and healthy_seconds >= HEALTHY_SECONDS:
             self._deaths_in_a_row = 0

@@ -1,0 +1,81 @@
+"""What a parent and its members say to each other: length-prefixed msgpack over a pair of sockets.
+
+Both ends are this very version of this program, started by one command, so there is nothing to negotiate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Final
+
+import msgspec
+
+__all__ = ["Gather", "Gathered", "Message", "Ready", "Snapshot", "Standing", "Take", "read", "write"]
+
+MAX_MESSAGE_BYTES: Final = 256 * 1024 * 1024  # all series of 64 processes stay far below it
+
+_PREFIX: Final = struct.Struct(">I")
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Member: I can be given connections."""
+
+
+class Gather(msgspec.Struct, frozen=True, tag=True):
+    """Member: somebody asks me for the metrics of us all; `snapshot` are mine."""
+
+    number: int
+    snapshot: bytes
+
+
+class Gathered(msgspec.Struct, frozen=True, tag=True):
+    """Parent, to the member that asked: everybody else's metrics, and what processes that have ended had counted."""
+
+    number: int
+    snapshots: list[bytes]
+
+
+class Take(msgspec.Struct, frozen=True, tag=True):
+    """Parent: give me your metrics."""
+
+    number: int
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag=True):
+    """Member: here they are."""
+
+    number: int
+    snapshot: bytes
+
+
+class Standing(msgspec.Struct, frozen=True, tag=True):
+    """Parent, to all, after every change: how the group is doing."""
+
+    serving: int
+    configured: int
+
+
+Message = Ready | Gather | Gathered | Take | Snapshot | Standing
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(Message).decode
+
+
+def write(writer: asyncio.StreamWriter, message: Message) -> None:
+    """Queue one message; nothing when the other end is gone."""
+    if not writer.is_closing():
+        payload = _encode(message)
+        writer.writelines([_PREFIX.pack(len(payload)), payload])
+
+
+async def read(reader: asyncio.StreamReader) -> Message | None:
+    """The next message; None when the other end is gone."""
+    try:
+        (size,) = _PREFIX.unpack(await reader.readexactly(_PREFIX.size))
+        if size > MAX_MESSAGE_BYTES:
+            raise RuntimeError(f"a message of {size} bytes inside the group of frontend processes")
+        message: Message = _decode(await reader.readexactly(size))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return message

@@ -1,0 +1,176 @@
+"""`--workers N`: several processes on one port look like one; and several frontends of one cluster agree."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from support.http_client import CHAT, Exchange, ask, chat, exchange, script
+from support.processes import Cluster, Frontend, Worker, until, wait
+
+PROCESSES = 2
+LIMIT = 6
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("group")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def worker(cluster: Cluster) -> Worker:
+    return cluster.worker("worker", "group")
+
+
+@pytest.fixture(scope="module")
+def group(cluster: Cluster, worker: Worker) -> Frontend:
+    """A frontend of two processes with six places."""
+    found = cluster.frontend("group", f"--workers={PROCESSES}", f"--max-requests-in-flight={LIMIT}")
+    cluster.wait_ready(found, worker)
+    wait(lambda: len(members(found)) == PROCESSES, lambda: f"both processes; log:\n{found.log}")
+    return found
+
+
+def members(frontend: Frontend) -> dict[int, int]:
+    """The processes that serve now: by place, the newest one's id."""
+    found = re.findall(r"frontend process (\d+) \(pid (\d+)\) serves", frontend.log)
+    return {int(place): int(pid) for place, pid in found}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def metric(frontend: Frontend, name: str) -> float:
+    """The sum of a metric's samples over its labels."""
+    status, body = frontend.get("/metrics")
+    assert status == 200, body
+    return sum(map(float, re.findall(rf"^dynamo_frontend_{name}(?:{{[^}}]*}})? (\S+)$", body.decode(), re.MULTILINE)))
+
+
+@asynccontextmanager
+async def streams(frontend: Frontend, count: int, tag: str) -> AsyncIterator[list[Exchange]]:
+    """Streams under way, each on its own connection, until they are stopped."""
+    async with AsyncExitStack() as stack:
+        found = []
+        for _ in range(count):
+            body = chat("group", stream=True)
+            headers = script(["say", "x"], ["wait"], tag=tag)
+            one = await stack.enter_async_context(exchange(frontend.port, CHAT, body, headers=headers))
+            assert await one.head() == 200
+            found.append(one)
+        yield found
+
+
+async def test_the_metrics_are_those_of_all_processes_whoever_is_asked(
+    group: Frontend, worker: Worker, tag: str
+) -> None:
+    before = metric(group, "requests_total")
+    async with streams(group, 4, tag):
+        # Connections are dealt out evenly, so each process has two of them, and every scrape counts all four.
+        assert {metric(group, "inflight_requests") for _ in range(2 * PROCESSES)} == {4}
+        assert metric(group, "processes") == PROCESSES
+        assert metric(group, "model_context_length") == 1_000_000
+    await worker.sees("stopped", tag, 4)
+    replies = [await ask(group.port, CHAT, chat("group")) for _ in range(2 * PROCESSES)]
+    assert {reply.status for reply in replies} == {200}
+    assert metric(group, "requests_total") == before + 4 + 2 * PROCESSES
+
+
+async def test_the_limit_of_requests_in_flight_is_that_of_all_processes(
+    group: Frontend, worker: Worker, tag: str
+) -> None:
+    async with streams(group, LIMIT, tag):
+        declined = [await ask(group.port, CHAT, chat("group")) for _ in range(2 * PROCESSES)]
+        assert {reply.status for reply in declined} == {529}
+    await worker.sees("stopped", tag, LIMIT)
+    await until(lambda: metric(group, "inflight_requests") == 0)
+    assert (await ask(group.port, CHAT, chat("group"))).status == 200
+
+
+async def test_a_process_that_is_killed_is_replaced_and_its_counts_stay(group: Frontend) -> None:
+    shown = metric(group, "requests_total")
+    restarts = metric(group, "process_restarts_total")
+    doomed = members(group)[1]
+    os.kill(doomed, signal.SIGKILL)
+    while members(group)[1] == doomed:  # meanwhile the others answer, and no number falls
+        assert (await ask(group.port, CHAT, chat("group"))).status == 200
+        assert metric(group, "requests_total") > shown
+        shown = metric(group, "requests_total")
+    assert metric(group, "process_restarts_total") == restarts + 1
+    _, health = group.get("/health")
+    assert b'"processes":{"serving":2,"configured":2}' in health
+
+
+async def test_a_group_that_is_asked_to_end_lets_its_streams_end(cluster: Cluster, worker: Worker, tag: str) -> None:
+    frontend = cluster.frontend("leaving", f"--workers={PROCESSES}")
+    cluster.wait_ready(frontend, worker)
+    wait(lambda: len(members(frontend)) == PROCESSES, lambda: frontend.log)
+    async with AsyncExitStack() as stack:
+        slow = [
+            await stack.enter_async_context(
+                exchange(
+                    frontend.port, CHAT, chat("group", stream=True), headers=script(["say", "abcdef", 0.1], tag=tag)
+                )
+            )
+            for _ in range(4)
+        ]
+        assert [await one.head() for one in slow] == [200] * 4
+        frontend.terminate()
+        await until(lambda: frontend.get("/health")[0] == 503)
+        assert (await ask(frontend.port, CHAT, chat("group"))).status == 503
+        assert [(await one.rest()).count(b"content") >= 6 for one in slow] == [True] * 4
+    assert await frontend.ended() == 0
+    assert not any(map(is_running, members(frontend).values()))
+
+
+async def test_members_end_with_their_parent(cluster: Cluster, worker: Worker) -> None:
+    frontend = cluster.frontend("orphans", f"--workers={PROCESSES}")
+    cluster.wait_ready(frontend, worker)
+    wait(lambda: len(members(frontend)) == PROCESSES, lambda: frontend.log)
+    pids = members(frontend).values()
+    frontend.kill()
+    await until(lambda: not any(map(is_running, pids)))
+
+
+def test_a_group_that_cannot_start_says_why_and_ends(cluster: Cluster) -> None:
+    frontend = cluster.frontend("blind", "--workers=2", "--discovery-backend=etcd", ETCD_ENDPOINTS="http://127.0.0.1:1")
+    assert frontend.exit_code() == 1
+    assert "etcd" in frontend.log
+
+
+async def test_frontends_of_one_cluster_agree_within_a_second(cluster: Cluster, group: Frontend, name: str) -> None:
+    frontends = [group, *(cluster.frontend(f"{name}-{number}") for number in range(2))]
+    for frontend in frontends:
+        frontend.wait_ready()
+
+    async def agreed(is_there: bool) -> float:
+        """Seconds between the first and the last frontend to see it."""
+        seen: list[float] = []
+
+        async def watch(frontend: Frontend) -> None:
+            await until(lambda: (name in frontend.models()) == is_there)
+            seen.append(time.monotonic())
+
+        async with asyncio.TaskGroup() as tasks:
+            for frontend in frontends:
+                tasks.create_task(watch(frontend))
+        return max(seen) - min(seen)
+
+    late = cluster.worker(name, name)
+    assert await agreed(True) < 1.0
+    late.terminate()
+    assert await agreed(False) < 1.0
+    assert late.exit_code() == 0
