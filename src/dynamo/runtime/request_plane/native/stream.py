@@ -321,6 +321,8 @@ class NativeStream(asyncio.Protocol):
     def _call_listener(self) -> None:
         if self._listener is not None:
             self._listener()
+            if self._ended and self._listener is not None:  # the end came together with what it took
+                self._listener()
 
     def _called_home(self) -> None:
         came, self._on_home = self._on_home, None
