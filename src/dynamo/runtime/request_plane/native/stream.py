@@ -241,7 +241,7 @@ class NativeStream(asyncio.Protocol):
                 self._is_reading = False
                 transport.pause_reading()
         if self._listener is not None:
-            self._listener()
+            self._call_listener()
         else:
             self._wake_reader()
 
