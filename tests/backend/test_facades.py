@@ -101,6 +101,8 @@ def test_importing_the_contract_loads_neither_prometheus_nor_a_server() -> None:
 def test_a_worker_offers_only_parsers_that_exist() -> None:
     for names in (dynamo._core.get_tool_parser_names(), dynamo._core.get_reasoning_parser_names()):
         assert names == sorted(set(names))
+    assert "hermes" in dynamo._core.get_tool_parser_names()
+    assert "qwen3" in dynamo._core.get_reasoning_parser_names()
 
 
 def test_media_settings_are_plain_json() -> None:

@@ -316,12 +316,26 @@ async def test_a_failed_instance_registration_goes_the_long_way_down() -> None:
         (object(), {}),
         (Recorder(), {"namespace": "a.b"}),
         (Recorder(), {"endpoint": ""}),
+        (Recorder(), {"tool_call_parser": "zeus"}),
+        (Recorder(), {"reasoning_parser": "hermes"}),
     ],
 )
 async def test_a_configuration_that_does_not_fit_touches_nothing(engine: Any, members: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
         await make(engine, **members).run()
     assert getattr(engine, "calls", []) == []
+
+
+async def test_an_unknown_parser_is_told_those_there_are() -> None:
+    with pytest.raises(InvalidArgument, match=r"tool_call_parser must be one of .*hermes, .*got 'zeus'"):
+        await make(Recorder(), tool_call_parser="zeus").run()
+
+
+async def test_a_parser_only_the_native_frontend_has_is_said_to_be_one(caplog: pytest.LogCaptureFixture) -> None:
+    async with running(make(Recorder(), tool_call_parser="llama3_json", reasoning_parser="qwen3")):
+        pass
+    assert caplog.text.count("is not in this version") == 1
+    assert "tool_call_parser 'llama3_json' is not in this version" in caplog.text
 
 
 @pytest.mark.parametrize("plane", [{"discovery_backend": "kubernetes"}, {"request_plane": "nats"}])

@@ -233,6 +233,26 @@ CHAT_ROWS: Final[list[tuple[dict[str, Any], str, str]]] = [
         "mm_processor_kwargs holds an integer that does not fit 64 bits",
         "mm_processor_kwargs",
     ),
+    (
+        {"tool_choice": "required", "tools": [tool()], "guided_regex": "a"},
+        "`guided_regex` cannot be used with a forced tool_choice, which guides the whole answer itself",
+        "guided_regex",
+    ),
+    (
+        {"tool_choice": tool(), "tools": [tool()], "guided_json": {}},
+        "`guided_json` cannot be used with a forced tool_choice, which guides the whole answer itself",
+        "guided_json",
+    ),
+    (
+        {"tool_choice": tool(""), "tools": [tool()]},
+        'tool named "" in tool_choice is not present in tools',
+        "tool_choice",
+    ),
+    (
+        {"tool_choice": "required", "tools": [tool(parameters={"maximum": 2**70})]},
+        "tools holds an integer that does not fit 64 bits",
+        "tools",
+    ),
 ]
 
 NOT_BUILT_ROWS: Final[list[tuple[dict[str, Any], str, str]]] = [
@@ -245,16 +265,6 @@ NOT_BUILT_ROWS: Final[list[tuple[dict[str, Any], str, str]]] = [
         {"function_call": "auto"},
         "`function_call` is deprecated. Please migrate to use `tool_choice` instead.",
         "function_call",
-    ),
-    (
-        {"tool_choice": "required", "tools": [tool()]},
-        'tool_choice "required" needs a tool-call parser, which this version does not have yet',
-        "tool_choice",
-    ),
-    (
-        {"tool_choice": tool(), "tools": [tool()]},
-        'tool_choice "f" needs a tool-call parser, which this version does not have yet',
-        "tool_choice",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},

@@ -159,9 +159,10 @@ class Frontend:
             "in_flight": self._in_flight,
             "budget": BodyBudget(self.settings.pending_bodies_limit_bytes),
         }
+        chat = ChatSurface(reasoning_field=self.settings.reasoning_field_name)
         catalogue = ModelsRoute(self.models, self.settings)
         return [
-            _Endpoint(paths["chat"], InferenceRoute(ChatSurface(), **parts), "POST"),
+            _Endpoint(paths["chat"], InferenceRoute(chat, **parts), "POST"),
             _Endpoint(paths["completions"], InferenceRoute(CompletionSurface(), **parts), "POST"),
             _Endpoint(paths["models"], catalogue, "GET"),
             _Endpoint(paths["models"] + "/{model:path}", catalogue, "GET"),

@@ -23,6 +23,7 @@ from dynamo.text.templates import ChatTemplate
 __all__ = ["parse_args"]
 
 ROUTER_MODES: Final = ("round-robin", "random", "power-of-two", "least-loaded", "direct", "device-aware-weighted")
+REASONING_FIELDS: Final = ("reasoning_content", "reasoning")
 EVENT_PLANES: Final = ("nats", "zmq")
 MAX_WORKERS: Final = 64  # processes; each holds every model's tokenizer
 MAX_MIGRATIONS: Final = 2**32 - 1
@@ -33,7 +34,7 @@ _LATER_WITH_VALUE: Final = (
     "--tcp-tls-cert-path", "--tcp-tls-key-path", "--tcp-tls-ca-cert-path", "--tcp-tls-client-cert-path",
     "--tcp-tls-client-key-path", "--tcp-tls-client-ca-cert-path",
     "--nats-tls-ca-cert-path", "--nats-tls-client-cert-path", "--nats-tls-client-key-path",
-    "--model-name", "--model-path", "--grpc-metrics-port", "--frontend-route-extension", "--reasoning-field-name",
+    "--model-name", "--model-path", "--grpc-metrics-port", "--frontend-route-extension",
     "--router-min-initial-workers", "--router-session-affinity-ttl-secs", "--router-session-affinity-mode",
     "--active-decode-blocks-threshold", "--active-prefill-tokens-threshold", "--active-prefill-tokens-threshold-frac",
     "--router-policy-config", "--router-conditional-disagg-config", "--router-prefill-policy",
@@ -42,7 +43,7 @@ _LATER_WITH_VALUE: Final = (
 )  # fmt: skip
 _LATER_SWITCHES: Final = (
     "--interactive", "--serve-indexer", "--use-remote-indexer", "--nats-tls-insecure", "--kserve-grpc-server",
-    "--enable-anthropic-api", "--enable-streaming-tool-dispatch", "--enable-streaming-reasoning-dispatch",
+    "--enable-anthropic-api",
     "--load-aware", "--router-conditional-disagg", "--router-replica-sync", "--enable-session-prefix-index",
 )  # fmt: skip
 
@@ -198,6 +199,26 @@ def _build(base: FrontendSettings) -> _Parser:
         help="leave tools out of the prompt [DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE]",
     )
     text(
+        "--reasoning-field-name",
+        choices=REASONING_FIELDS,
+        default=base.reasoning_field_name,
+        help="the member of an answer that holds its reasoning (%(default)s) [DYN_REASONING_FIELD_NAME]",
+    )
+    text(
+        "--enable-streaming-tool-dispatch",
+        action=argparse.BooleanOptionalAction,
+        dest="streaming_tool_dispatch",
+        default=base.streaming_tool_dispatch,
+        help="also tell every complete tool call in an event of its own [DYN_ENABLE_STREAMING_TOOL_DISPATCH]",
+    )
+    text(
+        "--enable-streaming-reasoning-dispatch",
+        action=argparse.BooleanOptionalAction,
+        dest="streaming_reasoning_dispatch",
+        default=base.streaming_reasoning_dispatch,
+        help="also tell the whole reasoning in an event of its own [DYN_ENABLE_STREAMING_REASONING_DISPATCH]",
+    )
+    text(
         "--dyn-preprocess-workers",
         dest="preprocess_workers",
         type=_not_negative,
@@ -294,6 +315,8 @@ def _at_least(text: str, minimum: int) -> int:
 
 def _check(parser: _Parser, settings: FrontendSettings) -> None:
     _check_places(parser, settings)
+    if settings.reasoning_field_name not in REASONING_FIELDS:  # from the environment: argparse judges only the flag
+        parser.error(f"DYN_REASONING_FIELD_NAME must be one of {', '.join(REASONING_FIELDS)}")
     if settings.router_mode == "kv":
         parser.error("--router-mode kv is not in this version")
     if settings.router_mode not in ROUTER_MODES:

@@ -23,6 +23,7 @@ from dynamo.errors import (
     rule_of,
 )
 from dynamo.frontend.overhead import Overhead
+from dynamo.frontend.parsing import OutputPlan
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.router.prefill import PrefillAnswer, PrefillRouter, hand_over_for_nobody, may_go_without
 from dynamo.runtime.context import Context
@@ -76,10 +77,12 @@ class WorkRequest:
         "instances",
         "is_single",
         "overhead",
+        "parsing",
         "pinned_instance_id",
         "prefill_instance_id",
         "prompt_tokens",
         "prompts",
+        "reasoning_tokens",
         "retries",
     )
 
@@ -105,6 +108,8 @@ class WorkRequest:
         self.completion_tokens = 0
         self._cached: dict[int, int] = {}  # prompt -> the most that was reported of it
         self.instances: list[Instance] = []
+        self.parsing: OutputPlan | None = None  # how the text is read; None: it is shown as it comes
+        self.reasoning_tokens: int | None = None  # of `completion_tokens`; None: nobody counts them
         self.prefill_instance_id: int | None = None  # who computed the prompt, where that was another worker
 
     @property

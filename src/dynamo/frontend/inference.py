@@ -44,6 +44,7 @@ from dynamo.frontend.generation import Delta, SingleGeneration, WorkRequest, gen
 from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics, RequestMetrics
 from dynamo.frontend.models import ModelDirectory, ServedModel
 from dynamo.frontend.overhead import PARSE, QUEUE, Overhead, wants_overhead
+from dynamo.frontend.parsed_answers import ParsedChunkWriter, ParsedUnaryAnswer
 from dynamo.frontend.preprocess import Preprocessor
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.frontend.surfaces import Answer, ChunkWriter, Surface, UnaryAnswer
@@ -299,7 +300,7 @@ class InferenceRoute:
     ) -> None:
         settings = self._settings
         always = settings.force_include_usage
-        writer = ChunkWriter(answer, continuous_usage=request.continuous_usage or always)
+        writer = self._writer(answer, continuous_usage=request.continuous_usage or always)
         head = _annotations(request, answer, text)
         loop_time = asyncio.get_running_loop().time
         counted = exchange.counted
@@ -400,7 +401,8 @@ class InferenceRoute:
         extra: tuple[tuple[bytes, bytes], ...],
         began: float,
     ) -> None:
-        gathered = UnaryAnswer(answer)
+        parsing = answer.work.parsing
+        gathered = UnaryAnswer(answer) if parsing is None else ParsedUnaryAnswer(answer, parsing)
         loop_time = asyncio.get_running_loop().time
         overhead = answer.work.overhead
         inactivity = self._inactivity(exchange)
@@ -429,6 +431,19 @@ class InferenceRoute:
             extra += overhead.headers()
         await reply(send, 200, body, extra=extra, respond=respond)
         self._finish(exchange, answer)
+
+    def _writer(self, answer: Answer, *, continuous_usage: bool) -> ChunkWriter:
+        parsing, settings = answer.work.parsing, self._settings
+        if parsing is None:
+            return ChunkWriter(answer, continuous_usage=continuous_usage)
+        return ParsedChunkWriter(
+            answer,
+            parsing,
+            continuous_usage=continuous_usage,
+            reasoning_field=settings.reasoning_field_name,
+            dispatches_calls=settings.streaming_tool_dispatch,
+            dispatches_reasoning=settings.streaming_reasoning_dispatch,
+        )
 
     def _inactivity(self, exchange: _Exchange) -> _Inactivity | None:
         limit = self._settings.backend_stream_timeout_seconds

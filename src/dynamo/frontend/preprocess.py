@@ -14,6 +14,7 @@ from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models import ServedModel
 from dynamo.frontend.offload import Offload
 from dynamo.frontend.overhead import PARSE, QUEUE, TEMPLATE, TOKENISE, Overhead
+from dynamo.frontend.parsing import plan_output, tell_worker
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.frontend.text_generation import text_prompts, text_work
 from dynamo.protocol.openai.errors import RequestRejected
@@ -23,10 +24,12 @@ from dynamo.protocol.openai.requests import (
     CompletionRequest,
     finish_preprocessing,
     raw_prompt,
+    template_messages,
     template_tools,
     template_variables,
     to_worker_fields,
 )
+from dynamo.protocol.openai.tool_schema import forced_choice
 
 __all__ = ["Preprocessor"]
 
@@ -47,7 +50,9 @@ class Preprocessor:
         Raises `InvalidArgument` when the template refuses, `RequestRejected` when the prompt is too long.
         """
         if model.takes_text:
-            return text_work(request, self._work(request, effects, model, [[]], overhead)), None
+            text_only = text_work(request, self._work(request, effects, model, [[]], overhead))
+            self._plan(request, model, text_only, "")
+            return text_only, None
         began = perf_counter()
         text: str | None = None
         ids = request.token_data
@@ -60,6 +65,7 @@ class Preprocessor:
             ids = await self._encode(model, text, overhead)
         work = self._work(request, effects, model, [ids], overhead)
         self._check_length(work, model, is_chat=True)
+        self._plan(request, model, work, text)
         self._metrics.preprocess_seconds.observe(perf_counter() - began)
         return work, text
 
@@ -81,6 +87,18 @@ class Preprocessor:
         only = sources[0] if len(sources) == 1 else None
         return work, only if isinstance(only, str) else None
 
+    def _plan(self, request: ChatRequest, model: ServedModel, work: WorkRequest, prompt: str | None) -> None:
+        """Choose the parsers of the answer, and tell the worker what follows from them."""
+        config = model.card.runtime_config
+        if config.tool_call_parser is None and config.reasoning_parser is None and forced_choice(request) is None:
+            return
+        tokenizer = model.text.tokenizer
+        plan = work.parsing = plan_output(
+            request, config, prompt=prompt, tokenizer=tokenizer, prompt_ids=work.prompts[0]
+        )
+        if plan is not None and work.body:
+            tell_worker(request, config, plan, tokenizer, work.body)
+
     def _render(self, request: ChatRequest, model: ServedModel) -> str:
         began = perf_counter()
         runtime_data = model.card.runtime_config.runtime_data
@@ -89,9 +107,11 @@ class Preprocessor:
             variables["response_format"] = msgspec.to_builtins(request.response_format)
         if request.tool_choice is not None and request.tool_choice != "auto":
             variables["tool_choice"] = msgspec.to_builtins(request.tool_choice)
+        config = model.card.runtime_config
+        excludes = self._settings.exclude_tools_when_tool_choice_none and config.exclude_tools_when_tool_choice_none
         text = model.text.template.render(
-            request.messages,
-            tools=template_tools(request, exclude_when_none=self._settings.exclude_tools_when_tool_choice_none),
+            template_messages(request, config.tool_call_arguments_format),
+            tools=template_tools(request, exclude_when_none=excludes),
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=request.continue_final_message is True,
             variables=variables,

@@ -100,6 +100,9 @@ class FrontendSettings:
     force_include_usage: bool = False
     exclude_tools_when_tool_choice_none: bool = True
     custom_jinja_template: str | None = None
+    reasoning_field_name: str = "reasoning_content"
+    streaming_tool_dispatch: bool = False
+    streaming_reasoning_dispatch: bool = False
     metadata_header_prefix: str = "x-dynamo-meta-"
 
     preprocess_workers: int = 0  # threads for long prompts and model files; 0: chosen by the number of processors
@@ -172,6 +175,10 @@ class FrontendSettings:
             disable_nvext=env_bool("DYN_DISABLE_FRONTEND_NVEXT", env=env),
             force_include_usage=env_bool("DYN_ENABLE_FORCE_INCLUDE_USAGE", env=env),
             exclude_tools_when_tool_choice_none=env_bool("DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE", True, env=env),
+            reasoning_field_name=env_str("DYN_REASONING_FIELD_NAME", default.reasoning_field_name, env=env)
+            or default.reasoning_field_name,
+            streaming_tool_dispatch=env_bool("DYN_ENABLE_STREAMING_TOOL_DISPATCH", env=env),
+            streaming_reasoning_dispatch=env_bool("DYN_ENABLE_STREAMING_REASONING_DISPATCH", env=env),
             custom_jinja_template=env_str("DYN_CUSTOM_JINJA_TEMPLATE", env=env),
             metadata_header_prefix=(
                 env_str("DYN_METADATA_HEADER", default.metadata_header_prefix, env=env) or ""

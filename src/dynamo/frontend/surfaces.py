@@ -90,6 +90,10 @@ class ChatSurface(Surface[ChatRequest]):
     id_prefix = "chatcmpl-"
     model_type = ModelType.Chat
 
+    def __init__(self, *, reasoning_field: str = "reasoning_content") -> None:
+        """`reasoning_field`: the member of a message that holds its reasoning."""
+        self._reasoning_field = reasoning_field
+
     def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> ChatRequest:
         return decode_chat(body, ignore_unsupported=ignore_unsupported, limits=limits)
 
@@ -113,7 +117,15 @@ class ChatSurface(Surface[ChatRequest]):
         return chat_logprobs(items)
 
     def body(self, answer: Answer, choices: Sequence[Choice], usage: bytes, nvext: bytes | None) -> bytes:
-        return chat_body(answer.id, answer.created, answer.model_name, choices, usage, nvext=nvext)
+        return chat_body(
+            answer.id,
+            answer.created,
+            answer.model_name,
+            choices,
+            usage,
+            nvext=nvext,
+            reasoning_field=self._reasoning_field,
+        )
 
 
 class CompletionSurface(Surface[CompletionRequest]):
@@ -202,7 +214,12 @@ class Answer:
     def usage(self) -> bytes:
         """The usage so far."""
         work = self.work
-        return usage_json(work.prompt_tokens, work.completion_tokens, cached_tokens=work.cached_tokens)
+        return usage_json(
+            work.prompt_tokens,
+            work.completion_tokens,
+            cached_tokens=work.cached_tokens,
+            reasoning_tokens=work.reasoning_tokens,
+        )
 
     def logprob_items(self, delta: Delta) -> list[TokenLogprob]:
         """The log probabilities of one delta; [] when the engine gave none."""
@@ -372,11 +389,11 @@ class UnaryAnswer:
     def body(self) -> bytes:
         answer = self._answer
         choices = [
-            Choice(
+            self.choice(
                 index,
                 "".join(texts),
                 self._finish[index],
-                logprobs=answer.logprobs(index, self._items[index]) if self._items else None,
+                answer.logprobs(index, self._items[index]) if self._items else None,
             )
             for index, texts in enumerate(self._texts)
         ]
@@ -390,3 +407,7 @@ class UnaryAnswer:
                 first_token_seconds=self.first_token_seconds,
             )
         return answer.surface.body(answer, choices, answer.usage(), nvext)
+
+    def choice(self, index: int, text: str, finish_reason: str | None, logprobs: bytes | None) -> Choice:
+        """One finished choice of the body."""
+        return Choice(index, text, finish_reason, logprobs=logprobs)

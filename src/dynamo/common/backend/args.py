@@ -29,9 +29,11 @@ from dynamo.common.backend.config import (
     RESPONSE_PLANES,
     WorkerConfig,
 )
+from dynamo.common.backend.parsers import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.common.constants import DisaggregationMode, parse_disaggregation_mode
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.model_types import parse_endpoint_types
+from dynamo.protocol.parsers import REASONING_PARSERS, TOOL_PARSERS
 from dynamo.runtime.settings import FALSY, TRUTHY
 
 __all__ = ["BackendArgumentParser", "add_backend_arguments", "worker_config_from"]
@@ -203,8 +205,20 @@ def _add_text(flags: _Flags) -> None:
         "file with a chat template that replaces the model's own",
         read=_template,
     )
-    flags.add("--dyn-tool-call-parser", "DYN_TOOL_CALL_PARSER", None, "parser of the model's tool calls")
-    flags.add("--dyn-reasoning-parser", "DYN_REASONING_PARSER", None, "parser of the model's reasoning")
+    flags.add(
+        "--dyn-tool-call-parser",
+        "DYN_TOOL_CALL_PARSER",
+        None,
+        f"parser of the model's tool calls: {', '.join(get_tool_parser_names())}",
+        read=_one_of(TOOL_PARSERS),
+    )
+    flags.add(
+        "--dyn-reasoning-parser",
+        "DYN_REASONING_PARSER",
+        None,
+        f"parser of the model's reasoning: {', '.join(get_reasoning_parser_names())}",
+        read=_one_of(REASONING_PARSERS),
+    )
     flags.add(
         "--dyn-default-thinking-mode",
         "DYN_DEFAULT_THINKING_MODE",

@@ -1,20 +1,51 @@
-"""The output parsers this version has. A worker only advertises a name; the frontend applies the parser."""
+"""Which output parser a worker asks for. A worker only advertises a name; the frontend applies the parser."""
 
 from __future__ import annotations
 
-from typing import Final
+import logging
+from collections.abc import Sequence
 
-__all__ = ["get_reasoning_parser_names", "get_tool_parser_names"]
+from dynamo.errors import InvalidArgument
+from dynamo.protocol.parsers import BUILT_REASONING_PARSERS, BUILT_TOOL_PARSERS, REASONING_PARSERS, TOOL_PARSERS
 
-_TOOL_PARSERS: Final[tuple[str, ...]] = ()  # none is built yet; a frontend of the native system knows its own
-_REASONING_PARSERS: Final[tuple[str, ...]] = ()
+__all__ = ["check_parsers", "get_reasoning_parser_names", "get_tool_parser_names", "warn_of_parsers_not_built"]
+
+logger = logging.getLogger(__name__)
 
 
 def get_tool_parser_names() -> list[str]:
     """Names that `--dyn-tool-call-parser` can choose and our own frontend applies."""
-    return sorted(_TOOL_PARSERS)
+    return sorted(BUILT_TOOL_PARSERS)
 
 
 def get_reasoning_parser_names() -> list[str]:
     """Names that `--dyn-reasoning-parser` can choose and our own frontend applies."""
-    return sorted(_REASONING_PARSERS)
+    return sorted(BUILT_REASONING_PARSERS)
+
+
+def check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> None:
+    """Raises InvalidArgument for a name that is no parser's, listing those that are."""
+    for what, name, known in _asked_for(tool_call_parser, reasoning_parser):
+        if name not in known:
+            raise InvalidArgument(f"{what} must be one of {', '.join(sorted(known))}, got {name!r}")
+
+
+def warn_of_parsers_not_built(tool_call_parser: str | None, reasoning_parser: str | None) -> None:
+    """Say so in the log when only a frontend of the native system could apply a parser."""
+    built = {"tool_call_parser": BUILT_TOOL_PARSERS, "reasoning_parser": BUILT_REASONING_PARSERS}
+    for what, name, _ in _asked_for(tool_call_parser, reasoning_parser):
+        if name not in built[what]:
+            logger.warning(
+                "%s %r is not in this version: it is written on the model card for frontends of the native system, and "
+                "ours shows the output as it comes",
+                what,
+                name,
+            )
+
+
+def _asked_for(tool_call_parser: str | None, reasoning_parser: str | None) -> list[tuple[str, str, Sequence[str]]]:
+    asked = (
+        ("tool_call_parser", tool_call_parser, TOOL_PARSERS),
+        ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
+    )
+    return [(what, name, known) for what, name, known in asked if name is not None]

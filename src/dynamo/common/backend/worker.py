@@ -24,6 +24,7 @@ from dynamo.common.backend.health_check import resolve_health_check_payload
 from dynamo.common.backend.lifecycle import Event, Lifecycle, ShutdownTimes, State
 from dynamo.common.backend.lifecycle_metrics import WorkerMetrics
 from dynamo.common.backend.metrics import EngineMetrics
+from dynamo.common.backend.parsers import check_parsers, warn_of_parsers_not_built
 from dynamo.common.backend.publishing import Publishing
 from dynamo.common.backend.registration import (
     build_card,
@@ -632,6 +633,8 @@ def _check_config(engine: BaseEngine, config: WorkerConfig) -> None:
     else:
         raise InvalidArgument(f"{type(engine).__name__} is neither an LLMEngine nor a RawEngine; subclass one of them")
     check_encoder_route(config.disaggregation_mode, config.route_to_encoder)
+    check_parsers(config.tool_call_parser, config.reasoning_parser)
+    warn_of_parsers_not_built(config.tool_call_parser, config.reasoning_parser)
     try:
         split_endpoint(_endpoint_path(config))
     except ValueError as error:

@@ -41,8 +41,10 @@ __all__ = [
     "parse_chat",
     "parse_completion",
     "raw_prompt",
+    "template_messages",
     "template_tools",
     "template_variables",
+    "thinking_mode",
     "to_worker_fields",
     "validate_chat",
     "validate_completion",
@@ -145,6 +147,24 @@ def template_tools(request: ChatRequest, *, exclude_when_none: bool = True) -> l
     return request.tools
 
 
+def template_messages(request: ChatRequest, arguments_format: str) -> list[JsonObject]:
+    """The messages to render. With the format "json_object" the arguments of earlier calls are objects, not their text."""
+    if arguments_format != "json_object":
+        return request.messages
+    return [_with_decoded_arguments(message) for message in request.messages]
+
+
+def _with_decoded_arguments(message: JsonObject) -> JsonObject:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    decoded = []
+    for call in calls:
+        function = call["function"]
+        decoded.append({**call, "function": {**function, "arguments": msgspec.json.decode(function["arguments"])}})
+    return {**message, "tool_calls": decoded}
+
+
 def raw_prompt(request: ChatRequest) -> str | None:
     """The text to use instead of a rendered template when `nvext.use_raw_prompt` is set: the messages' texts, one a line."""
     if request.nvext is None or request.nvext.use_raw_prompt is not True:
@@ -164,19 +184,13 @@ def _texts(content: Any) -> list[str]:
 def template_variables(request: ChatRequest, *, default_thinking_mode: str | None = None) -> JsonObject:
     """Extra top-level variables of the template, the reasoning controls made consistent.
 
-    The first that speaks decides whether the model reasons: `thinking`; then `thinking`, `enable_thinking` or
-    `thinking_mode` of the template arguments; then `reasoning_effort` (anything but "none" is on); then the model's
-    default. It is then told under all three names, because templates differ in the one they read. "adaptive" removes
-    the booleans.
+    What `thinking_mode` decides is told under all three names (`thinking`, `enable_thinking`, `thinking_mode`), because
+    templates differ in the one they read. "adaptive" removes the booleans.
     """
     variables = dict(request.template_args)
-    effort = request.reasoning_effort
-    mode = _thinking_mode(request.thinking) or _mode_of_arguments(variables)
-    if mode is None and effort is not None:
-        mode = "disabled" if effort == "none" else "enabled"
-    mode = mode or default_thinking_mode
-    if effort is not None:
-        variables.setdefault("reasoning_effort", effort)
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    mode = thinking_mode(request, default=default_thinking_mode)
     if mode is None:
         return variables
     if mode == "adaptive":
@@ -186,6 +200,18 @@ def template_variables(request: ChatRequest, *, default_thinking_mode: str | Non
         variables["thinking"] = variables["enable_thinking"] = mode != "disabled"
     variables["thinking_mode"] = mode
     return variables
+
+
+def thinking_mode(request: ChatRequest, *, default: str | None = None) -> str | None:
+    """Whether the model is to reason: "enabled", "disabled", "adaptive", a word of the model's own; None: nobody says.
+
+    The first that speaks decides: `thinking`; then `thinking`, `enable_thinking` or `thinking_mode` of the template
+    arguments; then `reasoning_effort` (anything but "none" is on); then the model's `default`.
+    """
+    mode = _thinking_mode(request.thinking) or _mode_of_arguments(request.template_args)
+    if mode is None and request.reasoning_effort is not None:
+        mode = "disabled" if request.reasoning_effort == "none" else "enabled"
+    return mode or default
 
 
 def _thinking_mode(thinking: bool | Thinking | None) -> str | None:

@@ -20,6 +20,7 @@ __all__ = [
     "ChatStream",
     "CompletionStream",
     "annotation_event",
+    "named_event",
     "nvext_json",
     "usage_json",
 ]
@@ -239,6 +240,11 @@ def annotation_event(name: str, value: str) -> bytes:
     if not name or not name.isprintable():
         raise ValueError(f"annotation names are single printable lines, got {name[:64]!r}")
     return b"event: %b\n: %b\n\n" % (name.encode("utf-8", "replace"), json_text(value))
+
+
+def named_event(name: str, data: bytes) -> bytes:
+    """An event beside the chunks; `data` is ready JSON on one line."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
 def _reason(finish_reason: str | None) -> bytes:

@@ -22,9 +22,9 @@ from dynamo.protocol.openai.shapes import (
     CompletionRequest,
     JsonObject,
     Message,
-    NamedToolChoice,
     Tool,
 )
+from dynamo.protocol.openai.tool_schema import REQUIRED, forced_choice
 
 __all__ = ["validate_chat", "validate_completion"]
 
@@ -40,6 +40,9 @@ MIN_EMBEDS_BYTES: Final = 100
 MAX_EMBEDS_BYTES: Final = 10 * 1024 * 1024
 MAX_NAMED_UNSUPPORTED: Final = 16  # unknown keys spelt out in one message; the rest is a count
 MAX_LISTED_STRINGS: Final = 1024  # annotations, extra fields, taints: lists that only name things
+
+# With a forced tool choice none of them is left to choose.
+_GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern")
 
 _TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _TOKEN_ID_KEY: Final = re.compile(r"[0-9]{1,10}")
@@ -228,7 +231,8 @@ def _check_guided(request: CommonRequest) -> None:
         )
         if value is not None
     ]
-    if isinstance(request, ChatRequest) and request.guided_json is None:
+    # A forced tool choice drops `response_format`, so there is nothing for it to disagree with.
+    if isinstance(request, ChatRequest) and request.guided_json is None and forced_choice(request) is None:
         form = request.response_format
         if form is not None and form.type != "text":
             asked.append("response_format")
@@ -311,17 +315,18 @@ def _check_tools(tools: list[JsonObject]) -> None:
 
 
 def _check_tool_choice(request: ChatRequest) -> None:
-    choice = request.tool_choice
-    if not isinstance(choice, NamedToolChoice):
-        if choice == "required":
-            if not request.tools:
-                _invalid('tool_choice is "required" but tools is empty', "tool_choice")
-            _not_built('tool_choice "required" needs a tool-call parser', "tool_choice")
+    choice = forced_choice(request)
+    if choice is None:
         return
-    name = choice.function.name
-    if all(tool["function"]["name"] != name for tool in request.tools or ()):
-        _invalid(f'tool named "{name[:128]}" in tool_choice is not present in tools', "tool_choice")
-    _not_built(f'tool_choice "{name}" needs a tool-call parser', "tool_choice")
+    if choice == REQUIRED and request.tool_choice == "required":
+        if not request.tools:
+            _invalid('tool_choice is "required" but tools is empty', "tool_choice")
+    elif all(tool["function"]["name"] != choice for tool in request.tools or ()):
+        _invalid(f'tool named "{choice[:128]}" in tool_choice is not present in tools', "tool_choice")
+    for name in _GUIDED:
+        if getattr(request, name) not in (None, []):
+            _invalid(f"`{name}` cannot be used with a forced tool_choice, which guides the whole answer itself", name)
+    _check_wire("tools", request.tools)
 
 
 def _check_response_format(request: ChatRequest) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from dynamo.protocol.openai.shapes import ChatRequest, CommonRequest, CompletionRequest, NvExt
+from dynamo.protocol.openai.tool_schema import forced_schema
 
 __all__ = ["FRONTEND_ANNOTATIONS", "finish_preprocessing", "to_worker_fields"]
 
@@ -114,8 +115,13 @@ def _thinking_budget(chat: ChatRequest | None, nvext: NvExt | None) -> int | Non
 
 
 def _guided_decoding(request: CommonRequest) -> dict[str, Any] | None:
-    """The one kind of guidance asked for, unset members left out; an explicit `guided_json` beats `response_format`."""
+    """The one kind of guidance asked for, unset members left out.
+
+    A forced tool choice beats `response_format`, and so does an explicit `guided_json`; both together were refused.
+    """
     schema: Any = request.guided_json
+    if schema is None and isinstance(request, ChatRequest):
+        schema = forced_schema(request)
     if schema is None and isinstance(request, ChatRequest) and (form := request.response_format) is not None:
         if form.type == "json_object":
             schema = {"type": "object"}

@@ -20,10 +20,11 @@ class ToolFormat:
     """How a family of models writes its calls."""
 
     parser: Callable[[], ToolParser]  # a parser for one choice
+    marks: tuple[str, ...]  # must stand in the text, also where they are special tokens
     end_tokens: tuple[str, ...]  # tokens that end a call: where a model also ends its answer with one, it must be seen
 
 
-_HERMES: Final = ToolFormat(HermesParser, (hermes.CLOSING,))
+_HERMES: Final = ToolFormat(HermesParser, (hermes.OPENING, hermes.CLOSING), (hermes.CLOSING,))
 
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = MappingProxyType({"hermes": _HERMES, "qwen25": _HERMES})
 """Every tool-call parser by the names it goes by."""

@@ -1,0 +1,473 @@
+"""Tool calls, reasoning and forced output through the whole frontend, with a worker whose tokens spell them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.protocol.records import ModelRuntimeConfig
+from support.asgi_client import Exchange
+from support.frontend_cluster import Cluster, cluster, say
+from support.tiny_model import write_tiny_model
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+WEATHER = ("weather", '{"city": "Köln"}')
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def tool(name: str = "weather", **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": PARAMETERS, **function}}
+
+
+TOOLS = [tool(), tool("time")]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[Cluster]:
+    async with cluster(tmp_path) as found:
+        yield found
+
+
+def parsers(tools: str | None = "hermes", reasoning: str | None = "qwen3", **members: Any) -> dict[str, Any]:
+    return {"runtime_config": ModelRuntimeConfig(tool_call_parser=tools, reasoning_parser=reasoning, **members)}
+
+
+def byte_by_byte(text: str, finish: str = "stop") -> Any:
+    return say(*[[byte] for byte in text.encode()], finish=finish)
+
+
+class Heard:
+    """One choice of an answer, streamed or not, without what must differ: the ids of its calls."""
+
+    def __init__(self, answer: Exchange, choice: int = 0) -> None:
+        assert answer.status == 200, answer.body
+        self.content, self.reasoning = "", ""
+        self.calls: list[tuple[str, str]] = []
+        self.ids: list[str] = []
+        if answer.headers["content-type"] == "text/event-stream":
+            self._join(answer, choice)
+        else:
+            (one,) = [one for one in answer.json["choices"] if one["index"] == choice]
+            message = one["message"]
+            self.content = message["content"] or ""
+            self.reasoning = message.get("reasoning_content") or ""
+            for call in message.get("tool_calls", []):
+                assert call["type"] == "function"
+                self.ids.append(call["id"])
+                self.calls.append((call["function"]["name"], call["function"]["arguments"]))
+            self.reason = one["finish_reason"]
+
+    def _join(self, answer: Exchange, choice: int) -> None:
+        for chunk in answer.chunks:
+            for one in [one for one in chunk["choices"] if one["index"] == choice]:
+                delta = one["delta"]
+                self.content += delta.get("content") or ""
+                self.reasoning += delta.get("reasoning_content") or ""
+                for call in delta.get("tool_calls", []):
+                    if "id" in call:
+                        assert call["index"] == len(self.calls)
+                        assert call["type"] == "function"
+                        self.ids.append(call["id"])
+                        self.calls.append((call["function"]["name"], ""))
+                    name, said = self.calls[call["index"]]
+                    self.calls[call["index"]] = (name, said + call["function"]["arguments"])
+                self.reason = one["finish_reason"]
+
+    @property
+    def said(self) -> tuple[str, str, list[tuple[str, str]], str | None]:
+        return self.content, self.reasoning, self.calls, self.reason
+
+
+async def hear(house: Cluster, **fields: Any) -> Heard:
+    """The answer, after checking that it is the same streamed and not."""
+    unary = Heard(await house.client.chat("hi", **fields))
+    streamed = Heard(await house.client.chat("hi", stream=True, **fields))
+    assert unary.said == streamed.said
+    assert len(set(unary.ids + streamed.ids)) == 2 * len(unary.calls)
+    assert all(one.startswith("call-") for one in unary.ids)
+    return unary
+
+
+# -- tool_choice auto ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("It rains.", ("It rains.", "", [], "stop")),
+        (CALL, ("", "", [WEATHER], "tool_calls")),
+        (f"I look.\n{CALL}\n{CALL}", ("I look.", "", [WEATHER, WEATHER], "tool_calls")),
+        (f"<think>\nhm\n</think>\n\n{CALL}", ("", "hm", [WEATHER], "tool_calls")),
+        ("<think>\nhm\n</think>\n\nIt rains.", ("It rains.", "hm", [], "stop")),
+        ("<tool_call>{'name': 1}</tool_call>", ("<tool_call>{'name': 1}</tool_call>", "", [], "stop")),
+        ("<think>for ever", ("", "for ever", [], "stop")),
+    ],
+)
+async def test_an_answer_is_parsed_alike_however_it_arrives(house: Cluster, text: str, said: Any) -> None:
+    worker = await house.worker(say(text), **parsers())
+    assert (await hear(house, tools=TOOLS)).said == said
+    worker.script = byte_by_byte(text)
+    assert (await hear(house, tools=TOOLS)).said == said
+
+
+async def test_empty_content_is_null_and_a_streamed_call_is_one_delta(house: Cluster) -> None:
+    await house.worker(byte_by_byte(CALL), **parsers())
+    unary = await house.client.chat("hi", tools=TOOLS)
+    assert unary.json["choices"][0]["message"]["content"] is None
+    streamed = await house.client.chat("hi", tools=TOOLS, stream=True)
+    first, last = streamed.chunks
+    (call,) = first["choices"][0]["delta"]["tool_calls"]
+    assert call == {
+        "index": 0,
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Köln"}'},
+    }
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "tool_calls")
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}])
+async def test_without_tools_to_call_nothing_is_parsed(house: Cluster, fields: dict[str, Any]) -> None:
+    await house.worker(say(CALL), **parsers(reasoning=None))
+    assert (await hear(house, **fields)).said == (CALL, "", [], "stop")
+
+
+async def test_without_a_parser_on_the_card_the_text_stays(house: Cluster) -> None:
+    await house.worker(say(CALL), **parsers(None, None))
+    assert (await hear(house, tools=TOOLS)).said == (CALL, "", [], "stop")
+
+
+async def test_an_answer_cut_off_inside_a_call_stays_cut_off(house: Cluster) -> None:
+    await house.worker(say(f"{CALL}{CALL[:20]}", finish="length"), **parsers())
+    assert (await hear(house, tools=TOOLS)).said == (CALL[:20], "", [WEATHER], "length")
+
+
+async def test_only_the_first_call_is_kept_without_parallel_calls(house: Cluster) -> None:
+    await house.worker(say(CALL + CALL), **parsers())
+    assert (await hear(house, tools=TOOLS, parallel_tool_calls=False)).calls == [WEATHER]
+
+
+async def test_every_choice_has_calls_of_its_own(house: Cluster) -> None:
+    await house.worker(say(CALL[:30], CALL[30:]), **parsers())
+    unary = await house.client.chat("hi", tools=TOOLS, n=3)
+    streamed = await house.client.chat("hi", tools=TOOLS, n=3, stream=True)
+    heard = [Heard(answer, choice) for answer in (unary, streamed) for choice in range(3)]
+    assert [one.said for one in heard] == [("", "", [WEATHER], "tool_calls")] * 6
+    assert len({one for each in heard for one in each.ids}) == 6
+
+
+async def test_a_stop_string_comes_before_the_parser(house: Cluster) -> None:
+    await house.worker(say(f"{CALL}STOP{CALL}"), **parsers())
+    assert (await hear(house, tools=TOOLS, stop="STOP")).calls == [WEATHER]
+
+
+async def test_log_probabilities_cover_every_token_also_those_of_calls(house: Cluster) -> None:
+    text = f"a{CALL}"
+
+    async def script(body: Any, context: Any, sink: Any) -> None:
+        for byte in text.encode():
+            sink.send_tokens([byte], extra={"log_probs": [-0.5]})
+        sink.send_tokens([], finish_reason="stop")
+
+    await house.worker(script, **parsers())
+    unary = await house.client.chat("hi", tools=TOOLS, logprobs=True)
+    items = unary.json["choices"][0]["logprobs"]["content"]
+    assert bytes(item["token_id"] for item in items).decode() == text
+    streamed = await house.client.chat("hi", tools=TOOLS, logprobs=True, stream=True)
+    told = [chunk["choices"][0]["logprobs"] or {"content": []} for chunk in streamed.chunks]
+    assert [item for one in told for item in one["content"]] == items
+
+
+async def test_extensions_cover_every_token(house: Cluster) -> None:
+    await house.worker(byte_by_byte(f"a{CALL}"), **parsers())
+    nvext = {"extra_fields": ["completion_token_ids", "stop_reason"]}
+    streamed = await house.client.chat("hi", tools=TOOLS, stream=True, nvext=nvext)
+    ids = [chunk.get("nvext", {}).get("completion_token_ids", []) for chunk in streamed.chunks]
+    assert bytes(token for one in ids for token in one).decode() == f"a{CALL}"
+    unary = await house.client.chat("hi", tools=TOOLS, nvext=nvext)
+    assert bytes(unary.json["nvext"]["completion_token_ids"]).decode() == f"a{CALL}"
+
+
+async def test_the_text_before_a_call_does_not_wait_for_it(house: Cluster) -> None:
+    worker = await house.worker(**parsers())
+
+    async def script(body: Any, context: Any, sink: Any) -> None:
+        sink.send_tokens(list(b"Let me see.<tool_call>"))
+        await worker.hold(body, context, sink)
+
+    worker.script = script
+    exchange = house.client.begin_chat("hi", tools=TOOLS, stream=True)
+    await exchange.until(lambda one: b"Let me see." in one.body)
+    exchange.disconnect()
+    await worker.killed.wait()
+
+
+# -- reasoning -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+async def test_reasoning_tokens_are_counted_whatever_the_batches(house: Cluster, stream: bool, size: int) -> None:
+    raw = "é <think>abcß</think>d".encode()
+    await house.worker(say(*[list(raw[at : at + size]) for at in range(0, len(raw), size)]), **parsers())
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    answer = await house.client.chat("hi", stream=stream, **options)
+    usage = answer.chunks[-1]["usage"] if stream else answer.json["usage"]
+    assert usage["completion_tokens"] == len(raw)
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": len("abcß</think>".encode())}
+
+
+async def test_without_a_parser_no_reasoning_tokens_are_told(house: Cluster) -> None:
+    await house.worker(say("<think>a</think>"), **parsers("hermes", None))
+    answer = await house.client.chat("hi", tools=TOOLS)
+    assert "completion_tokens_details" not in answer.json["usage"]
+
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, ("b", "a", [], "stop")),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, ("ab", "", [], "stop")),
+        ({"reasoning_effort": "none"}, ("ab", "", [], "stop")),
+        ({"thinking": True}, ("b", "a", [], "stop")),
+    ],
+)
+async def test_reasoning_may_begin_in_the_prompt(
+    house: Cluster, tmp_path: Path, fields: dict[str, Any], said: Any
+) -> None:
+    template = tmp_path / "thinking.jinja"
+    template.write_text(THINKING_TEMPLATE)
+    await house.worker(say("a</think>b"), custom_template_path=template, **parsers())
+    assert (await hear(house, **fields)).said == said
+
+
+async def test_a_prompt_of_token_ids_is_looked_at_too(house: Cluster) -> None:
+    await house.worker(say("a</think>b"), **parsers())
+    ids = list(b"assistant\n<think>\n")
+    assert (await hear(house, nvext={"token_data": ids})).said == ("b", "a", [], "stop")
+
+
+async def test_a_parser_can_be_off_for_a_request_or_wait_to_be_switched_on(house: Cluster) -> None:
+    await house.worker(say("a</think>b"), **parsers(None, "kimi_k25"))
+    assert (await hear(house)).said == ("b", "a", [], "stop")
+    assert (await hear(house, thinking=False)).said == ("a</think>b", "", [], "stop")
+    await house.worker(say("a</think>b"), model="v3", **parsers(None, "deepseek_v3"))
+    assert (await hear(house, model="v3")).said == ("a</think>b", "", [], "stop")
+    assert (await hear(house, model="v3", thinking=True)).said == ("b", "a", [], "stop")
+
+
+async def test_the_models_default_thinking_mode_counts(house: Cluster) -> None:
+    await house.worker(
+        say("a</think>b"), **parsers(None, "deepseek_v3", runtime_data={"default_thinking_mode": "enabled"})
+    )
+    assert (await hear(house)).reasoning == "a"
+
+
+async def test_reasoning_becomes_content_when_that_would_be_empty(house: Cluster) -> None:
+    await house.worker(say("<think>a", " b"), **parsers())
+    asked = {"chat_template_args": {"force_nonempty_content": True}}
+    assert (await hear(house, **asked)).said == ("a b", "", [], "stop")
+    assert (await hear(house)).said == ("", "a b", [], "stop")
+
+
+async def test_the_reasoning_member_can_have_another_name(tmp_path: Path) -> None:
+    async with cluster(tmp_path, reasoning_field_name="reasoning") as house:
+        await house.worker(say("<think>a</think>b"), **parsers())
+        message = (await house.client.chat("hi")).json["choices"][0]["message"]
+        assert message == {"content": "b", "refusal": None, "role": "assistant", "reasoning": "a"}
+        streamed = await house.client.chat("hi", stream=True)
+        assert streamed.chunks[0]["choices"][0]["delta"]["reasoning"] == "a"
+
+
+async def test_calls_and_reasoning_are_dispatched_in_events_of_their_own_when_asked(tmp_path: Path) -> None:
+    async with cluster(tmp_path, streaming_tool_dispatch=True, streaming_reasoning_dispatch=True) as house:
+        await house.worker(byte_by_byte(f"<think>ab</think>{CALL}"), **parsers())
+        answer = await house.client.chat("hi", tools=TOOLS, stream=True)
+        events = dict(
+            block.removeprefix("event: ").split("\ndata: ") for block in answer.events if block.startswith("event: ")
+        )
+        assert json.loads(events["reasoning_dispatch"]) == {"index": 0, "reasoning_content": "ab"}
+        call = json.loads(events["tool_call_dispatch"])
+        assert call["choice_index"] == 0
+        assert call["tool_call"]["function"] == {"name": "weather", "arguments": '{"city": "Köln"}'}
+        assert Heard(answer).ids == [call["tool_call"]["id"]]
+
+
+# -- forced calls and formats --------------------------------------------------------------------------------------------
+
+
+def guidance(house: Cluster) -> Any:
+    return house.workers[0].requests[-1]["sampling_options"]["guided_decoding"]
+
+
+@pytest.mark.parametrize("config", [parsers(), parsers(None, None)])
+async def test_a_required_call_guides_the_engine_and_reads_its_json(house: Cluster, config: dict[str, Any]) -> None:
+    await house.worker(say('[{"name": "weather", "parameters": {"city": "Köln"}}]'), **config)
+    assert (await hear(house, tools=TOOLS, tool_choice="required")).said == ("", "", [WEATHER], "tool_calls")
+    schema = guidance(house)["json"]
+    assert (schema["type"], schema["minItems"]) == ("array", 1)
+    assert schema["items"]["anyOf"][1] == {
+        "properties": {"name": {"type": "string", "enum": ["time"]}, "parameters": PARAMETERS},
+        "required": ["name", "parameters"],
+    }
+
+
+async def test_a_named_call_guides_with_its_parameters_and_streams_its_arguments(house: Cluster) -> None:
+    await house.worker(byte_by_byte('{"city": "Köln"}'), **parsers())
+    assert (await hear(house, tools=TOOLS, tool_choice=NAMED)).said == ("", "", [WEATHER], "tool_calls")
+    assert guidance(house) == {"json": PARAMETERS}
+    streamed = await house.client.chat("hi", tools=TOOLS, tool_choice=NAMED, stream=True)
+    deltas = [call for chunk in streamed.chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert deltas[0]["function"] == {"name": "weather", "arguments": '{"city":'}
+    assert len(deltas) > 3
+    assert [set(delta) for delta in deltas[1:]] == [{"index", "function"}] * (len(deltas) - 1)
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_a_forced_answer_that_is_no_json_is_content(house: Cluster, choice: Any) -> None:
+    await house.worker(say("No, I will not."), **parsers())
+    assert (await hear(house, tools=TOOLS, tool_choice=choice)).said == ("No, I will not.", "", [], "stop")
+
+
+async def test_a_named_choice_drops_a_call_of_another_tool(house: Cluster) -> None:
+    await house.worker(say(CALL), **parsers())
+    other = {"type": "function", "function": {"name": "time"}}
+    assert (await hear(house, tools=TOOLS, tool_choice=other)).said == ("", "", [], "stop")
+    assert (await hear(house, tools=TOOLS, tool_choice=NAMED)).calls == [WEATHER]
+
+
+async def test_named_arguments_cut_off_by_the_limit_are_told_as_far_as_they_go(house: Cluster) -> None:
+    await house.worker(say('{"city": "Kö', finish="length"), **parsers())
+    heard = await hear(house, tools=TOOLS, tool_choice=NAMED)
+    assert heard.said == ("", "", [("weather", '{"city": "Kö')], "length")
+
+
+async def test_guidance_waits_for_reasoning_and_a_json_answer_is_none(house: Cluster, tmp_path: Path) -> None:
+    template = tmp_path / "thinking.jinja"
+    template.write_text(THINKING_TEMPLATE)
+    worker = await house.worker(say('a</think>{"city": "Köln"}'), custom_template_path=template, **parsers())
+    heard = await hear(house, tools=TOOLS, tool_choice=NAMED)
+    assert heard.said == ("", "a", [WEATHER], "tool_calls")
+    assert worker.requests[-1]["require_reasoning"] is True
+    worker.script = say('{"city": "Köln"}')  # from an engine that guides its output from the first token on
+    assert (await hear(house, tools=TOOLS, tool_choice=NAMED)).said == ("", "", [WEATHER], "tool_calls")
+    assert (await hear(house, response_format={"type": "json_object"})).content == '{"city": "Köln"}'
+    await house.client.chat("hi", response_format={"type": "json_object"}, thinking=False)
+    assert "require_reasoning" not in worker.requests[-1]
+    await house.client.chat("hi")
+    assert "require_reasoning" not in worker.requests[-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "schema"),
+    [
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}, PARAMETERS),
+    ],
+)
+async def test_a_response_format_guides_the_engine(house: Cluster, fields: dict[str, Any], schema: Any) -> None:
+    await house.worker(say('{"city": "Köln"}'), **parsers())
+    assert (await hear(house, response_format=fields)).said == ('{"city": "Köln"}', "", [], "stop")
+    assert guidance(house) == {"json": schema}
+    await house.client.chat("hi", response_format=fields, tools=TOOLS, tool_choice=NAMED)
+    assert guidance(house) == {"json": PARAMETERS}  # a forced choice drops the format
+    await house.client.chat("hi", response_format={"type": "text"})
+    assert guidance(house) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": NAMED, "tools": [tool("time")]}, "tool_choice"),
+        ({"tool_choice": NAMED, "tools": TOOLS, "guided_regex": "a"}, "guided_regex"),
+        ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ],
+)
+async def test_what_cannot_be_is_a_400_that_names_the_field(house: Cluster, fields: dict[str, Any], param: str) -> None:
+    await house.worker(**parsers())
+    answer = await house.client.chat("hi", **fields)
+    assert answer.status == 400
+    assert answer.json["error"]["param"] == param
+
+
+# -- tools in the prompt, marks among the tokens -------------------------------------------------------------------------
+
+TOOL_TEMPLATE = (
+    "{% if tools %}TOOLS:{% for t in tools %}{{ t.function.name }},{% endfor %}{% endif %}"
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.city or 'text' }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("excludes", "shown"), [(True, b""), (False, b"TOOLS:weather,time,")])
+async def test_tool_choice_none_hides_the_tools_unless_told_otherwise(
+    house: Cluster, tmp_path: Path, excludes: bool, shown: bytes
+) -> None:
+    template = tmp_path / "tools.jinja"
+    template.write_text(TOOL_TEMPLATE)
+    config = parsers(exclude_tools_when_tool_choice_none=excludes)
+    worker = await house.worker(custom_template_path=template, **config)
+    await house.client.chat("hi", tools=TOOLS)
+    assert bytes(worker.requests[-1]["token_ids"]) == b"TOOLS:weather,time,"
+    await house.client.chat("hi", tools=TOOLS, tool_choice="none")
+    assert bytes(worker.requests[-1]["token_ids"]) == shown
+
+
+@pytest.mark.parametrize(("form", "shown"), [("json_string", b"text"), ("json_object", b"K\xc3\xb6ln")])
+async def test_earlier_calls_reach_the_template_in_the_form_it_wants(
+    house: Cluster, tmp_path: Path, form: str, shown: bytes
+) -> None:
+    template = tmp_path / "tools.jinja"
+    template.write_text(TOOL_TEMPLATE)
+    worker = await house.worker(custom_template_path=template, **parsers(tool_call_arguments_format=form))
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+    ]
+    assert (await house.client.chat(messages=messages)).status == 200
+    assert bytes(worker.requests[-1]["token_ids"]) == shown
+
+
+async def test_marks_that_are_special_or_ending_tokens_still_reach_the_parsers(house: Cluster, tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    marks = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+    start = max(entry["id"] for entry in tokenizer["added_tokens"])
+    start = max([start, *tokenizer["model"]["vocab"].values()]) + 1
+    pattern = tokenizer["added_tokens"][0]
+    tokenizer["added_tokens"] += [
+        {**pattern, "id": start + at, "content": mark, "special": True} for at, mark in enumerate(marks)
+    ]
+    path.write_text(json.dumps(tokenizer))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, start + 1]}))
+    worker = await house.worker(directory=directory, **parsers())
+    text = house.frontend.models.lookup("m")
+    assert text is not None
+    ids = text.text.tokenizer.encode(f"<think>hm</think>{CALL}")
+    assert start + 1 in ids
+    worker.script = say(ids, finish="stop")
+    heard = await hear(house, tools=TOOLS)
+    assert heard.said == ("", "hm", [WEATHER], "tool_calls")
+    request = worker.requests[-1]
+    assert request["output_options"]["skip_special_tokens"] is False
+    assert request["stop_conditions"]["stop_token_ids_visible"] == [start + 1]
+    assert request["stop_conditions"]["stop_token_ids_hidden"] == [1]
+    await house.client.chat("hi", tools=TOOLS, tool_choice="none", chat_template_args={})
+    assert worker.requests[-1]["stop_conditions"]["stop_token_ids_visible"] is None
