@@ -9,7 +9,15 @@ from typing import Any, Final
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["ARCHITECTURES", "NO_DEFAULTS", "ModelConfig", "RopeScaling", "SamplingDefaults", "read_model_config"]
+__all__ = [
+    "ARCHITECTURES",
+    "NO_DEFAULTS",
+    "ModelConfig",
+    "RopeScaling",
+    "SamplingDefaults",
+    "read_model_config",
+    "read_object",
+]
 
 ARCHITECTURES: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 MAX_ROUGH_SIZE: Final = 2**31 - 1  # no dimension of a real model comes near it; a typo may
@@ -78,7 +86,7 @@ def read_model_config(directory: Path) -> ModelConfig:
     """
     if not directory.is_dir():
         raise InvalidArgument(f"there is no directory {directory}; --model must name one with config.json in it")
-    source = _Fields(directory / "config.json", _read_object(directory / "config.json"))
+    source = _Fields(directory / "config.json", read_object(directory / "config.json"))
     architectures = source.values.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else architectures
     if architecture not in ARCHITECTURES:
@@ -192,7 +200,7 @@ def _special_tokens(directory: Path, source: _Fields) -> tuple[int | None, list[
     values = source.values
     generation = directory / "generation_config.json"
     if generation.is_file():
-        values = {**values, **{k: v for k, v in _read_object(generation).items() if v is not None}}
+        values = {**values, **{k: v for k, v in read_object(generation).items() if v is not None}}
     bos, eos = values.get("bos_token_id"), values.get("eos_token_id")
     eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(isinstance(token, int) for token in (*eos, 0 if bos is None else bos)):
@@ -204,7 +212,7 @@ def _sampling_defaults(directory: Path) -> SamplingDefaults:
     path = directory / "generation_config.json"
     if not path.is_file():
         return NO_DEFAULTS
-    fields = _Fields(path, _read_object(path))
+    fields = _Fields(path, read_object(path))
 
     def within(name: str, default: float, low: float, high: float) -> float:
         value = fields.values.get(name)
@@ -223,7 +231,8 @@ def _sampling_defaults(directory: Path) -> SamplingDefaults:
     )
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds one object. Raises InvalidArgument naming the file."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:

@@ -10,6 +10,7 @@ import numpy as np
 
 from dynamo.errors import InvalidArgument
 from dynamo.reference.blocks import BlockEvent, BlockPool
+from dynamo.reference.lora import Adapter
 from dynamo.reference.model import KvCache, Model, Piece, make_batch
 from dynamo.reference.request import Job, Limits
 from dynamo.reference.sampler import (
@@ -25,7 +26,7 @@ from dynamo.reference.sampler import (
 )
 from dynamo.reference.scheduler import Scheduler, Sequenced, Work
 from dynamo.reference.steering import Steering
-from dynamo.reference.weights import Array
+from dynamo.reference.weights import NO_WEIGHTS, Array, Weights
 
 __all__ = ["Choice", "Core", "Emission", "Failure", "PromptEntry"]
 
@@ -44,6 +45,7 @@ class Choice:
     history: History
     is_plain: bool  # the most likely token, whatever was before it; only `min_tokens` may still stand against it
     steering: Steering | None = None
+    adapter: Adapter | None = None
     generated: int = 0  # tokens drawn here, also one that ended the choice and is not shown
     keeps: bool = False  # its blocks outlive it when it ends with "length": another worker goes on
     prompt_logprobs: int | None = None
@@ -89,12 +91,15 @@ class Core:
         config = model.config
         self.limits = Limits(config.vocab_size, context_length, config.eos_token_ids, config.sampling)
         self.prompt_tokens = self.cached_tokens = 0  # of all choices admitted so far; the hit rate is their ratio
+        self.adapters: dict[str, Adapter] = {}  # by name; bounded by who adds them
+        self.is_halted = False  # no step computes; what there is waits
         self.cache = KvCache(model.config, blocks, block_size)
         self._choices: dict[Sequenced, Choice] = {}
 
     @property
     def is_idle(self) -> bool:
-        return self.scheduler.is_idle
+        """There is nothing to compute now."""
+        return self.is_halted or self.scheduler.is_idle
 
     @property
     def hit_rate(self) -> float | None:
@@ -130,10 +135,10 @@ class Core:
 
     def step(self) -> list[Emission | Failure]:
         """Compute what fits into one step; what came out of it, in no particular order."""
-        plan = self.scheduler.plan()
+        plan = [] if self.is_halted else self.scheduler.plan()
         if not plan:
             return []
-        pieces = [_piece(work) for work in plan]
+        pieces = [_piece(work, self._choices[work.sequence].adapter) for work in plan]
         batch = make_batch(pieces, self.pool.block_size)
         hidden = self.model.forward(batch, self.cache)
         for work, last in zip(plan, batch.last_rows, strict=True):
@@ -145,6 +150,50 @@ class Core:
                 self.scheduler.computed(work)
         return emissions
 
+    def clear_cache(self) -> int:
+        """Forget all cached prefixes; how many blocks had one. Sequences keep theirs."""
+        return self.pool.clear()
+
+    def release(self, *, weights: bool) -> None:
+        """Halt, and let the memory of the KV cache go, with `weights` theirs too. No sequence loses a token.
+
+        Raises InvalidArgument, and goes on, while another worker reads from the cache or writes to it.
+        """
+        self.scheduler.preempt_all()
+        if self.pool.held:
+            raise InvalidArgument(f"{self.pool.held} KV blocks are on their way to or from another worker; try again")
+        self.is_halted = True
+        self.pool.clear()
+        self.cache.release()
+        if weights:
+            self.model.weights = NO_WEIGHTS
+
+    def restore(self, weights: Weights | None) -> None:
+        """Have the memory again, and `weights` if they were released. Still halted."""
+        self.cache.restore()
+        if weights is not None:
+            self.model.weights = weights
+
+    def replace_weights(self, weights: Weights) -> None:
+        """Go on with other weights of the same shapes; what the old ones computed is computed again."""
+        self.scheduler.preempt_all()
+        self.pool.clear()
+        self.model.weights = weights
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Know an adapter. One of the same name is replaced."""
+        self.remove_adapter(adapter.name)
+        self.adapters[adapter.name] = adapter
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter. Sequences that use it finish with it, and share nothing under its name any more."""
+        if self.adapters.pop(name, None) is None:
+            return
+        self.pool.clear()
+        for choice in self._choices.values():
+            if choice.adapter is not None and choice.adapter.name == name:
+                choice.sequence.may_share = choice.sequence.may_name = False
+
     def take_events(self) -> list[BlockEvent]:
         """Changes of the prefix cache since the last call."""
         return self.pool.take_events()
@@ -153,6 +202,8 @@ class Core:
         sequence = Sequenced(
             list(job.prompt), priority=job.priority, key=job.key, may_share=job.prompt_logprobs is None
         )
+        if job.adapter is not None and self.adapters.get(job.adapter.name) is not job.adapter:  # unloaded meanwhile
+            sequence.may_share = sequence.may_name = False
         original = len(job.prompt) - job.produced
         return Choice(
             sequence=sequence,
@@ -163,6 +214,7 @@ class Core:
             history=History(frozenset(job.prompt[:original]), Counter(job.prompt[original:])),
             is_plain=job.sampling.is_plain and job.steering is None,
             steering=None if job.steering is None else job.steering.copy(),
+            adapter=job.adapter,
             prompt_logprobs=job.prompt_logprobs if number == 0 else None,
         )
 
@@ -243,6 +295,6 @@ def _prompt_entry(logits: Array, token: int, count: int) -> tuple[PromptEntry, .
     return ((token, rank, float(own[token])), *(entry for entry in others if entry[0] != token))
 
 
-def _piece(work: Work) -> Piece:
+def _piece(work: Work, adapter: Adapter | None) -> Piece:
     tokens = work.sequence.tokens[work.start : work.start + work.count]
-    return Piece(tokens, work.start, work.sequence.blocks)
+    return Piece(tokens, work.start, work.sequence.blocks, adapter)

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from dynamo.common.backend.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.common.backend.chunks import CompletionUsage, TopLogprob
@@ -34,13 +34,19 @@ from dynamo.reference.blocks import BlockEvent, BlocksStored
 from dynamo.reference.core import Choice, Core, Emission, Failure
 from dynamo.reference.kv_transfer import TRANSPORTS, Ticket, TransferOptions, check_installed
 from dynamo.reference.loading import Options, load_core
+from dynamo.reference.operations import CONTROLS, UPDATES, Operations
 from dynamo.reference.preparing import Preparation
 from dynamo.reference.request import Job, read_request
 from dynamo.reference.roles import ROLES, DecodeRole, PrefillRole
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.settings import env_str
 
+if TYPE_CHECKING:
+    from dynamo.runtime.endpoint import Endpoint
+
 __all__ = ["ReferenceEngine"]
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +79,7 @@ class ReferenceEngine(LLMEngine):
         self._name = served_model_name or directory.resolve().name
         self._steps: StepThread | None = None
         self._preparation: Preparation | None = None
+        self._operations: Operations | None = None
         self._config: EngineConfig | None = None
         self._streams: dict[str, list[_Stream]] = {}  # by context id; clients may repeat one
         self._events: KvEventPublisher | None = None
@@ -94,6 +101,7 @@ class ReferenceEngine(LLMEngine):
                 max_num_seqs=args.max_num_seqs,
                 max_num_batched_tokens=args.max_num_batched_tokens,
                 prefix_caching=not args.no_prefix_caching,
+                max_loras=args.max_loras,
             )
             transfer = TransferOptions(
                 args.kv_transfer,
@@ -128,6 +136,14 @@ class ReferenceEngine(LLMEngine):
         await self._take_role(core)
         self._preparation = Preparation(self._directory, core.limits)
         self._steps = StepThread(core, asyncio.get_running_loop(), self._publish, self._fail)
+        self._operations = Operations(
+            self._directory,
+            core.model.config,
+            self._steps,
+            cache_tokens=core.pool.blocks * core.pool.block_size,
+            max_loras=self._options.max_loras,
+            may_sleep=self._prefill is None or self._transfer.transport != "nixl",
+        )
         self._config = EngineConfig(
             model=self._name,
             served_model_name=self._name,
@@ -136,19 +152,21 @@ class ReferenceEngine(LLMEngine):
             total_kv_blocks=core.pool.blocks,
             max_num_seqs=self._options.max_num_seqs,
             max_num_batched_tokens=self._options.max_num_batched_tokens,
+            max_gpu_lora_count=self._options.max_loras or None,
         )
         return self._config
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
-        steps = self._steps
-        if steps is None or self._is_closed:
+        steps, operations = self._steps, self._operations
+        if steps is None or operations is None or self._is_closed:
             raise EngineShutdown("the reference engine is not running")
+        operations.check_serving()
         prefill, decode = self._prefill, self._decode
         ticket = None if decode is None else decode.ticket(request)
         if decode is None and request.get("prefill_result"):
             raise InvalidArgument("prefill_result is set, but this worker is no decode worker")
         narrowed = request if prefill is None else prefill.narrowed(request)
-        job = read_request(narrowed, steps.limits, prompt_tokens=context.prompt_tokens)
+        job = read_request(narrowed, steps.limits, prompt_tokens=context.prompt_tokens, adapters=operations.adapters)
         if decode is not None and ticket is not None:
             job = decode.continued(job, request, ticket)
         if job.needs_steering and self._preparation is not None:
@@ -226,19 +244,46 @@ class ReferenceEngine(LLMEngine):
     async def cleanup(self) -> None:
         self._is_closed = True
         steps = self._steps
-        self._fail(EngineShutdown("the reference engine is shutting down"))
+        closing = EngineShutdown("the reference engine is shutting down")
+        self._fail(closing)
         if self._prefill is not None:
             await self._prefill.close()
         if self._decode is not None:
             await self._decode.close()
         if steps is not None:
             await asyncio.to_thread(steps.close)
+            steps.answer_nobody(closing)
 
     def _fail(self, error: DynamoException) -> None:
         """End every request; another worker may continue it."""
         for streams in self._streams.values():
             for stream in streams:
                 stream.fail(error)
+
+    # -- what an operator asks for ------------------------------------------------------------------------------------
+
+    async def on_endpoint_ready(self, endpoint: Endpoint) -> None:
+        if self._operations is not None:
+            self._operations.endpoint = endpoint
+
+    def supported_controls(self) -> set[str]:
+        return set(CONTROLS)
+
+    def supported_updates(self) -> set[str]:
+        return set(UPDATES)
+
+    async def validate_engine_control(self, name: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        return None if self._operations is None else self._operations.refusal(name, body)
+
+    async def engine_control(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        if self._operations is None:
+            return await super().engine_control(name, body)
+        return await self._operations.control(name, body)
+
+    async def engine_update(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        if self._operations is None:
+            return await super().engine_update(name, body)
+        return await self._operations.update(name, body)
 
     # -- what the worker asks for -------------------------------------------------------------------------------------
 
@@ -286,6 +331,7 @@ class StepThread:
         self._core, self._loop = core, loop
         self._after_step, self._on_failure = after_step, on_failure
         self._inbox: list[Command] = []  # bounded by the requests in flight: two commands each
+        self._asked: set[asyncio.Future[Any]] = set()  # questions on their way; on the loop only
         self._wake = threading.Condition()
         self._is_closing = False
         self._failure: DynamoException | None = None
@@ -297,8 +343,34 @@ class StepThread:
         with self._wake:
             if self._failure is not None:
                 raise EngineShutdown(str(self._failure)) from self._failure
+            if self._is_closing:
+                raise EngineShutdown("the reference engine is shutting down")
             self._inbox.append(command)
             self._wake.notify()
+
+    async def ask(self, question: Callable[[Core], T]) -> T:
+        """Put a question between two steps; its answer, or what it raised. Raises EngineShutdown where no step will come."""
+        answer: asyncio.Future[T] = self._loop.create_future()
+
+        def command(core: Core) -> None:
+            try:
+                result = question(core)
+            except Exception as error:  # it is the asker's
+                self._call([partial(_settle, answer, answer.set_exception, error)])
+            else:
+                self._call([partial(_settle, answer, answer.set_result, result)])
+
+        self._asked.add(answer)
+        try:
+            self.submit(command)
+            return await answer
+        finally:
+            self._asked.discard(answer)
+
+    def answer_nobody(self, error: DynamoException) -> None:
+        """No step will come: whoever still asks is told so. On the loop."""
+        for answer in self._asked:
+            _settle(answer, answer.set_exception, error)
 
     def close(self) -> None:
         """End the thread after the step it is in. Blocks until then; safe twice."""
@@ -322,7 +394,7 @@ class StepThread:
             failure = EngineShutdown(f"the reference engine failed: {type(error).__name__}: {error}")
             with self._wake:
                 self._failure = failure
-            self._call([partial(self._on_failure, failure)])
+            self._call([partial(self.answer_nobody, failure), partial(self._on_failure, failure)])
 
     def _next(self) -> list[Command] | None:
         """What to do before the next step, once there is one to make; None: end."""
@@ -356,6 +428,11 @@ class StepThread:
             self._loop.call_soon_threadsafe(_each, calls)
         except RuntimeError:  # the loop is closed, so nobody is waiting
             logger.debug("results of a last step had no event loop to go to")
+
+
+def _settle(future: asyncio.Future[Any], settle: Callable[[Any], None], value: Any) -> None:
+    if not future.done():  # its asker may have left
+        settle(value)
 
 
 def _each(calls: Sequence[Callable[[], None]]) -> None:
@@ -578,5 +655,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--require-prefill-result",
         action="store_true",
         help="a decode worker refuses requests without one, instead of computing their prompts",
+    )
+    add(
+        "--max-loras",
+        type=int,
+        default=default.max_loras,
+        metavar="N",
+        help="LoRA adapters loaded at once (default: 8)",
     )
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its start; publish no KV events")

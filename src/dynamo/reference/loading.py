@@ -13,7 +13,7 @@ from dynamo.reference.core import Core
 from dynamo.reference.model import Model
 from dynamo.reference.weights import load_weights, weight_bytes
 
-__all__ = ["Options", "available_memory_bytes", "load_core"]
+__all__ = ["Options", "available_memory_bytes", "check_memory", "load_core"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,11 @@ class Options:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512  # longer steps mean fewer of them, and streams that wait longer for their token
     prefix_caching: bool = True
+    max_loras: int = 8  # adapters loaded at once
 
     def __post_init__(self) -> None:
+        if self.max_loras < 0:
+            raise InvalidArgument(f"--max-loras must not be negative, got {self.max_loras}")
         for name in ("block_size", "kv_cache_mb", "context_length", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -55,7 +58,7 @@ def load_core(directory: Path, options: Options, *, available_bytes: int | None 
     """
     config = read_model_config(directory)
     blocks, context_length = plan_cache(config, options)
-    _check_memory(config, blocks * options.block_size, available_bytes)
+    check_memory(config, weights=True, cache_tokens=blocks * options.block_size, available_bytes=available_bytes)
     return Core(
         Model(config, load_weights(directory, config)),
         blocks=blocks,
@@ -99,12 +102,13 @@ def available_memory_bytes() -> int | None:
     return min((value for value in found if value is not None), default=None)
 
 
-def _check_memory(config: ModelConfig, cache_tokens: int, available_bytes: int | None) -> None:
+def check_memory(config: ModelConfig, *, weights: bool, cache_tokens: int, available_bytes: int | None = None) -> None:
+    """Raises EngineShutdown when the weights (if they are wanted) and a cache of that size do not fit."""
     available = available_memory_bytes() if available_bytes is None else available_bytes
-    weights, cache = weight_bytes(config), cache_tokens * config.kv_bytes_per_token
-    if available is not None and weights + cache > available:
+    wanted, cache = weight_bytes(config) if weights else 0, cache_tokens * config.kv_bytes_per_token
+    if available is not None and wanted + cache > available:
         raise EngineShutdown(
-            f"too little memory: the weights take {weights // MB} MB and the KV cache {cache // MB} MB, "
+            f"too little memory: the weights take {wanted // MB} MB and the KV cache {cache // MB} MB, "
             f"{available // MB} MB are available; use a smaller model or a smaller --kv-cache-mb"
         )
 

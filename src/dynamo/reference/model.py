@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from dynamo.reference.config import ModelConfig, RopeScaling
 from dynamo.reference.kv_transfer.base import Layout
+from dynamo.reference.lora import Adapter, LowRank
 from dynamo.reference.weights import Array, Layer, Weights
 
 __all__ = ["Batch", "KvCache", "Model", "Piece", "make_batch"]
@@ -32,6 +33,7 @@ class Piece:
     tokens: Sequence[int]
     start: int  # position of the first of them
     blocks: Sequence[int]  # the sequence's block table; covers start + len(tokens) positions
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class Batch:
     slots: Ints  # where in the cache each token's key and value go: block * block_size + offset
     groups: tuple[Group, ...]
     last_rows: Ints  # of each piece, in the order given
+    adapted: tuple[tuple[Adapter, Ints], ...] = ()  # the adapters of this step, and the rows of each
 
 
 class KvCache:
@@ -63,10 +66,18 @@ class KvCache:
     def __init__(self, config: ModelConfig, blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.layout = Layout(config.layers, config.kv_heads, block_size, config.head_dim)
-        shape = (config.layers, config.kv_heads, blocks * block_size, config.head_dim)
+        self._shape = (config.layers, config.kv_heads, blocks * block_size, config.head_dim)
+        self.restore()
+
+    def restore(self) -> None:
+        """Have the memory, empty."""
         # Zeros, not empty: masked positions are multiplied by 0, and 0 times what memory held before may be NaN.
-        self.keys = np.zeros(shape, np.float32)
-        self.values = np.zeros(shape, np.float32)
+        self.keys: Array = np.zeros(self._shape, np.float32)
+        self.values: Array = np.zeros(self._shape, np.float32)
+
+    def release(self) -> None:
+        """Let the memory go, until `restore`."""
+        self.keys = self.values = np.zeros((*self._shape[:2], 0, self._shape[3]), np.float32)
 
     def write(self, layer: int, slots: Ints, keys: Array, values: Array) -> None:
         """`keys` and `values`: (heads, tokens, head_dim)."""
@@ -113,7 +124,15 @@ def make_batch(pieces: Sequence[Piece], block_size: int) -> Batch:
         key = (0, blocks.bit_length()) if count == 1 else (1, number)
         alike.setdefault(key, []).append(number)
     groups = tuple(_group([pieces[n] for n in members], ends[members], block_size) for members in alike.values())
-    return Batch(tokens, positions, slots, groups, ends - 1)
+    return Batch(tokens, positions, slots, groups, ends - 1, _adapted(pieces, counts, ends))
+
+
+def _adapted(pieces: Sequence[Piece], counts: Sequence[int], ends: Ints) -> tuple[tuple[Adapter, Ints], ...]:
+    rows: dict[Adapter, list[Ints]] = {}
+    for piece, count, end in zip(pieces, counts, ends, strict=True):
+        if piece.adapter is not None:
+            rows.setdefault(piece.adapter, []).append(np.arange(end - count, end))
+    return tuple((adapter, np.concatenate(parts)) for adapter, parts in rows.items())
 
 
 def _slots(piece: Piece, count: int, block_size: int) -> Ints:
@@ -155,10 +174,20 @@ class Model:
         turn = np.cos(angles), np.sin(angles)
         for number, layer in enumerate(self.weights.layers):
             attended = self._attend(number, layer, rms_norm(hidden, layer.input_norm, eps), turn, batch, cache)
-            hidden = hidden + linear(attended, layer.output, layer.output_bias)
-            gate_up = linear(rms_norm(hidden, layer.mlp_norm, eps), layer.gate_up, layer.gate_up_bias)
+            added = linear(attended, layer.output, layer.output_bias)
+            for adapter, rows in batch.adapted:
+                add_rows(added, attended, rows, adapter.layers[number].output)
+            hidden = hidden + added
+            normed = rms_norm(hidden, layer.mlp_norm, eps)
+            gate_up = linear(normed, layer.gate_up, layer.gate_up_bias)
+            for adapter, rows in batch.adapted:
+                add_rows(gate_up, normed, rows, adapter.layers[number].gate_up)
             gate, up = gate_up[:, : self.config.intermediate_size], gate_up[:, self.config.intermediate_size :]
-            hidden = hidden + linear(silu(gate) * up, layer.down, layer.down_bias)
+            inner = silu(gate) * up
+            added = linear(inner, layer.down, layer.down_bias)
+            for adapter, rows in batch.adapted:
+                add_rows(added, inner, rows, adapter.layers[number].down)
+            hidden = hidden + added
         return rms_norm(hidden, self.weights.final_norm, eps)
 
     def logits(self, hidden: Array) -> Array:
@@ -170,7 +199,10 @@ class Model:
     ) -> Array:
         c = self.config
         tokens = len(hidden)
-        qkv = linear(hidden, layer.qkv, layer.qkv_bias).reshape(tokens, c.heads + 2 * c.kv_heads, c.head_dim)
+        flat = linear(hidden, layer.qkv, layer.qkv_bias)
+        for adapter, rows in batch.adapted:
+            add_rows(flat, hidden, rows, adapter.layers[number].qkv)
+        qkv = flat.reshape(tokens, c.heads + 2 * c.kv_heads, c.head_dim)
         queries, keys, values = qkv[:, : c.heads], qkv[:, c.heads : -c.kv_heads], qkv[:, -c.kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
             queries, keys = rms_norm(queries, layer.q_norm, c.norm_eps), rms_norm(keys, layer.k_norm, c.norm_eps)
@@ -217,6 +249,12 @@ def linear(x: Array, weight: Array, bias: Array | None) -> Array:
     if bias is not None:
         product += bias
     return product
+
+
+def add_rows(total: Array, x: Array, rows: Ints, low_rank: LowRank | None) -> None:
+    """Add what an adapter makes of some rows of `x`, in place."""
+    if low_rank is not None:
+        total[rows] += low_rank.of(x[rows])
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:

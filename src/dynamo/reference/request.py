@@ -12,6 +12,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.reference.blocks import PrefixKey
 from dynamo.reference.config import NO_DEFAULTS, SamplingDefaults
 from dynamo.reference.guided import GuideSpec, read_guide
+from dynamo.reference.lora import Adapter
 from dynamo.reference.sampler import Sampling, Stop
 from dynamo.reference.steering import Steering
 
@@ -22,6 +23,7 @@ MAX_LOGPROBS: Final = 20  # OpenAI's bound
 MAX_LISTED: Final = 1024  # tokens or words in one of the lists below
 MAX_BIAS: Final = 100.0
 I64: Final = 2**63
+NO_ADAPTERS: Final[Mapping[str, Adapter]] = {}
 
 # Fields that would change the answer, so that ignoring them would be a lie.
 UNSUPPORTED: Final = {
@@ -58,14 +60,21 @@ class Job:
     thinking_tokens: int | None = None  # at most; None: no limit
     awaits_thoughts: bool = False  # `guided` holds for what follows the thoughts
     steering: Steering | None = None  # of the last three, set by who prepares the job
+    adapter: Adapter | None = None
 
     @property
     def needs_steering(self) -> bool:
         return self.guided is not None or self.thinking_tokens is not None
 
 
-def read_request(request: Mapping[str, Any], limits: Limits, *, prompt_tokens: int | None = None) -> Job:
-    """`prompt_tokens`: the prompt's length as the client sent it, where a migration made it longer.
+def read_request(
+    request: Mapping[str, Any],
+    limits: Limits,
+    *,
+    prompt_tokens: int | None = None,
+    adapters: Mapping[str, Adapter] = NO_ADAPTERS,
+) -> Job:
+    """`prompt_tokens`: the prompt's length as the client sent it, where a migration made it longer. `adapters`: loaded.
 
     Raises InvalidArgument naming the field for what cannot be served.
     """
@@ -79,8 +88,7 @@ def read_request(request: Mapping[str, Any], limits: Limits, *, prompt_tokens: i
     routing = _Group("routing", request.get("routing"))
     if sampling.get("use_beam_search"):
         raise InvalidArgument("sampling_options.use_beam_search is not supported by the reference engine")
-    if routing.get("lora_name"):
-        raise InvalidArgument("routing.lora_name is set, but the reference engine does not support LoRA adapters yet")
+    adapter = _adapter(routing.text("lora_name"), request.get("model"), adapters)
     choices = sampling.integer("n", 1, 1, MAX_CHOICES)
     if sampling.integer("best_of", choices, 1, MAX_CHOICES) != choices:
         raise InvalidArgument("sampling_options.best_of must equal n: the reference engine returns all it generates")
@@ -100,13 +108,23 @@ def read_request(request: Mapping[str, Any], limits: Limits, *, prompt_tokens: i
         sampling=_sampling(sampling, more, logprobs, limits),
         stop=_stop(stops, request.get("eos_token_ids"), limits, limits.context_length - len(prompt)),
         priority=routing.integer("priority", 0, -(2**31), 2**31 - 1),
-        key=PrefixKey(cache_salt=routing.text("cache_salt")),
+        key=PrefixKey(cache_salt=routing.text("cache_salt"), lora_name=None if adapter is None else adapter.name),
         prompt_logprobs=prompt_logprobs,
         produced=0 if prompt_tokens is None else max(len(prompt) - prompt_tokens, 0),
         guided=read_guide(sampling.get("guided_decoding")),
         thinking_tokens=None if thinking is None else stops.integer("max_thinking_tokens", 0, 0, 2**31 - 1),
+        adapter=adapter,
         awaits_thoughts=request.get("require_reasoning") is True and not extra.get("reasoning_ended"),
     )
+
+
+def _adapter(lora_name: str | None, model: Any, adapters: Mapping[str, Adapter]) -> Adapter | None:
+    """The adapter a request wants: the router's word, or a model name that is an adapter's."""
+    if lora_name is None:
+        return adapters.get(model) if isinstance(model, str) else None
+    if lora_name not in adapters:
+        raise InvalidArgument(f"routing.lora_name is {lora_name!r}, but no such adapter is loaded on this worker")
+    return adapters[lora_name]
 
 
 def _prompt(token_ids: Any, limits: Limits) -> tuple[int, ...]:

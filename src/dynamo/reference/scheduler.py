@@ -28,6 +28,7 @@ class Sequenced:
     key: PrefixKey = PLAIN
     may_share: bool = True  # False: compute the whole prompt, whatever is cached
     arrives: bool = False  # its prompt's keys and values come from another worker; until `received`
+    may_name: bool = True  # False: what is computed is for this sequence alone
     arrival: int = -1  # set by the scheduler
     computed: int = 0  # tokens whose keys and values are in `blocks`
     cached: int = -1  # of them, taken from the cache at the first admission; -1: never admitted
@@ -167,6 +168,14 @@ class Scheduler:
             self._is_stuck = False
             self._release(sequence)
 
+    def preempt_all(self) -> None:
+        """Every sequence gives its blocks up and computes them again; none loses a token."""
+        for sequence in reversed(list(self._running)):
+            self._preempt(sequence)
+        for sequence in self._receiving:  # what arrives was computed with what is no more
+            sequence.may_name = False
+        self._is_stuck = False
+
     def _admit(self, planned: dict[Sequenced, Work], budget: int) -> None:
         """From the head of the queue, nobody skipped: the prompts that fit whole, until something runs out."""
         while budget > 0 and len(self._running) + len(self._receiving) < self._max_sequences:
@@ -221,6 +230,8 @@ class Scheduler:
         sequence.blocks = []
 
     def _name_blocks(self, sequence: Sequenced, first: int, full: int) -> None:
+        if not sequence.may_name:
+            return
         size = self.pool.block_size
         self._hash(sequence, full)
         for number in range(first, full):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from dynamo.errors import InvalidArgument
 from dynamo.reference.config import ModelConfig
 
-__all__ = ["Layer", "Weights", "load_weights", "open_tensors", "weight_bytes"]
+__all__ = ["NO_WEIGHTS", "Layer", "Weights", "load_weights", "open_tensors", "read_tensors", "weight_bytes"]
 
 Array = npt.NDArray[np.float32]
 
@@ -56,6 +56,10 @@ class Weights:
     head: Array  # the embedding itself when they are tied
 
 
+# What a model that sleeps has.
+NO_WEIGHTS: Final = Weights(np.empty((0, 0), np.float32), (), np.empty(0, np.float32), np.empty((0, 0), np.float32))
+
+
 @dataclass(frozen=True, slots=True)
 class _Tensor:
     """Where one tensor lies in its file."""
@@ -81,6 +85,15 @@ def load_weights(directory: Path, config: ModelConfig) -> Weights:
         final_norm=take("model.norm.weight", hidden),
         head=embedding if config.tied_embeddings else take("lm_head.weight", config.vocab_size, hidden),
     )
+
+
+def read_tensors(path: Path) -> dict[str, Array]:
+    """Every tensor of one file, float32. Raises InvalidArgument naming the file for what is missing or broken."""
+    if not path.is_file():
+        raise InvalidArgument(f"there is no file {path}")
+    tensors = dict(_header(path))
+    take = _Taker(tensors, path.parent)
+    return {name: take(name, *tensor.shape) for name, tensor in tensors.items()}
 
 
 def weight_bytes(config: ModelConfig) -> int:
