@@ -189,6 +189,7 @@ def programs(options: ServeOptions, listener: int, store: Path, environ: Mapping
         "PYTHONUNBUFFERED": "1",  # lines arrive when they are written
     }
     env.setdefault("DYN_TCP_RPC_HOST", "127.0.0.1")
+    env.setdefault("DYN_EVENT_PLANE_HOST", "127.0.0.1")
     # Grace lets frontends hear that a worker leaves. Here the only one has left before.
     env.setdefault("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0")
 

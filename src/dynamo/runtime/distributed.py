@@ -8,7 +8,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.errors import CannotConnect, DynamoException
 from dynamo.runtime.client import Client
@@ -16,9 +16,12 @@ from dynamo.runtime.discovery.base import Discovery
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.discovery.memory import MemoryDiscovery, shared_hub
 from dynamo.runtime.endpoint import Endpoint, ServedEndpoint
+from dynamo.runtime.event_plane.base import EventPlane
+from dynamo.runtime.event_plane.memory import shared_event_plane
 from dynamo.runtime.health import HealthState
 from dynamo.runtime.metrics import (
     CallerMetrics,
+    EventPlaneMetrics,
     MetricsRegistry,
     RefusalMetrics,
     WorkHandlerMetrics,
@@ -27,8 +30,18 @@ from dynamo.runtime.metrics import (
 from dynamo.runtime.request_plane.base import Instance, RequestPlaneClient, RequestPlaneServer
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.memory import TRANSPORT, MemoryPlane, shared_plane
-from dynamo.runtime.settings import CanarySettings, RequestPlaneSettings, RuntimeSettings, SystemSettings
+from dynamo.runtime.settings import (
+    CanarySettings,
+    EventPlaneSettings,
+    NatsSettings,
+    RequestPlaneSettings,
+    RuntimeSettings,
+    SystemSettings,
+)
 from dynamo.runtime.status_server import EngineRoute, StatusServer
+
+if TYPE_CHECKING:
+    from dynamo.runtime.nats_connection import NatsConnection
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +49,7 @@ __all__ = ["Client", "DistributedRuntime", "Endpoint", "ServedEndpoint", "create
 
 DISCOVERY_BACKENDS: Final = ("auto", "file", "mem", "etcd", "kubernetes")
 REQUEST_PLANES: Final = ("tcp", "mem", "nats")
+EVENT_PLANES: Final = ("zmq", "nats", "mem")
 
 
 class DistributedRuntime:
@@ -60,6 +74,8 @@ class DistributedRuntime:
     ) -> None:
         """Backends: auto (etcd when ETCD_ENDPOINTS is set, else file), file, mem, etcd; planes: tcp, mem. None: as configured.
 
+        Event planes: zmq (the default), nats, mem (the default where the request plane is mem).
+
         `discovery`, `memory_plane` and `rng` replace what this process would share or draw: tests and simulation.
         Raises ValueError for an unknown name and `CannotConnect` for one that this version cannot reach.
         """
@@ -72,10 +88,9 @@ class DistributedRuntime:
         self._loop = event_loop or asyncio.get_running_loop()
         self._request_plane = _check_planes(
             request_plane or self.settings.request_plane,
-            event_plane or self.settings.event_plane,
             response_plane or self.settings.response_plane,
         )
-        self.event_plane = event_plane or self.settings.event_plane
+        self.event_plane = _event_plane(event_plane or self.settings.event_plane, self._request_plane)
         self._memory_plane = memory_plane or shared_plane(self._loop)
         self._plane_settings = RequestPlaneSettings.from_env()
         self.discovery: Discovery = discovery or self._choose_discovery(
@@ -93,6 +108,9 @@ class DistributedRuntime:
         self._core: ServerCore | None = None
         self._server_lock = asyncio.Lock()
         self._plane_clients: dict[str, RequestPlaneClient] = {}
+        self._event_settings = EventPlaneSettings.from_env()
+        self._events: EventPlane | None = None
+        self._nats: NatsConnection | None = None
         self._served: dict[str, ServedEndpoint] = {}
         self._clients: set[Client] = set()
         self._shutting_down: asyncio.Task[None] | None = None
@@ -119,6 +137,8 @@ class DistributedRuntime:
 
     async def _start(self) -> None:
         await self.discovery.start()
+        if self.event_plane == "nats" or self._event_settings.broker_enabled:
+            await self.events.start()  # what was asked for by name is there from the beginning, or nothing begins
         register_uptime(self.metrics, f"{self.connection_id():x}")
         if self._system.enabled:
             await self.status_server.start()
@@ -195,6 +215,10 @@ class DistributedRuntime:
             if self._starting is not None:
                 self._starting.cancel()  # a store that does not answer must not delay the end
                 await asyncio.wait({self._starting})
+            if self._events is not None and self.event_plane != "mem":  # that one is every runtime's on this loop
+                await self._events.close()
+            if self._nats is not None:
+                await self._nats.close()
             await self.discovery.close()
         finally:
             self._closing.set_result(None)
@@ -291,6 +315,46 @@ class DistributedRuntime:
         return NativeClient(self._plane_settings, CallHomeListener(self._plane_settings), waited=waited)
 
     @property
+    def events(self) -> EventPlane:
+        """How events travel; made when it is first asked for, so that who has none pays for none."""
+        if self._events is None:
+            if self._closing is not None:
+                raise CannotConnect("the runtime is closed")
+            self._events = self._make_event_plane()
+        return self._events
+
+    def _make_event_plane(self) -> EventPlane:
+        if self.event_plane == "mem":
+            return shared_event_plane(self._loop)
+        # Imported here: neither library is needed by those who only serve requests.
+        if self.event_plane == "nats":
+            from dynamo.runtime.event_plane.nats import NatsEventPlane
+
+            return NatsEventPlane(
+                self.discovery,
+                self.nats("--event-plane nats (DYN_EVENT_PLANE)"),
+                counts=EventPlaneMetrics(self.metrics),
+                rng=self.rng,
+                capacity=self._event_settings.subscriber_capacity,
+            )
+        from dynamo.runtime.event_plane.zmq import ZmqEventPlane
+
+        return ZmqEventPlane(self.discovery, self._event_settings, counts=EventPlaneMetrics(self.metrics), rng=self.rng)
+
+    def nats(self, wanted_by: str) -> NatsConnection:
+        """The one NATS connection of this runtime, not started yet; `wanted_by` is the flag that asks for it."""
+        if self._nats is None:
+            from dynamo.runtime.nats_connection import NatsConnection
+
+            errors = self.metrics.counter_vector(
+                "dynamo_transport_nats_errors_total", "Errors of the NATS connection", ("error_type",)
+            )
+            self._nats = NatsConnection(
+                NatsSettings.from_env(), wanted_by=wanted_by, count_error=lambda kind: errors.labels(kind).inc()
+            )
+        return self._nats
+
+    @property
     def queued_requests(self) -> int:
         """Requests that were admitted and wait for a place."""
         return self._core.queued if self._core is not None else 0
@@ -368,7 +432,15 @@ def create_runtime(
     return DistributedRuntime(loop or asyncio.get_running_loop(), None, None, settings=settings)
 
 
-def _check_planes(request_plane: str, event_plane: str | None, response_plane: str | None) -> str:
+def _event_plane(asked: str | None, request_plane: str) -> str:
+    """The event plane's name: zmq unless asked otherwise, memory where requests stay in memory. Raises ValueError."""
+    chosen = (asked or ("mem" if request_plane == "mem" else "zmq")).lower()
+    if chosen not in EVENT_PLANES:
+        raise ValueError(f"unknown event plane {chosen!r}; use one of {', '.join(EVENT_PLANES)}")
+    return chosen
+
+
+def _check_planes(request_plane: str, response_plane: str | None) -> str:
     """The request plane's name. Raises for names nobody knows, and for those not built."""
     request_plane = request_plane.lower()
     if request_plane not in REQUEST_PLANES:
@@ -376,15 +448,6 @@ def _check_planes(request_plane: str, event_plane: str | None, response_plane: s
     if request_plane == "nats":
         raise CannotConnect(
             "the nats request plane is not built in this version; use --request-plane tcp (or DYN_REQUEST_PLANE=tcp)"
-        )
-    if event_plane == "nats":
-        raise CannotConnect(
-            "the nats event plane is not built in this version; leave out --event-plane and DYN_EVENT_PLANE: events are then "
-            "heard in this process only"
-        )
-    if event_plane == "zmq":
-        logger.warning(
-            "the zmq event plane is not built in this version: KV events and load reports are heard in this process only"
         )
     if response_plane == "quic":
         raise CannotConnect(

@@ -14,7 +14,6 @@ from dynamo.runtime.client import Client
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS
 from dynamo.runtime.event_plane.base import EventPublisher, Scope
-from dynamo.runtime.event_plane.memory import shared_event_plane
 from dynamo.runtime.handler import PythonHandler, serve_python
 from dynamo.runtime.health import Canary
 from dynamo.runtime.instances import RouterMode, encode_instance
@@ -77,9 +76,13 @@ class Endpoint:
         return self.runtime.connection_id()
 
     def event_channel(self, topic: str) -> EndpointEvents:
-        """A publisher of this endpoint's events, heard by subscribers of the same process (see Known limits)."""
-        plane = shared_event_plane(self.runtime.event_loop())
-        return EndpointEvents(plane.new_publisher(Scope(self.namespace, self.component, self.name), topic))
+        """A publisher of this endpoint's events on the runtime's event plane."""
+        return EndpointEvents(self.runtime.events.new_publisher(self.event_scope, topic))
+
+    @property
+    def event_scope(self) -> Scope:
+        """Whose events this endpoint's are."""
+        return Scope(self.namespace, self.component, self.name)
 
     # -- serving -------------------------------------------------------------------------------------------------
 

@@ -649,6 +649,38 @@ class TransportMetrics:
         self.accept_backoff = counter("accept_backoff_total", "Pauses of the listener because accept failed")
 
 
+class EventPlaneMetrics:
+    """What the event plane of a process counts, by topic; `event_plane.EventCounts`. One per process."""
+
+    def __init__(self, registry: MetricsRegistry) -> None:
+        def counter(name: str, help: str) -> Callable[[str], Counter]:
+            return registry.counter_vector(f"dynamo_event_plane_{name}_total", help, ("topic",)).labels
+
+        self._published = counter("published", "Events handed to the transport")
+        self._dropped = counter("publish_dropped", "Events that were not sent: the outgoing queue was full")
+        self._received = counter("received", "Events that a subscriber read")
+        self._missed = counter("missed", "Events that were lost on their way, seen as gaps")
+        self._overflowed = counter("receive_dropped", "Events that a slow subscriber had no room for")
+        self._invalid = counter("invalid", "Messages that are no event of their topic")
+
+    def published(self, topic: str) -> None:
+        self._published(topic).inc()
+
+    def dropped(self, topic: str) -> None:
+        self._dropped(topic).inc()
+
+    def received(self, topic: str, missed: int) -> None:
+        self._received(topic).inc()
+        if missed:
+            self._missed(topic).inc(missed)
+
+    def overflowed(self, topic: str) -> None:
+        self._overflowed(topic).inc()
+
+    def invalid(self, topic: str) -> None:
+        self._invalid(topic).inc()
+
+
 class RefusalMetrics:
     """What one listener declined or cut, by the limit that was hit. One per listener."""
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+from dynamo.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
 
@@ -276,6 +279,106 @@ def _positive(name: str, env: Mapping[str, str] | None) -> float | None:
     if seconds < 0:
         logger.warning("%s=%s is no duration; ignored", name, seconds)
     return seconds if seconds > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class ZmqBroker:
+    """Where a ZMQ broker takes events (`xsub`) and gives them (`xpub`); several of each are equals."""
+
+    xsub: tuple[str, ...]
+    xpub: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> ZmqBroker:
+        """Read `xsub=tcp://a:1;tcp://b:1 , xpub=tcp://a:2;tcp://b:2`. Raises InvalidArgument naming the variable."""
+        sides: dict[str, tuple[str, ...]] = {}
+        for side in text.split(","):
+            name, _, endpoints = side.partition("=")
+            sides[name.strip()] = tuple(each.strip() for each in endpoints.split(";") if each.strip())
+        broker = cls(sides.pop("xsub", ()), sides.pop("xpub", ()))
+        named = (*broker.xsub, *broker.xpub)
+        if sides or not broker.xsub or not broker.xpub or not all(_TCP.fullmatch(each) for each in named):
+            raise InvalidArgument(
+                f"DYN_ZMQ_BROKER_URL={text!r} is not understood; write xsub=tcp://HOST:PORT,xpub=tcp://HOST:PORT, several "
+                "endpoints of a side divided by ;"
+            )
+        return broker
+
+
+@dataclass(frozen=True, slots=True)
+class EventPlaneSettings:
+    """How events travel over ZMQ."""
+
+    host: str | None = None  # advertised; None: the address of this machine
+    io_threads: int = 1  # of ZMQ, in a process that publishes or subscribes
+    subscriber_capacity: int = 100_000  # messages of one subscriber that nobody has read
+    broker: ZmqBroker | None = None
+    broker_enabled: bool = False  # without `broker`: look for one in discovery
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> EventPlaneSettings:
+        """The settings of this process. Raises InvalidArgument for a broker that cannot be read."""
+        url = env_str("DYN_ZMQ_BROKER_URL", env=env)
+        return cls(
+            host=env_str("DYN_EVENT_PLANE_HOST", env=env),
+            io_threads=env_int("DYN_ZMQ_IO_THREADS", 1, minimum=1, env=env),
+            subscriber_capacity=env_int("DYN_ZMQ_EVENT_SUBSCRIBER_CHANNEL_CAPACITY", 100_000, minimum=1, env=env),
+            broker=ZmqBroker.parse(url) if url is not None else None,
+            broker_enabled=url is not None or env_bool("DYN_ZMQ_BROKER_ENABLED", env=env),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NatsSettings:
+    """Where NATS is and how to get in. Of several ways to authenticate the first one set counts, in this order."""
+
+    servers: tuple[str, ...] = ("nats://localhost:4222",)
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
+    nkey: str | None = field(default=None, repr=False)
+    credentials_file: str | None = None
+    tls_ca_path: str | None = None
+    tls_insecure: bool = False
+    tls_client_cert_path: str | None = None
+    tls_client_key_path: str | None = None
+    connect_timeout_seconds: float = 4.0  # at start; a connection that was there is sought for ever
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> NatsSettings:
+        """The settings of this process."""
+        listed = (env_str("NATS_SERVER", env=env) or "nats://localhost:4222").split(",")
+        username, password = env_str("NATS_AUTH_USERNAME", env=env), env_str("NATS_AUTH_PASSWORD", env=env)
+        both = username is not None and password is not None
+        return cls(
+            servers=tuple(
+                each if "://" in each else f"nats://{each}" for each in (one.strip() for one in listed) if each
+            ),
+            username=username if both else None,
+            password=password if both else None,
+            token=env_str("NATS_AUTH_TOKEN", env=env),
+            nkey=env_str("NATS_AUTH_NKEY", env=env),
+            credentials_file=env_str("NATS_AUTH_CREDENTIALS_FILE", env=env),
+            tls_ca_path=env_str("NATS_TLS_CA_CERT_PATH", env=env),
+            tls_insecure=env_bool("NATS_TLS_INSECURE", env=env),
+            tls_client_cert_path=env_str("NATS_TLS_CLIENT_CERT_PATH", env=env),
+            tls_client_key_path=env_str("NATS_TLS_CLIENT_KEY_PATH", env=env),
+            connect_timeout_seconds=env_float("NATS_STARTUP_CONNECT_TIMEOUT_SECONDS", 4.0, minimum=0.1, env=env),
+        )
+
+    @property
+    def address(self) -> str:
+        """The servers, for people; without what a URL may hold of passwords."""
+        return ", ".join(_CREDENTIALS.sub("//", server) for server in self.servers)
+
+    @property
+    def wants_tls(self) -> bool:
+        own = (self.tls_ca_path, self.tls_client_cert_path)
+        return any(own) or self.tls_insecure or any(server.startswith("tls://") for server in self.servers)
+
+
+_TCP: Final = re.compile(r"tcp://[^/\s]+:\d{1,5}")
+_CREDENTIALS: Final = re.compile(r"//[^@/]*@")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 """Events: at most once, numbered, gaps that show. `base.py` holds the promises, one file each plane."""
 
-from dynamo.runtime.event_plane.base import Event, EventPlane, EventPublisher, Scope, SequenceWatch
+from dynamo.runtime.event_plane.base import Event, EventCounts, EventPlane, EventPublisher, Scope, SequenceWatch
 from dynamo.runtime.event_plane.memory import MemoryEventPlane, shared_event_plane
 
 __all__ = [
     "Event",
+    "EventCounts",
     "EventPlane",
     "EventPublisher",
     "MemoryEventPlane",

@@ -47,6 +47,11 @@ class Scope:
         return "/".join(self._parts())
 
     @property
+    def path_encoded(self) -> str:
+        """The path with its segments percent-encoded, as in the two event buckets."""
+        return "/".join(encode_segment(part) for part in self._parts())
+
+    @property
     def subject(self) -> str:
         """As in subjects: `namespace.ns.component.c.endpoint.e`."""
         return ".".join(self._parts())
@@ -109,14 +114,53 @@ class EventPublisher(Protocol):
 class EventPlane(Protocol):
     """A way for events to travel."""
 
+    async def start(self) -> None:
+        """Reach the service the plane needs; idempotent. Raises `CannotConnect` within 5 s, naming address and flag."""
+
     async def publisher(self, scope: Scope, topic: str) -> EventPublisher:
-        """A publisher with an id and a sequence of its own."""
+        """A publisher with an id and a sequence of its own; subscribers can find it."""
+
+    def new_publisher(self, scope: Scope, topic: str) -> EventPublisher:
+        """`publisher` for those who cannot wait: it becomes known in the background."""
 
     def subscribe(self, scope: Scope, topic: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
         """`async with plane.subscribe(s, t) as events: async for event in events: ...`"""
 
     async def close(self) -> None:
         """Close every publisher and subscription; idempotent."""
+
+
+class EventCounts(Protocol):
+    """What a plane counts, by topic; every method is called once per message."""
+
+    def published(self, topic: str) -> None:
+        """A message was handed to the transport."""
+
+    def dropped(self, topic: str) -> None:
+        """A message was not sent: the outgoing queue is full, or the transport refused it."""
+
+    def received(self, topic: str, missed: int) -> None:
+        """A subscriber read a message, `missed` of which were lost before it."""
+
+    def overflowed(self, topic: str) -> None:
+        """A subscriber was too slow, and this message was dropped."""
+
+    def invalid(self, topic: str) -> None:
+        """Something arrived that is no event of this topic."""
+
+
+class NoCounts:
+    """Counts nothing."""
+
+    def published(self, topic: str) -> None: ...
+
+    def dropped(self, topic: str) -> None: ...
+
+    def received(self, topic: str, missed: int) -> None: ...
+
+    def overflowed(self, topic: str) -> None: ...
+
+    def invalid(self, topic: str) -> None: ...
 
 
 class SequenceWatch:

@@ -6,20 +6,20 @@ import asyncio
 import random
 import time
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Final
 
 from dynamo.runtime.event_plane.base import (
     MAX_QUEUED,
     PUBLISHER_ID_BITS,
     Event,
+    EventCounts,
     EventPublisher,
+    NoCounts,
     Scope,
-    SequenceWatch,
 )
+from dynamo.runtime.event_plane.inbox import Inbox
 
 Channel = tuple[Scope, str]
 
@@ -33,25 +33,29 @@ class MemoryEventPlane:
         rng: random.Random | None = None,
         wall: Callable[[], float] = time.time,
         max_queued: int = MAX_QUEUED,
+        counts: EventCounts | None = None,
     ) -> None:
         self._rng: Final = rng or random.Random()
         self._wall = wall
         self._max_queued = max_queued
-        self._queues: dict[Channel, set[_Queue]] = {}
+        self._counts: EventCounts = counts or NoCounts()
+        self._queues: dict[Channel, set[Inbox]] = {}
         self._closed = False
+
+    async def start(self) -> None:
+        """Nothing to reach."""
 
     async def publisher(self, scope: Scope, topic: str) -> EventPublisher:
         return self.new_publisher(scope, topic)
 
     def new_publisher(self, scope: Scope, topic: str) -> EventPublisher:
-        """`publisher` without the waiting that other planes need."""
         self._check_open()
         return _Publisher(self, (scope, topic), self._rng.getrandbits(PUBLISHER_ID_BITS))
 
     @asynccontextmanager
     async def subscribe(self, scope: Scope, topic: str) -> AsyncIterator[AsyncIterator[Event]]:
         self._check_open()
-        queue = _Queue(self._max_queued)
+        queue = Inbox(self._max_queued, self._counts)
         channel = (scope, topic)
         self._queues.setdefault(channel, set()).add(queue)
         try:
@@ -70,6 +74,7 @@ class MemoryEventPlane:
         self._queues.clear()
 
     def _send(self, channel: Channel, publisher_id: int, sequence: int, payload: bytes) -> None:
+        self._counts.published(channel[1])
         event = Event(channel[1], publisher_id, sequence, int(self._wall() * 1000), payload)
         for queue in self._queues.get(channel, ()):
             queue.put(event)
@@ -108,45 +113,3 @@ class _Publisher:
 
     async def close(self) -> None:
         self._closed = True
-
-
-class _Queue:
-    """What a subscriber has not read yet; when it is full, new messages are dropped and show as a gap."""
-
-    def __init__(self, max_queued: int) -> None:
-        self._events: deque[Event] = deque()
-        self._max = max_queued
-        self._watch = SequenceWatch()
-        self._waiter: asyncio.Future[None] | None = None
-        self._closed = False
-
-    def put(self, event: Event) -> None:
-        if len(self._events) < self._max:
-            self._events.append(event)
-            self._wake()
-
-    def close(self) -> None:
-        self._closed = True
-        self._wake()
-
-    def __aiter__(self) -> _Queue:
-        return self
-
-    async def __anext__(self) -> Event:
-        while True:
-            while self._events:
-                event = self._events.popleft()
-                missed = self._watch.admit(event.publisher_id, event.sequence)
-                if missed is not None:
-                    return replace(event, missed=missed) if missed else event
-            if self._closed:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

@@ -1,0 +1,234 @@
+"""Events over core NATS: the envelope is the message, the scope and topic are the subject.
+
+Publishing puts a message into a queue of the process, which one task empties while there is a server. A server that is gone
+or stalls fills the queue; what no longer fits is dropped and counted, and shows as a gap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from dynamo.errors import CannotConnect
+from dynamo.runtime.discovery.base import Discovery
+from dynamo.runtime.event_plane.announcing import Announcer
+from dynamo.runtime.event_plane.base import (
+    MAX_QUEUED,
+    PUBLISHER_ID_BITS,
+    Event,
+    EventCounts,
+    EventPublisher,
+    NoCounts,
+    Scope,
+)
+from dynamo.runtime.event_plane.envelope import BadEvent, channel_record, decode_envelope, encode_envelope
+from dynamo.runtime.event_plane.inbox import Inbox
+from dynamo.runtime.nats_connection import NatsConnection
+
+__all__ = ["NatsEventPlane", "subject_of"]
+
+logger = logging.getLogger(__name__)
+
+MAX_OUTBOX_MESSAGES: Final = 10_000
+MAX_OUTBOX_BYTES: Final = 64 * 1024 * 1024
+UNSENT_BYTES: Final = 1024 * 1024  # what the client may hold before we wait for the server to take it
+FLUSH_SECONDS: Final = 5
+SUBSCRIBE_SECONDS: Final = 5
+MAX_UNREAD_MESSAGES: Final = 65_536  # between the socket and the inbox, in one turn of the loop
+MAX_UNREAD_BYTES: Final = 256 * 1024 * 1024  # of one subscription; more is lost and shows as a gap
+BURST: Final = 64  # messages sent before others on the loop get a turn
+
+
+class NatsEventPlane:
+    """`base.EventPlane` over core NATS. Use it on one event loop."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        connection: NatsConnection,
+        *,
+        counts: EventCounts | None = None,
+        rng: random.Random | None = None,
+        wall: Callable[[], float] = time.time,
+        capacity: int = MAX_QUEUED,
+        max_outbox: int = MAX_OUTBOX_MESSAGES,
+    ) -> None:
+        """`connection` may be shared; whoever made it closes it."""
+        self._connection = connection
+        self._counts: EventCounts = counts or NoCounts()
+        self._rng = rng or random.Random()
+        self._wall = wall
+        self._capacity = capacity
+        self._max_outbox = max_outbox
+        self._announcer = Announcer(discovery)
+        self._outbox: deque[tuple[str, str, bytes]] = deque()  # subject, topic, envelope
+        self._outbox_bytes = 0
+        self._waiting = asyncio.Event()
+        self._sender: asyncio.Task[None] | None = None
+        self._publishers: set[_Publisher] = set()
+        self._inboxes: set[Inbox] = set()
+        self._closed = False
+
+    async def start(self) -> None:
+        await self._connection.start()
+
+    async def publisher(self, scope: Scope, topic: str) -> EventPublisher:
+        await self.start()
+        made = self._publisher(scope, topic)
+        await asyncio.shield(made.announced)
+        return made
+
+    def new_publisher(self, scope: Scope, topic: str) -> EventPublisher:
+        return self._publisher(scope, topic)
+
+    def _publisher(self, scope: Scope, topic: str) -> _Publisher:
+        self._check_open()
+        publisher_id = self._rng.getrandbits(PUBLISHER_ID_BITS)
+        transport = {"kind": "Nats", "config": {"subject_prefix": scope.subject}}
+        key = scope.channel_key(topic, publisher_id)
+        # For presence only: whoever subscribes to the subject hears every publisher.
+        announced = self._announcer.announce(key, channel_record(scope, topic, publisher_id, transport))
+        made = _Publisher(self, scope, topic, publisher_id, key, announced)
+        self._publishers.add(made)
+        return made
+
+    @asynccontextmanager
+    async def subscribe(self, scope: Scope, topic: str) -> AsyncIterator[AsyncIterator[Event]]:
+        self._check_open()
+        await self.start()
+        inbox = Inbox(self._capacity, self._counts)
+
+        async def take(message: Any) -> None:
+            try:
+                event = decode_envelope(message.data)
+            except BadEvent as error:
+                self._counts.invalid(topic)
+                logger.debug("a message of topic %s is no event: %s", topic, error)
+                return
+            if event.topic == topic:
+                inbox.put(event)
+            else:
+                self._counts.invalid(topic)
+
+        client = self._connection.client
+        subscription = await client.subscribe(
+            subject_of(scope, topic),
+            cb=take,
+            pending_msgs_limit=MAX_UNREAD_MESSAGES,
+            pending_bytes_limit=MAX_UNREAD_BYTES,
+        )
+        self._inboxes.add(inbox)
+        try:
+            if self._connection.is_connected:  # what is said from here on is heard
+                await client.flush(SUBSCRIBE_SECONDS)
+            yield inbox
+        finally:
+            self._inboxes.discard(inbox)
+            inbox.close()
+            if not client.is_closed:
+                await subscription.unsubscribe()
+
+    async def close(self) -> None:
+        self._closed = True
+        for publisher in list(self._publishers):
+            await publisher.close()
+        await self._announcer.close()
+        for inbox in self._inboxes:
+            inbox.close()
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.cancel()
+            await asyncio.wait({sender})
+        self._outbox.clear()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this event plane is closed")
+
+    def _put(self, subject: str, topic: str, envelope: bytes) -> None:
+        if len(self._outbox) >= self._max_outbox or self._outbox_bytes + len(envelope) > MAX_OUTBOX_BYTES:
+            self._counts.dropped(topic)
+            return
+        self._outbox.append((subject, topic, envelope))
+        self._outbox_bytes += len(envelope)
+        self._waiting.set()
+        if self._sender is None:
+            # Ended and awaited in close().
+            self._sender = asyncio.get_running_loop().create_task(self._send_all(), name="event plane: nats sender")
+
+    async def _send_all(self) -> None:
+        while True:
+            await self._waiting.wait()
+            await self._connection.wait_connected()
+            for _ in range(min(BURST, len(self._outbox))):
+                subject, topic, envelope = self._outbox.popleft()
+                self._outbox_bytes -= len(envelope)
+                await self._send(subject, topic, envelope)
+            if not self._outbox:
+                self._waiting.clear()
+            else:
+                await asyncio.sleep(0)
+
+    async def _send(self, subject: str, topic: str, envelope: bytes) -> None:
+        try:
+            client = self._connection.client
+            await client.publish(subject, envelope)
+            self._counts.published(topic)
+            if client.pending_data_size > UNSENT_BYTES:
+                await client.flush(FLUSH_SECONDS)
+        except CannotConnect:
+            self._counts.dropped(topic)  # the connection is being closed
+        except Exception as error:  # too large, or the server went this very moment: the next one may get through
+            self._counts.dropped(topic)
+            logger.debug("an event of %s was not sent: %s: %s", topic, type(error).__name__, error)
+
+
+class _Publisher:
+    def __init__(
+        self,
+        plane: NatsEventPlane,
+        scope: Scope,
+        topic: str,
+        publisher_id: int,
+        key: str,
+        announced: asyncio.Task[None],
+    ) -> None:
+        self.publisher_id = publisher_id
+        self.announced = announced
+        self._plane = plane
+        self._topic = topic
+        self._subject = subject_of(scope, topic)
+        self._key = key
+        self._sequence = 0
+        self._closed = False
+
+    def publish(self, payload: bytes) -> int:
+        if self._closed:
+            raise RuntimeError("this publisher is closed")
+        sequence = self._sequence
+        self._sequence += 1
+        now = int(self._plane._wall() * 1000)
+        envelope = encode_envelope(Event(self._topic, self.publisher_id, sequence, now, payload))
+        self._plane._put(self._subject, self._topic, envelope)
+        return sequence
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._plane._publishers.discard(self)
+        await self._plane._announcer.withdraw(self._key)
+
+
+def subject_of(scope: Scope, topic: str) -> str:
+    """The NATS subject. What a subject cannot hold (blanks, wildcards, an empty token) becomes `_`."""
+    parts = [*scope.subject.split("."), *topic.split(".")]
+    return ".".join("".join("_" if c.isspace() or c in "*>" else c for c in part) or "_" for part in parts)
