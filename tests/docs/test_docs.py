@@ -150,6 +150,8 @@ def registered() -> dict[str, tuple[str, list[str]]]:
     runtime_metrics.EndpointMetrics(registry, namespace="n", component="c", endpoint="e", worker_id="1")
     engine = WorkerMetrics(registry, namespace="n", component="c", endpoint="e", worker_id="1", model="m", dp_ranks=[0])
     engine.publish(0, ComponentSnapshot(1, 2, 0.5, 0, 0.5))
+    runtime_metrics.EventPlaneMetrics(registry)
+    runtime_metrics.NatsMetrics(registry)
     FrontendMetrics(registry, env={})
     return registry.asked
 

@@ -23,6 +23,7 @@ from dynamo.runtime.metrics import (
     CallerMetrics,
     EventPlaneMetrics,
     MetricsRegistry,
+    NatsMetrics,
     RefusalMetrics,
     WorkHandlerMetrics,
     register_uptime,
@@ -346,12 +347,8 @@ class DistributedRuntime:
         if self._nats is None:
             from dynamo.runtime.nats_connection import NatsConnection
 
-            errors = self.metrics.counter_vector(
-                "dynamo_transport_nats_errors_total", "Errors of the NATS connection", ("error_type",)
-            )
-            self._nats = NatsConnection(
-                NatsSettings.from_env(), wanted_by=wanted_by, count_error=lambda kind: errors.labels(kind).inc()
-            )
+            metrics = NatsMetrics(self.metrics)
+            self._nats = NatsConnection(NatsSettings.from_env(), wanted_by=wanted_by, count_error=metrics.failed)
         return self._nats
 
     @property

@@ -681,6 +681,19 @@ class EventPlaneMetrics:
         self._invalid(topic).inc()
 
 
+class NatsMetrics:
+    """What goes wrong between this process and NATS. One per process."""
+
+    def __init__(self, registry: MetricsRegistry) -> None:
+        self._errors = registry.counter_vector(
+            "dynamo_transport_nats_errors_total", "Errors of the NATS connection", ("error_type",)
+        )
+
+    def failed(self, error_type: str) -> None:
+        """`error_type`: the class of the error."""
+        self._errors.labels(error_type).inc()
+
+
 class RefusalMetrics:
     """What one listener declined or cut, by the limit that was hit. One per listener."""
 
