@@ -129,14 +129,14 @@ def zmq_broker() -> Iterator[ZmqBroker]:
 
 
 async def heard(publisher: EventPublisher, events: AsyncIterator[Event]) -> Event:
-    """Publish until the subscriber hears it (a connection takes a moment), and return the last one published."""
-    waiting = asyncio.ensure_future(anext(events))
-    last = -1
+    """Publish until the subscriber hears the newest message (a connection takes a moment); afterwards nothing is unread."""
     async with asyncio.timeout(10):
-        while not waiting.done():
-            last = publisher.publish(b"hello")
-            await asyncio.wait({waiting}, timeout=0.02)
-        event = await waiting
-        while event.sequence < last:
-            event = await anext(events)
-    return event
+        while True:
+            newest = publisher.publish(b"hello")
+            try:
+                async with asyncio.timeout(0.1):
+                    while (event := await anext(events)).sequence < newest:
+                        pass
+            except TimeoutError:
+                continue  # not connected yet, or this very message was dropped
+            return event
