@@ -11,7 +11,8 @@ A request brings its script as metadata (header `x-dynamo-meta-script`), a JSON 
     ["end", reason]           the terminal chunk; without one the stream ends "stop", or "length" at max_tokens
     ["return"]                without a terminal chunk
 
-and a `x-dynamo-meta-tag` under which the journal, JSON lines in the file SCRIPTED_JOURNAL, can be searched.
+SCRIPTED_TOOL_PARSER and SCRIPTED_REASONING_PARSER are what its card says of its output. A request also brings
+a `x-dynamo-meta-tag` under which the journal, JSON lines in the file SCRIPTED_JOURNAL, can be searched.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class ScriptedEngine(LLMEngine):
             model_name=MODEL,
             served_model_name=MODEL,
             discovery_backend="file",
+            tool_call_parser=os.environ.get("SCRIPTED_TOOL_PARSER"),
+            reasoning_parser=os.environ.get("SCRIPTED_REASONING_PARSER"),
         )
 
     async def start(self, worker_id: int) -> EngineConfig:

@@ -111,6 +111,11 @@ class ParsedChunkWriter(ChunkWriter):
         self._reasoning_head = json_text(reasoning_field) + b":"
         self._dispatches_calls, self._dispatches_reasoning = dispatches_calls, dispatches_reasoning
 
+    @property
+    def plain_ends(self) -> None:
+        """Never: what a text is, only the parser can say."""
+        return
+
     def write(self, deltas: Sequence[Delta]) -> bytes:
         return b"".join([self._parsed(delta) for delta in deltas])
 
