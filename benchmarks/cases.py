@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from typing import Any
 
 import uvloop
 from model import Prompts
-from stack import Stack, floor, stack
+from stack import HERE, Stack, floor, stack
 
 from dynamo.cli.bench.load import Load, Prepared, Shape
 from dynamo.cli.bench.samples import Recorder
@@ -230,15 +232,25 @@ def quiet(bench: Bench) -> Figures:
         }
 
 
-def bare_server(connections: int, requests: int) -> Callable[[Bench], Figures]:
+def bare_server(what: str, connections: int, requests: int) -> Callable[[Bench], Figures]:
     """What the machine charges anyone: see `floor.py`."""
 
     def run(bench: Bench) -> Figures:
-        with floor(PACE_SECONDS) as running:
+        with floor(what, PACE_SECONDS) as running:
             warm(bench, running, connections, **streaming())
             return measured_load(
                 running, prepared(running.port, bench.bodies(requests, 128, **streaming())), connections
             )
+
+    return run
+
+
+def bare_engine(connections: int) -> Callable[[Bench], Figures]:
+    """What so many sleeping generators cost without anything of ours around them."""
+
+    def run(bench: Bench) -> Figures:
+        command = [sys.executable, str(HERE / "floor.py"), "--what", "sleep", "--streams", str(connections)]
+        return {"floor us": float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)}
 
     return run
 
@@ -248,10 +260,16 @@ def per_token(frontend: float, worker: float, unit: str = "us/token") -> tuple[B
     return Bar("frontend us", unit, frontend), Bar("worker us", unit, worker), Bar("load generator us", unit)
 
 
+FLOOR = (Bar("floor us", "us/event"),)
+
+
 def cases() -> Iterator[Case]:
     """The table of the issue, in its order; the floor first."""
-    yield Case("floor: bare uvicorn, paced, 64 streams", bare_server(64, 128), (Bar("floor us", "us/event"),))
-    yield Case("floor: bare uvicorn, paced, 256 streams", bare_server(256, 512), (Bar("floor us", "us/event"),))
+    for count in (64, 256):
+        sent = 2 * count
+        yield Case(f"floor: bare uvicorn, paced, {count} streams", bare_server("uvicorn", count, sent), FLOOR)
+        yield Case(f"floor: one write per event, {count} streams", bare_server("write", count, sent), FLOOR)
+        yield Case(f"floor: one sleep per token, {count} streams", bare_engine(count), FLOOR)
     yield Case("burst, 64 streams, 256 tokens", streams(0, 64, 640, 256), per_token(4.0, 2.5))
     yield Case("burst, 256 streams, 256 tokens", streams(0, 256, 1024, 256), per_token(5.0, 3.2))
     yield Case("paced, 64 streams, 128 tokens", streams(PACE_SECONDS, 64, 192, 128), per_token(18, 10))

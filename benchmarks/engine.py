@@ -40,13 +40,17 @@ class BenchEngine(LLMEngine):
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
         count = (request.get("stop_conditions") or {}).get("max_tokens") or 16
         delay = self.delay
+        with_logprobs = (request.get("output_options") or {}).get("logprobs") is not None
         for i in range(count - 1):
             if context.is_stopped():
                 yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
                 return
             if delay:
                 await asyncio.sleep(delay)
-            yield {"token_ids": [1000 + i % 20000], "index": 0}
+            if with_logprobs:
+                yield {"token_ids": [1000 + i % 20000], "index": 0, "log_probs": [-0.25]}
+            else:
+                yield {"token_ids": [1000 + i % 20000], "index": 0}
         if delay:
             await asyncio.sleep(delay)
         yield {

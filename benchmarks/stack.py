@@ -126,10 +126,10 @@ def stack(model: Path, delay: float) -> Iterator[Stack]:
 
 
 @contextlib.contextmanager
-def floor(delay: float) -> Iterator[Stack]:
-    """The bare server of `floor.py`."""
+def floor(what: str, delay: float) -> Iterator[Stack]:
+    """A bare server of `floor.py`: "uvicorn" or "write"."""
     with tempfile.TemporaryDirectory() as name:
         port = free_port()
-        command = [sys.executable, str(HERE / "floor.py"), "--port", str(port), "--delay", str(delay)]
+        command = [sys.executable, str(HERE / "floor.py"), "--what", what, "--port", str(port), "--delay", str(delay)]
         with processes({"floor": command}, port, os.environ, Path(name)) as running:
             yield running
