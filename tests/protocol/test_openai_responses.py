@@ -28,6 +28,7 @@ from dynamo.protocol.openai import (
     token_logprobs,
     usage_json,
 )
+from dynamo.protocol.openai.responses import ChatLogprobs
 from dynamo.protocol.openai.schema import Usage
 
 USAGE = usage_json(3, 4, cached_tokens=1)
@@ -137,6 +138,17 @@ def test_what_json_cannot_carry_becomes_a_very_low_number(value: float) -> None:
     encoded = chat_logprobs(token_logprobs([5], [value], tops, str))
     content = json.loads(encoded)["content"][0]
     assert content["logprob"] == content["top_logprobs"][0]["logprob"] == -9999.0
+
+
+@pytest.mark.parametrize("text", ["", " the", '"logprob":-0.5', "\u2028", "\ufffd", "\\", "é" * 40])
+@pytest.mark.parametrize("logprob", [-0.5, 0.0, -1e-30, -17.25, -math.inf, math.nan, -0.1])
+def test_the_short_way_of_one_log_probability_writes_what_the_long_one_does(text: str, logprob: float) -> None:
+    raw = text.encode()
+    pieces = ChatLogprobs(lambda _: text, lambda _: raw, size=100)
+    for token_id in (7, 7, 2**32 - 1):  # twice from the table, once beyond its end
+        items = token_logprobs([token_id], [logprob], None, lambda _: text, token_bytes=lambda _: raw)
+        assert pieces.line(token_id, logprob) == chat_logprobs(items)
+    assert list(pieces) == [7]
 
 
 def test_completion_logprobs_count_characters_from_the_offset() -> None:

@@ -165,6 +165,7 @@ class Answer:
     """What both halves know about the request they answer, and the optional members both can show."""
 
     __slots__ = (
+        "_one_token_logprobs",
         "_request",
         "_text_offsets",
         "_wanted",
@@ -194,6 +195,8 @@ class Answer:
         self.model_name = request.model
         self._wanted = frozenset(request.extra_fields)
         self._text_offsets: dict[int, int] = {}
+        is_plain = surface.endpoint == ChatSurface.endpoint and request.return_tokens_as_token_ids is not True
+        self._one_token_logprobs = model.text.logprob_pieces.line if is_plain else None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -232,6 +235,18 @@ class Answer:
             token_bytes=tokenizer.token_bytes,
             as_token_ids=self._request.return_tokens_as_token_ids is True,
         )
+
+    def delta_logprobs(self, delta: Delta) -> bytes | None:
+        """The JSON of one delta's log probabilities; None when the engine gave none."""
+        log_probs = delta.log_probs
+        if (
+            self._one_token_logprobs is not None
+            and log_probs is not None
+            and len(delta.token_ids) == len(log_probs) == 1
+            and not delta.top_logprobs
+        ):
+            return self._one_token_logprobs(delta.token_ids[0], log_probs[0])
+        return self.logprobs(delta.choice, self.logprob_items(delta))
 
     def logprobs(self, choice: int, items: Sequence[TokenLogprob]) -> bytes | None:
         """The JSON of `items`, which follow those given before for the same choice."""
@@ -316,7 +331,7 @@ class ChunkWriter:
     def _in_full(self, delta: Delta) -> bytes:
         answer, choice = self._answer, delta.choice
         finished = delta.finish_reason is not None
-        logprobs = answer.logprobs(choice, answer.logprob_items(delta)) if answer.wants_logprobs else None
+        logprobs = answer.delta_logprobs(delta) if answer.wants_logprobs else None
         token_ids, engine_data = delta.token_ids, delta.engine_data
         if answer.wants_nvext:
             if (held := self._held.pop(choice, None)) is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dynamo.errors import InvalidArgument
+from dynamo.protocol.openai.responses import ChatLogprobs
 from dynamo.text.prefix_cache import CachedTokenizer
 from dynamo.text.templates import PLAIN_TEMPLATE, ChatTemplate
 from dynamo.text.tokenizer import (
@@ -38,6 +39,12 @@ class TextModel:
     context_length: int | None = None  # tokens; None: the files do not say
     generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the author's sampling defaults
     has_chat_template: bool = False  # False: `template` is the plain one, because the model brings none
+    logprob_pieces: ChatLogprobs = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        tokenizer = self.tokenizer
+        pieces = ChatLogprobs(tokenizer.token_text, tokenizer.token_bytes, size=tokenizer.vocab_size)
+        object.__setattr__(self, "logprob_pieces", pieces)
 
 
 def load_text_model(

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from msgspec import Raw, Struct
+from msgspec.json import Encoder
 
 from dynamo.protocol.openai.escaping import json_line
 from dynamo.protocol.openai.sse import usage_json
 
 __all__ = [
+    "ChatLogprobs",
     "Choice",
     "TokenLogprob",
     "TopLogprob",
@@ -116,6 +118,41 @@ def finite(logprob: float) -> float:
 def chat_logprobs(items: Sequence[TokenLogprob]) -> bytes:
     """`{"content":[...],"refusal":null}`, for `ChatStream.delta` and `Choice`."""
     return json_line({"content": items, "refusal": None})
+
+
+class ChatLogprobs(dict[int, tuple[bytes, bytes, bytes]]):
+    """`chat_logprobs` of one token without alternatives, the shape of nearly every streamed chunk: token id -> what stands
+    before, between and behind its log probability, which is said twice.
+
+    Filled on demand; only ids below `size` are kept.
+    """
+
+    __slots__ = ("_size", "_token_bytes", "_token_text")
+
+    def __init__(self, token_text: Callable[[int], str], token_bytes: Callable[[int], bytes], *, size: int) -> None:
+        super().__init__()
+        self._token_text, self._token_bytes, self._size = token_text, token_bytes, size
+
+    def __missing__(self, token_id: int) -> tuple[bytes, bytes, bytes]:
+        text, raw = self._token_text(token_id), list(self._token_bytes(token_id))
+        own = TokenLogprob(text, _MARK, token_id, raw, [TopLogprob(text, _MARK, raw)])
+        # Inside a text the quotes of the member's name would be escaped, so only the two members are found.
+        before, between, behind = [part + _MEMBER for part in chat_logprobs([own]).split(_MEMBER + _encode(_MARK))]
+        behind = behind[: -len(_MEMBER)]
+        if 0 <= token_id < self._size:
+            self[token_id] = before, between, behind
+        return before, between, behind
+
+    def line(self, token_id: int, logprob: float) -> bytes:
+        """`chat_logprobs([...])` of this token."""
+        before, between, behind = self[token_id]
+        number = _encode(finite(logprob))
+        return before + number + between + number + behind
+
+
+_encode: Final = Encoder().encode
+_MARK: Final = -0.5
+_MEMBER: Final = b'"logprob":'
 
 
 def completion_logprobs(items: Sequence[TokenLogprob], *, text_offset: int = 0) -> bytes:
