@@ -32,7 +32,7 @@ try:
     NO_NIXL = None
 except InvalidArgument as error:
     NO_NIXL = str(error)
-TRANSPORTS = ["tcp", pytest.param("nixl", marks=pytest.mark.skipif(NO_NIXL is not None, reason=str(NO_NIXL)))]
+NIXL = pytest.mark.skipif(NO_NIXL is not None, reason=str(NO_NIXL))
 
 
 def request(tokens: list[int], max_tokens: int = 12, **more: Any) -> Any:
@@ -114,16 +114,22 @@ def computed_tokens(core: Core) -> Callable[[], int]:
     return lambda: count
 
 
-@pytest.mark.parametrize("mode", [AGG, PREFILL, DECODE])
-@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("mode", "kind"), [(AGG, "tcp"), (PREFILL, "tcp"), (DECODE, "tcp"), pytest.param(PREFILL, "nixl", marks=NIXL)]
+)
 async def test_every_role_keeps_the_contract(mode: DisaggregationMode, kind: str, models: dict[str, Path]) -> None:
     transfer = TransferOptions(kind, "127.0.0.1")
     await run_conformance(lambda: ReferenceEngine(models["llama"], SMALL, mode=mode, transfer=transfer))
 
 
-@pytest.mark.parametrize("kind", TRANSPORTS)
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("length", [1, 2, 4, 5, 8, 9, 31, 32, 33, 100])
+@pytest.mark.parametrize(
+    ("name", "length", "kind"),
+    [
+        *((name, length, "tcp") for name in ("llama", "qwen3") for length in (1, 2, 4, 5, 8, 9, 31, 32, 33, 100)),
+        pytest.param("llama", 33, "nixl", marks=NIXL),
+        pytest.param("qwen3", 100, "nixl", marks=NIXL),
+    ],
+)
 async def test_the_pair_says_what_one_worker_says(name: str, length: int, kind: str, models: dict[str, Path]) -> None:
     prompt = [(7 * n + length) % 90 + 2 for n in range(length)]
     async with (

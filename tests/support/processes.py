@@ -213,6 +213,13 @@ class Cluster:
         own = ["--model-name", model, "--component", model]
         return self._worker(name, model, [*argv, *own, *flags], env, self.root / f"{name}.journal")
 
+    def reference(self, name: str, model: str, directory: Path, *flags: str, program: str = "", **env: str) -> Worker:
+        """Start a worker of the reference engine; `program`: Python to run before it."""
+        start = f"{program}\nfrom dynamo.reference.__main__ import main\nmain()"
+        argv = [sys.executable, "-c", start, "--model", str(directory), "--discovery-backend", "file"]
+        own = ["--served-model-name", model, "--component", model]
+        return self._worker(name, model, [*argv, *own, *flags], env, self.root / f"{name}.journal")
+
     def node(self, name: str, node: str, model: str, *flags: str) -> Process:
         """Start the Node.js example."""
         return self._start(Process, name, [node, str(NODE_SERVER), "--model-name", model, *flags], {})
