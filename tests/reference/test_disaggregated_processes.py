@@ -22,17 +22,17 @@ from support.tiny_model import write_tiny_model
 MODEL = "pair"
 SIZES = ("--block-size", "4", "--kv-cache-mb", "4", "--max-num-seqs", "8")
 
-# The process is gone after the first page of a transfer, as by SIGKILL: nothing is flushed, nobody is told.
+# The process is gone with the first frame of a transfer: nothing is flushed, nobody is told.
 DIES_IN_TRANSFER = """
 import os, signal
-from dynamo.reference.model import KvCache
-page, sent = KvCache.page, []
-def last(self, block):
-    if sent:
+from dynamo.reference.kv_transfer.frames import Kind
+from dynamo.reference.kv_transfer.tcp import Peer
+write = Peer.write
+async def last(self, data):
+    await write(self, data)
+    if data[5] in (Kind.PAGE, Kind.DIRECT):
         os.kill(os.getpid(), signal.SIGKILL)
-    sent.append(block)
-    return page(self, block)
-KvCache.page = last
+Peer.write = last
 """
 
 
@@ -156,10 +156,13 @@ async def test_a_prefill_worker_killed_at_any_time_costs_no_answer(stack: Pair, 
     doomed.wait_ready()
     fresh = [n % 300 + 13 for n in range(60)]
     alone = await expected(directory, fresh, 100)
-    while not doomed.has_ended:  # the frontend may not have seen it yet
+    for _ in range(50):  # the frontend may not have seen it yet
+        if doomed.has_ended:
+            break
         reply = await ask(stack.frontend.port, COMPLETIONS, completion(fresh, 100, stream=True))
         assert ids_of(reply.events) == alone
         fresh = [fresh[0] + 1, *fresh[1:]]
         alone = await expected(directory, fresh, 100)
+    assert doomed.has_ended
     assert "its prompt is computed here" in stack.decode.log
     await freed(stack.decode)

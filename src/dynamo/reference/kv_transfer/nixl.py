@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from dynamo.errors import Disconnected, InvalidArgument, StreamIncomplete
+from dynamo.errors import Disconnected, DynamoException, InvalidArgument, StreamIncomplete
 from dynamo.reference.kv_transfer.base import (
     FLOAT32_BYTES,
     NIXL_MISSING,
@@ -110,11 +110,11 @@ class NixlReceiver(TcpReceiver):
         if len(placed.blocks) != count:
             raise StreamIncomplete(f"{ticket!r}: {len(placed.blocks)} blocks came where {count} were asked for")
         pages = np.empty(count * self._layout.page_bytes, np.uint8)
-        await self._read(placed, pages)
+        await self._read(placed, pages, peer)
         for number, page in enumerate(pages.reshape(count, -1), first):
             sink(number, page.data)
 
-    async def _read(self, placed: Placed, pages: Any) -> None:
+    async def _read(self, placed: Placed, pages: Any, peer: Peer) -> None:
         """Read every piece. Ends the transfer before it returns, however it returns: the buffer may go then."""
         agent = self._agent
         registered = handle = None
@@ -127,10 +127,14 @@ class NixlReceiver(TcpReceiver):
             state = agent.transfer(handle)
             while state == "PROC":
                 await asyncio.sleep(POLL_SECONDS)
+                if peer.has_left:  # NIXL may take minutes to find out
+                    raise Disconnected("the peer left while its memory was read")
                 state = agent.check_xfer_state(handle)
             if state != "DONE":
                 raise Disconnected(f"NIXL could not read the peer's memory ({state})")
-        except RuntimeError as error:  # what the bindings raise, whatever happened
+        except DynamoException:
+            raise
+        except Exception as error:  # the bindings' errors have nothing else in common
             self._peers.pop(placed.agent, None)
             raise Disconnected(f"NIXL could not read the peer's memory: {error}") from error
         finally:
@@ -140,7 +144,7 @@ class NixlReceiver(TcpReceiver):
     def _is_released(self, handle: Any, pages: Any) -> bool:
         try:
             handle.release()
-        except RuntimeError as error:
+        except Exception as error:
             # NIXL may still write there and cannot be stopped: rather lose this buffer than somebody else's memory.
             logger.error("a NIXL transfer cannot be ended, its buffer of %d bytes stays: %s", pages.nbytes, error)
             self._abandoned.append(pages)
@@ -156,7 +160,7 @@ class NixlReceiver(TcpReceiver):
         return self._peers[description]
 
     def _forget(self, name: Any) -> None:
-        with suppress(RuntimeError):  # it was lost before
+        with suppress(Exception):  # it was lost before
             self._agent.remove_remote_agent(name)
 
 
@@ -193,6 +197,6 @@ def make_agent() -> Any:
             continue
         try:
             return api.nixl_agent(f"dynamo-{uuid.uuid4().hex}", api.nixl_agent_config(backends=["UCX"]))
-        except RuntimeError as error:
+        except Exception as error:
             raise InvalidArgument(f"--kv-transfer nixl: NIXL cannot start on this machine: {error}") from error
     raise InvalidArgument(NIXL_MISSING)

@@ -199,6 +199,11 @@ class Peer:
         if connection is not None:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the other side has closed the connection, and everything it said was read."""
+        return self._reader.at_eof()
+
     async def read(self, kind: Kind, number: int = 0) -> bytes:
         """The payload of the next frame, which must be this one. Raises StreamIncomplete or Disconnected."""
         try:
