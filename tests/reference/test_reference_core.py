@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.reference.core import Core, Emission, Failure
+from dynamo.reference.core import Choice, Core, Emission, Failure
 from dynamo.reference.loading import Options, load_core
+from dynamo.reference.model import KvCache, Model, Piece, make_batch
 from dynamo.reference.request import read_request
 
 CoreOf = Callable[..., Core]
@@ -87,7 +88,23 @@ def collect(core: Core, found: dict[int, list[Emission]]) -> None:
 def test_an_answer_is_the_same_alone_and_in_any_batch(name: str, options: dict[str, Any], core_of: CoreOf) -> None:
     if name not in ALONE:
         ALONE[name] = answers(core_of(name, prefix_caching=False), MIXED, together=False)
-    assert answers(core_of(name, **options), MIXED) == ALONE[name]
+    for body, (wanted,), (found,) in zip(MIXED, ALONE[name], answers(core_of(name, **options), MIXED), strict=True):
+        assert_same(body, wanted, found, core_of(name).model)
+
+
+def assert_same(body: dict[str, Any], wanted: list[int], found: list[int], model: Model) -> None:
+    """Equal; or, on a machine that rounds differently, equal up to a tie of the two best tokens."""
+    if wanted == found:
+        return
+    at = next(n for n, pair in enumerate(zip(wanted, found, strict=True)) if pair[0] != pair[1])
+    tokens = [*body["token_ids"], *wanted[:at]]
+    blocks = list(range(len(tokens) // 4 + 1))
+    hidden = model.forward(make_batch([Piece(tokens, 0, blocks)], 4), KvCache(model.config, len(blocks), 4))
+    second, first = np.sort(model.logits(hidden[-1:])[0])[-2:]
+    print(f"token {at} of {len(wanted)} differs: the two best logits are {first} and {second}")
+    assert body["sampling_options"]["temperature"] == 0
+    assert not ({"repetition_penalty", "frequency_penalty"} & set(body["sampling_options"]))
+    assert first - second < 1e-4
 
 
 def test_the_small_cache_really_makes_sequences_give_way(core_of: CoreOf) -> None:
@@ -207,21 +224,28 @@ def test_the_models_author_decides_where_a_request_is_silent(
         load_core(directory, Options())
 
 
-def test_aborts_in_any_state_leave_every_block_free(core_of: CoreOf) -> None:
+def test_a_thousand_aborts_in_any_state_leave_every_block_free(core_of: CoreOf) -> None:
     rng = np.random.default_rng(3)
     core = core_of(blocks=24, sequences=4, step_tokens=9)
-    live = []
-    for _ in range(400):
-        if len(live) < 8:
-            live.append(core.add(read_request(request(prompt(int(rng.integers(1, 40)), 1), 40), core.limits)))
-        if rng.random() < 0.4:
-            core.abort(live.pop(int(rng.integers(len(live)))))
-        core.step()
-        live = [choices for choices in live if not choices[0].sequence.is_finished]
-    for choices in live:
+    live: list[list[Choice]] = []
+    aborted = given_way = 0
+    while aborted < 1000:
+        while len(live) < 8:
+            body = request(prompt(int(rng.integers(1, 40)), 1), 40, n=int(rng.integers(1, 3)))
+            live.append(core.add(read_request(body, core.limits)))
+        for _ in range(int(rng.integers(0, 3))):
+            core.step()
+        choices = live.pop(int(rng.integers(len(live))))
+        given_way += sum(choice.sequence.preemptions for choice in choices)
+        if not all(choice.sequence.is_finished for choice in choices):
+            aborted += 1
         core.abort(choices)
-    assert core.is_idle
-    assert core.pool.held == 0
+        if aborted % 100 == 0:
+            for choices in live:
+                core.abort(choices)
+            live.clear()
+            assert (core.is_idle, core.pool.held, core.pool.available) == (True, 0, 24)
+    assert given_way > 3
 
 
 BAD = [
