@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from dynamo.runtime.discovery import Change, Delete, Discovery, Put
-from support.discovery_rigs import EtcdRig, FileRig, MemoryRig, Rig
+from support.discovery_rigs import EtcdRig, FileRig, KubernetesRig, MemoryRig, Rig
+from support.fake_kubernetes import FakeKubernetes
 
 KEY = "v1/instances/ns/c/e/1f"
 OTHER = "v1/instances/ns/c/e/2a"
@@ -18,7 +19,7 @@ OTHER = "v1/instances/ns/c/e/2a"
 OpenStore = Callable[[], Awaitable[Discovery]]
 
 
-@pytest.fixture(params=["memory", "file", "etcd"])
+@pytest.fixture(params=["memory", "file", "etcd", "kubernetes"])
 async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Rig]:
     async with AsyncExitStack() as stack:
         match request.param:
@@ -26,6 +27,11 @@ async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[R
                 yield MemoryRig(stack)
             case "file":
                 yield FileRig(stack, tmp_path / "store")
+            case "kubernetes":
+                cluster = FakeKubernetes()
+                await cluster.start()
+                stack.push_async_callback(cluster.stop)
+                yield KubernetesRig(stack, cluster)
             case _:
                 yield EtcdRig(stack, request.getfixturevalue("etcd_server"))
 
@@ -56,20 +62,20 @@ async def test_a_key_is_seen_by_another_store_with_its_value(open_store: OpenSto
 
 async def test_put_overwrites_and_put_new_leaves_alone(open_store: OpenStore) -> None:
     one, two = await open_store(), await open_store()
-    assert await one.put_new(KEY, b"first")
-    assert not await two.put_new(KEY, b"second")
-    assert await two.get_prefix(KEY) == {KEY: b"first"}
-    await one.put(KEY, b"third")
-    assert await two.get_prefix(KEY) == {KEY: b"third"}
+    assert await one.put_new(KEY, b'"first"')
+    assert not await two.put_new(KEY, b'"second"')
+    assert await two.get_prefix(KEY) == {KEY: b'"first"'}
+    await one.put(KEY, b'"third"')
+    assert await two.get_prefix(KEY) == {KEY: b'"third"'}
 
 
 async def test_delete_removes_and_an_absent_key_is_fine(open_store: OpenStore) -> None:
     store = await open_store()
-    await store.put(KEY, b"x")
+    await store.put(KEY, b'"x"')
     await store.delete(KEY)
     await store.delete(KEY)
     assert await store.get_prefix("v1/instances") == {}
-    assert await store.put_new(KEY, b"y")
+    assert await store.put_new(KEY, b'"y"')
 
 
 @pytest.mark.parametrize(
@@ -88,7 +94,7 @@ async def test_delete_removes_and_an_absent_key_is_fine(open_store: OpenStore) -
 async def test_prefixes_match_whole_segments(open_store: OpenStore, prefix: str, expected: set[str]) -> None:
     store = await open_store()
     for key in ("ns/c/e/1", "ns/cc/e/2", "ns/c/ee/3", "n_s/c/e/4"):
-        await store.put(f"v1/instances/{key}", b"x")
+        await store.put(f"v1/instances/{key}", b'"x"')
     found = {key.removeprefix("v1/instances/") for key in await store.get_prefix(prefix)}
     assert found == expected
     async with store.watch(prefix) as changes:
@@ -100,7 +106,7 @@ async def test_prefixes_match_whole_segments(open_store: OpenStore, prefix: str,
 async def test_a_key_without_a_bucket_and_a_name_is_refused(open_store: OpenStore, key: str) -> None:
     store = await open_store()
     with pytest.raises(ValueError, match="bucket"):
-        await store.put(key, b"x")
+        await store.put(key, b'"x"')
 
 
 async def test_an_empty_store_gives_an_empty_snapshot(open_store: OpenStore) -> None:
@@ -116,8 +122,8 @@ async def test_a_watch_sees_puts_changes_and_deletes_after_its_snapshot(open_sto
         assert await anext(changes) == [Put(KEY, b"1")]
         await writer.put(KEY, b"2")
         assert await anext(changes) == [Put(KEY, b"2")]
-        await writer.put("v1/instances/ns/cc/e/1", b"other component")
-        await writer.put("v1/mdc/ns/c/e/1", b"other bucket")
+        await writer.put("v1/instances/ns/cc/e/1", b'"other component"')
+        await writer.put("v1/mdc/ns/c/e/1", b'"other bucket"')
         await writer.delete(KEY)
         assert await anext(changes) == [Delete(KEY)]
 
@@ -137,7 +143,7 @@ async def test_nothing_is_lost_between_a_snapshot_and_the_changes(open_store: Op
 
     async def write() -> None:
         for number, (key, value) in enumerate(expected.items()):
-            await writer.put(key, b"old")
+            await writer.put(key, b'"old"')
             await writer.put(key, value)
             if number == 10:
                 started.set()
@@ -183,7 +189,7 @@ async def test_a_closed_store_refuses_to_write(open_store: OpenStore) -> None:
     store = await open_store()
     await store.close()
     with pytest.raises(RuntimeError, match="closed"):
-        await store.put(KEY, b"x")
+        await store.put(KEY, b'"x"')
 
 
 async def test_lease_ids_are_u64_stable_and_distinct(open_store: OpenStore) -> None:
@@ -214,31 +220,31 @@ async def test_of_many_who_create_a_key_at_once_one_has_done_it(open_store: Open
     stores = [await open_store() for _ in range(4)]
     for number in range(5):
         key = f"v1/instances/ns/c/e/{number:x}"
-        made = await asyncio.gather(*(store.put_new(key, b"%x" % store.lease_id) for store in stores))
+        made = await asyncio.gather(*(store.put_new(key, b"%d" % store.lease_id) for store in stores))
         assert made.count(True) == 1
         (winner,) = [store for store, was_made in zip(stores, made, strict=True) if was_made]
-        assert (await stores[0].get_prefix(key))[key] == b"%x" % winner.lease_id
-        assert not await winner.put_new(key, b"again")
+        assert (await stores[0].get_prefix(key))[key] == b"%d" % winner.lease_id
+        assert not await winner.put_new(key, b'"again"')
 
 
 @pytest.mark.parametrize("fault", ["expire", "take away"])
 async def test_a_record_that_was_taken_from_a_healthy_owner_comes_back(rig: Rig, fault: str) -> None:
     owner, reader = await rig.open(), await rig.open()
     lease_id = owner.lease_id
-    await owner.put(KEY, b"alive")
+    await owner.put(KEY, b'"alive"')
     async with reader.watch("v1/instances") as changes:
         view: dict[str, bytes] = {}
-        await until(changes, view, lambda: view == {KEY: b"alive"})
+        await until(changes, view, lambda: view == {KEY: b'"alive"'})
         if fault == "expire":
             await rig.expire(owner, KEY)
         else:
             await rig.take_away(KEY)
         async with asyncio.timeout(5):
-            while await reader.get_prefix("v1/instances") != {KEY: b"alive"}:
+            while await reader.get_prefix("v1/instances") != {KEY: b'"alive"'}:
                 await asyncio.sleep(0.005)
-        await reader.put("v1/instances/mark", b"")
+        await reader.put("v1/instances/mark", b"{}")
         await until(changes, view, lambda: "v1/instances/mark" in view)
-    assert view[KEY] == b"alive"
+    assert view[KEY] == b'"alive"'
     assert owner.lease_id == lease_id
     await owner.delete(KEY)
     assert KEY not in await reader.get_prefix("v1/instances")
@@ -253,12 +259,12 @@ async def test_a_store_that_was_lost_and_came_back_is_followed_without_a_gap_or_
         await rig.lose_store()
         await owner.put(OTHER, b"1")
         await owner.put(KEY, b"2")
-        await owner.put("v1/instances/mark", b"")
+        await owner.put("v1/instances/mark", b"{}")
         async with asyncio.timeout(15):
-            while Put("v1/instances/mark", b"") not in seen:
+            while Put("v1/instances/mark", b"{}") not in seen:
                 seen += await anext(changes)
     assert sorted(seen, key=repr) == sorted(
-        [Put(KEY, b"1"), Put(OTHER, b"1"), Put(KEY, b"2"), Put("v1/instances/mark", b"")], key=repr
+        [Put(KEY, b"1"), Put(OTHER, b"1"), Put(KEY, b"2"), Put("v1/instances/mark", b"{}")], key=repr
     )
 
 
@@ -275,7 +281,7 @@ async def test_a_store_that_was_wiped_is_filled_again_and_readers_are_not_told_o
         async with asyncio.timeout(10):
             while await third.get_prefix("v1/instances") != expected:
                 await asyncio.sleep(0.01)
-        await owner.put("v1/instances/mark", b"")
+        await owner.put("v1/instances/mark", b"{}")
         news = await anext(changes)
     if not isinstance(rig, MemoryRig):  # a hub tells of the loss, and of the return at once
-        assert news == [Put("v1/instances/mark", b"")]
+        assert news == [Put("v1/instances/mark", b"{}")]

@@ -12,8 +12,10 @@ from typing import Protocol
 from dynamo.runtime.discovery import Discovery, FileDiscovery, MemoryDiscovery, MemoryHub
 from dynamo.runtime.discovery.etcd import EtcdDiscovery
 from dynamo.runtime.discovery.keys import encode_name, split_key
-from dynamo.runtime.settings import EtcdSettings
+from dynamo.runtime.discovery.kubernetes import KubernetesDiscovery
+from dynamo.runtime.settings import EtcdSettings, KubernetesSettings
 from support.etcd_server import EtcdServer
+from support.fake_kubernetes import NAMESPACE, FakeKubernetes
 
 SHORT_TTL_SECONDS = 2.0
 
@@ -107,6 +109,41 @@ class EtcdRig:
         self._server.kill()
         self._server.wipe()
         await asyncio.to_thread(self._server.start)
+
+
+class KubernetesRig:
+    """Against a fake of the API server; see there what that is worth."""
+
+    def __init__(self, stack: AsyncExitStack, cluster: FakeKubernetes) -> None:
+        self._stack, self._cluster = stack, cluster
+        self._pods = 0
+
+    async def open(self) -> Discovery:
+        self._pods += 1
+        name = f"worker-{self._pods}"
+        await self._cluster.set_pod(name)
+        settings = KubernetesSettings(pod_name=name, pod_namespace=NAMESPACE, pod_uid=f"uid-{name}")
+        store = KubernetesDiscovery(
+            settings, configuration=self._cluster.configuration(), debounce_seconds=0.005, keep_seconds=2.0
+        )
+        return await started(self._stack, store)
+
+    async def expire(self, owner: Discovery, key: str) -> None:
+        await self._cluster.remove_workers()
+
+    async def take_away(self, key: str) -> None:
+        await self._cluster.remove_workers()
+
+    async def lose_store(self) -> None:
+        await self._cluster.stop()
+        self._cluster.forget()
+        await self._cluster.start()
+
+    async def wipe_store(self) -> None:
+        await self._cluster.stop()
+        await self._cluster.remove_workers()
+        self._cluster.forget()
+        await self._cluster.start()
 
 
 async def started(stack: AsyncExitStack, store: Discovery) -> Discovery:

@@ -73,7 +73,8 @@ class DistributedRuntime:
         memory_plane: MemoryPlane | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """Backends: auto (etcd when ETCD_ENDPOINTS is set, else file), file, mem, etcd; planes: tcp, mem. None: as configured.
+        """Backends: auto (etcd when ETCD_ENDPOINTS is set, else file), file, mem, etcd, kubernetes; planes: tcp, mem.
+        None: as configured.
 
         Event planes: zmq (the default), nats, mem (the default where the request plane is mem).
 
@@ -412,10 +413,9 @@ class DistributedRuntime:
                 logger.info("discovery: etcd at %s (ETCD_ENDPOINTS)", self.settings.etcd.endpoints)
                 return EtcdDiscovery(self.settings.etcd)
             case "kubernetes":
-                raise CannotConnect(
-                    "the kubernetes discovery backend is not built in this version; use --discovery-backend file "
-                    "(one machine) or mem (one process), or set DYN_DISCOVERY_BACKEND"
-                )
+                from dynamo.runtime.discovery.kubernetes import KubernetesDiscovery
+
+                return KubernetesDiscovery(self.settings.kubernetes)
         raise ValueError(f"unknown discovery backend {backend!r}; use one of {', '.join(DISCOVERY_BACKENDS)}")
 
 

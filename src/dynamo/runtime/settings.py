@@ -273,6 +273,51 @@ class EtcdSettings:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class KubernetesSettings:
+    """Who this process is in its cluster: the downward API's files, or variables of the same meaning."""
+
+    pod_name: str | None = None
+    pod_namespace: str | None = None
+    pod_uid: str | None = None
+    container_name: str | None = None  # only looked at in the container mode
+    mode: str = "pod"  # "container": several workers in one pod, each ready by itself
+
+    @property
+    def resource_name(self) -> str:
+        """The name of this process's resource; "" while the pod's is not known."""
+        if self.mode == "pod" or self.pod_name is None or self.container_name in (None, "main"):
+            return self.pod_name or ""
+        return f"{self.pod_name}-{self.container_name}"
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None, podinfo: Path = Path("/etc/podinfo")) -> KubernetesSettings:
+        """The settings of this process."""
+
+        def identity(name: str) -> str | None:
+            file = podinfo / name.lower()
+            try:
+                found = file.read_text().strip()
+            except FileNotFoundError:
+                found = ""
+            except OSError as error:
+                logger.warning("%s cannot be read (%s); using the variable %s", file, error.strerror, name)
+                found = ""
+            return found or env_str(name, env=env)
+
+        mode = (env_str("DYN_KUBE_DISCOVERY_MODE", "pod", env=env) or "pod").lower()
+        if mode not in ("pod", "container"):
+            logger.warning("DYN_KUBE_DISCOVERY_MODE=%r is neither pod nor container; using pod", mode)
+            mode = "pod"
+        return cls(
+            pod_name=identity("POD_NAME"),
+            pod_namespace=identity("POD_NAMESPACE"),
+            pod_uid=identity("POD_UID"),
+            container_name=env_str("CONTAINER_NAME", env=env),
+            mode=mode,
+        )
+
+
 def _positive(name: str, env: Mapping[str, str] | None) -> float | None:
     """Seconds, or None when nothing usable is set."""
     seconds = env_float(name, 0.0, env=env)
@@ -388,6 +433,7 @@ class RuntimeSettings:
     discovery_backend: str = "auto"  # etcd when ETCD_ENDPOINTS is set, else file
     file_root: Path = Path("/tmp/dynamo_store_kv")
     etcd: EtcdSettings = field(default_factory=EtcdSettings)
+    kubernetes: KubernetesSettings = field(default_factory=KubernetesSettings)
     request_plane: str = "tcp"
     event_plane: str | None = None
     response_plane: str | None = None
@@ -407,6 +453,7 @@ class RuntimeSettings:
             discovery_backend=(env_str("DYN_DISCOVERY_BACKEND", "auto", env=env) or "auto").lower(),
             file_root=Path(env_str("DYN_FILE_KV", env=env) or f"{temporary}/dynamo_store_kv"),
             etcd=EtcdSettings.from_env(env),
+            kubernetes=KubernetesSettings.from_env(env),
             request_plane=plane,
             event_plane=env_str("DYN_EVENT_PLANE", env=env),
             response_plane=env_str("DYN_RESPONSE_PLANE", env=env),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import ssl
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -21,6 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from dynamo.errors import CannotConnect, DynamoException, InvalidArgument
+from dynamo.runtime.discovery.http_stream import Lines, watch_over
 from dynamo.runtime.settings import EtcdSettings
 
 if TYPE_CHECKING:
@@ -29,16 +29,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT: Final = 2379
-LINE_LIMIT_BYTES: Final = 64 * 1024 * 1024  # one batch of a watch; etcd itself sends a few MiB at most
 
 NOT_FOUND: Final = 5
 FAILED_PRECONDITION: Final = 9
 UNAUTHENTICATED: Final = 16
 # "Not here, not now" in gRPC's numbers: cancelled, deadline exceeded, resource exhausted, unavailable.
 _TRY_ANOTHER: Final = frozenset({1, 4, 8, 14})
-
-# A peer that vanished without a word is noticed by the kernel: after this idle time it asks, this often.
-_TCP_KEEPALIVE: Final = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 
 _HAS_LEADER: Final = {"Grpc-Metadata-hasleader": "true"}  # a member that lost its cluster ends the stream, and says so
 
@@ -201,7 +197,7 @@ class EtcdClient:
                 async with response:
                     if response.status != 200:
                         raise self._declined(response.status, await response.read())
-                    _watch_over(response)
+                    watch_over(response)
                     self._streams[scope] = endpoint
                     async with aclosing(self._events(response)) as events:
                         yield events
@@ -212,7 +208,7 @@ class EtcdClient:
             self._streams.pop(scope, None)
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncGenerator[list[Event], None]:
-        lines = Lines(LINE_LIMIT_BYTES)
+        lines = Lines()
         async for data in response.content.iter_any():
             for line in lines.feed(data):
                 message = _watched.decode(line)
@@ -407,24 +403,6 @@ def _as_file(value: str) -> Iterator[str]:
 # -- the wire -------------------------------------------------------------------------------------------------------------
 
 
-class Lines:
-    """Bytes in, whole lines out. A line longer than `limit` raises CannotConnect: the stream makes no sense any more."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._rest = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        *lines, rest = data.split(b"\n")
-        if lines:
-            lines[0] = bytes(self._rest) + lines[0]
-            self._rest.clear()
-        self._rest += rest
-        if len(self._rest) > self._limit:
-            raise CannotConnect(f"etcd sent a message of more than {self._limit} bytes")
-        return [line for line in lines if line.strip()]
-
-
 def span(prefix: str) -> tuple[bytes, bytes]:
     """The keys [start, end) that start with `prefix`, as etcd wants a range."""
     start = prefix.encode()
@@ -453,18 +431,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError) and (cause.errno or 0) > 0:
         return os.strerror(cause.errno or 0)
     return str(cause) or type(cause).__name__
-
-
-def _watch_over(response: aiohttp.ClientResponse) -> None:
-    """A watch is silent for hours; let the kernel find out when its peer's machine is gone."""
-    connection = response.connection
-    raw = None if connection is None or connection.transport is None else connection.transport.get_extra_info("socket")
-    if raw is None:
-        return
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, seconds in _TCP_KEEPALIVE:
-        if hasattr(socket, name):  # as far as this system can be told
-            raw.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
 
 
 # Fields are the gateway's; its integers come as strings (`strict=False`), its bytes as base64.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
@@ -19,14 +18,11 @@ from dynamo.runtime.discovery.base import INSTANCES, Change, Delete, Put
 from dynamo.runtime.discovery.etcd_client import NOT_FOUND, Compacted, EtcdClient, EtcdError, Event
 from dynamo.runtime.discovery.keys import split_bucket, split_key
 from dynamo.runtime.discovery.last_view import LastView
+from dynamo.runtime.discovery.retry import Delays
 from dynamo.runtime.settings import EtcdSettings
 
 logger = logging.getLogger(__name__)
 
-RETRY_SECONDS: Final = (
-    0.1,
-    1.0,
-)  # first and longest wait while etcd does not answer; each has up to half as much again
 CLOSE_SECONDS: Final = 2.0  # for giving the lease back; it runs out by itself
 RENEWALS_PER_TTL: Final = 3.0  # two may be lost before the lease runs out
 ATTEMPTS_PER_TTL: Final = 6.0
@@ -93,7 +89,7 @@ class EtcdStore:
     async def _first_lease(self) -> float:
         deadline = self._now() + self._settings.startup_timeout_seconds
         why = "no answer in time"
-        for delay in _Delays():
+        for delay in Delays():
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._client.check_access(f"{INSTANCES}/")  # a lease is granted to anybody
@@ -231,14 +227,14 @@ class EtcdStore:
     # -- the lease -----------------------------------------------------------------------------------------------
 
     async def _keep_alive(self) -> None:
-        delays = _Delays()
+        delays = Delays()
         while True:
             interval = self._ttl / RENEWALS_PER_TTL
             delay = min(self._settings.keepalive_interval_seconds or interval, interval)
             try:
                 lease = await self._client.keep_alive(self._lease_id)
                 self._hear()
-                delays = _Delays()
+                delays = Delays()
                 if lease.ttl_seconds == 0:
                     await self._take_again()
                 elif lease.revision != self._repaired_revision:
@@ -262,14 +258,14 @@ class EtcdStore:
 
     async def _repair(self) -> None:
         """Put what the store lacks and remove what it should not have, whenever there may be any."""
-        delays = _Delays()
+        delays = Delays()
         while True:
             await self._repair_wanted.wait()
             self._repair_wanted.clear()
             try:
                 async with self._writing:
                     await self._repair_now()
-                delays = _Delays()
+                delays = Delays()
                 continue
             except CannotConnect:
                 self._repair_wanted.set()  # the lease's loop says so
@@ -353,12 +349,12 @@ class EtcdStore:
             return revision
 
     async def _follow(self, bucket: _Bucket) -> None:
-        delays = _Delays()
+        delays = Delays()
         while True:
             try:
                 revision = await self._read(bucket, is_start=True)
                 async with self._client.watch(bucket.prefix, revision + 1) as batches:
-                    delays = _Delays()
+                    delays = Delays()
                     async for events in batches:
                         self._take(bucket, events)
             except Compacted:
@@ -401,17 +397,3 @@ class EtcdStore:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-class _Delays:
-    """Waiting times, doubled from the first to the longest, with chance so that a cluster does not knock in step."""
-
-    def __init__(self) -> None:
-        self._next, self._longest = RETRY_SECONDS
-
-    def __iter__(self) -> _Delays:
-        return self
-
-    def __next__(self) -> float:
-        delay, self._next = self._next, min(self._next * 2, self._longest)
-        return delay * random.uniform(1.0, 1.5)

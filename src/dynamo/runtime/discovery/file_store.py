@@ -255,9 +255,19 @@ class FileStore:
         entry = bucket.entries[name]
         if (value := self._own.get(entry.key)) is not None:
             self._restore(bucket, name, value)
-        elif now >= bucket.keep_until and not (bucket.path / name).exists():
+        elif now >= bucket.keep_until and not (bucket.path / name).exists() and self._is_whole(bucket, now):
             del bucket.entries[name]
             changes.append(Delete(entry.key))
+
+    def _is_whole(self, bucket: _Bucket, now: float) -> bool:
+        """Whether the directory is the one that was looked at before: it may be made anew in the middle of a scan."""
+        try:
+            is_same = bucket.stamp is not None and os.stat(bucket.path).st_ino == bucket.stamp[0]
+        except FileNotFoundError:
+            is_same = False
+        if not is_same:
+            bucket.keep_until = now + self._ttl
+        return is_same
 
     def _bury(self, bucket: _Bucket, names: list[str], changes: list[Change]) -> None:
         with self._locked(bucket):
