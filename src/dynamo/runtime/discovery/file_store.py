@@ -59,6 +59,7 @@ class _Bucket:
     path: Path
     entries: dict[str, _Entry] = field(default_factory=dict)  # by file name
     stamp: tuple[int, int] | None = None  # inode, mtime_ns of the directory
+    handle: int | None = None  # holds the directory, or its inode might be that of the one made after it
     confirm_at: float = math.inf
     scan_at: float = -math.inf
     keep_until: float = -math.inf  # after a loss of the store: until then nothing that is missing counts as gone
@@ -174,6 +175,10 @@ class FileStore:
                 self.delete(key)
             except (OSError, CannotConnect) as error:
                 logger.warning("could not remove %s from the file discovery store: %s", key, error)
+        for bucket in self._buckets.values():
+            if bucket.handle is not None:
+                os.close(bucket.handle)
+                bucket.handle = None
 
     # -- one directory -------------------------------------------------------------------------------------------
 
@@ -186,8 +191,10 @@ class FileStore:
             found = os.stat(bucket.path)
         stamp = (found.st_ino, found.st_mtime_ns)
         if stamp != bucket.stamp:
-            if bucket.stamp is not None and stamp[0] != bucket.stamp[0]:
-                bucket.keep_until = now + self._ttl  # somebody made the directory anew
+            if bucket.stamp is None or stamp[0] != bucket.stamp[0]:
+                if bucket.stamp is not None:
+                    bucket.keep_until = now + self._ttl  # somebody made the directory anew
+                self._hold(bucket)
             bucket.stamp = stamp
             coarse = found.st_mtime_ns % 1_000_000_000 == 0
             bucket.confirm_at = now + (COARSE_CONFIRM_SECONDS if coarse else CONFIRM_SECONDS)
@@ -258,6 +265,13 @@ class FileStore:
         elif now >= bucket.keep_until and not (bucket.path / name).exists() and self._is_whole(bucket, now):
             del bucket.entries[name]
             changes.append(Delete(entry.key))
+
+    @staticmethod
+    def _hold(bucket: _Bucket) -> None:
+        if bucket.handle is not None:
+            os.close(bucket.handle)
+            bucket.handle = None
+        bucket.handle = os.open(bucket.path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0))
 
     def _is_whole(self, bucket: _Bucket, now: float) -> bool:
         """Whether the directory is the one that was looked at before: it may be made anew in the middle of a scan."""
