@@ -338,7 +338,7 @@ async def test_a_parser_only_the_native_frontend_has_is_said_to_be_one(caplog: p
     assert "tool_call_parser 'llama3_json' is not in this version" in caplog.text
 
 
-@pytest.mark.parametrize("plane", [{"discovery_backend": "kubernetes"}, {"request_plane": "nats"}])
+@pytest.mark.parametrize("plane", [{"request_plane": "nats"}])
 async def test_what_cannot_be_reached_is_said_before_the_engine_starts(plane: dict[str, str]) -> None:
     engine = Recorder()
     with pytest.raises(CannotConnect, match="not built"):

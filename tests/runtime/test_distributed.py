@@ -860,7 +860,7 @@ async def test_closing_leaves_no_task_behind(open_runtime: Open) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        (("kubernetes", "tcp"), CannotConnect, "kubernetes discovery backend is not built"),
+        (("kubernetes", "tcp"), InvalidArgument, "needs POD_NAME, POD_NAMESPACE, POD_UID"),
         (("consul", "tcp"), ValueError, "unknown discovery backend 'consul'"),
         (("mem", "nats"), CannotConnect, "--request-plane tcp"),
         (("mem", "http"), ValueError, "unknown request plane 'http'"),

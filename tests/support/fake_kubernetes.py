@@ -52,6 +52,19 @@ class FakeKubernetes:
         found.api_key["BearerToken"] = f"Bearer {self._token}"
         return found
 
+    def kubeconfig(self) -> str:
+        """The text of a kubeconfig that leads here."""
+        return json.dumps(  # JSON is YAML, too
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "fake",
+                "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "fake"}}],
+                "clusters": [{"name": "fake", "cluster": {"server": f"http://127.0.0.1:{self.port}"}}],
+                "users": [{"name": "fake", "user": {"token": self._token}}],
+            }
+        )
+
     # -- life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -95,6 +108,11 @@ class FakeKubernetes:
         for worker, found in list(self._objects[WORKERS].items()):
             if any(owner["uid"] == f"uid-{name}" for owner in found["metadata"].get("ownerReferences", ())):
                 await self._remove(WORKERS, worker)
+
+    async def leave_worker(self, name: str, endpoints: Mapping[str, Any]) -> None:
+        """The custom resource of a pod, as a process left it that is no more."""
+        metadata = {"name": name, "ownerReferences": [{"kind": "Pod", "name": name, "uid": f"uid-{name}"}]}
+        await self._store(WORKERS, name, {"metadata": metadata, "spec": {"data": {"endpoints": dict(endpoints)}}})
 
     async def remove_workers(self) -> None:
         """Remove every custom resource, as somebody with too many rights may."""
@@ -199,7 +217,7 @@ class FakeKubernetes:
                     version = max(version, self._version)
                     async with self._changed:
                         await self._changed.wait_for(lambda seen=version: self._version > seen)
-        except TimeoutError:
+        except (TimeoutError, ConnectionResetError):  # its time is over, or its reader has left
             return response
         except asyncio.CancelledError:
             if request.transport is not None:
