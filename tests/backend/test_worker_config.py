@@ -349,3 +349,16 @@ def test_only_set_fields_reach_the_environment() -> None:
 def test_an_unknown_response_plane_is_refused() -> None:
     with pytest.raises(ValueError, match="tcp, quic"):
         RuntimeConfig(response_plane="pigeon")
+
+
+@pytest.mark.parametrize(
+    ("tag", "named"),
+    [
+        ({"scop": "auto"}, "scop"),
+        ({"scope": "maybe"}, "structural_tag.scope"),
+        ({"schema": 1}, "structural_tag.schema"),
+    ],
+)
+def test_a_structural_tag_that_cannot_be_names_its_member(tag: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        WorkerConfig("ns", structural_tag=tag)

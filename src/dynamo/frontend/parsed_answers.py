@@ -16,7 +16,7 @@ from dynamo.frontend.surfaces import Answer, ChunkWriter, UnaryAnswer
 from dynamo.protocol.openai.escaping import json_line, json_text
 from dynamo.protocol.openai.responses import Choice, TokenLogprob
 from dynamo.protocol.openai.sse import ChatStream, named_event
-from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, OutputEvent, Reasoning, joined
+from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, Joiner, OutputEvent, Reasoning
 
 __all__ = ["ParsedChunkWriter", "ParsedUnaryAnswer"]
 
@@ -238,23 +238,27 @@ def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 class ParsedUnaryAnswer(UnaryAnswer):
-    """Deltas gathered into one body, whose text is parsed at the end."""
+    """Deltas gathered into one body, parsed as they arrive: a long answer at once would hold up all others."""
 
-    __slots__ = ("_counters", "_plan")
+    __slots__ = ("_counters", "_parsers", "_parts")
 
     def __init__(self, answer: Answer, plan: OutputPlan) -> None:
         super().__init__(answer)
-        self._plan = plan
         self._counters = _Counters(answer, plan)
+        self._parsers = [plan.parser() for _ in range(answer.choices)]
+        self._parts = [Joiner() for _ in range(answer.choices)]
 
     def add(self, deltas: Sequence[Delta]) -> None:
-        super().add(deltas)
         for delta in deltas:
             self._counters.count(delta)
+            self._parts[delta.choice].add(self._parsers[delta.choice].push(delta.text))
+            delta.text = ""
+        super().add(deltas)
 
     def choice(self, index: int, text: str, finish_reason: str | None, logprobs: bytes | None) -> Choice:
-        parser = self._plan.parser()
-        found = joined([*parser.push(text), *parser.finish()])
+        parts = self._parts[index]
+        parts.add(self._parsers[index].finish())
+        found = parts.result()
         return Choice(
             index,
             found.content or None,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dynamo.frontend.structural_tags import structural_tag
 from dynamo.protocol.openai.requests import ChatRequest, thinking_mode
 from dynamo.protocol.openai.tool_schema import REQUIRED, forced_choice
 from dynamo.protocol.records import ModelRuntimeConfig
@@ -115,12 +116,12 @@ def tell_worker(
 ) -> None:
     """Change the worker's request as the parsers need it.
 
+    - A worker that opted in gets a structural tag.
     - Guidance waits until the engine has reasoned.
     - The marks reach the parsers, also from a tokenizer that calls them special tokens.
     - Where a model ends its answer with the token that ends a call, that token is shown.
     """
-    if plan.expects_reasoning and body["sampling_options"]["guided_decoding"] is not None:
-        body["require_reasoning"] = True
+    sampling = body["sampling_options"]
     marks: tuple[str, ...] = ()
     if plan.reasoning is not None:
         marks += REASONING_FORMATS[config.reasoning_parser or ""].marks
@@ -128,6 +129,11 @@ def tell_worker(
     if plan.tools is not None and form is not None:
         marks += form.marks
         _show_ends(form, tokenizer, body["stop_conditions"])
+        if (tag := structural_tag(request, config, form)) is not None:
+            backend = request.guided_decoding_backend
+            sampling["guided_decoding"] = {"structural_tag": tag, **({} if backend is None else {"backend": backend})}
+    if plan.expects_reasoning and sampling["guided_decoding"] is not None:
+        body["require_reasoning"] = True
     if request.skip_special_tokens is None and any(_is_skipped(tokenizer, mark) for mark in marks):
         body["output_options"]["skip_special_tokens"] = False
 

@@ -38,10 +38,14 @@ class MarkerSearch:
         self._pattern = re.compile(rf"[{WHITE_SPACE}]{{0,{MAX_SEPARATOR}}}(?:({whole})|(?:{begun})\Z)")
         self._first_chars = frozenset(mark[0] for mark in marks)
 
+    def is_plain(self, text: str) -> bool:
+        """Whether `text`, which is not empty, neither holds a mark nor ends in what may become one. Nearly all does."""
+        return text[-1] not in WHITE_SPACE and self._first_chars.isdisjoint(text)
+
     def search(self, text: str, start: int = 0) -> Found:
         """The first mark at or behind `start`, else the tail that must be held back (often empty)."""
         length = len(text)
-        if start < length and text[-1] not in WHITE_SPACE and self._first_chars.isdisjoint(text):
+        if start < length and self.is_plain(text):
             return Found(length, length, None)
         match = self._pattern.search(text, start)
         if match is None:  # cannot be: the pattern matches the empty tail

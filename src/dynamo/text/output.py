@@ -17,6 +17,7 @@ __all__ = [
     "Content",
     "Joined",
     "JoinedCall",
+    "Joiner",
     "OutputEvent",
     "Reasoning",
     "joined",
@@ -72,23 +73,48 @@ class Joined:
     calls: list[JoinedCall] = field(default_factory=list)
 
 
+class Joiner:
+    """Puts events together, however they were cut."""
+
+    __slots__ = ("_arguments", "_calls", "_content", "_reasoning")
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[JoinedCall] = []
+        self._arguments: list[str] = []  # of the last call
+
+    def add(self, events: Iterable[OutputEvent]) -> None:
+        """Take over the next events."""
+        for event in events:
+            match event:
+                case Content(text):
+                    self._content.append(text)
+                case Reasoning(text):
+                    self._reasoning.append(text)
+                case CallBegan(name):
+                    self._close_call()
+                    self._calls.append(JoinedCall(name))
+                case CallArguments(text):
+                    self._arguments.append(text)
+                case CallEnded():
+                    self._calls[-1].is_complete = True
+                case _:
+                    assert_never(event)
+
+    def result(self) -> Joined:
+        """What they say together."""
+        self._close_call()
+        return Joined("".join(self._content), "".join(self._reasoning), self._calls)
+
+    def _close_call(self) -> None:
+        if self._calls:
+            self._calls[-1].arguments += "".join(self._arguments)
+        self._arguments = []
+
+
 def joined(events: Iterable[OutputEvent]) -> Joined:
-    """What the events say, however they were cut."""
-    content: list[str] = []
-    reasoning: list[str] = []
-    calls: list[JoinedCall] = []
-    for event in events:
-        match event:
-            case Content(text):
-                content.append(text)
-            case Reasoning(text):
-                reasoning.append(text)
-            case CallBegan(name):
-                calls.append(JoinedCall(name))
-            case CallArguments(text):
-                calls[-1].arguments += text
-            case CallEnded():
-                calls[-1].is_complete = True
-            case _:
-                assert_never(event)
-    return Joined("".join(content), "".join(reasoning), calls)
+    """What the events say."""
+    joiner = Joiner()
+    joiner.add(events)
+    return joiner.result()

@@ -28,6 +28,7 @@ from dynamo.common.backend.config import (
     DEFAULT_ENDPOINT_TYPES,
     RESPONSE_PLANES,
     WorkerConfig,
+    check_structural_tag,
 )
 from dynamo.common.backend.parsers import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.common.constants import DisaggregationMode, parse_disaggregation_mode
@@ -508,6 +509,7 @@ def _structural_tag(text: str) -> dict[str, Any] | None:
         value = None
     if not isinstance(value, dict):
         raise ValueError(f"{text!r} is neither true, false nor a JSON object")
+    check_structural_tag(value)
     return value
 
 

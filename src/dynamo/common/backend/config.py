@@ -75,6 +75,7 @@ class WorkerConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        check_structural_tag(self.structural_tag)
 
     @property
     def local_indexer_enabled(self) -> bool:
@@ -111,6 +112,26 @@ class WorkerConfig:
         if "health_check_payload" not in overrides:
             values["health_check_payload"] = _canary_of(runtime_cfg)
         return cls(**{**values, **overrides})
+
+
+_TAG_MEMBERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "scope": _CHOICES["structural_tag_scope"],
+    "schema": _CHOICES["structural_tag_schema"],
+    # Native ones that nothing of ours reads; their values are the native frontend's affair.
+    "allow_tool_calls_with_structured_output": (),
+    "exclude_special_tokens": (),
+    "reasoning_boundary": (),
+    "tool_arguments_any_order": (),
+}
+
+
+def check_structural_tag(tag: Mapping[str, Any] | None) -> None:
+    """Raises ValueError naming the member that is unknown or wrong."""
+    for name, value in (tag or {}).items():
+        if name not in _TAG_MEMBERS:
+            raise ValueError(f"structural_tag has no member {name!r}; it has {', '.join(_TAG_MEMBERS)}")
+        if _TAG_MEMBERS[name] and value not in _TAG_MEMBERS[name]:
+            raise ValueError(f"structural_tag.{name} must be one of {', '.join(_TAG_MEMBERS[name])}, got {value!r}")
 
 
 _REQUIRED_ATTRIBUTES: Final = ("namespace", "discovery_backend", "request_plane", "event_plane")

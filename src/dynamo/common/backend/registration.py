@@ -241,6 +241,9 @@ def check_encoder_route(mode: DisaggregationMode, route_to_encoder: bool) -> Non
         raise InvalidArgument(f"route_to_encoder is for agg and prefill workers, this one is {mode.value}")
 
 
+_TAG_DEFAULTS: Final = {"scope": "always", "schema": "auto"}
+
+
 def runtime_config_of(config: WorkerConfig, engine: EngineConfig) -> ModelRuntimeConfig:
     """What the card says about the running engine."""
     is_prefill = config.disaggregation_mode is DisaggregationMode.PREFILL
@@ -255,7 +258,8 @@ def runtime_config_of(config: WorkerConfig, engine: EngineConfig) -> ModelRuntim
         structural_tag_mode=config.structural_tag_mode,
         structural_tag_scope=config.structural_tag_scope,
         structural_tag_schema=config.structural_tag_schema,
-        structural_tag=config.structural_tag,
+        # Its defaults are written out: an empty object would not be on the card at all.
+        structural_tag=None if config.structural_tag is None else {**_TAG_DEFAULTS, **config.structural_tag},
         exclude_tools_when_tool_choice_none=config.exclude_tools_when_tool_choice_none,
         data_parallel_start_rank=engine.data_parallel_start_rank or 0,
         data_parallel_size=engine.data_parallel_size or 1,

@@ -49,6 +49,8 @@ class ThinkParser:
         return self._state != "outside"
 
     def push(self, text: str) -> list[Content | Reasoning]:
+        if not self._held and not self._skips_space and text and _EITHER.is_plain(text) and self._state != "beginning":
+            return [Reasoning(text) if self._state == "inside" else Content(text)]
         events: list[Content | Reasoning] = []
         text = self._held + text
         at = 0

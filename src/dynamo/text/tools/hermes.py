@@ -18,19 +18,28 @@ beginning of a tag.
 from __future__ import annotations
 
 from enum import IntEnum, auto
-from typing import Final
+from typing import Any, Final
 
 from dynamo.text.markers import WHITE_SPACE, MarkerSearch
 from dynamo.text.output import Content, OutputEvent
 from dynamo.text.tools.calls import MAX_CALL_CHARACTERS, call_events, read_call
 from dynamo.text.tools.json_object import JsonObjectReader
 
-__all__ = ["CLOSING", "OPENING", "HermesParser"]
+__all__ = ["CLOSING", "OPENING", "HermesParser", "call_tag"]
 
 OPENING: Final = "<tool_call>"
 CLOSING: Final = "</tool_call>"
 
 _OPEN: Final = MarkerSearch(OPENING)
+
+
+def call_tag(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """A call of this function as one tag of a structural tag."""
+    return {
+        "begin": f'{OPENING}\n{{"name": "{name}", "arguments": ',
+        "content": {"type": "json_schema", "json_schema": parameters},
+        "end": f"}}\n{CLOSING}",
+    }
 
 
 class _In(IntEnum):
@@ -54,6 +63,8 @@ class HermesParser:
         self._room = 0  # characters that may still be held
 
     def push(self, text: str) -> list[OutputEvent]:
+        if self._in is _In.TEXT and not self._held and text and _OPEN.is_plain(text):
+            return [Content(text)]
         events: list[OutputEvent] = []
         text, self._held = self._held + text, ""
         at = 0

@@ -1,0 +1,74 @@
+"""Structural tags: the engine may write any text, but a call, once begun, has the form and the arguments it must have.
+
+A worker opts in on its card, and the model's tool format must say how its calls look. The tag goes to the engine as
+`guided_decoding.structural_tag`; a forced choice becomes a tag that must come, in place of a JSON schema of the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from dynamo.protocol.openai.requests import ChatRequest
+from dynamo.protocol.openai.tool_schema import REQUIRED, forced_choice, parameters_of
+from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.text.tools import ToolFormat
+
+__all__ = ["structural_tag"]
+
+_GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern")
+_ANY_OBJECT: Final = {"type": "object"}
+
+
+class _Policy(NamedTuple):
+    """What the worker opted into."""
+
+    is_always: bool  # also for calls that may come; otherwise only where one must, or a tool is strict
+    is_strict: bool  # the arguments follow their schema; otherwise only those of strict tools and forced choices
+
+
+def structural_tag(request: ChatRequest, config: ModelRuntimeConfig, form: ToolFormat) -> dict[str, Any] | None:
+    """The tag of this request, which may call tools; None when the engine is not to be guided by one."""
+    policy = _policy(config)
+    if policy is None or form.call_tag is None:
+        return None
+    choice = forced_choice(request)
+    tools = [tool for tool in request.tools or () if choice in (None, REQUIRED, tool["function"]["name"])]
+    strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
+    if choice is None and (_has_a_form(request) or not (policy.is_always or strict)):
+        return None
+    tags = [
+        form.call_tag(
+            name := tool["function"]["name"],
+            parameters_of(tool) if policy.is_strict or choice is not None or name in strict else _ANY_OBJECT,
+        )
+        for tool in tools
+    ]
+    is_one = request.parallel_tool_calls is False or choice not in (None, REQUIRED)
+    return {
+        "type": "structural_tag",
+        "format": {
+            "type": "triggered_tags",
+            "triggers": [form.marks[0]],
+            "tags": tags,
+            "at_least_one": choice is not None,
+            "stop_after_first": is_one,
+        },
+    }
+
+
+def _policy(config: ModelRuntimeConfig) -> _Policy | None:
+    """From either form of the setting; the newer one, an object, has another default."""
+    if isinstance(config.structural_tag, dict):
+        tag = config.structural_tag
+        return _Policy(tag.get("scope", "always") == "always", tag.get("schema", "auto") == "strict")
+    if config.structural_tag_mode == "on":
+        return _Policy(config.structural_tag_scope == "always", config.structural_tag_schema == "strict")
+    return None
+
+
+def _has_a_form(request: ChatRequest) -> bool:
+    """Whether the request guides the whole answer itself."""
+    form = request.response_format
+    return (form is not None and form.type != "text") or any(
+        getattr(request, name) not in (None, []) for name in _GUIDED
+    )
