@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, cast
 
 from dynamo.errors import DynamoException, Overloaded
@@ -102,8 +102,19 @@ class NativeServer:
 
     def serve(self, frame: RequestFrame) -> bytes:
         """Start one request and return its ACK. The ACK and the call-home do not wait for each other."""
+        refusal = self.begin(frame.path, frame.headers, frame.payload)
+        return ACCEPTED if refusal is None else encode_ack(refusal)
+
+    def begin(
+        self, path: str, headers: Mapping[str, str], payload: bytes, *, answers_declined: bool = False
+    ) -> str | None:
+        """Start one request; the text of its ACK when it is declined, else None.
+
+        `answers_declined`: a request that is declined is told so on its response stream, and None is returned, because
+        whoever carries requests here has no ACK that says why.
+        """
         try:
-            control_header, raw_body = decode_payload(frame.payload)
+            control_header, raw_body = decode_payload(payload)
             control = decode_control(control_header)
             if control.request_type != "single_in":
                 raise MalformedFrame(f"request_type {control.request_type!r} is not supported; use single_in")
@@ -111,11 +122,11 @@ class NativeServer:
             host, port = call_home.host_and_port()
             body = decode_body(raw_body, control.payload_codec)
         except MalformedFrame as error:
-            logger.warning("declined a request for %s: %s", frame.path, error)
-            return encode_ack(f"{UNAVAILABLE} malformed request: {error}")
+            logger.warning("declined a request for %s: %s", path, error)
+            return f"{UNAVAILABLE} malformed request: {error}"
         codec: Codec = "msgpack" if control.payload_codec == "msgpack" else "json"
-        context = Context(control.id, control.metadata, trace=TraceContext.from_headers(frame.headers))
-        grown_from = frame.headers.get(PROMPT_TOKENS_HEADER, "")
+        context = Context(control.id, control.metadata, trace=TraceContext.from_headers(dict(headers)))
+        grown_from = headers.get(PROMPT_TOKENS_HEADER, "")
         if grown_from.isascii() and grown_from.isdigit() and len(grown_from) <= 10:
             context.prompt_tokens = int(grown_from)
         sink = NativeSink(
@@ -128,16 +139,17 @@ class NativeServer:
             refused=self.refused,
         )
         try:
-            self._core.dispatch(frame.path, body, context, sink)
+            self._core.dispatch(path, body, context, sink)
         except DynamoException as error:
-            sink.end()  # it never connects, so this only lets go of the context
-            return encode_ack(_declined(error))
+            sink.end(error)  # where it never connects, this only lets go of the context
+            if not answers_declined:
+                return _declined(error)
         self._sinks.add(sink)
         # Held by `_dials` and awaited by `close`. The handler starts meanwhile: the sink buffers.
         dial = asyncio.get_running_loop().create_task(self._dial(sink, host, port), name=f"call-home {control.id}")
         self._dials.add(dial)
         dial.add_done_callback(self._dials.discard)
-        return ACCEPTED
+        return None
 
     def _stream_closed(self, sink: NativeSink) -> None:
         self._sinks.discard(sink)

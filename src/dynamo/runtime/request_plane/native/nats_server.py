@@ -1,0 +1,115 @@
+"""The native wire over NATS, worker's side: requests come as messages, answers leave over TCP as they always do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from dynamo.runtime.limits import Refused, uncounted
+from dynamo.runtime.nats_connection import NatsConnection
+from dynamo.runtime.request_plane.base import Handler
+from dynamo.runtime.request_plane.core import ServerCore
+from dynamo.runtime.request_plane.listener import detect_device_type
+from dynamo.runtime.request_plane.native.server import NativeServer
+from dynamo.runtime.settings import RequestPlaneSettings
+
+if TYPE_CHECKING:
+    from nats.aio.msg import Msg
+    from nats.aio.subscription import Subscription
+
+logger = logging.getLogger(__name__)
+
+TRANSPORT: Final = "nats_tcp"
+QUEUE_GROUP: Final = "q"
+SUBSCRIBE_SECONDS: Final = 5.0
+
+_SLUG_CHARS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
+
+
+def subject_of(path: str) -> str:
+    """The subject of a routing path "HEX/NS/COMPONENT/ENDPOINT"; of any other one, a subject of its own."""
+    instance, *names = path.split("/")
+    scope, endpoint = ("_".join(names[:-1]), names[-1]) if len(names) == 3 else ("", "_".join(names))
+    slug = "".join(c if c in _SLUG_CHARS else "_" for c in scope.lower()).lstrip("_")
+    return f"{slug or 'dynamo'}.{endpoint}-{instance}"
+
+
+class NatsServer:
+    """Implements `RequestPlaneServer`. A declined request is told so on its response stream: a NATS reply says nothing.
+
+    A server that is lost takes no new requests with it for long: the subscriptions come back with the connection, and
+    answers do not pass through NATS.
+    """
+
+    def __init__(
+        self, connection: NatsConnection, settings: RequestPlaneSettings, *, refused: Refused = uncounted
+    ) -> None:
+        """`connection` may be shared; whoever made it closes it."""
+        self._connection = connection
+        self.core = ServerCore(settings)
+        self._native = NativeServer(self.core, settings, refused=refused)
+        self._refused = refused
+        self._subscriptions: dict[str, Subscription] = {}  # by path
+        self._subscribing: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Connect; idempotent. Raises `CannotConnect` naming the address."""
+        await self._connection.start()
+
+    def register(self, path: str, handler: Handler) -> None:
+        """Serve `path`. Raises ValueError if it is taken."""
+        self.core.register(path, handler)
+        if path not in self._subscriptions:
+            # Awaited by `close`; its SUB is written before a record of this path can have reached a store.
+            task = asyncio.get_running_loop().create_task(self._subscribe(path), name=f"subscribe {path}")
+            self._subscribing.add(task)
+            task.add_done_callback(self._subscribing.discard)
+
+    def unregister(self, path: str) -> None:
+        """Decline new requests for `path`; streams in flight go on. The subject stays ours, so that callers are told why."""
+        self.core.unregister(path)
+
+    def transport(self, path: str) -> Mapping[str, Any]:
+        """The members of an instance record that say how to reach `path`."""
+        return {
+            "transport": {TRANSPORT: subject_of(path)},
+            "device_type": detect_device_type(),
+            "request_plane_codec": "msgpack",
+        }
+
+    async def close(self) -> None:
+        """Leave the subjects, end what is open with `EngineShutdown`, and drop the streams; idempotent."""
+        if self._subscribing:
+            await asyncio.wait(self._subscribing, timeout=SUBSCRIBE_SECONDS)
+        for task in list(self._subscribing):
+            task.cancel()
+        subscriptions, self._subscriptions = self._subscriptions, {}
+        for path, subscription in subscriptions.items():
+            try:
+                await subscription.unsubscribe()
+            except Exception as error:  # no server, or closed before us: it has no subscriptions either way
+                logger.debug("unsubscribing %s failed: %s", path, error)
+        await self.core.close()
+        await self._native.close()
+
+    async def _subscribe(self, path: str) -> None:
+        subject = subject_of(path)
+
+        async def arrived(message: Msg) -> None:
+            await self._serve(path, message)
+
+        try:
+            subscription = await self._connection.client.subscribe(subject, queue=QUEUE_GROUP, cb=arrived)
+        except Exception:
+            logger.exception("NATS: cannot subscribe to %s; no request will reach %s", subject, path)
+            return
+        self._subscriptions[path] = subscription
+
+    async def _serve(self, path: str, message: Msg) -> None:
+        refusal = self._native.begin(path, message.headers or {}, message.data, answers_declined=True)
+        if refusal is not None:
+            self._refused("malformed")
+        if message.reply:
+            await message.respond((refusal or "").encode())
