@@ -862,7 +862,6 @@ async def test_closing_leaves_no_task_behind(open_runtime: Open) -> None:
     [
         (("kubernetes", "tcp"), InvalidArgument, "needs POD_NAME, POD_NAMESPACE, POD_UID"),
         (("consul", "tcp"), ValueError, "unknown discovery backend 'consul'"),
-        (("mem", "nats"), CannotConnect, "--request-plane tcp"),
         (("mem", "http"), ValueError, "unknown request plane 'http'"),
     ],
 )

@@ -27,6 +27,7 @@ from dynamo.errors import (
     WorkerUnavailable,
 )
 from dynamo.runtime.context import Context
+from dynamo.runtime.nats_connection import NatsConnection
 from dynamo.runtime.request_plane.base import (
     INITIAL_CREDITS,
     OBJECT_INDEX,
@@ -43,8 +44,14 @@ from dynamo.runtime.request_plane.memory import MemoryPlane
 from dynamo.runtime.request_plane.mux.client import MuxClient
 from dynamo.runtime.request_plane.native.call_home import CallHomeListener
 from dynamo.runtime.request_plane.native.client import NativeClient
-from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.runtime.request_plane.native.nats_client import NatsClient
+from dynamo.runtime.request_plane.native.nats_server import NatsServer
+from dynamo.runtime.settings import NatsSettings, RequestPlaneSettings
 from dynamo.runtime.tracing import TraceContext
+from support.nats_server import NatsServer as NatsServerProcess
+from support.nats_server import shared_nats
+
+__all__ = ["shared_nats"]
 
 PATH = "1f/ns/c/e"
 LIMITS = RequestPlaneSettings(engine_request_limit=2, engine_queue_limit=1)
@@ -63,36 +70,50 @@ class Plane:
         self.server.register(path, handler)
 
     async def open(self, body: Any = None, context: Context | None = None, path: str = PATH) -> ResponseStream:
+        await self.server.start()
         return await self.client.open(self.instance(path), body, context or Context())
 
 
 @asynccontextmanager
-async def memory_plane(settings: RequestPlaneSettings) -> AsyncIterator[Plane]:
+async def memory_plane(settings: RequestPlaneSettings, request: pytest.FixtureRequest) -> AsyncIterator[Plane]:
     plane = MemoryPlane()
     yield Plane(plane.server(settings), plane.client())
 
 
 @asynccontextmanager
-async def mux_plane(settings: RequestPlaneSettings) -> AsyncIterator[Plane]:
+async def mux_plane(settings: RequestPlaneSettings, request: pytest.FixtureRequest) -> AsyncIterator[Plane]:
     yield Plane(Listener("127.0.0.1", settings=settings), MuxClient())
 
 
 @asynccontextmanager
-async def native_plane(settings: RequestPlaneSettings) -> AsyncIterator[Plane]:
+async def native_plane(settings: RequestPlaneSettings, request: pytest.FixtureRequest) -> AsyncIterator[Plane]:
     home = CallHomeListener(replace(settings, response_host="127.0.0.1"))
     yield Plane(Listener("127.0.0.1", settings=settings), NativeClient(settings, home), has_window=False)
 
 
-PLANES: dict[str, Callable[[RequestPlaneSettings], AbstractAsyncContextManager[Plane]]] = {
+@asynccontextmanager
+async def nats_plane(settings: RequestPlaneSettings, request: pytest.FixtureRequest) -> AsyncIterator[Plane]:
+    home = CallHomeListener(replace(settings, response_host="127.0.0.1"))
+    broker: NatsServerProcess = request.getfixturevalue("shared_nats")
+    worker, caller = (NatsConnection(NatsSettings(servers=(broker.url,)), wanted_by="the test") for _ in range(2))
+    server = NatsServer(worker, settings)
+    await caller.start()
+    yield Plane(server, NatsClient(caller, home, request_timeout_seconds=5), has_window=False)
+    await worker.close()
+    await caller.close()
+
+
+PLANES: dict[str, Callable[[RequestPlaneSettings, pytest.FixtureRequest], AbstractAsyncContextManager[Plane]]] = {
     "memory": memory_plane,
     "mux": mux_plane,
     "native": native_plane,
+    "nats": nats_plane,
 }
 
 
 @asynccontextmanager
-async def running(name: str, settings: RequestPlaneSettings) -> AsyncIterator[Plane]:
-    async with PLANES[name](settings) as plane, asyncio.timeout(20):
+async def running(request: pytest.FixtureRequest, settings: RequestPlaneSettings) -> AsyncIterator[Plane]:
+    async with PLANES[request.param](settings, request) as plane, asyncio.timeout(20):
         await plane.server.start()
         try:
             yield plane
@@ -103,14 +124,14 @@ async def running(name: str, settings: RequestPlaneSettings) -> AsyncIterator[Pl
 
 @pytest.fixture(params=sorted(PLANES))
 async def plane(request: pytest.FixtureRequest) -> AsyncIterator[Plane]:
-    async with running(request.param, RequestPlaneSettings()) as opened:
+    async with running(request, RequestPlaneSettings()) as opened:
         yield opened
 
 
 @pytest.fixture(params=sorted(PLANES))
 async def small_plane(request: pytest.FixtureRequest) -> AsyncIterator[Plane]:
     """Two requests run, one waits, a fourth is declined."""
-    async with running(request.param, LIMITS) as opened:
+    async with running(request, LIMITS) as opened:
         yield opened
 
 

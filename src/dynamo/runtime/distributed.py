@@ -43,6 +43,7 @@ from dynamo.runtime.status_server import EngineRoute, StatusServer
 
 if TYPE_CHECKING:
     from dynamo.runtime.nats_connection import NatsConnection
+    from dynamo.runtime.request_plane.native.call_home import CallHomeListener
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ __all__ = ["Client", "DistributedRuntime", "Endpoint", "ServedEndpoint", "create
 
 DISCOVERY_BACKENDS: Final = ("auto", "file", "mem", "etcd", "kubernetes")
 REQUEST_PLANES: Final = ("tcp", "mem", "nats")
+NATS_REQUESTS: Final = "--request-plane nats (DYN_REQUEST_PLANE)"
 EVENT_PLANES: Final = ("zmq", "nats", "mem")
 
 
@@ -113,6 +115,7 @@ class DistributedRuntime:
         self._event_settings = EventPlaneSettings.from_env()
         self._events: EventPlane | None = None
         self._nats: NatsConnection | None = None
+        self._call_home: CallHomeListener | None = None  # made for the first worker that answers by calling home
         self._served: dict[str, ServedEndpoint] = {}
         self._clients: set[Client] = set()
         self._shutting_down: asyncio.Task[None] | None = None
@@ -139,6 +142,8 @@ class DistributedRuntime:
 
     async def _start(self) -> None:
         await self.discovery.start()
+        if self._request_plane == "nats":
+            await self.nats(NATS_REQUESTS).start()
         if self.event_plane == "nats" or self._event_settings.broker_enabled:
             await self.events.start()  # what was asked for by name is there from the beginning, or nothing begins
         register_uptime(self.metrics, f"{self.connection_id():x}")
@@ -289,6 +294,11 @@ class DistributedRuntime:
         from dynamo.runtime.request_plane.listener import LIMITS, Listener
 
         refusals = RefusalMetrics(self.metrics, "dynamo_transport_tcp_refusals_total", LIMITS)
+        if self._request_plane == "nats":
+            from dynamo.runtime.request_plane.native.nats_server import NatsServer
+
+            server = NatsServer(self.nats(NATS_REQUESTS), self._plane_settings, refused=refusals.count)
+            return server, server.core
         listener = Listener(settings=self._plane_settings, refused=refusals.count)
         return listener, listener.core
 
@@ -314,7 +324,18 @@ class DistributedRuntime:
         from dynamo.runtime.request_plane.native.call_home import CallHomeListener
         from dynamo.runtime.request_plane.native.client import NativeClient
 
-        return NativeClient(self._plane_settings, CallHomeListener(self._plane_settings), waited=waited)
+        if self._call_home is None:
+            self._call_home = CallHomeListener(self._plane_settings)
+        if kind == "native":
+            return NativeClient(self._plane_settings, self._call_home, waited=waited)
+        from dynamo.runtime.request_plane.native.nats_client import NatsClient
+
+        return NatsClient(
+            self.nats(f"the workers reached by it, or run them with {NATS_REQUESTS.replace('nats', 'tcp')}"),
+            self._call_home,
+            request_timeout_seconds=self._plane_settings.nats_timeout_seconds,
+            waited=waited,
+        )
 
     @property
     def events(self) -> EventPlane:
@@ -442,10 +463,6 @@ def _check_planes(request_plane: str, response_plane: str | None) -> str:
     request_plane = request_plane.lower()
     if request_plane not in REQUEST_PLANES:
         raise ValueError(f"unknown request plane {request_plane!r}; use one of {', '.join(REQUEST_PLANES)}")
-    if request_plane == "nats":
-        raise CannotConnect(
-            "the nats request plane is not built in this version; use --request-plane tcp (or DYN_REQUEST_PLANE=tcp)"
-        )
     if response_plane == "quic":
         raise CannotConnect(
             "the quic response plane is not built in this version; use --response-plane tcp (or DYN_RESPONSE_PLANE=tcp)"
@@ -457,6 +474,8 @@ def _kind_of(instance: Instance) -> str:
     """Which plane's client reaches an instance: `mux` where it is offered, else the native wire."""
     if TRANSPORT in instance.transport:
         return TRANSPORT
+    if "nats_tcp" in instance.transport:
+        return "nats"
     return "mux" if instance.mux is not None else "native"
 
 

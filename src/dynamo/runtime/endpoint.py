@@ -332,6 +332,7 @@ class ServedEndpoint:
     async def advertise(self) -> None:
         """Put the instance record: from here on clients find this endpoint. Idempotent."""
         server = await self._runtime.plane_server()
+        await server.start()  # it is there; a path that was just registered may take a moment
         endpoint, withdrawals = self.endpoint, self._withdrawals
         record = encode_instance(
             endpoint.namespace, endpoint.component, endpoint.name, self._instance_id, server.transport(self.route)

@@ -98,6 +98,7 @@ class RequestPlaneSettings:
     pipeline_limit: int = 1024  # requests without an ACK on one of them
     dial_limit: int = 64  # native connections being opened at once
     idle_host_seconds: float = 300.0  # a native connection without requests is closed after this long
+    nats_timeout_seconds: float = 10.0  # until the reply to a request over NATS
     tls_cert_path: str | None = None
     max_connections: int = 4096  # one per frontend for `mux`, up to 100 per frontend on the native wire
     handshake_timeout_seconds: float = 10.0  # until the wire is known and, for `mux`, HELLO was said
@@ -137,6 +138,9 @@ class RequestPlaneSettings:
             pipeline_limit=env_int("DYN_TCP_CHANNEL_BUFFER", default.pipeline_limit, minimum=1, env=env),
             dial_limit=env_int("DYN_TCP_GLOBAL_CONNECT_LIMIT", default.dial_limit, minimum=1, env=env),
             idle_host_seconds=env_float("DYN_TCP_HOST_IDLE_TTL_SECS", default.idle_host_seconds, minimum=1, env=env),
+            nats_timeout_seconds=env_float(
+                "DYN_NATS_REQUEST_TIMEOUT_SECS", default.nats_timeout_seconds, minimum=0.1, env=env
+            ),
             tls_cert_path=env_str("DYN_TCP_TLS_CERT_PATH", env=env),
             max_connections=env_int("DYN_TCP_MAX_CONNECTIONS", default.max_connections, minimum=1, env=env),
             handshake_timeout_seconds=env_float(

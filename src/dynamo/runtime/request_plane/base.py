@@ -135,7 +135,7 @@ class RequestPlaneServer(Protocol):
     """The worker's side of a plane: one listener for all endpoints of a process."""
 
     async def start(self) -> None:
-        """Begin to listen; idempotent."""
+        """Begin to listen, and return when the registered paths can be reached; idempotent."""
 
     def register(self, path: str, handler: Handler) -> None:
         """Serve `path`. Raises ValueError if it is taken."""

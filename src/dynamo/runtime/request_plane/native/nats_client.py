@@ -78,7 +78,9 @@ class NatsClient:
             async with asyncio.timeout(self._timeout):
                 await connection.wait_connected()
         except TimeoutError as error:
-            raise CannotConnect(f"NATS has been away for {self._timeout:g} s (DYN_NATS_REQUEST_TIMEOUT_SECS)") from error
+            raise CannotConnect(
+                f"NATS has been away for {self._timeout:g} s (DYN_NATS_REQUEST_TIMEOUT_SECS)"
+            ) from error
 
     async def _send(self, subject: str, payload: bytes, headers: dict[str, str], stream: NativeStream) -> None:
         # Imported here, as the connection imports its client: the library is an extra.

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 TRANSPORT: Final = "nats_tcp"
 QUEUE_GROUP: Final = "q"
-SUBSCRIBE_SECONDS: Final = 5.0
+SUBSCRIBE_SECONDS: Final = 5  # for the server to confirm; whole, as its client wants it
 
 _SLUG_CHARS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 
@@ -55,14 +55,16 @@ class NatsServer:
         self._subscribing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Connect; idempotent. Raises `CannotConnect` naming the address."""
+        """Connect, and return when the registered paths can be reached; idempotent. Raises `CannotConnect`."""
         await self._connection.start()
+        if self._subscribing:
+            await asyncio.wait(self._subscribing)
 
     def register(self, path: str, handler: Handler) -> None:
         """Serve `path`. Raises ValueError if it is taken."""
         self.core.register(path, handler)
         if path not in self._subscriptions:
-            # Awaited by `close`; its SUB is written before a record of this path can have reached a store.
+            # Awaited by `start` and `close`.
             task = asyncio.get_running_loop().create_task(self._subscribe(path), name=f"subscribe {path}")
             self._subscribing.add(task)
             task.add_done_callback(self._subscribing.discard)
@@ -100,12 +102,16 @@ class NatsServer:
         async def arrived(message: Msg) -> None:
             await self._serve(path, message)
 
+        client = self._connection.client
         try:
-            subscription = await self._connection.client.subscribe(subject, queue=QUEUE_GROUP, cb=arrived)
-        except Exception:
-            logger.exception("NATS: cannot subscribe to %s; no request will reach %s", subject, path)
-            return
-        self._subscriptions[path] = subscription
+            self._subscriptions[path] = await client.subscribe(subject, queue=QUEUE_GROUP, cb=arrived)
+            # The server has read it when it answers the second PING: the client writes the first one ahead of what waits.
+            await client.flush(timeout=SUBSCRIBE_SECONDS)
+            await client.flush(timeout=SUBSCRIBE_SECONDS)
+        except Exception as error:  # of many kinds; a subscription that was made comes back with the server
+            logger.warning(
+                "NATS: %s is not known to serve %s yet: %s", subject, path, str(error) or type(error).__name__
+            )
 
     async def _serve(self, path: str, message: Msg) -> None:
         refusal = self._native.begin(path, message.headers or {}, message.data, answers_declined=True)
