@@ -242,6 +242,8 @@ async def test_a_client_that_leaves_after_the_prefill_still_has_its_blocks_fetch
     served.prefill._on = leave_in_between  # type: ignore[method-assign]
     exchange = house.client.begin_chat("hi", max_tokens=50)
     await exchange.done()
+    async with asyncio.timeout(5):
+        await decode.started.wait()
     (body,) = decode.requests
     assert body["prefill_result"]["disaggregated_params"] == PARAMS
     assert body["stop_conditions"]["max_tokens"] == 1

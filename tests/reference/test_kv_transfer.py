@@ -162,15 +162,33 @@ async def test_an_offer_does_not_expire_while_it_is_fetched_but_right_after() ->
     async with linked() as (sender, _, offer, got, _cache):
         ticket = offer()
         table = sender._offers  # type: ignore[attr-defined]
-        held = table.claim(ticket.transfer_id, ticket.secret)
-        with pytest.raises(StreamIncomplete, match="somebody else"):
-            table.claim(ticket.transfer_id, ticket.secret)
-        table._expire(held)
+        claim = table.claim(ticket.transfer_id, ticket.secret, lambda: None)
+        table._expire(claim.offer)
         assert got.reasons == []
-        held.expires_at = 0.0
-        table.unclaim(held)
-        table.unclaim(held)
-        assert (got.reasons, table.end(held, "again")) == (["expired"], False)
+        claim.offer.expires_at = 0.0
+        table.unclaim(claim)
+        table.unclaim(claim)
+        assert (got.reasons, table.end(claim.offer, "again")) == (["expired"], False)
+
+
+async def test_whoever_comes_later_with_the_same_ticket_takes_over() -> None:
+    """A decode worker that hangs must not keep the blocks from the one that replaces it."""
+    async with linked() as (sender, receiver, offer, got, _):
+        serve, begun = sender._send, asyncio.Event()  # type: ignore[attr-defined]
+
+        async def stuck(peer: Any, pull: Any, held: Any) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        sender._send = stuck  # type: ignore[attr-defined]
+        ticket = offer()
+        first = asyncio.create_task(receiver.pull(ticket, 0, 3, Got().page))
+        await begun.wait()
+        sender._send = serve  # type: ignore[attr-defined]
+        await receiver.pull(ticket, 0, 3, got.page)
+        with pytest.raises(Disconnected):
+            await first
+        assert (len(got.pages), got.reasons) == (3, ["fetched"])
 
 
 async def test_offers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

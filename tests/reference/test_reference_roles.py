@@ -286,6 +286,137 @@ def cut_after(sender: Any, *, pages: int) -> None:
     sender._send = cut
 
 
+async def test_a_lost_decode_worker_leaves_the_blocks_to_the_next(models: dict[str, Path]) -> None:
+    body = request(PROMPT)
+    async with pair(models["llama"]) as (prefill, first), running(models["llama"], DECODE, transfer=LOCAL) as second:
+        params = await computed(prefill, body)
+        relay = Relay(params["port"])
+        await relay.start()
+        broken = {"disaggregated_params": {**params, "port": relay.route(cut_after_bytes=900)}}
+        await collect(first, {**body, "prefill_result": broken})
+        count = computed_tokens(await settled(second))
+        await collect(second, {**body, "prefill_result": {"disaggregated_params": params}})
+        assert count() == 12
+        await relay.close()
+        assert (await held(prefill), await held(first), await held(second)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"sampling_options": {"temperature": 0.0, "n": 2}}, "its choices are made together"),
+        ({"output_options": {"prompt_logprobs": 1}}, "its log probabilities are asked for"),
+        ({"token_ids": [*PROMPT, 3]}, "11 of its 12 tokens were computed"),
+    ],
+)
+async def test_blocks_that_are_of_no_use_are_freed_at_once_and_the_prompt_computed(
+    change: dict[str, Any], said: str, models: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(models["llama"]) as alone, pair(models["llama"]) as (prefill, decode):
+        params = await computed(prefill, request(PROMPT))
+        body = {**request(PROMPT), **change}
+        expected = await collect(alone, body)
+        found = await collect(decode, {**body, "prefill_result": {"disaggregated_params": params}})
+        assert sorted(map(repr, found)) == sorted(map(repr, expected))
+        assert said in caplog.text
+        assert (await held(prefill), await held(decode)) == (0, 0)
+
+
+async def test_blocks_of_another_shape_are_freed_at_once(
+    models: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    other = Options(block_size=8, kv_cache_mb=2, max_num_seqs=8, max_num_batched_tokens=32)
+    async with (
+        running(models["llama"], PREFILL, other, LOCAL) as prefill,
+        running(models["llama"], DECODE, SMALL, LOCAL) as decode,
+    ):
+        assert len(tokens_of(await both(prefill, decode, request(PROMPT)))) == 12
+        assert "block_size=8" in caplog.text
+        assert await held(prefill) == 0
+
+
+@pytest.mark.parametrize("phase", ["at once", "queued", "fetching"])
+async def test_a_request_that_is_cancelled_before_its_first_token_frees_both_sides(
+    phase: str, models: dict[str, Path]
+) -> None:
+    tight = Options(block_size=4, kv_cache_mb=1, context_length=64, max_num_seqs=1, max_num_batched_tokens=32)
+    async with pair(models["llama"], options=tight) as (prefill, decode):
+        context = mock_context()
+        body = {**request(PROMPT), "prefill_result": {"disaggregated_params": await computed(prefill, request(PROMPT))}}
+        others = decode.generate(request([9] * 5, 50), mock_context())
+        notified = asyncio.Event()
+        context.on_first_token(notified.set)
+        if phase == "at once":
+            context.stop_generating()
+        elif phase == "queued":
+            await anext(others)  # the only place is taken
+        else:
+            begun = stuck(prefill)
+        asking = asyncio.create_task(collect(decode, body, context))
+        if phase == "fetching":
+            await begun.wait()
+        elif phase == "queued":
+            await settled(decode)
+        context.stop_generating()
+        (chunk,) = await asking
+        assert (chunk["finish_reason"], chunk["completion_usage"]["completion_tokens"]) == ("cancelled", 0)
+        assert notified.is_set()  # the framework's abort was held back until the peer had been told
+        await others.aclose()
+        assert (await prefill.is_quiescent(), await held(prefill), await held(decode)) == (True, 0, 0)
+
+
+def stuck(prefill: ReferenceEngine) -> asyncio.Event:
+    """The first transfer stops after it has begun."""
+    sender: Any = prefill._prefill._sender  # type: ignore[union-attr]
+    send, begun = sender._send, asyncio.Event()
+
+    async def wait(peer: Any, pull: Any, offer: Any) -> None:
+        sender._send = send
+        begun.set()
+        await asyncio.Event().wait()
+
+    sender._send = wait
+    return begun
+
+
+async def test_a_prefill_that_is_cancelled_hands_nothing_over(models: dict[str, Path]) -> None:
+    async with running(models["llama"], PREFILL, transfer=LOCAL) as prefill:
+        for steps in range(4):
+            context = mock_context()
+            asking = asyncio.create_task(collect(prefill, request([steps + 5] * 60), context))
+            for _ in range(steps):
+                await settled(prefill)
+            context.stop_generating()
+            await prefill.abort(context)
+            chunks = await asking
+            if "disaggregated_params" not in chunks[-1]:
+                assert await held(prefill) == 0
+            await expire(prefill)
+        assert await held(prefill) == 0
+
+
+async def test_what_a_role_does_not_take_is_refused_by_field(models: dict[str, Path]) -> None:
+    handed = {"prefill_result": {"disaggregated_params": {}}}
+    async with (
+        running(models["llama"]) as alone,
+        running(models["llama"], PREFILL, transfer=LOCAL) as prefill,
+        running(models["llama"], DECODE, transfer=LOCAL, require_prefill_result=True) as strict,
+    ):
+        for engine, body, field in (
+            (alone, {**request(PROMPT), **handed}, "prefill_result is set"),
+            (prefill, {**request(PROMPT), **handed}, "prefill_result is set"),
+            (prefill, {**request(PROMPT), "sampling_options": {"n": 2}}, r"sampling_options\.n must be 1"),
+            (strict, request(PROMPT), "no prefill_result"),
+            (strict, {**request(PROMPT), **handed}, r"prefill_result\.disaggregated_params"),
+        ):
+            with pytest.raises(InvalidArgument, match=field):
+                await collect(engine, body)
+        canary = await strict.health_check_payload()
+        assert (await collect(strict, canary))[-1]["finish_reason"] == "length"
+    with pytest.raises(InvalidArgument, match="encode"):
+        ReferenceEngine(models["llama"], mode=DisaggregationMode.ENCODE)
+
+
 async def test_two_hundred_lost_peers_leave_every_block_free(
     models: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -25,7 +25,7 @@ from dynamo.errors import (
 from dynamo.frontend.overhead import Overhead
 from dynamo.frontend.parsing import OutputPlan
 from dynamo.protocol.finish import EngineFailed, normalise
-from dynamo.router.prefill import PrefillAnswer, PrefillRouter, hand_over_for_nobody, may_go_without
+from dynamo.router.prefill import PrefillAnswer, PrefillRouter, may_go_without
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamItem
 from dynamo.text.decoder import ChoiceDecoder
@@ -407,7 +407,7 @@ class _Choice:
             return handoff.items
         self._body = handoff.body
         if context.is_stopped():
-            await hand_over_for_nobody(handoff, self._model, context)
+            prefill.hand_over(handoff, self._model, context)
             return []
         return await handoff.beside(self._begin())
 

@@ -175,7 +175,7 @@ class ReferenceEngine(LLMEngine):
         self._streams.setdefault(context.id(), []).append(stream)
         holds_blocks = prefill is not None  # beyond the last chunk, until they are handed over
         try:
-            arrives = decode is not None and ticket is not None and decode.can_take(job, ticket)
+            arrives = decode is not None and ticket is not None and decode.can_take(job, ticket, context)
             if not context.is_stopped():
                 opened = partial(stream.open, results=steps.results, keep=prefill is not None, arrives=arrives)
                 steps.submit(opened)

@@ -102,10 +102,20 @@ class DecodeRole:
             return job
         return replace(job, sampling=replace(job.sampling, seed=ticket.seed))
 
-    @staticmethod
-    def can_take(job: Job, ticket: Ticket) -> bool:
-        """Whether the blocks are of use. Several choices, and log probabilities of the prompt, need it computed here."""
-        return job.choices == 1 and job.prompt_logprobs is None and ticket.tokens == len(job.prompt)
+    def can_take(self, job: Job, ticket: Ticket, context: Context) -> bool:
+        """Whether the blocks are of use; if not, the log says why the prompt is computed here."""
+        if ticket.layout != self._cache.layout:
+            why = f"the prefill worker's KV blocks are {ticket.layout}, these are {self._cache.layout}"
+        elif ticket.tokens != len(job.prompt):
+            why = f"{ticket.tokens} of its {len(job.prompt)} tokens were computed"
+        elif job.choices > 1:
+            why = "its choices are made together"
+        elif job.prompt_logprobs is not None:
+            why = "its log probabilities are asked for"
+        else:
+            return True
+        logger.warning("request %s: its prompt is computed here: %s", context.id(), why)
+        return False
 
     async def fetch(self, ticket: Ticket, choice: Choice, context: Context) -> int:
         """Fill the blocks of a reserved choice; how many of its tokens they hold then. 0: the prompt is computed here.

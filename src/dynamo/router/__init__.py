@@ -1,6 +1,6 @@
 """Which worker: the workers of one model in one role, and the hand-over from prefill to decode."""
 
-from dynamo.router.prefill import Handoff, PrefillAnswer, PrefillRouter, hand_over_for_nobody, may_go_without
+from dynamo.router.prefill import Handoff, PrefillAnswer, PrefillRouter, may_go_without
 from dynamo.router.workers import WorkerClient, WorkerGroup
 
 __all__ = [
@@ -9,6 +9,5 @@ __all__ = [
     "PrefillRouter",
     "WorkerClient",
     "WorkerGroup",
-    "hand_over_for_nobody",
     "may_go_without",
 ]

@@ -31,7 +31,7 @@ from dynamo.router.workers import WorkerGroup
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamItem
 
-__all__ = ["Handoff", "PrefillAnswer", "PrefillRouter", "Stages", "hand_over_for_nobody", "may_go_without"]
+__all__ = ["Handoff", "PrefillAnswer", "PrefillRouter", "Stages", "may_go_without"]
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class PrefillRouter:
         self.is_enforced = enforced
         self._rng = rng or random.Random()
         self._configs: Mapping[int, ModelRuntimeConfig] = {}
-        self._running: set[asyncio.Task[None]] = set()  # bootstrap path; one per request in flight
+        self._running: set[asyncio.Task[None]] = set()  # at most one per request in flight, and the moment after
         self._is_degraded = False
 
     def set_members(self, members: Mapping[tuple[str, int], ModelRuntimeConfig]) -> None:
@@ -158,6 +158,18 @@ class PrefillRouter:
                     error,
                 )
                 last = error
+
+    def hand_over(self, handoff: Handoff, workers: Decoders, context: Context) -> None:
+        """The client left between the two halves: let a decode worker fetch the blocks all the same, to have them freed.
+
+        In the background, at most `HAND_OVER_SECONDS`; failures are logged, since nobody is left to tell.
+        """
+        # Awaited in aclose().
+        task = asyncio.get_running_loop().create_task(
+            _hand_over(handoff, workers, context), name=f"hand over {context.id()}"
+        )
+        self._running.add(task)
+        task.add_done_callback(self._drained)
 
     def note(self, failure: DynamoException | None) -> None:
         """Say once that prompts are computed where they are decoded, and once that they are not any more (None)."""
@@ -247,11 +259,7 @@ class Decoders(Protocol):
     async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream: ...
 
 
-async def hand_over_for_nobody(handoff: Handoff, workers: Decoders, context: Context) -> None:
-    """The client left between the two halves: let a decode worker fetch the blocks all the same, so that they are freed.
-
-    At most `HAND_OVER_SECONDS`; failures are logged, since nobody is left to tell.
-    """
+async def _hand_over(handoff: Handoff, workers: Decoders, context: Context) -> None:
     stops = handoff.body.get("stop_conditions") or {}
     body = {**handoff.body, "stop_conditions": {**stops, "max_tokens": 1}}
     own = context.detached(context.id())  # a worker does not even begin a request that is cancelled already

@@ -8,7 +8,8 @@ worker *pulls* with it. Promises, held by one set of tests over all transports:
 * A pull returns only when every page arrived whole and the peer confirmed that it still held the offer: pages of a peer
   that had given up in between are never passed for good ones.
 * Nothing waits for ever: an offer lives `hold_seconds`, and a pull that has begun `pull_seconds`. A lost peer ends a
-  pull at once and leaves the offer to the next who comes with its ticket, until it expires.
+  pull at once and leaves the offer to the next who comes with its ticket, until it expires. Whoever comes with a ticket
+  while somebody is pulling with it takes over.
 * Only the ticket's secret opens an offer.
 """
 

@@ -5,27 +5,36 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from dynamo.errors import Overloaded, StreamIncomplete
 from dynamo.reference.kv_transfer.base import Ended
 
-__all__ = ["MAX_OFFERS", "Offer", "Offers"]
+__all__ = ["MAX_OFFERS", "Claim", "Offer", "Offers"]
 
 MAX_OFFERS: Final = 10_000  # each holds a block at least, so the cache is full long before
+
+
+class Claim:
+    """One attempt to fetch an offer."""
+
+    __slots__ = ("offer", "revoke")
+
+    def __init__(self, offer: Offer, revoke: Callable[[], object]) -> None:
+        self.offer, self.revoke = offer, revoke
 
 
 class Offer:
     """Blocks somebody may fetch."""
 
-    __slots__ = ("blocks", "ended", "expires_at", "is_claimed", "secret", "timer", "transfer_id")
+    __slots__ = ("blocks", "claim", "ended", "expires_at", "secret", "timer", "transfer_id")
 
     def __init__(self, blocks: tuple[int, ...], ended: Ended, expires_at: float) -> None:
         """`expires_at`: time of the running loop."""
         self.blocks, self.ended, self.expires_at = blocks, ended, expires_at
         self.transfer_id, self.secret = secrets.token_hex(16), secrets.token_hex(16)
-        self.is_claimed = False
+        self.claim: Claim | None = None  # of who is fetching it
         self.timer: asyncio.TimerHandle | None = None
 
 
@@ -52,26 +61,37 @@ class Offers:
         self._offers[offer.transfer_id] = offer
         return offer
 
-    def claim(self, transfer_id: str, secret: str) -> Offer:
-        """Begin to fetch: the offer does not expire until `unclaim` or `end`. Raises StreamIncomplete."""
+    def claim(self, transfer_id: str, secret: str, revoke: Callable[[], object]) -> Claim:
+        """Begin to fetch: the offer does not expire until `unclaim` or `end`. Raises StreamIncomplete.
+
+        Whoever was fetching it is told by their `revoke` and may not go on: with the same ticket, who comes later is
+        the one who still lives.
+        """
         offer = self._offers.get(transfer_id)
         # One sentence for both: who guesses ids must not learn which exist.
         if offer is None or not hmac.compare_digest(offer.secret.encode(), secret.encode()):
             raise StreamIncomplete("there is no such transfer (any more): it was fetched, or it expired")
-        if offer.is_claimed:
-            raise StreamIncomplete("somebody else is fetching this transfer")
-        offer.is_claimed = True
-        self._claims += 1
-        self._idle.clear()
-        return offer
+        if offer.claim is not None:
+            offer.claim.revoke()
+        else:
+            self._claims += 1
+            self._idle.clear()
+        claim = offer.claim = Claim(offer, revoke)
+        return claim
 
-    def unclaim(self, offer: Offer) -> None:
+    def unclaim(self, claim: Claim) -> None:
         """Whoever was fetching is gone. Others may try until the offer expires; after `end` this does nothing."""
-        if not offer.is_claimed:
+        offer = claim.offer
+        if offer.claim is not claim:
             return
         self._release_claim(offer)
         if offer.expires_at <= asyncio.get_running_loop().time():
             self.end(offer, "expired")
+
+    def fetched(self, claim: Claim) -> None:
+        """All of it has arrived. Raises StreamIncomplete when it was not held until now: then it may be anything."""
+        if claim.offer.claim is not claim or not self.end(claim.offer, "fetched"):
+            raise StreamIncomplete("the transfer ended while it was fetched")
 
     def end(self, offer: Offer, reason: str) -> bool:
         """The blocks are no longer held; whether they were until now."""
@@ -92,12 +112,12 @@ class Offers:
         await self._idle.wait()
 
     def _release_claim(self, offer: Offer) -> None:
-        if offer.is_claimed:
-            offer.is_claimed = False
+        if offer.claim is not None:
+            offer.claim = None
             self._claims -= 1
             if self._claims == 0:
                 self._idle.set()
 
     def _expire(self, offer: Offer) -> None:
-        if not offer.is_claimed:  # else whoever fetches it ends it, or `unclaim` does
+        if offer.claim is None:  # else whoever fetches it ends it, or `unclaim` does
             self.end(offer, "expired")

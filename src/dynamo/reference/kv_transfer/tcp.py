@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -106,7 +106,7 @@ class TcpSender:
         self._pulls.add(task)
         peer = Peer(reader, writer, self._layout.page_bytes)
         try:
-            await self._serve(peer)
+            await self._serve(peer, task)
         except DynamoException as error:
             logger.info("a KV transfer failed: %s: %s", type(error).__name__, error)
             peer.refuse(str(error))
@@ -115,17 +115,18 @@ class TcpSender:
         except OSError as error:
             logger.info("a KV transfer lost its peer: %s", error)
         except asyncio.CancelledError:
-            writer.transport.abort()  # close() has cancelled us; there is nobody to pass it on to
+            writer.transport.abort()  # close(), or a later pull, has cancelled us: there is nobody to pass it on to
         finally:
             self._pulls.discard(task)
             await peer.close()
 
-    async def _serve(self, peer: Peer) -> None:
+    async def _serve(self, peer: Peer, task: asyncio.Task[Any]) -> None:
         async with asyncio.timeout(ASK_SECONDS):
             pull = decode_pull(await peer.read(Kind.PULL))
-        if pull.layout != self._layout:
+        if pull.count and pull.layout != self._layout:
             raise InvalidArgument(f"the decode worker's KV blocks are {pull.layout}, these are {self._layout}")
-        offer = self._offers.claim(pull.transfer_id, pull.secret)
+        claim = self._offers.claim(pull.transfer_id, pull.secret, task.cancel)
+        offer = claim.offer
         try:
             if pull.first + pull.count > len(offer.blocks):
                 raise StreamIncomplete(
@@ -134,11 +135,10 @@ class TcpSender:
             async with asyncio.timeout(self._options.pull_seconds):
                 await self._send(peer, pull, offer)
                 await peer.read(Kind.DONE)
-                if not self._offers.end(offer, "fetched"):
-                    raise StreamIncomplete("the transfer ended while it was fetched")
+                self._offers.fetched(claim)
                 await peer.write(frame(Kind.FREED))
         finally:
-            self._offers.unclaim(offer)
+            self._offers.unclaim(claim)
 
     async def _send(self, peer: Peer, pull: Pull, offer: Offer) -> None:
         """Hand over what was asked for."""
@@ -153,7 +153,7 @@ class TcpReceiver:
         self._layout, self._options = layout, options
 
     async def pull(self, ticket: Ticket, first: int, count: int, sink: PageSink) -> None:
-        if ticket.layout != self._layout:
+        if count and ticket.layout != self._layout:
             raise InvalidArgument(f"the prefill worker's KV blocks are {ticket.layout}, these are {self._layout}")
         try:
             async with asyncio.timeout(self._options.pull_seconds), self._connected(ticket) as peer:
@@ -181,8 +181,8 @@ class TcpReceiver:
     async def _connected(self, ticket: Ticket) -> AsyncIterator[Peer]:
         try:
             reader, writer = await asyncio.open_connection(ticket.host, ticket.port)
-        except OSError as error:
-            raise CannotConnect(f"{ticket!r}: nobody answers there: {error.strerror or error}") from error
+        except (OSError, UnicodeError) as error:  # a name may be too odd to be looked up
+            raise CannotConnect(f"{ticket!r}: nobody answers there: {error}") from error
         peer = Peer(reader, writer, self._layout.page_bytes)
         try:
             yield peer
