@@ -56,10 +56,13 @@ test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2
 test-engines: $(VENV)/.dev ## the reference engine against transformers (needs the `engines` extra), and guided decoding at length
 	@GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/reference -rs $(ARGS)
 
+test-faults: $(VENV)/.dev ## etcd frozen, killed and wiped for minutes; 30 workers restarted in turn; what it took
+	@FAULTS=1 $(BIN)/python -m pytest -q -m faults tests/faults -rs $(ARGS)
+
 test-interop: $(VENV)/.dev ## both systems in one cluster, with the native 1.6.1 (set DYNAMO_NATIVE_PYTHON)
 	@$(BIN)/python -m pytest -q -m interop tests/interop -rs $(ARGS)
 
 clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
-.PHONY: help serve test check format bench bench-native soak test-fuzz test-engines test-interop clean
+.PHONY: help serve test check format bench bench-native soak test-fuzz test-faults test-engines test-interop clean

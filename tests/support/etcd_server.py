@@ -116,6 +116,14 @@ class EtcdServer:
             for each in self.call("kv/range", body).get("kvs", [])
         }
 
+    def versions(self, prefix: str = "v1/") -> dict[str, tuple[int, int]]:
+        """Key -> (revision it was created at, revision of its last change)."""
+        body = {"key": encoded(prefix), "range_end": encoded(prefix[:-1] + chr(ord(prefix[-1]) + 1))}
+        return {
+            base64.b64decode(each["key"]).decode(): (int(each["create_revision"]), int(each["mod_revision"]))
+            for each in self.call("kv/range", body).get("kvs", [])
+        }
+
     def put(self, key: str, value: bytes = b"{}") -> None:
         self.call("kv/put", {"key": encoded(key), "value": base64.b64encode(value).decode()})
 
