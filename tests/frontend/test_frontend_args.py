@@ -47,10 +47,21 @@ def test_a_flag_wins_over_its_variable() -> None:
         ({"DYN_CONTEXT_WINDOW": "4096"}, "context_window", 4096),
         ({"DYN_CONTEXT_WINDOW": "none"}, "context_window", None),
         ({"DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": "9"}, "backend_stream_timeout_seconds", 9.0),
+        ({"DYN_REASONING_FIELD_NAME": "reasoning"}, "reasoning_field_name", "reasoning"),
+        ({"DYN_ENABLE_STREAMING_TOOL_DISPATCH": "1"}, "streaming_tool_dispatch", True),
+        ({"DYN_ENABLE_STREAMING_REASONING_DISPATCH": "1"}, "streaming_reasoning_dispatch", True),
     ],
 )
 def test_variables_are_read_into_the_settings(env: dict[str, str], field: str, value: Any) -> None:
     assert getattr(FrontendSettings.from_env(env), field) == value
+
+
+def test_the_reasoning_member_has_one_of_two_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_args(["--reasoning-field-name", "reasoning"], {}).reasoning_field_name == "reasoning"
+    assert "reasoning_content" in refused(["--reasoning-field-name", "thoughts"], capsys)
+    assert "DYN_REASONING_FIELD_NAME" in refused([], capsys, {"DYN_REASONING_FIELD_NAME": "thoughts"})
+    assert parse_args(["--enable-streaming-tool-dispatch"], {}).streaming_tool_dispatch
+    assert not parse_args([], {}).streaming_reasoning_dispatch
 
 
 def test_route_paths_can_be_moved() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,30 @@ async def test_the_text_before_a_call_does_not_wait_for_it(house: Cluster) -> No
     await exchange.until(lambda one: b"Let me see." in one.body)
     exchange.disconnect()
     await worker.killed.wait()
+
+
+PIECES = (
+    *("<think>", "</think>", "<think", "\n\n", " ", "<tool_call>", "</tool_call>", "{", "[", ",", "größe", "a b"),
+    *(CALL, f"<think>hm</think>{CALL}", '{"name": "time"}', '[{"name": "time", "parameters": {}}]', '{"city": "x"'),
+)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
+async def test_any_output_in_any_batches_is_the_same_streamed_and_not(house: Cluster, choice: Any) -> None:
+    worker = await house.worker(**parsers())
+    dice = random.Random(f"any output {choice}")
+    for _ in range(25):
+        raw = "".join(dice.choices(PIECES, k=dice.randint(1, 8))).encode()
+        answers = []
+        for stream in (False, True):
+            cuts = sorted(dice.choices(range(len(raw) + 1), k=dice.randint(0, 6)))
+            batches = [list(raw[a:b]) for a, b in pairwise([0, *cuts, len(raw)])]
+            worker.script = say(*batches)
+            options = {"stream_options": {"include_usage": True}} if stream else {}
+            answer = await house.client.chat("hi", tools=TOOLS, tool_choice=choice, stream=stream, **options)
+            usage = answer.chunks[-1]["usage"] if stream else answer.json["usage"]
+            answers.append((Heard(answer).said, usage))
+        assert answers[0] == answers[1], raw.decode()
 
 
 # -- reasoning -----------------------------------------------------------------------------------------------------------

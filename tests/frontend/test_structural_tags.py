@@ -84,7 +84,9 @@ def call(arguments: str, name: str = "f") -> str:
     ("choice", "text", "fits"),
     [
         ("required", call('{"x": 1}'), True),
-        ("required", "Let me see.\n" + call('{"x": 1}'), True),
+        ("required", "Let me see.\n" + call('{"x": 1}'), False),
+        ("required", call('{"x": 1}') + "\n" + call('{"x": 2}'), True),
+        ("auto", "Let me see.\n" + call('{"x": 1}') + "\nDone.", True),
         ("required", "Let me see.", False),
         ("required", call('{"x": "a"}'), False),
         ("required", call('{"x": 1}', "h"), False),

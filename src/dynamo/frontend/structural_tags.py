@@ -1,7 +1,7 @@
 """Structural tags: the engine may write any text, but a call, once begun, has the form and the arguments it must have.
 
 A worker opts in on its card, and the model's tool format must say how its calls look. The tag goes to the engine as
-`guided_decoding.structural_tag`; a forced choice becomes a tag that must come, in place of a JSON schema of the answer.
+`guided_decoding.structural_tag`; with a forced choice the answer is calls and nothing else, in the model's own format.
 """
 
 from __future__ import annotations
@@ -44,16 +44,11 @@ def structural_tag(request: ChatRequest, config: ModelRuntimeConfig, form: ToolF
         for tool in tools
     ]
     is_one = request.parallel_tool_calls is False or choice not in (None, REQUIRED)
-    return {
-        "type": "structural_tag",
-        "format": {
-            "type": "triggered_tags",
-            "triggers": [form.marks[0]],
-            "tags": tags,
-            "at_least_one": choice is not None,
-            "stop_after_first": is_one,
-        },
-    }
+    if choice is not None:  # nothing but calls, from the first token on
+        form_of_answer = {"type": "tags_with_separator", "separator": "\n", "at_least_one": True}
+    else:
+        form_of_answer = {"type": "triggered_tags", "triggers": [form.marks[0]], "at_least_one": False}
+    return {"type": "structural_tag", "format": {**form_of_answer, "tags": tags, "stop_after_first": is_one}}
 
 
 def _policy(config: ModelRuntimeConfig) -> _Policy | None:

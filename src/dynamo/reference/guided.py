@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamo.errors import InvalidArgument
-from dynamo.reference.structural_tag import structural_grammar
+from dynamo.reference.structural_tag import WHITESPACE, structural_grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -34,9 +34,6 @@ MAX_TEXT_CHARS: Final = 1_000_000  # of a schema or grammar; llguidance bounds w
 MAX_DEPTH: Final = 500  # brackets in a grammar: its reader recurses
 MAX_COMPILED: Final = 64  # grammars kept; a tenth of a megabyte each, as a rule
 MAX_COMPLAINT_CHARS: Final = 300
-
-# Between two JSON tokens. The format allows any amount, and a model that likes newlines would never end.
-WHITESPACE: Final = r"[ \t\n\r]{1,16}"
 
 
 @dataclass(frozen=True, slots=True)

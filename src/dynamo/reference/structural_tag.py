@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["structural_grammar"]
+__all__ = ["WHITESPACE", "structural_grammar"]
 
-ANY_TEXT = r"(.|\n)*"
+ANY_TEXT: Final = r"(.|\n)*"
+
+# Between two JSON tokens. The format allows any amount, and a model that likes newlines would never end.
+WHITESPACE: Final = r"[ \t\n\r]{1,16}"
 
 
 def structural_grammar(tag: Mapping[str, Any], special_tokens: Mapping[str, int]) -> str:
@@ -56,7 +59,7 @@ class _Rules:
         if kind == "const_string":
             return self._text(_string(form, "value", at))
         if kind == "json_schema":
-            return self._add(f"%json {json.dumps(form.get('json_schema', {}))}")
+            return self._json(form.get("json_schema", {}))
         if kind == "regex":
             return self._terminal(_string(form, "pattern", at))
         if kind == "grammar":
@@ -76,6 +79,11 @@ class _Rules:
         if kind == "tags_with_separator":
             return self._separated(form, at)
         raise ValueError(f"{at}.type {kind!r} is not supported")
+
+    def _json(self, schema: Any) -> str:
+        if isinstance(schema, Mapping):  # as for a plain schema: without a bound a model may write blanks for ever
+            schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        return self._add(f"%json {json.dumps(schema)}")
 
     def triggered(self, form: Mapping[str, Any], at: str) -> str:
         """Free text with tags in it: where a trigger appears, one of the tags that begin with it must follow."""
