@@ -31,6 +31,7 @@ from dynamo.runtime.metrics import (
 from dynamo.runtime.request_plane.base import Instance, RequestPlaneClient, RequestPlaneServer
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.memory import TRANSPORT, MemoryPlane, shared_plane
+from dynamo.runtime.request_plane.security import PlaneSecurity
 from dynamo.runtime.settings import (
     CanarySettings,
     EventPlaneSettings,
@@ -97,6 +98,7 @@ class DistributedRuntime:
         self.event_plane = _event_plane(event_plane or self.settings.event_plane, self._request_plane)
         self._memory_plane = memory_plane or shared_plane(self._loop)
         self._plane_settings = RequestPlaneSettings.from_env()
+        self._plane_security: PlaneSecurity | None = None
         self.discovery: Discovery = discovery or self._choose_discovery(
             discovery_backend or self.settings.discovery_backend
         )
@@ -140,7 +142,16 @@ class DistributedRuntime:
             self._starting = None  # the next caller tries again
             raise
 
+    @property
+    def plane_security(self) -> PlaneSecurity:
+        """TLS and the secret of the request plane. Raises InvalidArgument naming the variable of an unusable file."""
+        if self._plane_security is None:
+            self._plane_security = PlaneSecurity.of(self._plane_settings)
+        return self._plane_security
+
     async def _start(self) -> None:
+        if self._request_plane != TRANSPORT:
+            _ = self.plane_security  # what cannot be used should be said now, and not by the first request
         await self.discovery.start()
         if self._request_plane == "nats":
             await self.nats(NATS_REQUESTS).start()
@@ -297,9 +308,11 @@ class DistributedRuntime:
         if self._request_plane == "nats":
             from dynamo.runtime.request_plane.native.nats_server import NatsServer
 
-            server = NatsServer(self.nats(NATS_REQUESTS), self._plane_settings, refused=refusals.count)
+            server = NatsServer(
+                self.nats(NATS_REQUESTS), self._plane_settings, refused=refusals.count, security=self.plane_security
+            )
             return server, server.core
-        listener = Listener(settings=self._plane_settings, refused=refusals.count)
+        listener = Listener(settings=self._plane_settings, refused=refusals.count, security=self.plane_security)
         return listener, listener.core
 
     def plane_client(self, instance: Instance) -> RequestPlaneClient:
@@ -319,15 +332,19 @@ class DistributedRuntime:
         if kind == "mux":
             from dynamo.runtime.request_plane.mux.client import MuxClient
 
-            return MuxClient(connect_timeout=self._plane_settings.connect_timeout_seconds, waited=waited)
+            return MuxClient(
+                connect_timeout=self._plane_settings.connect_timeout_seconds,
+                waited=waited,
+                security=self.plane_security,
+            )
         # Imported here: where every worker is ours, nobody calls home.
         from dynamo.runtime.request_plane.native.call_home import CallHomeListener
         from dynamo.runtime.request_plane.native.client import NativeClient
 
         if self._call_home is None:
-            self._call_home = CallHomeListener(self._plane_settings)
+            self._call_home = CallHomeListener(self._plane_settings, self.plane_security.server)
         if kind == "native":
-            return NativeClient(self._plane_settings, self._call_home, waited=waited)
+            return NativeClient(self._plane_settings, self._call_home, waited=waited, security=self.plane_security)
         from dynamo.runtime.request_plane.native.nats_client import NatsClient
 
         return NatsClient(

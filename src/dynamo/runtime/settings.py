@@ -99,7 +99,17 @@ class RequestPlaneSettings:
     dial_limit: int = 64  # native connections being opened at once
     idle_host_seconds: float = 300.0  # a native connection without requests is closed after this long
     nats_timeout_seconds: float = 10.0  # until the reply to a request over NATS
-    tls_cert_path: str | None = None
+    tls_cert_path: str | None = None  # of a listener
+    tls_key_path: str | None = None
+    tls_client_ca_cert_path: str | None = None  # callers must show a certificate of this authority
+    tls_ca_cert_path: str | None = None  # of a caller: the authority of the listeners' certificates
+    tls_insecure: bool = False
+    tls_server_name: str | None = None
+    tls_client_cert_path: str | None = None  # what a caller shows
+    tls_client_key_path: str | None = None
+    tls_handshake_timeout_seconds: float = 3.0
+    secret_path: str | None = None
+    max_unauthenticated: int = 256  # connections, where there is TLS or a secret
     max_connections: int = 4096  # one per frontend for `mux`, up to 100 per frontend on the native wire
     handshake_timeout_seconds: float = 10.0  # until the wire is known and, for `mux`, HELLO was said
     message_timeout_seconds: float = 30.0  # from the first byte of a request to its last
@@ -142,6 +152,18 @@ class RequestPlaneSettings:
                 "DYN_NATS_REQUEST_TIMEOUT_SECS", default.nats_timeout_seconds, minimum=0.1, env=env
             ),
             tls_cert_path=env_str("DYN_TCP_TLS_CERT_PATH", env=env),
+            tls_key_path=env_str("DYN_TCP_TLS_KEY_PATH", env=env),
+            tls_client_ca_cert_path=env_str("DYN_TCP_TLS_CLIENT_CA_CERT_PATH", env=env),
+            tls_ca_cert_path=env_str("DYN_TCP_TLS_CA_CERT_PATH", env=env),
+            tls_insecure=env_bool("DYN_TCP_TLS_INSECURE", env=env),
+            tls_server_name=env_str("DYN_TCP_TLS_SERVER_NAME", env=env),
+            tls_client_cert_path=env_str("DYN_TCP_TLS_CLIENT_CERT_PATH", env=env),
+            tls_client_key_path=env_str("DYN_TCP_TLS_CLIENT_KEY_PATH", env=env),
+            tls_handshake_timeout_seconds=env_float(
+                "DYN_TCP_TLS_HANDSHAKE_TIMEOUT_SECS", default.tls_handshake_timeout_seconds, minimum=0.1, env=env
+            ),
+            secret_path=env_str("DYN_TCP_SECRET_PATH", env=env),
+            max_unauthenticated=env_int("DYN_TCP_MAX_UNAUTHENTICATED", default.max_unauthenticated, minimum=1, env=env),
             max_connections=env_int("DYN_TCP_MAX_CONNECTIONS", default.max_connections, minimum=1, env=env),
             handshake_timeout_seconds=env_float(
                 "DYN_TCP_HANDSHAKE_TIMEOUT_SECS", default.handshake_timeout_seconds, minimum=0.1, env=env

@@ -8,16 +8,19 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-from dynamo.errors import CannotConnect, InvalidArgument
+from dynamo.errors import CannotConnect
 from dynamo.runtime.addresses import WILDCARDS, detect_host
 from dynamo.runtime.limits import PendingBytes, Refused, uncounted, within_descriptors
 from dynamo.runtime.request_plane.base import Handler
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.mux.frames import MAGIC, VERSION, Kind, frame, pack
 from dynamo.runtime.request_plane.mux.server import MuxServerProtocol
-from dynamo.runtime.request_plane.native.frames import OVERLOADED, encode_ack
+from dynamo.runtime.request_plane.native.frames import OVERLOADED, UNAVAILABLE, encode_ack
 from dynamo.runtime.request_plane.native.server import NativeServer
+from dynamo.runtime.request_plane.security import PlaneSecurity
 from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.runtime.tls import ServerTls
+from dynamo.runtime.tls_gate import TlsGate
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +36,17 @@ LIMITS: Final = (
     "write_stall",
     "credit_stall",
     "backlog",
+    "handshakes",
+    "handshake",
+    "secret",
+    "unauthenticated",
 )
 """The names under which refusals are counted."""
 
 SPARE_CONNECTIONS: Final = 64  # beyond the limit, for as many callers at once to be told so; the rest is just closed
 SPARE_DESCRIPTORS: Final = 128  # for files, logs and the store
 GOODBYE_SECONDS: Final = 1.0  # how long a caller that is told so may take to say its wire, and to read
+TLS_BEGINS: Final = b"\x16\x03"  # on the native wire: a path of 5,635 bytes
 NO_CUDA: Final = frozenset({"", "-1", "none", "void"})
 NO_NVIDIA: Final = frozenset({"none", "void"})
 
@@ -54,8 +62,9 @@ class Listener:
         settings: RequestPlaneSettings | None = None,
         core: ServerCore | None = None,
         refused: Refused = uncounted,
+        security: PlaneSecurity | None = None,
     ) -> None:
-        """`refused` counts what the limits decline. `host` and `port` win over the settings; no host anywhere means the detected address of this machine."""
+        """`security`: None means as the settings say, read in `start`. `refused` counts what the limits decline. `host` and `port` win over the settings; no host anywhere means the detected address of this machine."""
         self._settings = settings or RequestPlaneSettings.from_env()
         self._host = host or self._settings.rpc_host or detect_host()
         self._port = port or self._settings.rpc_port
@@ -69,7 +78,9 @@ class Listener:
         self.max_connections = within_descriptors(self._settings.max_connections, spare=spare, share=0.5)
         self._mux: set[MuxServerProtocol] = set()
         self._sniffing: set[_Sniffer] = set()
-        self._server: asyncio.Server | None = None
+        self._security = security
+        self._strangers: set[MuxServerProtocol] = set()
+        self._server: asyncio.Server | TlsGate | None = None
         self._address: str | None = None
 
     @property
@@ -85,16 +96,18 @@ class Listener:
         return len(self._mux) + self._native.connections + len(self._sniffing)
 
     async def start(self) -> None:
-        """Begin to listen; idempotent. Raises `CannotConnect` naming the address when it cannot be bound."""
+        """Begin to listen; idempotent.
+
+        Raises `CannotConnect` naming the address when it cannot be bound, and `InvalidArgument` naming the variable when a
+        file of TLS or of the secret cannot be used.
+        """
         if self._server is not None:
             return
-        if self._settings.tls_cert_path is not None:
-            # Falling back to plain text would be worse than not starting.
-            raise InvalidArgument("TLS on the request plane is not built yet; unset DYN_TCP_TLS_CERT_PATH")
+        if self._security is None:
+            self._security = PlaneSecurity.of(self._settings)
+        self._native.security = self._security
         try:
-            self._server = await asyncio.get_running_loop().create_server(
-                lambda: _Sniffer(self), self._host, self._port, backlog=self._settings.listen_backlog
-            )
+            self._server = await self._listen(self._security.server)
         except OSError as error:
             raise CannotConnect(
                 f"cannot listen on {self._host}:{self._port}: {error}; set DYN_TCP_RPC_HOST and DYN_TCP_RPC_PORT"
@@ -102,6 +115,29 @@ class Listener:
         port = self._server.sockets[0].getsockname()[1]
         host = detect_host() if self._host in WILDCARDS else self._host
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def _listen(self, tls: ServerTls | None) -> asyncio.Server | TlsGate:
+        settings = self._settings
+        if tls is None:
+            return await asyncio.get_running_loop().create_server(
+                lambda: _Sniffer(self), self._host, self._port, backlog=settings.listen_backlog
+            )
+        gate = TlsGate(
+            tls,
+            lambda: _Sniffer(self),
+            timeout_seconds=settings.tls_handshake_timeout_seconds,
+            limit=settings.max_unauthenticated,
+            refused=self.refused,
+        )
+        gate.bind(self._host, self._port, settings.listen_backlog)
+        return gate
+
+    @property
+    def has_room_for_strangers(self) -> bool:
+        """Whether one more caller that has proven nothing may stay; always, where nothing is asked for."""
+        if self._security is None or self._security.secret is None:
+            return True
+        return len(self._sniffing) + len(self._strangers) <= self._settings.max_unauthenticated
 
     def register(self, path: str, handler: Handler) -> None:
         """Serve `path`. Raises ValueError if it is taken."""
@@ -153,8 +189,22 @@ class Listener:
                 connections=self._mux,
                 pending=self.pending,
                 refused=self.refused,
+                secret=None if self._security is None else self._security.secret,
+                strangers=self._strangers,
             )
             connection.adopt(transport, first_bytes)
+        elif first_bytes.startswith(TLS_BEGINS):
+            self.refused("handshake")
+            logger.warning("a caller began with TLS, and this worker has no certificate (DYN_TCP_TLS_CERT_PATH)")
+            transport.close()
+        elif self._security is not None and self._security.secret is not None and not self._security.knows_callers:
+            self.refused("secret")
+            text = (
+                "this worker asks for the shared secret (DYN_TCP_SECRET_PATH), which the native wire has no place for"
+            )
+            transport.write(encode_ack(f"{UNAVAILABLE} {text}"))
+            transport.close()
+            asyncio.get_running_loop().call_later(GOODBYE_SECONDS, transport.abort)
         else:
             self._native.adopt(transport, first_bytes)
 
@@ -177,6 +227,10 @@ class _Sniffer(asyncio.Protocol):
         transport = self._transport = cast(asyncio.Transport, transport)
         listener = self._listener
         listener.undecided(self)
+        if not listener.has_room_for_strangers:
+            listener.refused("unauthenticated")
+            transport.abort()
+            return
         over = listener.connections - listener.max_connections
         if over > 0:
             listener.refused("connections")

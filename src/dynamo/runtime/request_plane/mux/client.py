@@ -49,8 +49,20 @@ from dynamo.runtime.request_plane.mux.frames import (
     frame,
     pack,
 )
+from dynamo.runtime.request_plane.secret import (
+    SECRET_CAPABILITY,
+    SECRET_SETTING,
+    WrongSecret,
+    check_nonce,
+    new_nonce,
+)
+from dynamo.runtime.request_plane.security import PlaneSecurity
+from dynamo.runtime.tls import handshake_text
 
 logger = logging.getLogger(__name__)
+
+WITHOUT_TLS: Final = "if it has a certificate, calls to it need DYN_TCP_TLS_CA_CERT_PATH"
+WITH_TLS: Final = "if it asks for a certificate, it must accept that of DYN_TCP_TLS_CLIENT_CERT_PATH"
 
 CONNECT_TIMEOUT_SECONDS: Final = 5.0  # DYN_TCP_CONNECT_TIMEOUT
 PING_SECONDS: Final = 20.0  # also what keeps a stateful firewall's entry alive
@@ -279,7 +291,14 @@ class MuxStream:
 class MuxConnection(asyncio.Protocol):
     """One connection to one worker process."""
 
-    def __init__(self, address: str, *, on_lost: Callable[[MuxConnection], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        on_lost: Callable[[MuxConnection], None],
+        security: PlaneSecurity | None = None,
+    ) -> None:
+        """With a `security` that asks for anything, `greeting` tells when the worker has proven who it is."""
         self.address = address
         self.loop = asyncio.get_running_loop()
         self.usable = True  # False: no new streams (GOAWAY, closing, lost)
@@ -299,6 +318,12 @@ class MuxConnection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._last_heard = self._idle_since = self.loop.time()
         self._ping_sent = False
+        self._secret = None if security is None else security.secret
+        self._nonce = "" if self._secret is None else new_nonce()
+        self._was_greeted = False
+        self._hint = WITHOUT_TLS if security is None or security.client is None else WITH_TLS
+        is_guarded = security is not None and (security.client is not None or security.secret is not None)
+        self.greeting: asyncio.Future[None] | None = self.loop.create_future() if is_guarded else None
 
     # -- asyncio.Protocol ----------------------------------------------------------------------------------------
 
@@ -306,6 +331,8 @@ class MuxConnection(asyncio.Protocol):
         # uvloop's transports implement `asyncio.Transport` without inheriting from it.
         transport = self._transport = cast(asyncio.Transport, transport)
         hello = Hello(version=VERSION, credits=INITIAL_CREDITS, agent=f"dynamo-unified pid {os.getpid()}")
+        if self._secret is not None:
+            hello.capabilities, hello.auth = [SECRET_CAPABILITY], self._nonce
         transport.write(MAGIC + frame(Kind.HELLO, pack(hello)))
         self._timer = self.loop.call_later(PING_SECONDS, self._tick)
 
@@ -366,6 +393,12 @@ class MuxConnection(asyncio.Protocol):
         self._queued_body_bytes = 0
         self._transport = None
         reason = self._failure or (str(exc) if exc else "the connection was closed")
+        if not self._was_greeted and self._failure is None:
+            reason = (
+                f"it hung up before it said anything{'' if exc is None else f' ({handshake_text(exc)})'}; {self._hint}"
+            )
+        if self.greeting is not None and not self.greeting.done():
+            self.greeting.set_exception(CannotConnect(f"{self.address} is not who it should be: {reason}"))
         for stream in streams.values():
             stream.lost(Disconnected(f"Stream ended before generation completed ({self.address}: {reason})"))
         self._on_lost(self)
@@ -463,11 +496,28 @@ class MuxConnection(asyncio.Protocol):
                 hello = decode_hello(payload)
                 if not 1 <= hello.version <= VERSION:
                     raise ProtocolError(f"it answered with mux version {hello.version}, which we did not offer")
+                self._greeted(hello)
             case Kind.ERROR:
                 message = decode_message(payload).get("message")
                 self._fail(f"{self.address} closed the connection: {message}", tell=False)
             case _:
                 pass  # PONG, or a later version's frame
+
+    def _greeted(self, hello: Hello) -> None:
+        """The worker has answered; prove that we know the secret once it has."""
+        if self._secret is not None:
+            nonce, _, proof = (hello.auth or "").partition(":")
+            try:
+                check_nonce(nonce)
+                self._secret.check(proof, "worker", self._nonce, nonce)
+            except WrongSecret as error:
+                text = f"the worker has none ({SECRET_SETTING})" if hello.auth is None else str(error)
+                raise ProtocolError(f"the shared secret is asked for: {text}") from None
+            proof = self._secret.prove("caller", self._nonce, nonce)
+            self._send(frame(Kind.AUTH, proof.encode()))
+        self._was_greeted = True
+        if self.greeting is not None and not self.greeting.done():
+            self.greeting.set_result(None)
 
     def _deliver(self, stream: MuxStream, item: StreamItem) -> None:
         stream.deliver(item)
@@ -557,10 +607,12 @@ class MuxClient:
         *,
         connect_timeout: float = CONNECT_TIMEOUT_SECONDS,
         waited: Callable[[float], object] | None = None,
+        security: PlaneSecurity | None = None,
     ) -> None:
         """`waited` is told how many seconds each request waited for a connection; 0 where there was one."""
         self._connect_timeout = connect_timeout
         self._waited = waited
+        self._security = security or PlaneSecurity()
         self._connections: dict[tuple[str, int], MuxConnection] = {}
         self._dialling: dict[tuple[str, int], asyncio.Task[MuxConnection]] = {}
         self._closed = False
@@ -617,16 +669,21 @@ class MuxClient:
 
     async def _dial(self, host: str, port: int) -> MuxConnection:
         loop = asyncio.get_running_loop()
-        address = f"{host}:{port}"
+        address, security = f"{host}:{port}", self._security
         try:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await loop.create_connection(
-                    lambda: MuxConnection(address, on_lost=self._lost), host, port
+                    lambda: MuxConnection(address, on_lost=self._lost, security=security),
+                    host,
+                    port,
+                    **security.connect_options(host),
                 )
+                if connection.greeting is not None:
+                    await connection.greeting
         except TimeoutError as error:
             raise CannotConnect(f"{address} did not accept within {self._connect_timeout:g} s") from error
         except OSError as error:
-            raise CannotConnect(f"{address} cannot be reached: {error}") from error
+            raise security.not_connected(address, error) from error
         return connection
 
     def _lost(self, connection: MuxConnection) -> None:

@@ -41,6 +41,7 @@ class Kind(enum.IntEnum):
     ITEMS = 9  # W: msgpack [item, ...] on stream 0: every item of every stream since the last loop turn
     ITEM_PART = 10  # W: a piece of one item too large for a frame; flag END on the last
     ERROR = 11  # both: msgpack {"message": str}; the connection is closed after it
+    AUTH = 12  # C: the caller's proof that it knows the shared secret, in hex; only where the worker asked for one
 
 
 END_FLAG: Final = 1
@@ -56,7 +57,7 @@ class Hello(msgspec.Struct, omit_defaults=True):
     version: int
     capabilities: list[str] = msgspec.field(default_factory=list)
     credits: int = INITIAL_CREDITS  # worker: ignored. caller: the initial window of each of its streams
-    auth: str | None = None  # the slot of the shared secret; this version neither sends nor checks one
+    auth: str | None = None  # of the shared secret (`secret.py`). caller: its nonce. worker: "NONCE:PROOF"
     agent: str = ""
 
 

@@ -32,6 +32,14 @@ from dynamo.runtime.request_plane.mux.frames import (
     items_frames,
     pack,
 )
+from dynamo.runtime.request_plane.secret import (
+    SECRET_CAPABILITY,
+    SECRET_SETTING,
+    SharedSecret,
+    WrongSecret,
+    check_nonce,
+    new_nonce,
+)
 from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.runtime.tracing import TraceContext
 
@@ -198,9 +206,12 @@ class MuxServerProtocol(asyncio.Protocol):
         connections: set[MuxServerProtocol] | None = None,
         pending: PendingBytes | None = None,
         refused: Refused = uncounted,
+        secret: SharedSecret | None = None,
+        strangers: set[MuxServerProtocol] | None = None,
     ) -> None:
         """`connections` is the listener's set of open ones; this one adds and removes itself. `pending` is shared by all
-        connections of a listener, and `refused` counts."""
+        connections of a listener, and `refused` counts. With a `secret` the caller must prove that it knows it; until then
+        this one is among the `strangers`."""
         self._core = core
         self._connections = connections if connections is not None else set()
         self._settings = settings = settings or RequestPlaneSettings()
@@ -224,7 +235,17 @@ class MuxServerProtocol(asyncio.Protocol):
         self.flush_scheduled = False
         self.paused = False
         self.waiting: set[MuxSink] = set()
-        self._dispatch: dict[int, Callable[[int, int, bytes], None]] = {
+        self._secret = secret
+        self._strangers = strangers if strangers is not None else set()
+        self._nonces = ("", "")  # the caller's and ours
+        self._dispatch: dict[int, Callable[[int, int, bytes], None]] = self._handlers()
+        if secret is not None:  # no frame of a caller that is known pays for this
+            self._strangers.add(self)
+            self._dispatch = dict.fromkeys(self._dispatch, self._on_stranger)
+            self._dispatch |= {Kind.AUTH: self._on_auth, Kind.ERROR: self._on_error}
+
+    def _handlers(self) -> dict[int, Callable[[int, int, bytes], None]]:
+        return {
             Kind.OPEN: self._on_open,
             Kind.CREDIT: self._on_credit,
             Kind.CANCEL: self._on_cancel,
@@ -269,6 +290,9 @@ class MuxServerProtocol(asyncio.Protocol):
                 if handle is None:
                     continue  # a later version's frame: skipping it is what lets versions mix
                 handle(flags, stream_id, payload)
+        except WrongSecret as error:
+            self.refused("secret")
+            self._fail(str(error))
         except (ProtocolError, msgspec.MsgspecError, ValueError, RecursionError) as error:
             self.refused("malformed")
             self._fail(str(error))
@@ -278,6 +302,7 @@ class MuxServerProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
+        self._strangers.discard(self)
         for timer in (self._timer, self._stall_timer, self._body_timer):
             if timer is not None:
                 timer.cancel()
@@ -333,7 +358,23 @@ class MuxServerProtocol(asyncio.Protocol):
             raise ProtocolError(f"mux version {hello.version} is not spoken here; versions 1 to {VERSION} are")
         self._hello = hello
         reply = Hello(version=min(hello.version, VERSION), capabilities=CAPABILITIES, agent="dynamo-unified")
+        if self._secret is not None:
+            if hello.auth is None:
+                raise WrongSecret(f"this worker asks for the shared secret, and the caller has none ({SECRET_SETTING})")
+            check_nonce(hello.auth)
+            nonces = self._nonces = (hello.auth, new_nonce())
+            reply.auth = f"{nonces[1]}:{self._secret.prove('worker', *nonces)}"
+            reply.capabilities = [*CAPABILITIES, SECRET_CAPABILITY]
         self._send_control(frame(Kind.HELLO, pack(reply)))
+
+    def _on_stranger(self, flags: int, stream_id: int, payload: bytes) -> None:
+        raise WrongSecret(f"the caller has not proven that it knows the shared secret ({SECRET_SETTING})")
+
+    def _on_auth(self, flags: int, stream_id: int, payload: bytes) -> None:
+        assert self._secret is not None
+        self._secret.check(payload.decode("ascii", "replace"), "caller", *self._nonces)
+        self._strangers.discard(self)
+        self._dispatch = self._handlers()
 
     def _on_second_hello(self, flags: int, stream_id: int, payload: bytes) -> None:
         raise ProtocolError("HELLO may be sent once")
@@ -563,10 +604,11 @@ class MuxServerProtocol(asyncio.Protocol):
             self._loop.call_later(GOODBYE_SECONDS, self._transport.abort)  # of what it does not read
 
     def _check_peer(self) -> None:
-        if self._hello is None:
+        if self._hello is None or self in self._strangers:
             limit = self._settings.handshake_timeout_seconds
             self.refused("handshake_time")
-            self._fail(f"no HELLO within {limit:g} s (DYN_TCP_HANDSHAKE_TIMEOUT_SECS)")
+            said = "HELLO" if self._hello is None else "AUTH"
+            self._fail(f"no {said} within {limit:g} s (DYN_TCP_HANDSHAKE_TIMEOUT_SECS)")
             return
         silence = self._loop.time() - self._last_heard
         if silence >= self._settings.silence_seconds:

@@ -15,6 +15,8 @@ from dynamo.runtime.addresses import WILDCARDS, detect_host
 from dynamo.runtime.request_plane.native.frames import Codec, MalformedFrame, TwoPartDecoder, decode_handshake
 from dynamo.runtime.request_plane.native.stream import NativeStream
 from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.runtime.tls import ServerTls
+from dynamo.runtime.tls_gate import TlsGate
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +46,12 @@ def keep_alive(transport: asyncio.Transport) -> None:
 class CallHomeListener:
     """Streams that are awaited, by their subject. Whoever makes one closes it."""
 
-    def __init__(self, settings: RequestPlaneSettings) -> None:
+    def __init__(self, settings: RequestPlaneSettings, tls: ServerTls | None = None) -> None:
+        """`tls`: the certificate to listen with, if any."""
         self._settings = settings
+        self._tls = tls
         self._host = settings.response_host or detect_host()
-        self._server: asyncio.Server | None = None
+        self._server: asyncio.Server | TlsGate | None = None
         self._starting = asyncio.Lock()
         self._closed = False
         self._awaited: dict[str, NativeStream] = {}
@@ -69,9 +73,7 @@ class CallHomeListener:
                 return
             port = self._settings.response_port
             try:
-                self._server = await asyncio.get_running_loop().create_server(
-                    lambda: _Caller(self), self._host, port, backlog=self._settings.listen_backlog
-                )
+                self._server = await self._listen(port)
             except OSError as error:
                 raise CannotConnect(
                     f"cannot listen for answers on {self._host}:{port}: {error}; set DYN_TCP_RESPONSE_STREAM_HOST and "
@@ -80,6 +82,17 @@ class CallHomeListener:
             port = self._server.sockets[0].getsockname()[1]
             host = detect_host() if self._host in WILDCARDS else self._host
             self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def _listen(self, port: int) -> asyncio.Server | TlsGate:
+        settings = self._settings
+        if self._tls is None:
+            return await asyncio.get_running_loop().create_server(
+                lambda: _Caller(self), self._host, port, backlog=settings.listen_backlog
+            )
+        timeout, limit = settings.tls_handshake_timeout_seconds, settings.max_unauthenticated
+        gate = TlsGate(self._tls, lambda: _Caller(self), timeout_seconds=timeout, limit=limit)
+        gate.bind(self._host, port, settings.listen_backlog)
+        return gate
 
     def expect(self, codec: Codec) -> NativeStream:
         """A stream that some worker will call home for. Its subject is a secret of 122 random bits: who knows it has been

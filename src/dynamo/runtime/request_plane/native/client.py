@@ -29,6 +29,7 @@ from dynamo.runtime.request_plane.native.frames import (
     response_at,
 )
 from dynamo.runtime.request_plane.native.stream import NativeStream
+from dynamo.runtime.request_plane.security import PlaneSecurity
 from dynamo.runtime.settings import RequestPlaneSettings
 
 logger = logging.getLogger(__name__)
@@ -97,8 +98,16 @@ def codec_of(instance: Instance) -> Codec:
 class NativeClient:
     """Every native connection of a process; implements `RequestPlaneClient` over TCP."""
 
-    def __init__(self, settings: RequestPlaneSettings, home: CallHomeListener, *, waited: Waited | None = None) -> None:
+    def __init__(
+        self,
+        settings: RequestPlaneSettings,
+        home: CallHomeListener,
+        *,
+        waited: Waited | None = None,
+        security: PlaneSecurity | None = None,
+    ) -> None:
         """`home` may be shared with other planes; whoever made it closes it."""
+        self._security = security or PlaneSecurity()
         self._settings = settings
         self._home = home
         self._waited = waited
@@ -112,6 +121,16 @@ class NativeClient:
             host, port, path = split_tcp(instance.transport.get("tcp", ""))
         except ValueError as error:
             raise CannotConnect(f"instance {instance}: {error}") from error
+        if self._security.secret is not None and self._security.client is None:
+            raise CannotConnect(
+                f"instance {instance} speaks the native wire, which has no place for the shared secret that is asked for here "
+                "(DYN_TCP_SECRET_PATH); use TLS for it (DYN_TCP_TLS_CA_CERT_PATH)"
+            )
+        if self._security.client is not None and self._security.server is None:
+            raise CannotConnect(
+                f"instance {instance} speaks the native wire, whose answers would come without TLS: set DYN_TCP_TLS_CERT_PATH "
+                "and DYN_TCP_TLS_KEY_PATH here, too"
+            )
         if not self._home.address:
             await self._home.start()
         sender = self._free_sender(host, port)
@@ -197,12 +216,15 @@ class NativeClient:
         try:
             async with asyncio.timeout(limit), self._dials:
                 _, sender = await loop.create_connection(
-                    lambda: RequestSender(address, self._settings, self._lost), host, port
+                    lambda: RequestSender(address, self._settings, self._lost),
+                    host,
+                    port,
+                    **self._security.connect_options(host),
                 )
         except TimeoutError as error:
             raise CannotConnect(f"{address} did not accept within {limit:g} s") from error
         except OSError as error:
-            raise CannotConnect(f"{address} cannot be reached: {error}") from error
+            raise self._security.not_connected(address, error) from error
         return sender
 
     def _lost(self, sender: RequestSender) -> None:

@@ -13,6 +13,7 @@ from dynamo.runtime.request_plane.base import Handler
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.listener import detect_device_type
 from dynamo.runtime.request_plane.native.server import NativeServer
+from dynamo.runtime.request_plane.security import PlaneSecurity
 from dynamo.runtime.settings import RequestPlaneSettings
 
 if TYPE_CHECKING:
@@ -44,12 +45,18 @@ class NatsServer:
     """
 
     def __init__(
-        self, connection: NatsConnection, settings: RequestPlaneSettings, *, refused: Refused = uncounted
+        self,
+        connection: NatsConnection,
+        settings: RequestPlaneSettings,
+        *,
+        refused: Refused = uncounted,
+        security: PlaneSecurity | None = None,
     ) -> None:
-        """`connection` may be shared; whoever made it closes it."""
+        """`connection` may be shared; whoever made it closes it. `security`: how answers are brought to callers."""
         self._connection = connection
         self.core = ServerCore(settings)
         self._native = NativeServer(self.core, settings, refused=refused)
+        self._native.security = security or PlaneSecurity()
         self._refused = refused
         self._subscriptions: dict[str, Subscription] = {}  # by path
         self._subscribing: set[asyncio.Task[None]] = set()

@@ -27,6 +27,7 @@ from dynamo.runtime.request_plane.native.frames import (
     encode_ack,
 )
 from dynamo.runtime.request_plane.native.sink import NativeSink
+from dynamo.runtime.request_plane.security import PlaneSecurity
 from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.runtime.tracing import TraceContext
 
@@ -54,6 +55,7 @@ class NativeServer:
         self._connections: set[RequestConnection] = set()
         self._sinks: set[NativeSink] = set()
         self._dials: set[asyncio.Task[None]] = set()
+        self.security = PlaneSecurity()  # set by the listener when it starts
         self._no_streams: asyncio.Future[None] | None = None  # awaited by `close`
 
     @property
@@ -102,6 +104,9 @@ class NativeServer:
 
     def serve(self, frame: RequestFrame) -> bytes:
         """Start one request and return its ACK. The ACK and the call-home do not wait for each other."""
+        if self.security.server is not None and self.security.client is None:
+            # Requests that came over TLS must not be answered in plain text.
+            return encode_ack(f"{UNAVAILABLE} its answers would have no TLS: DYN_TCP_TLS_CA_CERT_PATH is not set there")
         refusal = self.begin(frame.path, frame.headers, frame.payload)
         return ACCEPTED if refusal is None else encode_ack(refusal)
 
@@ -160,7 +165,9 @@ class NativeServer:
         try:
             async with asyncio.timeout(self.settings.connect_timeout_seconds):
                 # asyncio and uvloop both set TCP_NODELAY on every TCP transport.
-                await asyncio.get_running_loop().create_connection(lambda: sink, host, port)
+                await asyncio.get_running_loop().create_connection(
+                    lambda: sink, host, port, **self.security.connect_options(host)
+                )
         except (OSError, ValueError) as error:
             logger.warning("cannot connect back to a caller at %s:%s: %s", host, port, error or type(error).__name__)
             sink.not_connected()
