@@ -177,7 +177,7 @@ async def test_all_interfaces_are_bound_but_a_real_address_is_advertised() -> No
     await listener.close()
 
 
-async def test_tls_that_is_not_built_is_refused_rather_than_ignored() -> None:
+async def test_a_certificate_without_its_key_is_refused_rather_than_ignored() -> None:
     listener = Listener("127.0.0.1", settings=RequestPlaneSettings(tls_cert_path="/cert.pem"))
     with pytest.raises(InvalidArgument, match="DYN_TCP_TLS_CERT_PATH"):
         await listener.start()

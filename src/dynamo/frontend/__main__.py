@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -
     settings = parse_args(argv)
     # The status server of a worker is configured by this variable; a frontend shares its machine, not its port.
     os.environ.pop("DYN_SYSTEM_PORT", None)
+    os.environ.update(settings.exported)
     configure_dynamo_logging()
     try:
         # Before anything else: a taken port is the most common mistake and should cost no start-up.

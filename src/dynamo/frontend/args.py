@@ -31,8 +31,6 @@ _METRIC_NAME: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 # Native flags whose meaning does not exist yet. Naming one is an error: a flag that is silently ignored is a trap.
 _LATER_WITH_VALUE: Final = (
-    "--tcp-tls-cert-path", "--tcp-tls-key-path", "--tcp-tls-ca-cert-path", "--tcp-tls-client-cert-path",
-    "--tcp-tls-client-key-path", "--tcp-tls-client-ca-cert-path",
     "--nats-tls-ca-cert-path", "--nats-tls-client-cert-path", "--nats-tls-client-key-path",
     "--model-name", "--model-path", "--grpc-metrics-port", "--frontend-route-extension",
     "--router-min-initial-workers", "--router-session-affinity-ttl-secs", "--router-session-affinity-mode",
@@ -70,6 +68,23 @@ version does not have end with an error that names them.
 """
 
 
+# Flags of the request plane, which reads its settings from the environment.
+_EXPORTED: Final = {
+    "--tcp-tls-cert-path": ("DYN_TCP_TLS_CERT_PATH", "certificate for the answers of native workers"),
+    "--tcp-tls-key-path": ("DYN_TCP_TLS_KEY_PATH", "its key"),
+    "--tcp-tls-ca-cert-path": (
+        "DYN_TCP_TLS_CA_CERT_PATH",
+        "call workers with TLS; this authority signs their certificates",
+    ),
+    "--tcp-tls-client-cert-path": ("DYN_TCP_TLS_CLIENT_CERT_PATH", "certificate shown to workers (mutual TLS)"),
+    "--tcp-tls-client-key-path": ("DYN_TCP_TLS_CLIENT_KEY_PATH", "its key"),
+    "--tcp-tls-client-ca-cert-path": (
+        "DYN_TCP_TLS_CLIENT_CA_CERT_PATH",
+        "ask native workers that bring answers for a certificate of this authority",
+    ),
+}
+
+
 class _Parser(argparse.ArgumentParser):
     """One line on stderr and exit status 2: an error of use needs no page of usage."""
 
@@ -98,7 +113,12 @@ def parse_args(
     parser = _build(base)
     given = vars(parser.parse_args(argv))
     dump_to = given.pop("dump_config_to") or env.get("DYN_DUMP_CONFIG_TO", "").strip()
-    settings = dataclasses.replace(base, **given)
+    exported = {
+        variable: given.pop(name)
+        for flag, (variable, _) in _EXPORTED.items()
+        if (name := flag.removeprefix("--").replace("-", "_")) in given
+    }
+    settings = dataclasses.replace(base, **given, exported=exported)
     _check(parser, settings)
     try:
         check_buckets(env)
@@ -190,6 +210,10 @@ def _build(base: FrontendSettings) -> _Parser:
         help="a prompt that no prefill worker can take fails, instead of being computed by its decode worker "
         "[DYN_ENFORCE_DISAGG]",
     )
+
+    tls = parser.add_argument_group("TLS with workers").add_argument
+    for flag, (variable, what) in _EXPORTED.items():
+        tls(flag, default=argparse.SUPPRESS, metavar="FILE", help=f"{what} [{variable}]")
 
     text = parser.add_argument_group("requests").add_argument
     text(

@@ -54,6 +54,9 @@ LIMITS: Final = (
     "json_depth",
     "json_containers",
     "messages",
+    "handshakes",
+    "handshake_time",
+    "handshake",
 )
 """The labels under which refusals are counted."""
 

@@ -8,8 +8,7 @@ import errno
 import logging
 import signal
 import socket
-import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Final, Protocol
 
 import uvicorn
@@ -19,8 +18,10 @@ from dynamo.frontend.app import Frontend
 from dynamo.frontend.connection import SPARE_CONNECTIONS, protocol_class
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.limits import within_descriptors
+from dynamo.runtime.tls import ServerTls, TlsFile
+from dynamo.runtime.tls_gate import TlsGate
 
-__all__ = ["Connections", "HttpServer", "PortInUse", "bind", "serve_until", "serve_until_signal"]
+__all__ = ["Connect", "Connections", "HttpServer", "PortInUse", "bind", "serve_until", "serve_until_signal"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +59,15 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+Connect = Callable[[socket.socket], Coroutine[Any, Any, None]]
+"""Makes an accepted connection one of the server's."""
+
+
 class Connections(Protocol):
     """Where connections come from that another process has accepted."""
 
-    def open(self, make: Callable[[], asyncio.Protocol]) -> None:
-        """From now on every connection gets a protocol of `make`."""
+    def open(self, connect: Connect) -> None:
+        """From now on `connect` is awaited for every connection."""
 
     def changed(self, connections: int) -> None:
         """How many connections are open."""
@@ -131,13 +136,9 @@ class HttpServer:
         if deliveries is not None:
             self._uvicorn.server_state.connections = _CountedSet(deliveries.changed)
         self._task: asyncio.Task[None] | None = None
+        self._gate: TlsGate | None = None
 
     def _config(self, settings: FrontendSettings) -> uvicorn.Config:
-        options: dict[str, Any] = {}
-        if settings.tls_cert_path is not None:
-            options |= {"ssl_certfile": settings.tls_cert_path, "ssl_keyfile": settings.tls_key_path}
-        if settings.tls_client_ca_cert_path is not None:
-            options |= {"ssl_ca_certs": settings.tls_client_ca_cert_path, "ssl_cert_reqs": ssl.CERT_REQUIRED}
         return uvicorn.Config(
             self._frontend.asgi,
             http=protocol_class(
@@ -158,12 +159,12 @@ class HttpServer:
             backlog=LISTEN_BACKLOG,
             timeout_keep_alive=settings.idle_connection_seconds,
             timeout_graceful_shutdown=1,
-            **options,
         )
 
     async def start(self) -> None:
-        """Listen; returns when connections are accepted."""
-        listeners = [] if self._listener is None else [self._listener]
+        """Listen; returns when connections are accepted. Raises InvalidArgument for a certificate that cannot be used."""
+        self._gate = self._make_gate()
+        listeners = [] if self._listener is None or self._gate is not None else [self._listener]
         self._task = asyncio.create_task(self._uvicorn.serve(listeners), name="frontend: http")  # awaited in stop
         while not self._uvicorn.started:
             if self._task.done():
@@ -171,7 +172,33 @@ class HttpServer:
                 raise RuntimeError("the HTTP server ended before it had started")
             await asyncio.sleep(0)
         if self._deliveries is not None:
-            self._deliveries.open(self._make_protocol)
+            self._deliveries.open(self._connect if self._gate is None else self._gate.admit)
+        elif self._gate is not None and self._listener is not None:
+            self._gate.listen(self._listener, LISTEN_BACKLOG)
+
+    def _make_gate(self) -> TlsGate | None:
+        settings = self._settings
+        if settings.tls_cert_path is None or settings.tls_key_path is None:
+            return None
+        authority = settings.tls_client_ca_cert_path
+        tls = ServerTls(
+            TlsFile("--tls-cert-path", settings.tls_cert_path),
+            TlsFile("--tls-key-path", settings.tls_key_path),
+            None if authority is None else TlsFile("--tls-client-ca-cert-path", authority),
+        )
+        return TlsGate(
+            tls,
+            self._make_protocol,
+            timeout_seconds=settings.tls_handshake_timeout_seconds,
+            limit=settings.max_tls_handshakes,
+            refused=self._frontend.metrics.refused,
+        )
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection)
+        except OSError:  # the client has left already
+            connection.close()
 
     def _make_protocol(self) -> asyncio.Protocol:
         """What uvicorn does for each connection that it accepts itself."""
@@ -197,6 +224,8 @@ class HttpServer:
         self._frontend.stopping()
         if self._deliveries is not None:
             self._deliveries.close()
+        if self._gate is not None:
+            self._gate.close()
         if self._task is not None:
             self._uvicorn.should_exit = True
             await self._task

@@ -60,6 +60,9 @@ class FrontendSettings:
     tls_cert_path: str | None = None
     tls_key_path: str | None = None
     tls_client_ca_cert_path: str | None = None
+    tls_handshake_timeout_seconds: float = 10.0  # three round trips and a busy machine
+    max_tls_handshakes: int = 1024  # at once; each takes about 1 ms of CPU
+    exported: Mapping[str, str] = field(default_factory=dict)  # flags that the runtime reads as variables
 
     namespace: str | None = None  # serve only this namespace
     namespace_prefix: str | None = None  # serve namespaces that begin so; wins over `namespace`
@@ -127,6 +130,10 @@ class FrontendSettings:
             tls_cert_path=env_str("DYN_TLS_CERT_PATH", env=env),
             tls_key_path=env_str("DYN_TLS_KEY_PATH", env=env),
             tls_client_ca_cert_path=env_str("DYN_TLS_CLIENT_CA_CERT_PATH", env=env),
+            tls_handshake_timeout_seconds=env_float(
+                "DYN_TLS_HANDSHAKE_TIMEOUT_SECS", default.tls_handshake_timeout_seconds, minimum=0.1, env=env
+            ),
+            max_tls_handshakes=env_int("DYN_TLS_MAX_HANDSHAKES", default.max_tls_handshakes, minimum=1, env=env),
             namespace=env_str("DYN_NAMESPACE", env=env),
             namespace_prefix=env_str("DYN_NAMESPACE_PREFIX", env=env),
             discovery_backend=env_str("DYN_DISCOVERY_BACKEND", env=env),

@@ -70,16 +70,22 @@ class TlsGate:
         self._listener = listener
         self._loop.add_reader(listener, self._accept)
 
-    def admit(self, connection: socket.socket) -> None:
-        """Begin the handshake of an accepted connection."""
+    async def admit(self, connection: socket.socket) -> None:
+        """The handshake of a connection that somebody else accepted; returns when it is over, well or not."""
+        task = self._begin(connection)
+        if task is not None:
+            await asyncio.wait({task})
+
+    def _begin(self, connection: socket.socket) -> asyncio.Task[None] | None:
         if len(self._pending) >= self._limit:
             self._refused("handshakes")
             connection.close()
-            return
+            return None
         connection.setblocking(False)
         task = self._loop.create_task(self._shake(connection), name="TLS handshake")
         self._pending.add(task)  # ends within the time limit; `close` cancels it
         task.add_done_callback(self._ended)
+        return task
 
     def close(self) -> None:
         """Accept no more, and drop every connection whose handshake has not ended; idempotent."""
@@ -107,7 +113,7 @@ class TlsGate:
                 self._loop.remove_reader(self._listener)
                 self._pause = self._loop.call_later(PAUSE_SECONDS, self._resume)
                 return
-            self.admit(connection)
+            self._begin(connection)
 
     def _resume(self) -> None:
         self._pause = None

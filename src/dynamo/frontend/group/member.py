@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Final
 
 from dynamo.errors import DynamoException
@@ -24,7 +24,7 @@ from dynamo.frontend.args import parse_args
 from dynamo.frontend.group.messages import Gather, Gathered, Ready, Snapshot, Standing, Take, read, write
 from dynamo.frontend.group.places import Field, Places, SharedAdmission
 from dynamo.frontend.loops import event_loop_factory
-from dynamo.frontend.server import HttpServer, serve_until
+from dynamo.frontend.server import Connect, HttpServer, serve_until
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.logging import configure_dynamo_logging
@@ -51,14 +51,14 @@ class Deliveries:
     def __init__(self, source: socket.socket, places: Places, row: int) -> None:
         self._source, self._places, self._row = source, places, row
         self._loop = asyncio.get_running_loop()
-        self._make: Callable[[], asyncio.Protocol] | None = None
+        self._connect: Connect | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._open = 0
         source.setblocking(False)
 
-    def open(self, make: Callable[[], asyncio.Protocol]) -> None:
-        """From now on every connection gets a protocol of `make`."""
-        self._make = make
+    def open(self, connect: Connect) -> None:
+        """From now on `connect` is awaited for every connection."""
+        self._connect = connect
         self._loop.add_reader(self._source, self._take)
 
     def changed(self, connections: int) -> None:
@@ -71,8 +71,8 @@ class Deliveries:
 
     def close(self) -> None:
         """Take no more; idempotent."""
-        if self._make is not None:
-            self._make = None
+        if self._connect is not None:
+            self._connect = None
             self._loop.remove_reader(self._source)
             self._source.close()
 
@@ -93,25 +93,16 @@ class Deliveries:
                     self._source.send(data)
 
     def _adopt(self, connection: socket.socket) -> None:
-        assert self._make is not None
+        assert self._connect is not None
         connection.setblocking(False)
-        task = self._loop.create_task(_connect(self._loop, self._make, connection), name="frontend: connection")
-        self._tasks.add(task)  # it ends by itself, within this turn or the next
+        task = self._loop.create_task(self._connect(connection), name="frontend: connection")
+        self._tasks.add(task)  # it ends by itself: in the next turn, or within the limit of a TLS handshake
         task.add_done_callback(self._connected)
         self._report()  # before the parent hears that it was taken: it must see the connection somewhere
 
     def _connected(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._report()
-
-
-async def _connect(
-    loop: asyncio.AbstractEventLoop, make: Callable[[], asyncio.Protocol], connection: socket.socket
-) -> None:
-    try:
-        await loop.connect_accepted_socket(make, connection)
-    except OSError:  # the client has left already
-        connection.close()
 
 
 class Peers:
@@ -198,6 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     settings = parse_args(given.rest[1:], dump=False)  # the first one is "--"
     os.environ.pop("DYN_SYSTEM_PORT", None)
+    os.environ.update(settings.exported)
     configure_dynamo_logging()
     place = _Place(
         socket.socket(fileno=given.control),
