@@ -125,12 +125,14 @@ def warm(bench: Bench, running: Stack, connections: int, **members: Any) -> None
     driven(load(running.port, prepared(running.port, bench.bodies(2 * connections, 8, **members)), connections))
 
 
-def streams(delay: float, connections: int, requests: int, tokens: int, **extra: Any) -> Callable[[Bench], Figures]:
-    """`requests` streamed answers of `tokens` tokens, so many at a time."""
+def streams(
+    delay: float, connections: int, requests: int, tokens: int, *, has_tls: bool = False, **extra: Any
+) -> Callable[[Bench], Figures]:
+    """`requests` streamed answers of `tokens` tokens, so many at a time; `has_tls`: between frontend and worker."""
 
     def run(bench: Bench) -> Figures:
         members = streaming(**extra)
-        with stack(bench.model, delay) as running:
+        with stack(bench.model, delay, has_tls=has_tls) as running:
             warm(bench, running, connections, **members)
             requests_ = prepared(running.port, bench.bodies(requests, tokens, **members))
             figures = measured_load(running, requests_, connections)
@@ -283,6 +285,12 @@ def cases() -> Iterator[Case]:
         streams(PACE_SECONDS, 64, 128, 128, stop=["zzqqzz", "\n\n\n\n"], logprobs=True),
         per_token(22, 12),
     )
+    for name, delay, requests, tokens in (("burst", 0.0, 640, 256), ("paced", PACE_SECONDS, 192, 128)):
+        yield Case(
+            f"{name}, 64 streams, {tokens} tokens, TLS on mux",
+            streams(delay, 64, requests, tokens, has_tls=True),
+            (Bar("frontend us", "us/token"), Bar("worker us", "us/token")),
+        )
     yield Case("one-token requests, 64 at a time, unary", unary, per_token(300, 80, "us/request"))
     yield Case(
         "a 32,000-token prompt",

@@ -107,8 +107,11 @@ def processes(
 
 
 @contextlib.contextmanager
-def stack(model: Path, delay: float) -> Iterator[Stack]:
-    """Our frontend and one bench worker. INFO logs, metrics and migration are on: what one deploys."""
+def stack(model: Path, delay: float, *, has_tls: bool = False) -> Iterator[Stack]:
+    """Our frontend and one bench worker. INFO logs, metrics and migration are on: what one deploys.
+
+    `has_tls`: between the two of them, with certificates on both sides.
+    """
     with tempfile.TemporaryDirectory() as name:
         port = free_port()
         env = {key: value for key, value in os.environ.items() if not key.startswith("DYN_")} | {
@@ -116,6 +119,7 @@ def stack(model: Path, delay: float) -> Iterator[Stack]:
             "DYN_TCP_RPC_HOST": "127.0.0.1",
             "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
             "DYN_LOG": "info",
+            **(mutual_tls(Path(name)) if has_tls else {}),
         }
         commands = {
             "frontend": [sys.executable, "-m", "dynamo.frontend", "--discovery-backend", "file", "--http-host", "127.0.0.1", "--http-port", str(port)],
@@ -123,6 +127,26 @@ def stack(model: Path, delay: float) -> Iterator[Stack]:
         }  # fmt: skip
         with processes(commands, port, env, Path(name)) as running:
             yield running
+
+
+def mutual_tls(folder: Path) -> dict[str, str]:
+    """Variables of a request plane with one certificate for everybody, made in `folder`."""
+    import trustme  # with the development extra
+
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1")
+    ca, cert, key = (str(folder / name) for name in ("ca.pem", "cert.pem", "key.pem"))
+    authority.cert_pem.write_to_path(ca)
+    made.cert_chain_pems[0].write_to_path(cert)
+    made.private_key_pem.write_to_path(key)
+    return {
+        "DYN_TCP_TLS_CERT_PATH": cert,
+        "DYN_TCP_TLS_KEY_PATH": key,
+        "DYN_TCP_TLS_CA_CERT_PATH": ca,
+        "DYN_TCP_TLS_CLIENT_CA_CERT_PATH": ca,
+        "DYN_TCP_TLS_CLIENT_CERT_PATH": cert,
+        "DYN_TCP_TLS_CLIENT_KEY_PATH": key,
+    }
 
 
 @contextlib.contextmanager

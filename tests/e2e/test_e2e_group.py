@@ -146,9 +146,9 @@ async def test_members_end_with_their_parent(cluster: Cluster, worker: Worker) -
 
 
 def test_a_group_that_cannot_start_says_why_and_ends(cluster: Cluster) -> None:
-    frontend = cluster.frontend("blind", "--workers=2", "--discovery-backend=etcd", ETCD_ENDPOINTS="http://127.0.0.1:1")
+    frontend = cluster.frontend("blind", "--workers=2", DYN_TCP_SECRET_PATH="/nowhere")
     assert frontend.exit_code() == 1
-    assert "etcd" in frontend.log
+    assert "DYN_TCP_SECRET_PATH: cannot read /nowhere" in frontend.log
 
 
 async def test_frontends_of_one_cluster_agree_within_a_second(cluster: Cluster, group: Frontend, name: str) -> None:
