@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from dynamo.common.backend.callable_engine import engine_class
+from dynamo.common.backend.worker import Worker
 from dynamo.protocol.records import ModelRuntimeConfig
 from support.asgi_client import Exchange
-from support.frontend_cluster import Cluster, cluster, say
+from support.frontend_cluster import Cluster, cluster, memory_runtime, say
 from support.tiny_model import write_tiny_model
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -497,3 +500,39 @@ async def test_marks_that_are_special_or_ending_tokens_still_reach_the_parsers(h
     assert request["stop_conditions"]["stop_token_ids_hidden"] == [1]
     await house.client.chat("hi", tools=TOOLS, tool_choice="none", chat_template_args={})
     assert worker.requests[-1]["stop_conditions"]["stop_token_ids_visible"] is None
+
+
+# -- models of other kinds -----------------------------------------------------------------------------------------------
+
+
+async def test_a_parser_this_version_lacks_is_told_in_the_log_and_the_text_stays(
+    house: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    await house.worker(say(CALL), **parsers("llama3_json", "gpt_oss"))
+    assert caplog.text.count("which is not in this version: its output is shown as it comes") == 2
+    assert (await hear(house, tools=TOOLS)).said == (CALL, "", [], "stop")
+
+
+async def speak(prompt: str) -> AsyncIterator[str]:
+    text = f"<think>hm</think>Moment.\n{CALL}"
+    for at in range(0, len(text), 5):
+        yield text[at : at + 5]
+
+
+async def test_a_model_that_takes_text_is_parsed_too(house: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0")
+    runtime = memory_runtime()
+    flags = ["--namespace", "ns", "--dyn-tool-call-parser", "hermes", "--dyn-reasoning-parser", "qwen3"]
+    engine, config = await engine_class(speak, "m").from_args(flags)
+    worker = Worker(engine, config, runtime=runtime, embedded=True)
+    running = asyncio.create_task(worker.run())
+    try:
+        async with asyncio.timeout(10):
+            await house.frontend.models.wait_for(lambda: house.frontend.models.lookup("m") is not None)
+        assert (await hear(house, tools=TOOLS)).said == ("Moment.", "hm", [WEATHER], "tool_calls")
+        usage = (await house.client.chat("hi", tools=TOOLS)).json["usage"]
+        assert "completion_tokens_details" not in usage  # there are no tokens to tell apart
+    finally:
+        worker.request_stop()
+        await running
+        await runtime.aclose()
