@@ -311,6 +311,25 @@ async def test_reasoning_becomes_content_when_that_would_be_empty(house: Cluster
     assert (await hear(house)).said == ("", "a b", [], "stop")
 
 
+async def test_a_stream_that_holds_reasoning_back_is_kept_alive_even_where_that_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo.frontend.inference.KEEP_ALIVE_SECONDS", 0.02)
+    async with cluster(tmp_path, keep_alive_seconds=None, peek_seconds=0) as house:
+        worker = await house.worker(**parsers())
+
+        async def script(body: Any, context: Any, sink: Any) -> None:
+            sink.send_tokens(list(b"<think>hm"))
+            await worker.hold(body, context, sink)
+
+        worker.script = script
+        exchange = house.client.begin_chat("hi", stream=True, chat_template_args={"force_nonempty_content": True})
+        await exchange.until(lambda one: b": keep-alive" in one.body)
+        assert b"hm" not in exchange.body
+        exchange.disconnect()
+        await exchange.done()
+
+
 async def test_the_reasoning_member_can_have_another_name(tmp_path: Path) -> None:
     async with cluster(tmp_path, reasoning_field_name="reasoning") as house:
         await house.worker(say("<think>a</think>b"), **parsers())
