@@ -40,7 +40,12 @@ class Pair:
 
 @pytest.fixture
 def pair(stack: Stack, name: str) -> Pair:
-    frontend = stack.cluster.frontend(f"{name}-frontend")
+    return pair_of(stack, name)
+
+
+def pair_of(stack: Stack, name: str, **env: str) -> Pair:
+    """`env`: the frontend's."""
+    frontend = stack.cluster.frontend(f"{name}-frontend", **env)
     first, second = (stack.cluster.worker(f"{name}-{letter}", name) for letter in "ab")
     stack.cluster.wait_ready(frontend, first, second)
     return Pair(frontend, first, second, name)
@@ -97,7 +102,7 @@ async def test_two_workers_take_turns(pair: Pair, tag: str) -> None:
     assert sorted(pair.served_by(tag).values()) == [17, 17]  # the choices of one request are spread as well
 
 
-async def test_a_worker_killed_under_load_costs_only_its_own_streams(pair: Pair, tag: str) -> None:
+async def test_a_worker_killed_under_load_costs_nothing(pair: Pair, tag: str) -> None:
     def request(streamed: bool) -> Coroutine[Any, Any, Reply]:
         headers = script(["say", SENTENCE, 0.05], tag=tag)
         return ask(pair.frontend.port, CHAT, chat(pair.model, stream=streamed), headers=headers)
@@ -107,13 +112,7 @@ async def test_a_worker_killed_under_load_costs_only_its_own_streams(pair: Pair,
     pair.first.kill()
     await pair.first.ended()
     replies = await asyncio.gather(*before)
-    whole = [reply for reply in replies if reply.status == 200 and "error" not in reply.body.decode()]
-    cut = [reply for reply in replies if reply not in whole]
-    assert len(whole) == len(cut) == 4
-    assert {reply.text for reply in whole} == {SENTENCE}
-    for reply in cut:
-        error = reply.events[-1]["error"] if reply.status == 200 else reply.json()["error"]
-        assert (error["message"], error["type"]) == ("Service temporarily unavailable", "service_unavailable")
+    assert {(reply.status, reply.text) for reply in replies} == {(200, SENTENCE)}
 
     # Its record is still there, for up to the lease's length; nobody must notice.
     later = [await ask(pair.frontend.port, CHAT, chat(pair.model)) for _ in range(6)]
@@ -137,19 +136,33 @@ async def test_what_a_killed_worker_had_not_begun_is_begun_elsewhere(pair: Pair,
     assert pair.second.count("abort", tag) == 0
 
 
-async def test_a_worker_killed_under_one_choice_frees_the_others(pair: Pair, tag: str) -> None:
-    headers = script(["say", SENTENCE, 0.05], ["wait"], tag=tag)
-    asked = asyncio.create_task(ask(pair.frontend.port, CHAT, chat(pair.model, n=4), headers=headers))
+@pytest.mark.parametrize("streamed", [False, True], ids=["unary", "streamed"])
+async def test_a_worker_killed_under_two_of_four_choices_costs_none(pair: Pair, tag: str, streamed: bool) -> None:
+    headers = script(["say", SENTENCE, 0.05], tag=tag)
+    body = chat(pair.model, n=4, stream=streamed, logprobs=True, max_tokens=len(SENTENCE))
+    asked = asyncio.create_task(ask(pair.frontend.port, CHAT, body, headers=headers))
     await asyncio.gather(pair.first.sees("first", tag, 2), pair.second.sees("first", tag, 2))
     pair.first.kill()
     reply = await asked
-    assert (reply.status, reply.json()["message"]) == (503, "Service temporarily unavailable")
-    await pair.second.sees("finally", tag, 2)
+    assert reply.status == 200
+    said, finish, logprobs = Counter[int](), {}, Counter[int]()
+    texts: dict[int, str] = {}
+    for message in reply.events if streamed else [reply.json()]:
+        for choice in message["choices"]:
+            part = choice["delta" if streamed else "message"].get("content") or ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + part
+            said[choice["index"]] += len(part)
+            logprobs[choice["index"]] += len((choice["logprobs"] or {}).get("content") or ())
+            finish[choice["index"]] = choice["finish_reason"] or finish.get(choice["index"])
+    assert texts == dict.fromkeys(range(4), SENTENCE)
+    assert finish == dict.fromkeys(range(4), "length")
+    assert logprobs == said
     await pair.second.idle()
-    assert pair.second.count("abort", tag) == 2
+    assert pair.second.count("abort", tag) == 0
 
 
-async def test_a_worker_that_failed_mid_stream_is_left_alone_for_a_while(pair: Pair, tag: str) -> None:
+async def test_a_worker_that_failed_mid_stream_is_left_alone_for_a_while(stack: Stack, name: str, tag: str) -> None:
+    pair = pair_of(stack, name, DYN_MIGRATION_LIMIT="0")  # so that the error is seen
     headers = script(["say", "ab", 0.01], ["raise", "EngineShutdown", "out of memory"], tag=tag)
     failed = await ask(pair.frontend.port, CHAT, chat(pair.model, stream=True), headers=headers)
     assert failed.events[-1]["error"]["type"] == "service_unavailable"
@@ -210,12 +223,14 @@ async def test_a_worker_out_of_time_cuts_what_still_runs(stack: Stack, tag: str,
     stack.cluster.wait_ready(stack.frontend, hasty, other)
     hasty.terminate()
     assert await hasty.ended() == 0
-    for each in (begun, hung):
-        reply = await requests[each]
-        assert reply.events[-1]["error"]["type"] == "service_unavailable"
-    moved = await requests[waiting]  # nobody had seen anything of it, so it could begin again
+    moved = await requests[waiting]
     assert (moved.status, moved.text) == (200, "c")
     assert other.count("generate", waiting) == 1
+    # The others went on elsewhere, too: where the script waits and hangs as it did before.
+    await asyncio.gather(*(other.sees("generate", each) for each in (begun, hung)))
+    for each in (begun, hung):
+        requests[each].cancel()
+    await asyncio.gather(*requests.values(), return_exceptions=True)
     for each in steps:
         assert hasty.count("finally", each) == hasty.count("abort", each) == 1
     names = [event["event"] for event in hasty.events() if event["event"] in ("finally", "drain", "cleanup")]

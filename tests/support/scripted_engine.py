@@ -10,6 +10,10 @@ A request brings its script as metadata (header `x-dynamo-meta-script`), a JSON 
     ["yield", chunk]          whatever it is
     ["end", reason]           the terminal chunk; without one the stream ends "stop", or "length" at max_tokens
     ["return"]                without a terminal chunk
+    ["die", signal]           the process sends itself this signal, the first time that any worker comes here; goes on
+
+A request that another worker had begun to answer (its prompt is longer than `Context.prompt_tokens`) goes on where the
+script stood after as many tokens.
 
 SCRIPTED_TOOL_PARSER and SCRIPTED_REASONING_PARSER are what its card says of its output. A request also brings
 a `x-dynamo-meta-tag` under which the journal, JSON lines in the file SCRIPTED_JOURNAL, can be searched.
@@ -20,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import time
 from collections.abc import AsyncGenerator
 from typing import Any, Self
@@ -63,6 +68,7 @@ class ScriptedEngine(LLMEngine):
     async def generate(self, request: GenerateRequest, context: Any) -> AsyncGenerator[Any, None]:
         self._note("generate", context, trace=context.trace_headers(), prompt=len(request["token_ids"]))
         limit = (request.get("stop_conditions") or {}).get("max_tokens") or 10**9
+        skipped = len(request["token_ids"]) - (context.prompt_tokens or len(request["token_ids"]))
         sent = 0
         try:
             for verb, *operands in json.loads(context.metadata.get("script", DEFAULT_SCRIPT)):
@@ -70,6 +76,9 @@ class ScriptedEngine(LLMEngine):
                     case "say" | "flood":
                         text, pace = (b"x", 0.0) if verb == "flood" else (operands[0].encode(), [*operands, 0.0][1])
                         for token in _endless(text) if verb == "flood" else text:
+                            if skipped:
+                                skipped -= 1
+                                continue
                             if pace:
                                 await asyncio.sleep(pace)
                             if context.is_stopped():
@@ -91,6 +100,8 @@ class ScriptedEngine(LLMEngine):
                         return
                     case "hang":
                         await asyncio.Event().wait()
+                    case "die":
+                        self._die_once(signal.Signals[operands[0]], context)
                     case "raise":
                         raise _failure(*operands)
                     case "yield":
@@ -112,6 +123,15 @@ class ScriptedEngine(LLMEngine):
 
     async def cleanup(self) -> None:
         self._note("cleanup", None)
+
+    def _die_once(self, number: signal.Signals, context: Any) -> None:
+        folder = os.path.dirname(os.environ["SCRIPTED_JOURNAL"])
+        try:
+            os.close(os.open(os.path.join(folder, f"died-{context.metadata['tag']}"), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        self._note("die", context)
+        os.kill(os.getpid(), number)
 
     def _chunk(self, request: GenerateRequest, token: int) -> dict[str, Any]:
         chunk: dict[str, Any] = {"token_ids": [token], "index": 0}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final, Protocol
 
@@ -25,6 +25,7 @@ from dynamo.errors import (
 from dynamo.frontend.overhead import Overhead
 from dynamo.frontend.parsing import OutputPlan
 from dynamo.protocol.finish import EngineFailed, normalise
+from dynamo.router.migration import Move, continued, tokens_left, why_not
 from dynamo.router.prefill import PrefillAnswer, PrefillRouter, may_go_without
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamItem
@@ -54,6 +55,10 @@ class GenerationModel(Protocol):
 
     def pick(self, context: Context, *, exclude: Sequence[int] = ()) -> Instance: ...
 
+    @property
+    def runtime_data(self) -> Mapping[str, Any]:
+        """What the engine said about itself when it registered."""
+
     def instance(self, instance_id: int) -> Instance | None: ...
 
     async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream: ...
@@ -76,6 +81,8 @@ class WorkRequest:
         "completion_tokens",
         "instances",
         "is_single",
+        "longest_movable",
+        "moves",
         "overhead",
         "parsing",
         "pinned_instance_id",
@@ -94,14 +101,18 @@ class WorkRequest:
         n: int = 1,
         pinned_instance_id: int | None = None,
         retries: int = DEFAULT_RETRIES,
+        longest_movable: int | None = None,
         overhead: Overhead | None = None,
     ) -> None:
-        """`n`: choices per prompt; choice i of prompt p has index `p * n + i`. `overhead`: where the times go."""
+        """`n`: choices per prompt; choice i of prompt p has index `p * n + i`. `retries`: how many other workers each choice
+        may need; `longest_movable`: of how many tokens it may be when it does. `overhead`: where the times go."""
         self.body = body
         self.prompts = prompts
         self.choices = n
         self.pinned_instance_id = pinned_instance_id
         self.retries = retries
+        self.longest_movable = longest_movable
+        self.moves: list[Move] = []  # for the metrics; bounded by `retries` and the number of choices
         self.overhead = overhead or Overhead()
         self.prompt_tokens = sum(map(len, prompts))
         self.is_single = n == 1 and len(prompts) == 1
@@ -251,7 +262,22 @@ async def _fan_out(model: GenerationModel, work: WorkRequest, context: Context) 
 class _Choice:
     """One choice: its stream, its decoder, and whom it has tried."""
 
-    __slots__ = ("_body", "_context", "_decoder", "_ended", "_index", "_model", "_stream", "_tried", "_work")
+    __slots__ = (
+        "_body",
+        "_context",
+        "_decoder",
+        "_ended",
+        "_generated",
+        "_index",
+        "_lost_at",
+        "_lost_by",
+        "_model",
+        "_origin",
+        "_prompt",
+        "_stream",
+        "_tried",
+        "_work",
+    )
 
     def __init__(
         self, model: GenerationModel, work: WorkRequest, context: Context, index: int, prompt: list[int]
@@ -260,7 +286,12 @@ class _Choice:
         self._work = work
         self._context = context
         self._index = index
-        self._body = {**_for_choice(work.body, index % work.choices), "token_ids": prompt}
+        self._prompt = prompt
+        self._generated: list[int] = []  # what was decoded so far: another worker would go on behind it
+        self._origin = {**_for_choice(work.body, index % work.choices), "token_ids": prompt}
+        self._body = self._origin
+        self._lost_by: DynamoException | None = None  # why the last worker was given up
+        self._lost_at = 0.0
         self._stream: ResponseStream | None = None
         self._tried: list[int] = []
         self._ended = False
@@ -275,19 +306,23 @@ class _Choice:
 
     async def next(self) -> Delta | None:
         """Everything new, waiting for something to arrive; None once the choice has ended."""
-        if self._ended:
-            return None
-        if self._stream is None:
-            items = await (self._begin() if self._model.prefill is None else self._begin_apart(self._model.prefill))
-        else:
-            try:
-                items = await self._stream.next_batch()
-            except DynamoException as error:
-                self._blame(error)
-                raise
-        if items:
-            return self._absorb(items)
-        self._ended_silently()
+        while not self._ended:
+            if self._stream is not None:
+                try:
+                    items = await self._stream.next_batch()
+                    if not items:
+                        self._ended_silently()
+                except DynamoException as error:
+                    self._lose(error)
+                    continue
+            elif self._generated and tokens_left(self._origin, len(self._generated)) == 0:
+                return self._complete()
+            else:
+                items = await self._start()
+                if not items:
+                    self._ended_silently()
+            if items:
+                return self._absorb(items)
         return None
 
     async def push(self, accept: Callable[[list[Delta]], bool], plain: Callable[[str, int], bool] | None) -> None:
@@ -300,19 +335,22 @@ class _Choice:
 
         def arrived() -> None:
             try:
-                items = take()
+                try:
+                    items = take()
+                    if items is None:
+                        self._ended_silently()
+                except DynamoException as error:
+                    self._lose(error)  # or else `next` goes on elsewhere
+                    items = None
                 if not items:
                     if items is not None:
                         return
-                    self._ended_silently()
                 elif plain is not None and (said := self._said_plainly(items)) is not None:
                     if plain(said, len(items[0].token_ids)):
                         return
                 elif accept([self._absorb(items)]) and not self._ended:
                     return
             except BaseException as error:
-                if isinstance(error, DynamoException):
-                    self._blame(error)
                 settle(error)
             else:
                 settle(None)
@@ -337,9 +375,11 @@ class _Choice:
         item = items[0]
         if len(items) > 1 or item.index < 0 or item.finish_reason is not None or item.extra is not None:
             return None
-        text = self._decoder.push_plain(item.token_ids)
+        ids = item.token_ids
+        text = self._decoder.push_plain(ids)
         if text is not None:
-            self._work.completion_tokens += len(item.token_ids)
+            self._generated += ids
+            self._work.completion_tokens += len(ids)
         return text
 
     def _ended_silently(self) -> None:
@@ -348,10 +388,73 @@ class _Choice:
             raise StreamIncomplete("the worker ended the stream without a finish reason")
         self._ended = True
 
+    def _lose(self, error: DynamoException) -> None:
+        """The worker was lost after it had begun to answer. Raises `error` unless another one may go on."""
+        self._blame(error)
+        context, work = self._context, self._work
+        if (
+            not rule_of(error).retryable
+            or context.is_stopped()
+            or work.pinned_instance_id is not None
+            or len(self._tried) > work.retries
+        ):
+            raise error
+        reason = self._why_not()
+        if reason is not None:
+            logger.warning("request %s cannot go on at another worker: %s", context.id(), reason)
+            raise error
+        logger.warning(
+            "request %s: worker %x was lost after %d tokens (%s: %s); going on at another",
+            context.id(),
+            self._tried[-1],
+            len(self._generated),
+            type(error).__name__,
+            error,
+        )
+        self._release()
+        self._lost_by, self._lost_at = error, asyncio.get_running_loop().time()
+
+    def _why_not(self) -> str | None:
+        """What keeps the rest of the answer from another worker."""
+        length = len(self._prompt) + len(self._generated)
+        data = self._model.runtime_data
+        return why_not(self._origin, length, longest=self._work.longest_movable, runtime_data=data)
+
+    async def _start(self) -> list[StreamItem]:
+        """The first items of the stream, or of the one that takes the place of a lost one."""
+        prefill = self._model.prefill
+        if self._lost_by is None:
+            return await (self._begin() if prefill is None else self._begin_apart(prefill))
+        context, lost_by = self._context, self._lost_by
+        self._body = continued(self._origin, self._prompt, self._generated)
+        context.prompt_tokens = len(self._prompt)
+        move = Move(is_ongoing=True)
+        self._work.moves.append(move)
+        try:
+            self._pick()
+        except WorkerUnavailable:
+            raise lost_by from None  # nobody else is left, and why the last one failed says more
+        try:
+            items = await (self._begin() if prefill is None else self._begin_apart(prefill))
+            move.outcome = "cancelled" if context.is_stopped() else "success"
+        finally:
+            move.seconds = asyncio.get_running_loop().time() - self._lost_at
+        return items
+
+    def _complete(self) -> Delta:
+        """Everything the request allows had arrived when its worker was lost, all but the word that it was the end."""
+        self._ended = True
+        delta = Delta(self._index)
+        delta.text = self._decoder.finish()
+        delta.finish_reason = "length"
+        return delta
+
     async def _begin(self) -> list[StreamItem]:
         """Open the stream and wait for its first items, trying other workers while nothing has been received."""
         context, work = self._context, self._work
         overhead = work.overhead
+        move: Move | None = None
+        lost_at = 0.0
         while True:
             instance = self._pick()
             overhead.routed()
@@ -378,7 +481,12 @@ class _Choice:
                     error,
                 )
                 last = error
+                move = Move(is_ongoing=False)
+                work.moves.append(move)
+                lost_at = asyncio.get_running_loop().time()
             else:
+                if move is not None:
+                    move.outcome, move.seconds = "success", asyncio.get_running_loop().time() - lost_at
                 overhead.arrived()
                 work.instances.append(instance)
                 return items
@@ -412,7 +520,7 @@ class _Choice:
         return await handoff.beside(self._begin())
 
     def _blame(self, error: DynamoException) -> None:
-        """The worker was lost mid-stream: too late for this request, but the next one need not find out for itself."""
+        """The worker was lost mid-stream: the next request need not find out for itself."""
         instance = self._model.instance(self._tried[-1]) if rule_of(error).inhibits else None
         if instance is not None:
             self._model.inhibit(instance)
@@ -447,6 +555,7 @@ class _Choice:
                 self._finish(delta, reason)
                 break
         delta.tokens = decoder.generated - before
+        self._generated += delta.token_ids
         self._work.completion_tokens += delta.tokens
         if delta.tokens < len(delta.token_ids):  # a stop fired inside the chunk: what follows was never said
             del delta.token_ids[delta.tokens :]
@@ -469,7 +578,8 @@ class _Choice:
             delta.stop_reason = stop_reason
         details = (extra.get("completion_usage") or {}).get("prompt_tokens_details") or {}
         if (cached := details.get("cached_tokens")) is not None:
-            self._work.note_cached(self._index // self._work.choices, cached)
+            # A worker that went on for another one may have found more than the prompt in its cache.
+            self._work.note_cached(self._index // self._work.choices, min(cached, len(self._prompt)))
 
     def _finish(self, delta: Delta, reason: Any) -> None:
         decoder = self._decoder

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 from dynamo.frontend.overhead import ROUTE, STAGES, Overhead
+from dynamo.router.migration import Move
 from dynamo.runtime.metric_snapshots import absorb
 from dynamo.runtime.metrics import Counter, Gauge, Histogram, MetricsRegistry
 from dynamo.runtime.settings import env_float, env_int
@@ -25,6 +26,7 @@ _TOKENIZE_BUCKETS: Final = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 
 _STAGE_BUCKETS: Final = (*_TOKENIZE_BUCKETS, 2.5, 5.0)
 _OVERHEAD_BUCKETS: Final = (0.00001, 0.00005, *_STAGE_BUCKETS, 10.0, 30.0, 60.0, 300.0)
 _TEMPLATE_BUCKETS: Final = (0.00001, 0.00005, 0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05)
+_MIGRATION_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _EVENT_LOOP_BUCKETS: Final = (0.0, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _TOKENIZER_LATENCY_MS_BUCKETS: Final = (0.5, *(float(2**exponent) for exponent in range(10)))
 
@@ -231,6 +233,15 @@ class FrontendMetrics:
                 "migration_limit": "Retries of a request on another worker",
             }.items()
         }
+        self._moves = registry.counter_vector(
+            name("model_migration_total"), "Requests tried on another worker", ("model", "migration_type")
+        )
+        self._move_seconds = registry.histogram_vector(
+            name("model_migration_duration_seconds"),
+            "From the loss of a worker to the first thing another one said",
+            ("model", "migration_type", "outcome"),
+            buckets=_MIGRATION_BUCKETS,
+        )
         self._refusals = registry.counter_vector(
             name("refusals_total"), "Requests and connections declined by a limit of the listener", ("limit",)
         )
@@ -278,6 +289,13 @@ class FrontendMetrics:
         for short, value in values.items():
             if value is not None:
                 self._model_gauges[short].labels(name).set(value)
+
+    def moved(self, model: str, moves: Sequence[Move]) -> None:
+        """Count the changes of worker of one request that is over."""
+        for move in moves:
+            kind = "ongoing_request" if move.is_ongoing else "new_request"
+            self._moves.labels(model, kind).inc()
+            self._move_seconds.labels(model, kind, move.outcome).observe(move.seconds)
 
     def observe_overhead(self, overhead: Overhead) -> None:
         """Count the stages of a request that was answered in full."""

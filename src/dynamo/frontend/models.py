@@ -21,7 +21,6 @@ import msgspec
 from dynamo.errors import DynamoException
 from dynamo.frontend.cards import CardBook, CardEntry, Group, GroupKey, Scope
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.parsing import warn_of_missing_parsers
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
 from dynamo.protocol.records import UNREADABLE, ModelCard
 from dynamo.router.prefill import PrefillRouter
@@ -87,6 +86,11 @@ class ServedModel(WorkerGroup):
             card.runtime_config.context_length or card.context_length or self.text.context_length or None
         )
         self.set_members((entry.endpoint, entry.instance_id) for entry in group.accepted)
+
+    @property
+    def runtime_data(self) -> Mapping[str, Any]:
+        """What the engine said about itself when it registered."""
+        return self.card.runtime_config.runtime_data
 
     @property
     def created_at_text(self) -> str:
@@ -436,7 +440,6 @@ class ModelDirectory:
             return
         served = self._served[key] = ServedModel(group, text, self._clients)
         self._gauges(served)
-        warn_of_missing_parsers(key.model, served.card.runtime_config)
         logger.info(
             "model %s is served in namespace %s by %d worker(s) (%s)",
             key.model,

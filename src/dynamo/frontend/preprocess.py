@@ -161,16 +161,17 @@ class Preprocessor:
         if pinned is None and self._settings.router_mode == "direct":
             raise InvalidArgument("Invalid request")  # nothing but the client knows where it should go
         limit = self._settings.migration_limit
-        longest_movable = self._settings.migration_max_seq_len
-        if longest_movable is not None and max(map(len, prompts), default=0) > longest_movable:
+        longest = self._settings.migration_max_seq_len
+        if longest is not None and max(map(len, prompts), default=0) > longest:
             limit = 0
         return WorkRequest(
             body,
             prompts,
             n=request.choices_per_prompt,
             pinned_instance_id=pinned,
-            # Before the first token another worker is always safe, so the card's 0 does not mean "give up at once".
+            # The card's 0 is what a native worker writes when nobody asked: it does not mean "give up at once".
             retries=max(DEFAULT_RETRIES, model.card.migration_limit) if limit is None else limit,
+            longest_movable=longest,
             overhead=overhead,
         )
 

@@ -109,9 +109,13 @@ class _TextChoice(_Choice):
         body = work.bodies[index // work.choices]
         if number and body.get("seed") is not None:  # as in `generation`: the same seed twice is the same text twice
             body = {**body, "seed": body["seed"] + number}
-        self._body = body
+        self._origin = self._body = body
+        self._prompt, self._generated, self._lost_by, self._lost_at = [], [], None, 0.0
         self._stops = StopStrings(work.stops, include=work.include_stop) if work.stops else None
         self._counted = 0
+
+    def _why_not(self) -> str | None:
+        return "its engine takes text: there is no position to go on from"
 
     def _absorb(self, items: Sequence[StreamItem]) -> Delta:
         delta = Delta(self._index)

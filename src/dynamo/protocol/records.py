@@ -18,6 +18,7 @@ from dynamo.protocol.model_types import ModelType, WorkerType
 
 __all__ = [
     "DEFAULT_BLOCK_SIZE",
+    "RESUMES_GUIDED",
     "UNREADABLE",
     "FileRef",
     "LoraRecord",
@@ -38,6 +39,11 @@ _SLUG_CHARS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 DEFAULT_BLOCK_SIZE: Final = 16
 """What a card says when the engine has no block-structured KV: the native reader requires the member. Whether the
 engine really has blocks is told by `runtime_config.total_kv_blocks` and its event channels, not by this number."""
+
+
+RESUMES_GUIDED: Final = "resumes_guided_decoding"
+"""The entry of an engine's `runtime_data` that says: of a request that lost its worker it brings the grammar up to date with
+what was generated, the tokens behind `Context.prompt_tokens`. An engine that does not would begin the grammar anew."""
 
 
 def slugify(name: str) -> str:

@@ -30,6 +30,7 @@ from dynamo.common.backend.publisher import (
 )
 from dynamo.common.constants import DisaggregationMode
 from dynamo.errors import DynamoException, EngineShutdown, InvalidArgument
+from dynamo.protocol.records import RESUMES_GUIDED
 from dynamo.reference.blocks import BlockEvent, BlocksStored
 from dynamo.reference.core import Choice, Core, Emission, Failure
 from dynamo.reference.kv_transfer import TRANSPORTS, Ticket, TransferOptions, check_installed
@@ -153,6 +154,7 @@ class ReferenceEngine(LLMEngine):
             max_num_seqs=self._options.max_num_seqs,
             max_num_batched_tokens=self._options.max_num_batched_tokens,
             max_gpu_lora_count=self._options.max_loras or None,
+            runtime_data={RESUMES_GUIDED: True},
         )
         return self._config
 
@@ -284,11 +286,6 @@ class ReferenceEngine(LLMEngine):
         if self._operations is None:
             return await super().engine_update(name, body)
         return await self._operations.update(name, body)
-
-    async def register_prometheus(self, metrics: Any) -> None:
-        role = self._prefill or self._decode
-        if role is not None:
-            metrics.register_prometheus_typed_callback(partial(role.metrics, metrics.auto_labels))
 
     # -- what the worker asks for -------------------------------------------------------------------------------------
 

@@ -44,10 +44,12 @@ def continuation(prompt: Sequence[int], count: int, *, seed: int = 0) -> list[in
 class Step:
     """What one request is doing; the observer may delay, stall or fail it."""
 
-    __slots__ = ("context", "prompt", "seed", "tokens")
+    __slots__ = ("context", "origin", "prompt", "seed", "tokens")
 
     def __init__(self, prompt: list[int], seed: int, context: Context) -> None:
         self.prompt, self.seed, self.context = prompt, seed, context
+        # The client's own prompt: behind it stands what another worker had said before it was lost.
+        self.origin = bytes(prompt[: context.prompt_tokens])
         self.tokens = 0  # said so far
 
 

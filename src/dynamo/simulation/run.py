@@ -463,7 +463,7 @@ class _Run(logging.Handler):
         prompt = self._prompts.get(plan.number)
         if prompt is None:  # a chat: the template is the product's, so ask the engines what they were given
             seen = {
-                bytes(c.step.prompt)
+                c.step.origin
                 for c in self._cluster.conducts
                 if self._plan_of(bytes(c.step.prompt)).number == plan.number
             }

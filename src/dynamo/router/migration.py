@@ -1,0 +1,57 @@
+"""A stream that lost its worker goes on at another one: when it may, and what that one is asked.
+
+The new worker gets the prompt with everything that was generated so far behind it, and what is left of the token limits. The
+request keeps its id, and `Context.prompt_tokens` says where its own prompt ended, so that an engine that cares (penalties,
+grammars, usage) can tell the two apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dynamo.protocol.records import RESUMES_GUIDED
+
+__all__ = ["Move", "continued", "tokens_left", "why_not"]
+
+
+class Move:
+    """One change of worker, for the metrics."""
+
+    __slots__ = ("is_ongoing", "outcome", "seconds")
+
+    def __init__(self, *, is_ongoing: bool) -> None:
+        """`is_ongoing`: after the first token."""
+        self.is_ongoing = is_ongoing
+        self.outcome = "failure"  # "success" and "cancelled" are said when they are known
+        self.seconds = 0.0  # from the loss to the first thing the new worker said
+
+
+def why_not(
+    body: Mapping[str, Any], length: int, *, longest: int | None, runtime_data: Mapping[str, Any]
+) -> str | None:
+    """What keeps a request that has begun to answer from another worker; None: nothing.
+
+    `length`: prompt and answer so far, in tokens; `longest`: `--migration-max-seq-len`.
+    """
+    if longest is not None and length > longest:
+        return f"its {length} tokens are more than --migration-max-seq-len {longest}"
+    guided = (body.get("sampling_options") or {}).get("guided_decoding")
+    if guided and runtime_data.get(RESUMES_GUIDED) is not True:
+        return f"its engine does not take up a grammar in the middle (runtime_data has no {RESUMES_GUIDED!r})"
+    return None
+
+
+def tokens_left(body: Mapping[str, Any], generated: int) -> int | None:
+    """How many more tokens the request allows; None: as many as the engine will."""
+    most = (body.get("stop_conditions") or {}).get("max_tokens")
+    return None if most is None else max(0, int(most) - generated)
+
+
+def continued(body: Mapping[str, Any], prompt: Sequence[int], generated: Sequence[int]) -> dict[str, Any]:
+    """The request for whoever goes on behind `generated`; `body` stays as it is."""
+    stops = dict(body.get("stop_conditions") or {})
+    for name in ("max_tokens", "min_tokens"):
+        if stops.get(name) is not None:
+            stops[name] = max(0, int(stops[name]) - len(generated))
+    return {**body, "stop_conditions": stops, "token_ids": [*prompt, *generated]}
