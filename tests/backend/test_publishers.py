@@ -290,7 +290,6 @@ def test_an_engine_thread_may_outlive_the_loop() -> None:
         ({"kv_block_size": 0}, "kv_block_size"),
         ({"kv_block_size": 16, "batching_timeout_ms": 15_001}, "batching_timeout_ms"),
         ({"kv_block_size": 16, "batching_timeout_ms": -1}, "batching_timeout_ms"),
-        ({"kv_block_size": 16, "zmq_endpoint": "tcp://x"}, "PushSource"),
     ],
 )
 async def test_what_cannot_work_is_refused_at_once(options: dict[str, Any], said: str) -> None:

@@ -152,6 +152,7 @@ def registered() -> dict[str, tuple[str, list[str]]]:
     engine.publish(0, ComponentSnapshot(1, 2, 0.5, 0, 0.5))
     runtime_metrics.EventPlaneMetrics(registry)
     runtime_metrics.NatsMetrics(registry)
+    runtime_metrics.KvPublisherMetrics(registry)
     FrontendMetrics(registry, env={})
     return registry.asked
 

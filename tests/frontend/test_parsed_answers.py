@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from dynamo.common.backend.callable_engine import engine_class
+from dynamo.common.backend.worker import Worker
 from dynamo.protocol.records import ModelRuntimeConfig
 from support.asgi_client import Exchange
-from support.frontend_cluster import Cluster, cluster, say
+from support.frontend_cluster import Cluster, cluster, memory_runtime, say
 from support.tiny_model import write_tiny_model
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -308,6 +311,25 @@ async def test_reasoning_becomes_content_when_that_would_be_empty(house: Cluster
     assert (await hear(house)).said == ("", "a b", [], "stop")
 
 
+async def test_a_stream_that_holds_reasoning_back_is_kept_alive_even_where_that_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo.frontend.inference.KEEP_ALIVE_SECONDS", 0.02)
+    async with cluster(tmp_path, keep_alive_seconds=None, peek_seconds=0) as house:
+        worker = await house.worker(**parsers())
+
+        async def script(body: Any, context: Any, sink: Any) -> None:
+            sink.send_tokens(list(b"<think>hm"))
+            await worker.hold(body, context, sink)
+
+        worker.script = script
+        exchange = house.client.begin_chat("hi", stream=True, chat_template_args={"force_nonempty_content": True})
+        await exchange.until(lambda one: b": keep-alive" in one.body)
+        assert b"hm" not in exchange.body
+        exchange.disconnect()
+        await exchange.done()
+
+
 async def test_the_reasoning_member_can_have_another_name(tmp_path: Path) -> None:
     async with cluster(tmp_path, reasoning_field_name="reasoning") as house:
         await house.worker(say("<think>a</think>b"), **parsers())
@@ -497,3 +519,39 @@ async def test_marks_that_are_special_or_ending_tokens_still_reach_the_parsers(h
     assert request["stop_conditions"]["stop_token_ids_hidden"] == [1]
     await house.client.chat("hi", tools=TOOLS, tool_choice="none", chat_template_args={})
     assert worker.requests[-1]["stop_conditions"]["stop_token_ids_visible"] is None
+
+
+# -- models of other kinds -----------------------------------------------------------------------------------------------
+
+
+async def test_a_parser_this_version_lacks_is_told_in_the_log_and_the_text_stays(
+    house: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    await house.worker(say(CALL), **parsers("llama3_json", "gpt_oss"))
+    assert caplog.text.count("which is not in this version: its output is shown as it comes") == 2
+    assert (await hear(house, tools=TOOLS)).said == (CALL, "", [], "stop")
+
+
+async def speak(prompt: str) -> AsyncIterator[str]:
+    text = f"<think>hm</think>Moment.\n{CALL}"
+    for at in range(0, len(text), 5):
+        yield text[at : at + 5]
+
+
+async def test_a_model_that_takes_text_is_parsed_too(house: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0")
+    runtime = memory_runtime()
+    flags = ["--namespace", "ns", "--dyn-tool-call-parser", "hermes", "--dyn-reasoning-parser", "qwen3"]
+    engine, config = await engine_class(speak, "m").from_args(flags)
+    worker = Worker(engine, config, runtime=runtime, embedded=True)
+    running = asyncio.create_task(worker.run())
+    try:
+        async with asyncio.timeout(10):
+            await house.frontend.models.wait_for(lambda: house.frontend.models.lookup("m") is not None)
+        assert (await hear(house, tools=TOOLS)).said == ("Moment.", "hm", [WEATHER], "tool_calls")
+        usage = (await house.client.chat("hi", tools=TOOLS)).json["usage"]
+        assert "completion_tokens_details" not in usage  # there are no tokens to tell apart
+    finally:
+        worker.request_stop()
+        await running
+        await runtime.aclose()

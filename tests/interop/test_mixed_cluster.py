@@ -52,13 +52,22 @@ async def flood(cluster: Cluster) -> list[str]:
     return wrong
 
 
+@pytest.mark.parametrize(
+    ("plane", "discovery", "events"),
+    [("tcp", "file", "zmq"), ("nats", "file", "zmq"), ("tcp", "etcd", "nats"), ("nats", "etcd", "nats")],
+)
 @pytest.mark.parametrize("frontend", ["ours", "native"])
-async def test_four_workers_of_two_systems_share_the_load_without_an_error(frontend: str, tmp_path: Path) -> None:
-    async with interop_cluster(tmp_path, frontend=frontend, workers=["native", "ours", "native", "ours"]) as cluster:
+async def test_four_workers_of_two_systems_share_the_load_without_an_error(
+    frontend: str, plane: str, discovery: str, events: str, tmp_path: Path
+) -> None:
+    workers = ["native", "ours", "native", "ours"]
+    async with interop_cluster(
+        tmp_path, frontend=frontend, workers=workers, plane=plane, discovery=discovery, events=events
+    ) as cluster:
         await every_worker_is_known(cluster)
         assert await flood(cluster) == []
         served = {f"{number} {worker.system}": worker.served() for number, worker in enumerate(cluster.workers)}
-        print(f"frontend {frontend}: {served}")
+        print(f"frontend {frontend}, {plane}, {discovery}, {events}: {served}")
         assert min(served.values()) >= LEAST_SHARE * REQUESTS, served
         assert "abort" not in {line for worker in cluster.workers for line in worker.lines()}
 

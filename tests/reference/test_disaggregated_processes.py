@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -16,7 +17,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.kv_transfer import TransferOptions, check_installed
 from support.http_client import COMPLETIONS, DONE, ask, exchange
-from support.processes import Cluster, Frontend, Worker, until
+from support.processes import Cluster, Frontend, Worker, get, until
 from support.tiny_model import write_tiny_model
 
 MODEL = "pair"
@@ -107,6 +108,13 @@ async def freed(worker: Worker) -> None:
     await until(lambda: worker.metric(name) == 0, lambda: f"{worker.name} to free its blocks; log:\n{worker.log}")
 
 
+def outcomes(worker: Worker) -> dict[str, int]:
+    """`reference_kv_transfers_total` of a worker, by outcome."""
+    text = get(worker.system_port, "/metrics")[1].decode()
+    found = re.findall(r'^reference_kv_transfers_total\{.*outcome="(\w+)".*\} (\d+)', text, re.MULTILINE)
+    return {outcome: int(count) for outcome, count in found}
+
+
 @pytest.mark.parametrize("length", [1, 30, 200])
 async def test_the_answer_is_that_of_one_worker_streamed_or_not(length: int, stack: Pair, directory: Path) -> None:
     prompt = [(7 * n) % 400 + 10 for n in range(length)]
@@ -121,6 +129,9 @@ async def test_the_answer_is_that_of_one_worker_streamed_or_not(length: int, sta
     await freed(stack.prefill)
     await freed(stack.decode)
     assert "is computed here" not in stack.decode.log
+    for worker in (stack.prefill, stack.decode):
+        assert outcomes(worker)["fetched"] >= 2
+    assert stack.prefill.metric("reference_kv_offers") == 0
 
 
 async def test_a_client_that_leaves_leaves_no_block_behind(stack: Pair) -> None:

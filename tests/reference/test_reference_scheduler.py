@@ -71,6 +71,61 @@ def test_no_life_of_sequences_leaks_a_block_exceeds_a_budget_or_loses_a_token(da
     assert step.pool.available == blocks
 
 
+@settings(max_examples=150)
+@given(st.data())
+def test_no_life_in_two_workers_leaks_a_block_or_waits_for_nobody(data: st.DataObject) -> None:
+    """Prompts that arrive from elsewhere or fail to, and blocks that are kept for others, in any order."""
+    blocks, sequences = data.draw(st.integers(4, 14)), data.draw(st.integers(1, 4))
+    step = scheduler(blocks, sequences, 12, caching=data.draw(st.booleans()))
+    live: dict[Sequenced, int] = {}  # the length each will have when it ends
+    receiving: list[Sequenced] = []
+    kept: list[Sequenced] = []
+    todo = data.draw(st.integers(1, 10))
+    for _ in range(3000):
+        if todo and data.draw(st.integers(0, 2)) == 0:
+            todo -= 1
+            prompt = [data.draw(st.integers(0, 1))] * data.draw(st.integers(1, blocks * SIZE - 2))
+            sequence = Sequenced(prompt, priority=data.draw(st.integers(0, 1)), arrives=data.draw(st.booleans()))
+            live[sequence] = min(len(prompt) + data.draw(st.integers(1, 12)), blocks * SIZE - 1)
+            step.add(sequence)
+        if live and data.draw(st.integers(0, 30)) == 0:
+            left = data.draw(st.sampled_from(list(live)))
+            step.finish(left)
+            del live[left]
+        plan = [] if step.is_idle else step.plan()
+        receiving += step.take_reserved()
+        # What is being written belongs to nobody else, here or elsewhere.
+        others = [block for sequence in (*kept, *receiving) for block in sequence.blocks[sequence.computed // SIZE :]]
+        assert not set(others) & {block for work in plan for block in written(work)}
+        for work in plan:
+            assert not work.sequence.arrives
+            step.computed(work, 9 if work.samples else None)
+            if len(work.sequence.tokens) == live[work.sequence]:
+                del live[work.sequence]
+                keep = data.draw(st.booleans())
+                step.finish(work.sequence, keep=keep)
+                if keep:
+                    assert len(work.sequence.blocks) * SIZE >= work.sequence.computed
+                    kept.append(work.sequence)
+        # Somebody outside does something, at the latest when nobody here can.
+        must = step.is_idle and not plan
+        if receiving and (must or data.draw(st.booleans())):
+            arrived = receiving.pop()
+            step.received(arrived, data.draw(st.sampled_from([0, len(arrived.tokens) - 1])))
+        elif kept and (must or data.draw(st.booleans())):
+            step.finish(kept.pop(0))
+        elif must and not todo:
+            break
+    else:
+        pytest.fail("the sequences did not end")
+    assert live == {}
+    assert (step.pool.held, step.pool.available) == (0, blocks)
+
+
+def written(work: Work) -> set[int]:
+    return {work.sequence.blocks[at // SIZE] for at in range(work.start, work.start + work.count)}
+
+
 def test_a_long_prompt_is_computed_in_pieces_beside_those_who_generate() -> None:
     step = scheduler()
     first, long = Sequenced([1]), Sequenced([2] * 40)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -17,6 +18,13 @@ KEY = "v1/instances/ns/c/e/1f"
 OTHER = "v1/instances/ns/c/e/2a"
 
 OpenStore = Callable[[], Awaitable[Discovery]]
+
+
+@pytest.fixture(autouse=True)
+def no_defect(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """The stores' loops log a defect and go on; here it is a failure."""
+    yield
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 @pytest.fixture(params=["memory", "file", "etcd", "kubernetes"])

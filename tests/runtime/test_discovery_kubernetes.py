@@ -6,10 +6,11 @@ Over a fake of the API server; the docstring there says how far it goes.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,13 @@ KEY = "v1/instances/ns/c/e/1f"
 OTHER = "v1/instances/ns/c/e/2a"
 
 Open = Callable[..., Awaitable[KubernetesDiscovery]]
+
+
+@pytest.fixture(autouse=True)
+def no_defect(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """The stores' loops log a defect and go on; here it is a failure."""
+    yield
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,10 +26,19 @@ START_SECONDS = 20.0
 class EtcdServer:
     """One member on free ports of this machine, its data in `root`. Knows nothing of the code under test."""
 
-    def __init__(self, root: Path, *flags: str, tls: ssl.SSLContext | None = None, scheme: str = "http") -> None:
-        """`tls` is a client's context, for the questions this class asks itself."""
-        self._root, self._flags, self._tls, self._scheme = root, flags, tls, scheme
-        self.port, self._peer_port = free_ports(2)
+    def __init__(
+        self,
+        root: Path,
+        *flags: str,
+        tls: ssl.SSLContext | None = None,
+        scheme: str = "http",
+        name: str = "one",
+        peers: Mapping[str, int] | None = None,
+    ) -> None:
+        """`tls` is a client's context, for the questions this class asks itself; `peers`: the ports of all members."""
+        self._root, self._flags, self._tls, self._scheme, self._name = root, flags, tls, scheme, name
+        (self.port,) = free_ports(1)
+        self._peers = dict(peers or {name: free_ports(1)[0]})
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -48,21 +57,38 @@ class EtcdServer:
 
     def start(self) -> None:
         """Start it with the data there is, and wait until it answers."""
+        self.launch()
+        self.wait_ready()
+
+    def launch(self) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
-        peer = f"http://127.0.0.1:{self._peer_port}"
+        urls = {name: f"http://127.0.0.1:{port}" for name, port in self._peers.items()}
+        peer = urls[self._name]
         # Short elections make short leases legal: the shortest is one and a half elections, in whole seconds.
         argv = [
             str(BINARY),
-            *("--name", "one", "--data-dir", str(self._root / "data"), "--log-level", "error", "--unsafe-no-fsync"),
+            *(
+                "--name",
+                self._name,
+                "--data-dir",
+                str(self._root / "data"),
+                "--log-level",
+                "error",
+                "--unsafe-no-fsync",
+            ),
             *("--listen-client-urls", self.url, "--advertise-client-urls", self.url),
-            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"one={peer}"),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", ",".join(f"{name}={url}" for name, url in urls.items())),
             *("--heartbeat-interval", "50", "--election-timeout", "500"),
             *self._flags,
         ]
         with (self._root / "log").open("ab") as log:
             self._process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, cwd=self._root)
+
+    def wait_ready(self) -> None:
+        assert self._process is not None
         ends_at = time.monotonic() + START_SECONDS
-        while not self._answers():
+        while not self.answers():
             if self._process.poll() is not None or time.monotonic() > ends_at:
                 self.kill()
                 raise AssertionError(f"etcd did not start:\n{(self._root / 'log').read_text()}")
@@ -142,12 +168,31 @@ class EtcdServer:
     def leases(self) -> list[int]:
         return [int(each["ID"]) for each in self.call("lease/leases", {}).get("leases", [])]
 
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
+        """Whether it answers, and its cluster has a leader."""
         try:
-            self.call("maintenance/status", {})
+            self.call("kv/range", {"key": encoded("v1/"), "count_only": True})
         except (OSError, http.client.HTTPException):
             return False
+        except AssertionError as error:
+            return "user name is empty" in str(error)  # it is up, and asks who we are
         return True
+
+
+@contextlib.contextmanager
+def three_members(root: Path) -> Iterator[list[EtcdServer]]:
+    """A cluster that can lose one of its members."""
+    names = ("one", "two", "three")
+    peers = dict(zip(names, free_ports(3), strict=True))
+    members = [EtcdServer(root / name, name=name, peers=peers) for name in names]
+    with contextlib.ExitStack() as stack:
+        for member in members:
+            stack.callback(member.kill)
+            member.launch()
+        for member in members:
+            member.wait_ready()
+        yield members
+    shutil.rmtree(root, ignore_errors=True)
 
 
 def encoded(key: str) -> str:

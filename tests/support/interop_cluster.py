@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.etcd_server import EtcdServer
 from support.native_frontend import NATIVE_PYTHON, Frontend, Reply, environment, frontend_process, process
+from support.nats_server import nats_server
 from support.tiny_model import write_tiny_model
 
 ENGINE = Path(__file__).parent / "interop_engine.py"
@@ -64,6 +66,18 @@ def chat_body(**options: Any) -> dict[str, Any]:
     return {**body, **options}
 
 
+@contextmanager
+def services(root: Path, *, plane: str, discovery: str, events: str = "zmq") -> Iterator[dict[str, str]]:
+    """The environment that names what these need, running: NATS for requests or events, etcd for discovery."""
+    with ExitStack() as stack:
+        found = {"DYN_REQUEST_PLANE": plane, "DYN_DISCOVERY_BACKEND": discovery, "DYN_EVENT_PLANE": events}
+        if "nats" in (plane, events):
+            found["NATS_SERVER"] = stack.enter_context(nats_server()).url
+        if discovery == "etcd":
+            found["ETCD_ENDPOINTS"] = stack.enter_context(EtcdServer(root / "etcd")).url
+        yield found
+
+
 @asynccontextmanager
 async def interop_cluster(
     root: Path,
@@ -72,22 +86,24 @@ async def interop_cluster(
     workers: Sequence[str],
     plane: str = "tcp",
     discovery: str = "file",
+    events: str = "zmq",
     more: dict[str, str] | None = None,
-    worker_options: Sequence[str] = (),
 ) -> AsyncIterator[Cluster]:
-    """`frontend` and each of `workers` is "native" or "ours"; `more` is added to every process's environment."""
-    env = environment(root, root / "store", DYN_REQUEST_PLANE=plane, **(more or {}))
+    """`frontend` and each of `workers` is "native" or "ours"; `more` is added to every worker's environment."""
     model_dir = write_tiny_model(root / "model")
     config = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 40_000}))
     options = ("--discovery-backend", discovery, "--request-plane", plane)
     async with AsyncExitStack() as stack:
+        found = stack.enter_context(services(root, plane=plane, discovery=discovery, events=events))
+        env = environment(root, root / "store", **found)
         front = await stack.enter_async_context(frontend_process(PYTHONS[frontend], root, env, *options))
         cluster = Cluster(front, model_dir)
         for number, system in enumerate(workers):
             journal = root / f"worker-{number}.journal"
-            argv = [PYTHONS[system], str(ENGINE), str(model_dir), str(journal), *options, *worker_options]
-            started = await stack.enter_async_context(process(argv, root / f"worker-{number}.log", env))
+            argv = [PYTHONS[system], str(ENGINE), str(model_dir), str(journal), *options]
+            own = {**env, **(more or {})}
+            started = await stack.enter_async_context(process(argv, root / f"worker-{number}.log", own))
             cluster.workers.append(Worker(system, started, journal))
         await front.model_appears()
         await cluster.ready()

@@ -108,9 +108,12 @@ class NativeCaller:
         else:
             answer.connected.set_result((reader, writer))
 
-    async def open(self) -> None:
+    async def listen(self) -> None:
         self._server = await asyncio.start_server(self._called_home, "127.0.0.1", 0, backlog=1024)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    async def open(self) -> None:
+        await self.listen()
         host, _, port = self.address.rpartition(":")
         self.reader, self.writer = await asyncio.open_connection(host, int(port))
         self._writers.append(self.writer)
@@ -131,6 +134,11 @@ class NativeCaller:
         **control: Any,
     ) -> tuple[bytes, Answer]:
         """A request frame and where its answer will arrive; `codec` None leaves the field out (json)."""
+        payload, answer = self.payload(body, codec=codec, **control)
+        return request_frame(path, {"request-id": answer.request_id} if headers is None else headers, payload), answer
+
+    def payload(self, body: Any, *, codec: str | None = "msgpack", **control: Any) -> tuple[bytes, Answer]:
+        """What a request carries, on whatever it travels, and where its answer will arrive."""
         number = next(_ids)
         request_id, subject = f"r{number}", f"s{number}"
         answer = Answer(request_id, codec or "json", asyncio.get_running_loop().create_future())
@@ -151,8 +159,7 @@ class NativeCaller:
             message["payload_codec"] = codec
         message.update(control)
         data = msgspec.msgpack.encode(body) if codec == "msgpack" else json.dumps(body).encode()
-        payload = two_part(json.dumps(message).encode(), data)
-        return request_frame(path, {"request-id": request_id} if headers is None else headers, payload), answer
+        return two_part(json.dumps(message).encode(), data), answer
 
     async def ack(self) -> str:
         (length,) = struct.unpack(">I", await asyncio.wait_for(self.reader.readexactly(4), 10))

@@ -46,7 +46,7 @@ from dynamo.frontend.models import ModelDirectory, ServedModel
 from dynamo.frontend.overhead import PARSE, QUEUE, Overhead, wants_overhead
 from dynamo.frontend.parsed_answers import ParsedChunkWriter, ParsedUnaryAnswer
 from dynamo.frontend.preprocess import Preprocessor
-from dynamo.frontend.settings import FrontendSettings
+from dynamo.frontend.settings import KEEP_ALIVE_SECONDS, FrontendSettings
 from dynamo.frontend.surfaces import Answer, ChunkWriter, Surface, UnaryAnswer
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import (
@@ -58,7 +58,7 @@ from dynamo.protocol.openai.errors import (
 )
 from dynamo.protocol.openai.escaping import json_text
 from dynamo.protocol.openai.headers import HeaderEffects, apply_headers
-from dynamo.protocol.openai.requests import Request
+from dynamo.protocol.openai.requests import ChatRequest, Request
 from dynamo.protocol.openai.sse import DONE, annotation_event
 from dynamo.runtime.context import Context
 from dynamo.runtime.tracing import TraceContext
@@ -233,7 +233,7 @@ class InferenceRoute:
                 extra=extra,
                 late_headers=overhead.headers,
                 peek_seconds=self._settings.peek_seconds,
-                keep_alive_seconds=self._settings.keep_alive_seconds,
+                keep_alive_seconds=_keep_alive(self._settings, request),
             )
         work: WorkRequest | None = None
         try:
@@ -543,6 +543,12 @@ _BY_STATUS: Final = {
     504: _Failure("response_timeout", "DeadlineExceeded", "backend.response_timeout"),
 }
 _INTERNAL: Final = _Failure("internal", "Internal", "runtime.internal")
+
+
+def _keep_alive(settings: FrontendSettings, request: Request) -> float | None:
+    """How long a stream may be silent. A request that may hold back all output has a limit even where that is off."""
+    holds_back = isinstance(request, ChatRequest) and request.template_args.get("force_nonempty_content") is True
+    return settings.keep_alive_seconds or (KEEP_ALIVE_SECONDS if holds_back else None)
 
 
 def _said_by_client(client_id: bytes | None) -> str:

@@ -21,6 +21,7 @@ import msgspec
 from dynamo.errors import DynamoException
 from dynamo.frontend.cards import CardBook, CardEntry, Group, GroupKey, Scope
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.parsing import warn_of_missing_parsers
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
 from dynamo.protocol.records import UNREADABLE, ModelCard
 from dynamo.router.prefill import PrefillRouter
@@ -440,6 +441,7 @@ class ModelDirectory:
             return
         served = self._served[key] = ServedModel(group, text, self._clients)
         self._gauges(served)
+        warn_of_missing_parsers(key.model, served.card.runtime_config)
         logger.info(
             "model %s is served in namespace %s by %d worker(s) (%s)",
             key.model,

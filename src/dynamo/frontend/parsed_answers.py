@@ -91,7 +91,15 @@ class _StreamedChoice:
 class ParsedChunkWriter(ChunkWriter):
     """Deltas to the bytes of one streamed answer, parsed on the way."""
 
-    __slots__ = ("_choices", "_counters", "_dispatches_calls", "_dispatches_reasoning", "_plan", "_reasoning_head")
+    __slots__ = (
+        "_chat",
+        "_choices",
+        "_counters",
+        "_dispatches_calls",
+        "_dispatches_reasoning",
+        "_plan",
+        "_reasoning_head",
+    )
 
     def __init__(
         self,
@@ -105,6 +113,8 @@ class ParsedChunkWriter(ChunkWriter):
     ) -> None:
         """`dispatches_*` also tell every complete call, and the whole reasoning, in a named event of their own."""
         super().__init__(answer, continuous_usage=continuous_usage)
+        assert isinstance(self._stream, ChatStream)  # only chat answers are parsed
+        self._chat = self._stream
         self._plan = plan
         self._counters = _Counters(answer, plan)
         self._choices: dict[int, _StreamedChoice] = {}
@@ -127,6 +137,14 @@ class ParsedChunkWriter(ChunkWriter):
         events = choice.parser.push(delta.text)
         if delta.finish_reason is not None:
             events += choice.parser.finish()
+        elif self._is_plain and not self._dispatches_reasoning and len(events) < 2:
+            # Nearly every delta: nothing yet, or one piece of text and nothing else to say.
+            if not events:
+                return b""
+            if isinstance(events[0], Content):
+                return self._chat.delta(delta.choice, events[0].text)
+            if isinstance(events[0], Reasoning):
+                return self._chat.members(delta.choice, self._reasoning_head + json_text(events[0].text))
         self._note(choice, delta)
         before: list[bytes] = []  # events of their own
         if self._dispatches_reasoning:
@@ -191,8 +209,7 @@ class ParsedChunkWriter(ChunkWriter):
 
     def _chunks(self, delta: Delta, choice: _StreamedChoice, chunks: list[bytes]) -> bytes:
         """The chunks' bytes: log probabilities and extensions go with the first, the reason with the last."""
-        answer, stream, index = self._answer, self._stream, delta.choice
-        assert isinstance(stream, ChatStream)  # only chat answers are parsed
+        answer, stream, index = self._answer, self._chat, delta.choice
         reason = _finish_reason(delta.finish_reason, choice.complete_calls)
         logprobs = answer.logprobs(index, choice.items) if choice.items else None
         choice.items = []

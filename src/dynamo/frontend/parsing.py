@@ -6,6 +6,7 @@ Most requests have none and never come here again.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,7 +21,9 @@ from dynamo.text.reasoning import REASONING_FORMATS, ReasoningParser
 from dynamo.text.tokenizer import Tokenizer
 from dynamo.text.tools import TOOL_FORMATS, NamedCallParser, RequiredCallsParser, ToolFormat, ToolParser
 
-__all__ = ["OutputPlan", "ReasoningCounter", "plan_output", "tell_worker"]
+__all__ = ["OutputPlan", "ReasoningCounter", "plan_output", "tell_worker", "warn_of_missing_parsers"]
+
+logger = logging.getLogger(__name__)
 
 PROMPT_TAIL_TOKENS: Final = 16  # of a prompt that came as ids: enough for an opening tag and the white space behind it
 
@@ -136,6 +139,21 @@ def tell_worker(
         body["require_reasoning"] = True
     if request.skip_special_tokens is None and any(_is_skipped(tokenizer, mark) for mark in marks):
         body["output_options"]["skip_special_tokens"] = False
+
+
+def warn_of_missing_parsers(model: str, config: ModelRuntimeConfig) -> None:
+    """Say so in the log when a card asks for a parser that this version does not have."""
+    for what, name, known in (
+        ("tool-call parser", config.tool_call_parser, TOOL_FORMATS),
+        ("reasoning parser", config.reasoning_parser, REASONING_FORMATS),
+    ):
+        if name is not None and name not in known:
+            logger.warning(
+                "model %s asks for the %s %r, which is not in this version: its output is shown as it comes",
+                model,
+                what,
+                name,
+            )
 
 
 def _show_ends(form: ToolFormat, tokenizer: Tokenizer, stops: dict[str, Any]) -> None:

@@ -245,7 +245,7 @@ class Core:
         is_best = choice.is_plain and choice.generated >= stop.min_tokens
         drawn = Drawn(best) if is_best else self._choose(choice, logits)
         choice.generated += 1
-        if choice.sampling.penalises:
+        if not is_best and choice.sampling.penalises:
             choice.history.generated[drawn.token] += 1
         reason, shown = ending(drawn.token, choice.generated, stop)
         if steering is not None and reason is None:

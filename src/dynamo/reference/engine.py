@@ -287,6 +287,11 @@ class ReferenceEngine(LLMEngine):
             return await super().engine_update(name, body)
         return await self._operations.update(name, body)
 
+    async def register_prometheus(self, metrics: Any) -> None:
+        role = self._prefill or self._decode
+        if role is not None:
+            metrics.register_prometheus_typed_callback(partial(role.metrics, metrics.auto_labels))
+
     # -- what the worker asks for -------------------------------------------------------------------------------------
 
     async def health_check_payload(self) -> dict[str, Any] | None:

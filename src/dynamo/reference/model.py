@@ -192,7 +192,7 @@ class Model:
 
     def logits(self, hidden: Array) -> Array:
         """(tokens, vocabulary) of some rows of what `forward` returned."""
-        return linear(hidden, self.weights.head, None)
+        return np.ascontiguousarray(linear(hidden, self.weights.head, None))
 
     def _attend(
         self, number: int, layer: Layer, hidden: Array, turn: tuple[Array, Array], batch: Batch, cache: KvCache
@@ -202,11 +202,13 @@ class Model:
         flat = linear(hidden, layer.qkv, layer.qkv_bias)
         for adapter, rows in batch.adapted:
             add_rows(flat, hidden, rows, adapter.layers[number].qkv)
-        qkv = flat.reshape(tokens, c.heads + 2 * c.kv_heads, c.head_dim)
-        queries, keys, values = qkv[:, : c.heads], qkv[:, c.heads : -c.kv_heads], qkv[:, -c.kv_heads :]
+        qkv = np.ascontiguousarray(flat).reshape(tokens, c.heads + 2 * c.kv_heads, c.head_dim)
+        turning, values = qkv[:, : -c.kv_heads], qkv[:, -c.kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
-            queries, keys = rms_norm(queries, layer.q_norm, c.norm_eps), rms_norm(keys, layer.k_norm, c.norm_eps)
-        queries, keys = rotate(queries, turn), rotate(keys, turn)
+            turning[:, : c.heads] = rms_norm(turning[:, : c.heads], layer.q_norm, c.norm_eps)
+            turning[:, c.heads :] = rms_norm(turning[:, c.heads :], layer.k_norm, c.norm_eps)
+        turned = rotate(turning, turn)
+        queries, keys = turned[:, : c.heads], turned[:, c.heads :]
         cache.write(number, batch.slots, keys.swapaxes(0, 1), values.swapaxes(0, 1))
         out = np.empty((tokens, c.heads * c.head_dim), np.float32)
         for group in batch.groups:
@@ -244,8 +246,9 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None)
 
 
 def linear(x: Array, weight: Array, bias: Array | None) -> Array:
+    """`x @ weight.T + bias`. The result lies in memory by columns, which costs nothing to add or to multiply on with."""
     # Not `x @ weight.T`: for the few rows of a decode step, BLAS is twice as fast with the large matrix first.
-    product: Array = np.ascontiguousarray((weight @ x.T).T)
+    product: Array = (weight @ x.T).T
     if bias is not None:
         product += bias
     return product

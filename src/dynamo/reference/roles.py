@@ -23,10 +23,14 @@ from dynamo.reference.kv_transfer import KvReceiver, KvSender, Ticket, TransferO
 from dynamo.reference.model import KvCache
 from dynamo.reference.request import Job
 from dynamo.runtime.context import Context
+from dynamo.runtime.metrics import TypedFamily
 
 __all__ = ["DecodeRole", "PrefillRole"]
 
 logger = logging.getLogger(__name__)
+
+OFFERS: Final = "reference_kv_offers"
+TRANSFERS: Final = "reference_kv_transfers_total"
 
 RELEASE_SECONDS: Final = 2.0  # for telling the peer that its blocks are not wanted; they expire without that, too
 
@@ -37,6 +41,7 @@ class PrefillRole:
     def __init__(self, cache: KvCache, options: TransferOptions) -> None:
         """Raises InvalidArgument for a transport that is not installed."""
         self._sender: KvSender = make_sender(cache, options)
+        self._ends = dict.fromkeys(("fetched", "expired", "closed"), 0)  # offers that ended, by why
 
     async def start(self) -> None:
         """Raises CannotConnect when the address cannot be had."""
@@ -51,6 +56,15 @@ class PrefillRole:
         """Whether nobody may come for blocks any more."""
         return self._sender.offers == 0
 
+    def metrics(self, labels: Mapping[str, str]) -> list[TypedFamily]:
+        """What `/metrics` says now; `labels` are on every series."""
+        common = [*labels.items()]
+        offers = [(OFFERS, common, self._sender.offers)]
+        return [
+            (OFFERS, "Computed prompts whose KV blocks are held for a decode worker", "gauge", offers),
+            _outcomes("Computed prompts that are held no more, by why", common, self._ends),
+        ]
+
     def narrowed(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The request for one token. Raises InvalidArgument for several choices: each has a hand-over of its own."""
         if ((request.get("sampling_options") or {}).get("n") or 1) != 1:
@@ -62,6 +76,7 @@ class PrefillRole:
         """Hold a choice's blocks; `let_go` is called once when they may be freed. Raises Overloaded."""
 
         def ended(reason: str) -> None:
+            self._ends[reason] += 1
             if reason == "expired":
                 logger.warning("nobody fetched a prompt of %d tokens in time; its KV blocks are freed", tokens)
             let_go()
@@ -79,10 +94,18 @@ class DecodeRole:
         Raises InvalidArgument for a transport that is not installed.
         """
         self._cache, self._required = cache, required
+        self._ends = dict.fromkeys(("fetched", "failed", "unwanted"), 0)  # prompts that others had computed
         self._receiver: KvReceiver = make_receiver(cache.layout, options)
 
     async def close(self) -> None:
+        """No pull may be running."""
         await self._receiver.close()
+
+    def metrics(self, labels: Mapping[str, str]) -> list[TypedFamily]:
+        """What `/metrics` says now; `labels` are on every series."""
+        return [
+            _outcomes("Prompts that a prefill worker had computed, by what came of it", [*labels.items()], self._ends)
+        ]
 
     def ticket(self, request: Mapping[str, Any]) -> Ticket | None:
         """Where the request's blocks are; None: compute the prompt here. Raises InvalidArgument."""
@@ -140,8 +163,10 @@ class DecodeRole:
                 await self.release(ticket)
                 return 0
             pull.result()
+            self._ends["fetched"] += 1
             return wanted
         except DynamoException as error:
+            self._ends["failed"] += 1
             logger.warning(
                 "request %s: its KV blocks could not be fetched and its prompt is computed here (%s: %s)",
                 context.id(),
@@ -154,11 +179,17 @@ class DecodeRole:
 
     async def release(self, ticket: Ticket) -> None:
         """Tell the peer that its blocks are not wanted; at most `RELEASE_SECONDS`."""
+        self._ends["unwanted"] += 1
         try:
             async with asyncio.timeout(RELEASE_SECONDS):
                 await self._receiver.pull(ticket, 0, 0, lambda number, page: None)
         except (DynamoException, TimeoutError) as error:
             logger.info("%r was not released, and expires (%s: %s)", ticket, type(error).__name__, error)
+
+
+def _outcomes(help: str, labels: list[tuple[str, str]], counts: Mapping[str, int]) -> TypedFamily:
+    samples = [(TRANSFERS, [*labels, ("outcome", outcome)], count) for outcome, count in counts.items()]
+    return TRANSFERS, help, "counter", samples
 
 
 async def _ended(*tasks: asyncio.Future[Any]) -> None:

@@ -53,6 +53,14 @@ class EndpointEvents:
         """Send one message: any value that msgpack can carry. Never blocks; without a reader it goes nowhere."""
         self._publisher.publish(msgspec.msgpack.encode(payload))
 
+    @property
+    def publisher_id(self) -> int:
+        return self._publisher.publisher_id
+
+    async def close(self) -> None:
+        """Leave; idempotent."""
+        await self._publisher.close()
+
 
 class Endpoint:
     """A name in the cluster. Cheap: nothing happens until it is served or called."""
@@ -334,15 +342,20 @@ class ServedEndpoint:
         server = await self._runtime.plane_server()
         await server.start()  # it is there; a path that was just registered may take a moment
         endpoint, withdrawals = self.endpoint, self._withdrawals
-        record = encode_instance(
-            endpoint.namespace, endpoint.component, endpoint.name, self._instance_id, server.transport(self.route)
-        )
-        await self._runtime.discovery.put(self._key, record)
+        await self._runtime.discovery.put(self._key, await self.record())
         if withdrawals != self._withdrawals:
             return  # withdrawn while the store was writing
         if self._is_withdrawn:  # an engine that slept is back: ready again, or as soon as the canary has seen it
             self._is_withdrawn = False
             self._runtime.health.register(endpoint.path, has_payload=self._payload is not None)
+
+    async def record(self) -> bytes:
+        """The instance record, as `advertise` puts it."""
+        server = await self._runtime.plane_server()
+        endpoint = self.endpoint
+        return encode_instance(
+            endpoint.namespace, endpoint.component, endpoint.name, self._instance_id, server.transport(self.route)
+        )
 
     async def withdraw(self) -> None:
         """Remove the instance record; what arrives all the same is served. Idempotent."""

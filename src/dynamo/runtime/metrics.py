@@ -681,6 +681,20 @@ class EventPlaneMetrics:
         self._invalid(topic).inc()
 
 
+class KvPublisherMetrics:
+    """What becomes of the KV events that engines publish on their own ZMQ sockets. One per process."""
+
+    def __init__(self, registry: MetricsRegistry) -> None:
+        def counter(name: str, help: str) -> Counter:
+            return registry.counter(f"dynamo_component_kv_publisher_{name}_total", help, exist_ok=True)
+
+        self.engine_drops = counter("engines_dropped_events", "Messages of the engine that were lost on their way here")
+        self.events = counter("zmq_events", "KV events read from engines")
+        self.filtered = counter("zmq_filtered_events", "KV events left out: not of this worker's own main cache")
+        self.issues = counter("zmq_conversion_issues", "Messages and KV events of engines that cannot be read")
+        self.suspicious = counter("zmq_suspicious_events", "KV events whose blocks contradict each other")
+
+
 class NatsMetrics:
     """What goes wrong between this process and NATS. One per process."""
 

@@ -8,17 +8,22 @@ event ids, which routers notice.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, assert_never
 
 from dynamo.errors import InvalidArgument
+from dynamo.kv.engine_events import Cleared, EngineEvent, Removed, Stored
 from dynamo.kv.hashing import block_hashes as hash_blocks
 from dynamo.kv.hashing import to_unsigned
+from dynamo.kv.ledger import KvLedger
+from dynamo.runtime.metrics import KvPublisherMetrics
+
+if TYPE_CHECKING:
+    from dynamo.common.backend.zmq_source import ZmqEngineEvents
 
 __all__ = [
     "ComponentSnapshot",
@@ -171,8 +176,9 @@ class KvEventPublisher:
     ) -> None:
         """Create it on the worker's event loop. `channel` replaces the endpoint's own (tests, other planes).
 
-        Every list leaves at once, so `batching_timeout_ms` is only checked. Raises InvalidArgument for a block size
-        below 1, a timeout above 15 s, and a ZMQ source, which this version cannot subscribe to.
+        With `zmq_endpoint` the events are those that the engine publishes there (`zmq_topic` "": all of them). Every list
+        leaves at once, so `batching_timeout_ms` is only checked. Raises InvalidArgument for a block size below 1, a
+        timeout above 15 s, and an address that is none.
         """
         if kv_block_size < 1:
             raise InvalidArgument(f"kv_block_size must be at least 1, got {kv_block_size}")
@@ -180,18 +186,19 @@ class KvEventPublisher:
             raise InvalidArgument(
                 f"batching_timeout_ms must be in 0..{MAX_BATCHING_TIMEOUT_MS}, got {batching_timeout_ms}"
             )
-        if zmq_endpoint is not None:
-            raise InvalidArgument(
-                f"KV events from a ZMQ socket ({zmq_endpoint}) are not supported yet; "
-                "return a PushSource from kv_event_sources() and push them"
-            )
         self._worker_id = endpoint.connection_id() if worker_id is None else worker_id
         self._block_size = kv_block_size
         self._dp_rank = dp_rank
         self._outbox = _Outbox(endpoint.event_channel(KV_EVENTS_TOPIC) if channel is None else channel)
         self._lock = threading.Lock()  # holds the order of event ids and messages together
-        self._event_ids = itertools.count()
+        self._ledger = KvLedger(self._envelope)
         self._size_warnings = 0
+        self._engine: ZmqEngineEvents | None = None
+        if zmq_endpoint is not None:
+            from dynamo.common.backend.zmq_source import ZmqEngineEvents
+
+            metrics = KvPublisherMetrics(endpoint.runtime.metrics)
+            self._engine = ZmqEngineEvents(zmq_endpoint, zmq_topic or "", self.take_engine_events, metrics)
 
     @property
     def dropped_messages(self) -> int:
@@ -239,8 +246,47 @@ class KvEventPublisher:
         """
         self._send([data for number, event in enumerate(events) for data in self._checked(number, event)])
 
+    def publish_cleared(self) -> None:
+        """The engine holds nothing any more."""
+        self._send(["cleared"])
+
+    def take_engine_events(self, events: Iterable[EngineEvent]) -> None:
+        """Publish what an engine said itself. Raises ValueError for a stored event whose parts do not fit together."""
+        for event in events:
+            match event:
+                case Stored():
+                    pieces = self._stored(
+                        event.token_ids,
+                        [event.block_size] * len(event.block_hashes),
+                        event.block_hashes,
+                        parent_hash=event.parent,
+                        block_mm_infos=event.mm_infos,
+                        lora_name=event.lora_name,
+                        is_eagle=event.is_eagle,
+                        cache_salt=event.cache_salt,
+                    )
+                    self._send(pieces, event.tier)
+                case Removed():
+                    self._send(_removed(event.block_hashes) or [{"removed": {"block_hashes": []}}], event.tier)
+                case Cleared():
+                    self.publish_cleared()
+                case _:
+                    assert_never(event)
+
+    def answer(self, start_event_id: int | None, end_event_id: int | None) -> dict[str, Any]:
+        """What a router that missed something is told; see `KvLedger.answer`. Any thread."""
+        with self._lock:
+            return self._ledger.answer(start_event_id, end_event_id)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """(worker id, data-parallel rank) of its blocks."""
+        return self._worker_id, self._dp_rank
+
     def shutdown(self) -> None:
-        """Publish nothing more; idempotent."""
+        """Publish nothing more; idempotent. With a ZMQ source: on the event loop."""
+        if self._engine is not None:
+            self._engine.close()
         self._outbox.close()
 
     def _checked(self, number: int, event: Mapping[str, Any]) -> list[Any]:
@@ -312,17 +358,18 @@ class KvEventPublisher:
                 return number
         return len(num_block_tokens)
 
-    def _send(self, events: list[Any]) -> None:
+    def _send(self, changes: list[Any], tier: str = "device") -> None:
         with self._lock:
+            events = [event for data in changes if (event := self._ledger.add(tier, data)) is not None]
             for start in range(0, len(events), MAX_EVENTS_PER_MESSAGE):
-                self._outbox.put([self._envelope(data) for data in events[start : start + MAX_EVENTS_PER_MESSAGE]])
+                self._outbox.put(events[start : start + MAX_EVENTS_PER_MESSAGE])
 
-    def _envelope(self, data: Any) -> dict[str, Any]:
+    def _envelope(self, event_id: int, tier: str, data: Any) -> dict[str, Any]:
         return {
             "worker_id": self._worker_id,
-            "storage_tier": "device",
+            "storage_tier": tier,
             "residency_domain": "worker",
-            "event": {"event_id": next(self._event_ids), "data": data, "dp_rank": self._dp_rank},
+            "event": {"event_id": event_id, "data": data, "dp_rank": self._dp_rank},
         }
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dynamo.common.backend.engine_config import EngineConfig
+from dynamo.common.backend.kv_recovery import KvRecovery
 from dynamo.common.backend.lifecycle_metrics import WorkerMetrics
 from dynamo.common.backend.publisher import (
+    KV_EVENTS_TOPIC,
+    KV_METRICS_TOPIC,
+    EventChannel,
     KvEventPublisher,
     PushSource,
     SnapshotPublisher,
@@ -29,7 +33,8 @@ class Publishing:
         self._endpoint = endpoint
         self._block_size = config.kv_cache_block_size
         self._enable_local_indexer = enable_local_indexer
-        self._close: list[Callable[[], None]] = []
+        self._recoverable: list[tuple[KvEventPublisher, int]] = []
+        self._close: list[Callable[[], Awaitable[None] | None]] = []
 
     def connect_kv_events(self, sources: object) -> None:
         """Build one publisher for each source that `kv_event_sources()` declared.
@@ -48,12 +53,23 @@ class Publishing:
             )
             return
         for source in checked:
-            publisher = self._kv_publisher(self._block_size, source)
+            channel = self._endpoint.event_channel(KV_EVENTS_TOPIC)
+            self._close.append(channel.close)
+            publisher = self._kv_publisher(self._block_size, source, channel)
             self._close.append(publisher.shutdown)
+            self._recoverable.append((publisher, channel.publisher_id))
             if type(source).__name__ == PushSource.__name__:
                 source.on_ready(publisher)
 
-    def _kv_publisher(self, block_size: int, source: Any) -> KvEventPublisher:
+    async def serve_recovery(self) -> None:
+        """Let routers ask for KV events they missed; once the worker serves, because each publisher gets an endpoint."""
+        if not self._enable_local_indexer:
+            return
+        for publisher, publisher_id in self._recoverable:
+            recovery = await KvRecovery.begin(self._endpoint, publisher, publisher_id)
+            self._close.append(recovery.close)
+
+    def _kv_publisher(self, block_size: int, source: Any, channel: EventChannel) -> KvEventPublisher:
         try:
             return KvEventPublisher(
                 self._endpoint,
@@ -62,6 +78,7 @@ class Publishing:
                 enable_local_indexer=self._enable_local_indexer,
                 zmq_endpoint=getattr(source, "endpoint", None),
                 zmq_topic=getattr(source, "topic", None),
+                channel=channel,
             )
         except DynamoException:
             raise
@@ -74,7 +91,9 @@ class Publishing:
         """The publisher an engine hands its snapshots to. Raises CannotConnect."""
         loads = WorkerMetricsPublisher()
         try:
-            await loads.create_endpoint(self._endpoint)
+            channel = self._endpoint.event_channel(KV_METRICS_TOPIC)
+            self._close.append(channel.close)
+            await loads.create_endpoint(self._endpoint, channel=channel)
         except DynamoException:
             raise
         except Exception as error:
@@ -84,10 +103,12 @@ class Publishing:
             metrics.publish, lambda rank, used_blocks: loads.publish(rank, kv_used_blocks=used_blocks)
         )
 
-    def close(self) -> None:
-        """End every publisher; on the event loop, after `cleanup()`. Idempotent."""
+    async def close(self) -> None:
+        """End every publisher, the newest first; after `cleanup()`. Idempotent."""
         while self._close:
-            self._close.pop()()
+            ended = self._close.pop()()
+            if ended is not None:
+                await ended
 
 
 def _checked_sources(sources: object) -> list[Any]:

@@ -387,6 +387,8 @@ class _EngineLife:
             self._served = served = await self._endpoint.start_serving(
                 self._handler(), metrics_labels=config.metrics_labels, health_check_payload=payload
             )
+            if self._publishing is not None:
+                await self._publishing.serve_recovery()
             if self._admin is not None:
                 self._admin.attach(served)
             await self._serve_rl_directory()
@@ -567,7 +569,7 @@ class _EngineLife:
             if self._metrics is not None:
                 self._metrics.cleanup_time_seconds.set(time.perf_counter() - began)
             if self._publishing is not None:  # engines may publish until cleanup() returns
-                self._publishing.close()
+                await self._publishing.close()
 
     async def _leave(self) -> None:
         """Take back what this worker put into a runtime that may outlive it."""

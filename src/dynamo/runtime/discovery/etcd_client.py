@@ -199,13 +199,14 @@ class EtcdClient:
                         raise self._declined(response.status, await response.read())
                     watch_over(response)
                     self._streams[scope] = endpoint
-                    async with aclosing(self._events(response)) as events:
-                        yield events
+                    try:
+                        async with aclosing(self._events(response)) as events:
+                            yield events
+                    finally:
+                        del self._streams[scope]
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             self._give_up(endpoint)
             raise CannotConnect(f"the watch at etcd {where} ended: {_reason(error)}") from error
-        finally:
-            self._streams.pop(scope, None)
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncGenerator[list[Event], None]:
         lines = Lines()

@@ -11,6 +11,7 @@ __all__ = ["MAX_DEPTH", "JsonObjectReader"]
 MAX_DEPTH: Final = 128  # arrays and objects inside each other; decoders behind us have limits of their own
 
 _SPACE: Final = re.compile(r"[ \t\r\n]*")
+_WHOLE_NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?(?=[ \t\r\n,\]}])")
 _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]*')  # what a string may hold as it is
 
 
@@ -33,6 +34,7 @@ class _At(IntEnum):
     BROKEN = auto()
 
 
+_BEFORE_VALUE: Final = frozenset({_At.VALUE, _At.FIRST_VALUE})
 _WORDS: Final = {"t": "rue", "f": "alse", "n": "ull"}
 
 # Numbers as a table: state -> character class -> state. Only the marked ones may end.
@@ -124,6 +126,10 @@ class JsonObjectReader:
                     if char in " \t\r\n":
                         match = _SPACE.match(text, at)
                         at = at + 1 if match is None else match.end()
+                        continue
+                    if self._at in _BEFORE_VALUE and (match := _WHOLE_NUMBER.match(text, at)) is not None:
+                        self._at = _At.SEPARATOR  # at once what the table would find out digit by digit
+                        at = match.end()
                         continue
                     self._between_tokens(char)
             if self._at is _At.BROKEN:

@@ -1,0 +1,249 @@
+"""The KV events that engines publish on their own ZMQ sockets, read into plain values. No I/O.
+
+A payload is msgpack `[time, [event, ...], dp_rank?]`. An event is a map with `type`, or an array that begins with it. What
+an engine's newer version adds is ignored; what is not about this worker's own main cache is left out and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from dynamo.kv.hashing import to_unsigned
+
+__all__ = ["BadPayload", "Cleared", "EngineBatch", "EngineEvent", "Removed", "Stored", "read_payload"]
+
+_STORED_FIELDS: Final = (
+    "type",
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "block_mm_infos",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "sliding_window",
+)
+_REMOVED_FIELDS: Final = ("type", "block_hashes", "medium", "group_idx", "kv_cache_spec_kind")
+_TIERS: Final = {
+    "": "device",
+    "GPU": "device",
+    "DEVICE": "device",
+    "CPU": "host_pinned",
+    "CPU_PINNED": "host_pinned",
+    "CPU_TIER1": "host_pinned",
+    "CPU_TIER2": "disk",
+    "DISK": "disk",
+    "NVME": "disk",
+    "STORAGE": "disk",
+    "EXTERNAL": "external",
+    "NETWORK": "external",
+    "REMOTE": "external",
+    "SHARED": "external",
+}
+_MAIN_KINDS: Final = frozenset({None, "", "full_attention", "mla_attention", "sink_full_attention"})
+_SALT: Final = "dynamo-cache-salt:"
+_MM_HASH_DIGITS: Final = 64
+
+
+class BadPayload(ValueError):
+    """A payload, or one of its events, that cannot be read; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The engine holds these blocks, which follow each other and `parent`."""
+
+    block_hashes: list[int]
+    parent: int | None
+    token_ids: list[int]
+    block_size: int
+    tier: str = "device"
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    mm_infos: list[dict[str, Any] | None] | None = None
+    is_eagle: bool = False  # one more token than the blocks hold
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """The engine no longer holds these blocks."""
+
+    block_hashes: list[int]
+    tier: str = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """The engine holds nothing any more."""
+
+
+EngineEvent = Stored | Removed | Cleared
+
+
+@dataclass(slots=True)
+class EngineBatch:
+    """One payload: what it says, and what of it was left out."""
+
+    events: list[EngineEvent] = field(default_factory=list)
+    dp_rank: int | None = None
+    filtered: int = 0  # not about this worker's main cache
+    suspicious: int = 0  # blocks that name themselves as their parent, or come twice in one event
+    issues: list[str] = field(default_factory=list)  # events that cannot be read, each with the reason
+
+
+def read_payload(payload: bytes) -> EngineBatch:
+    """Raises BadPayload for what is no payload at all; an event that cannot be read is an entry of `issues`."""
+    try:
+        found = msgspec.msgpack.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+        raise BadPayload(f"not msgpack: {error}") from error
+    if not isinstance(found, list) or len(found) < 2 or not isinstance(found[1], list):
+        raise BadPayload("expected [time, [events], dp_rank]")
+    rank = found[2] if len(found) > 2 else None
+    batch = EngineBatch(dp_rank=rank if type(rank) is int and rank >= 0 else None)
+    for number, raw in enumerate(found[1]):
+        try:
+            _read_event(raw, batch)
+        except (BadPayload, TypeError, ValueError) as error:
+            batch.issues.append(f"events[{number}]: {error}")
+    return batch
+
+
+def _read_event(raw: Any, batch: EngineBatch) -> None:
+    members = _members(raw)
+    kind = members["type"]
+    if kind == "AllBlocksCleared":
+        batch.events.append(Cleared())
+        return
+    if kind not in ("BlockStored", "BlockRemoved"):
+        raise BadPayload(f"unknown event {kind!r}")
+    tier = _tier(members.get("medium"))
+    if tier is None or members.get("kv_cache_spec_kind") not in _MAIN_KINDS:
+        batch.filtered += 1
+        return
+    if members.get("locality") not in (None, "", "local", "LOCAL"):
+        batch.filtered += 1
+        return
+    hashes = [_hash(value) for value in _list(members, "block_hashes")]
+    if kind == "BlockRemoved":
+        batch.events.append(Removed(hashes, tier))
+        return
+    parent = members.get("parent_block_hash")
+    parent = None if parent is None else _hash(parent)
+    if parent in hashes or len(set(hashes)) < len(hashes):
+        batch.suspicious += 1
+        batch.events.append(Removed([], tier))
+        return
+    batch.events.append(_stored(members, hashes, parent, tier))
+
+
+def _stored(members: Mapping[str, Any], hashes: list[int], parent: int | None, tier: str) -> Stored:
+    size = members.get("block_size")
+    if type(size) is not int or size < 1:
+        raise BadPayload(f"block_size must be a positive integer, got {size!r}")
+    tokens, is_eagle = _tokens(_list(members, "token_ids"))
+    salt, mm_infos = _extra(members.get("extra_keys"), len(hashes))
+    given = members.get("block_mm_infos")
+    if isinstance(given, list) and any(given):
+        mm_infos = [_mm_info(info) for info in given]
+    lora = members.get("lora_name")
+    if lora is None and members.get("lora_id") is not None:
+        lora = str(members["lora_id"])
+    return Stored(hashes, parent, tokens, size, tier, lora, salt, mm_infos, is_eagle)
+
+
+def _members(raw: Any) -> Mapping[str, Any]:
+    if isinstance(raw, dict):
+        if not isinstance(raw.get("type"), str):
+            raise BadPayload("an event needs a type")
+        return raw
+    if not isinstance(raw, list) or not raw or not isinstance(raw[0], str):
+        raise BadPayload(f"an event is a map or an array that begins with its type, got {type(raw).__name__}")
+    names = _STORED_FIELDS if raw[0] == "BlockStored" else _REMOVED_FIELDS
+    return dict(zip(names, raw, strict=False))
+
+
+def _tier(medium: Any) -> str | None:
+    """The storage tier; None for a medium nobody knows."""
+    return "device" if medium is None else _TIERS.get(medium.upper()) if isinstance(medium, str) else None
+
+
+def _list(members: Mapping[str, Any], name: str) -> list[Any]:
+    found = members.get(name)
+    if not isinstance(found, list):
+        raise BadPayload(f"{name} must be a list, got {type(found).__name__}")
+    return found
+
+
+def _hash(value: Any) -> int:
+    if isinstance(value, bytes):  # a digest: its last 8 bytes name the block
+        return int.from_bytes(value[-8:], "big")
+    if type(value) is not int:
+        raise BadPayload(f"a block hash must be an integer, got {type(value).__name__}")
+    return to_unsigned(value)
+
+
+def _tokens(values: Sequence[Any]) -> tuple[list[int], bool]:
+    """Token ids, plain or as pairs (each token and the one after it)."""
+    if values and isinstance(values[0], list | tuple):
+        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in values):
+            raise BadPayload("token_ids mix plain ids and pairs")
+        return [_token(pair[0]) for pair in values] + [_token(values[-1][1])], True
+    return [_token(value) for value in values], False
+
+
+def _token(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**32:
+        raise BadPayload(f"a token id must be an unsigned 32-bit integer, got {value!r}")
+    return value
+
+
+def _extra(keys: Any, blocks: int) -> tuple[str | None, list[dict[str, Any] | None] | None]:
+    """(cache salt, media by block) of `extra_keys`: one list of keys for each block, or None."""
+    if not isinstance(keys, list):
+        return None, None
+    salt = None
+    infos: list[dict[str, Any] | None] = [None] * blocks
+    for number, entry in enumerate(keys[:blocks]):
+        objects = []
+        for key in entry if isinstance(entry, list | tuple) else (entry,):
+            text = key[0] if isinstance(key, list | tuple) and key else key
+            if not isinstance(text, str):
+                continue
+            if text.startswith(_SALT):
+                salt = text.removeprefix(_SALT) or salt
+            elif (mm_hash := _mm_hash(text)) is not None:
+                objects.append({"mm_hash": mm_hash, "offsets": []})
+        if objects:
+            infos[number] = {"mm_objects": objects}
+    return salt, infos if any(infos) else None
+
+
+def _mm_hash(text: str) -> int | None:
+    """The first 16 digits of a 64-digit hexadecimal id; None for any other text."""
+    if len(text) != _MM_HASH_DIGITS:
+        return None
+    try:
+        return int(text[:16], 16)
+    except ValueError:
+        return None
+
+
+def _mm_info(info: Any) -> dict[str, Any] | None:
+    if not isinstance(info, dict) or not isinstance(info.get("mm_objects"), list):
+        return None
+    objects = []
+    for entry in info["mm_objects"]:
+        mm_hash = entry.get("mm_hash") if isinstance(entry, dict) else None
+        mm_hash = _mm_hash(mm_hash) if isinstance(mm_hash, str) else mm_hash
+        if type(mm_hash) is int:
+            objects.append({"mm_hash": to_unsigned(mm_hash), "offsets": entry.get("offsets") or []})
+    return {"mm_objects": objects} if objects else None

@@ -1,0 +1,141 @@
+"""What one publisher has said of its blocks: so that it can be asked again, and says nothing twice.
+
+The answers to questions are the native ones to the letter: `Events` where the events asked for are still there, `TreeDump`
+(every block held now, parents first, numbered afresh) where they are not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+__all__ = ["KvLedger"]
+
+MAX_EVENTS: Final = 4096
+MAX_BLOCKS: Final = (
+    1_000_000  # of 64 bytes and more: beyond it a dump is incomplete, which costs cache hits and no answer
+)
+MAX_BLOCKS_PER_EVENT: Final = 128
+
+Wrap = Callable[[int, str, Any], dict[str, Any]]
+"""(event id, storage tier, data) -> the event as it is published."""
+
+
+class _Block:
+    __slots__ = ("block", "count", "parent")
+
+    def __init__(self, block: Mapping[str, Any], parent: int | None) -> None:
+        self.block = block
+        self.parent = parent
+        self.count = 1  # how often the engine stored it
+
+
+class KvLedger:
+    """The blocks and the last events of one data-parallel rank. Not thread-safe."""
+
+    def __init__(self, wrap: Wrap, *, max_events: int = MAX_EVENTS, max_blocks: int = MAX_BLOCKS) -> None:
+        self._wrap = wrap
+        self._events: deque[dict[str, Any]] = deque(maxlen=max_events)
+        self._next_id = 0
+        self._tiers: dict[str, dict[int, _Block]] = {}
+        self._blocks = 0
+        self._max_blocks = max_blocks
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are known."""
+        return self._blocks
+
+    def add(self, tier: str, data: Any) -> dict[str, Any] | None:
+        """Book one change and return it as an event to publish; None when there is nothing to say.
+
+        A block that was stored several times is removed when it was removed as often.
+        """
+        if data == "cleared":
+            self._tiers.clear()
+            self._blocks = 0
+        elif "stored" in data:
+            self._store(tier, data["stored"])
+        else:
+            hashes = data["removed"]["block_hashes"]
+            gone = [block_hash for block_hash in hashes if self._remove(tier, block_hash)]
+            if hashes and not gone:
+                return None
+            data = {"removed": {"block_hashes": gone}}
+        event = self._wrap(self._next_id, tier, data)
+        self._next_id += 1
+        self._events.append(event)
+        return event
+
+    def _store(self, tier: str, stored: Mapping[str, Any]) -> None:
+        held = self._tiers.setdefault(tier, {})
+        parent = stored["parent_hash"]
+        for block in stored["blocks"]:
+            block_hash = block["block_hash"]
+            known = held.get(block_hash)
+            if known is not None:
+                known.count += 1
+            elif self._blocks < self._max_blocks:
+                held[block_hash] = _Block(block, parent)
+                self._blocks += 1
+            parent = block_hash
+
+    def _remove(self, tier: str, block_hash: int) -> bool:
+        """Whether routers should forget it."""
+        held = self._tiers.get(tier, {})
+        known = held.get(block_hash)
+        if known is None:
+            return True  # stored before our time, or beyond what we track: let routers judge
+        known.count -= 1
+        if known.count:
+            return False
+        del held[block_hash]
+        self._blocks -= 1
+        return True
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    def answer(self, start: int | None, end: int | None) -> dict[str, Any]:
+        """Everything from event `start` on (None, or too long ago: a dump). `end` is what the asker knows of, at least."""
+        newest = self._next_id - 1
+        if start is None:
+            return self._dump()
+        if end is not None and start > end:
+            return {"InvalidRange": {"start_id": start, "end_id": end}}
+        if start > newest:
+            upto = newest if end is None else end
+            return {
+                "TooNew": {
+                    "requested_start": start,
+                    "requested_end": max(0, upto),
+                    "newest_available": max(0, newest),
+                }
+            }
+        oldest = self._next_id - len(self._events)
+        if start < oldest:
+            return self._dump()
+        events = [event for event in self._events if event["event"]["event_id"] >= start]
+        return {"Events": {"events": events, "last_event_id": newest}}
+
+    def _dump(self) -> dict[str, Any]:
+        events = [self._wrap(number, tier, data) for number, (tier, data) in enumerate(self._runs())]
+        return {"TreeDump": {"events": events, "last_event_id": max(0, self._next_id - 1), "reset_scope": "all"}}
+
+    def _runs(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Every block once, in runs without a branch, each after its parent."""
+        for tier, held in self._tiers.items():
+            children: dict[int | None, list[int]] = {}
+            for block_hash, entry in held.items():
+                parent = entry.parent if entry.parent in held else None
+                children.setdefault(parent, []).append(block_hash)
+            waiting = deque(children.get(None, ()))
+            while waiting:
+                run = [waiting.popleft()]
+                after = children.get(run[-1], [])
+                while len(after) == 1 and len(run) < MAX_BLOCKS_PER_EVENT:
+                    run.append(after[0])
+                    after = children.get(run[-1], [])
+                waiting.extend(after)
+                blocks = [held[block_hash].block for block_hash in run]
+                yield tier, {"stored": {"parent_hash": held[run[0]].parent, "start_position": None, "blocks": blocks}}
