@@ -54,6 +54,8 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["serve", "--workers", "many"], "--workers: invalid int value: 'many' (see dynamo serve --help)"),
         (["serve", "--http-port", "65536"], "--http-port '65536' is not a port"),
         (["serve", "--http-host", "192.0.2.1"], "cannot listen on 192.0.2.1:8000"),
+        (["serve", "--frontend-workers", "65"], "--frontend-workers 65 is out of range; use 1 to 64"),
+        (["serve", "--in-process", "--frontend-workers", "2"], "--frontend-workers has no meaning with --in-process"),
         (["serve", "--in-process", "--store", "x"], "--store has no meaning with --in-process"),
         (["serve", "--http-port", "0", "--store", "guide_engine.py"], "--store guide_engine.py: File exists"),
         (["serve", "--", "--discovery-backend", "etcd"], "--discovery-backend etcd needs more than this machine"),

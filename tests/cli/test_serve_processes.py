@@ -54,6 +54,17 @@ def test_a_worker_and_a_frontend_that_die_are_started_again(tmp_path: Path) -> N
     assert (status, left_behind(tmp_path)) == (0, [])
 
 
+def test_the_frontend_may_be_several_processes(tmp_path: Path) -> None:
+    with serve_command(tmp_path, "my-model", *ENGINE, "--frontend-workers", "2") as command:
+        command.wait_ready()
+        answers = {command.ask_until_answered("my-model") for _ in range(4)}
+        command.wait_for(lambda: command.metric("dynamo_frontend_processes") == 2, "both of them")
+        command.process.send_signal(signal.SIGTERM)
+        status = command.wait_ended()
+    assert answers == {"hello from the guide"}
+    assert (status, left_behind(tmp_path)) == (0, [])
+
+
 def test_children_and_what_they_started_end_when_the_parent_is_killed(tmp_path: Path) -> None:
     with serve_command(tmp_path, *ENGINE, "--", "--helper") as command:
         command.wait_ready()

@@ -14,6 +14,7 @@ import pytest
 
 from support.http_client import CHAT, Exchange, ask, chat, exchange, script
 from support.processes import Cluster, Frontend, Worker, until, wait
+from support.serve_command import is_running
 
 PROCESSES = 2
 LIMIT = 6
@@ -43,14 +44,6 @@ def members(frontend: Frontend) -> dict[int, int]:
     """The processes that serve now: by place, the newest one's id."""
     found = re.findall(r"frontend process (\d+) \(pid (\d+)\) serves", frontend.log)
     return {int(place): int(pid) for place, pid in found}
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def metric(frontend: Frontend, name: str) -> float:

@@ -100,3 +100,5 @@ async def test_connections_that_never_shake_hands_are_few_and_end(tmp_path: Path
 def test_flags_of_the_request_plane_are_handed_to_the_runtime() -> None:
     settings = parse_args(["--tcp-tls-ca-cert-path", "/ca", "--tcp-tls-client-cert-path", "/c"], env={})
     assert settings.exported == {"DYN_TCP_TLS_CA_CERT_PATH": "/ca", "DYN_TCP_TLS_CLIENT_CERT_PATH": "/c"}
+    assert parse_args(["--nats-tls-insecure"], env={}).exported == {"NATS_TLS_INSECURE": "1"}
+    assert parse_args(["--no-nats-tls-insecure"], env={}).exported == {"NATS_TLS_INSECURE": "0"}

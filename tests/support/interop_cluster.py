@@ -88,15 +88,17 @@ async def interop_cluster(
     discovery: str = "file",
     events: str = "zmq",
     more: dict[str, str] | None = None,
+    everywhere: dict[str, str] | None = None,
 ) -> AsyncIterator[Cluster]:
-    """`frontend` and each of `workers` is "native" or "ours"; `more` is added to every worker's environment."""
+    """`frontend` and each of `workers` is "native" or "ours"; `more` is added to every worker's environment, `everywhere` to
+    that of every process."""
     model_dir = write_tiny_model(root / "model")
     config = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 40_000}))
     options = ("--discovery-backend", discovery, "--request-plane", plane)
     async with AsyncExitStack() as stack:
         found = stack.enter_context(services(root, plane=plane, discovery=discovery, events=events))
-        env = environment(root, root / "store", **found)
+        env = environment(root, root / "store", **found, **(everywhere or {}))
         front = await stack.enter_async_context(frontend_process(PYTHONS[frontend], root, env, *options))
         cluster = Cluster(front, model_dir)
         for number, system in enumerate(workers):

@@ -31,7 +31,6 @@ _METRIC_NAME: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 # Native flags whose meaning does not exist yet. Naming one is an error: a flag that is silently ignored is a trap.
 _LATER_WITH_VALUE: Final = (
-    "--nats-tls-ca-cert-path", "--nats-tls-client-cert-path", "--nats-tls-client-key-path",
     "--model-name", "--model-path", "--grpc-metrics-port", "--frontend-route-extension",
     "--router-min-initial-workers", "--router-session-affinity-ttl-secs", "--router-session-affinity-mode",
     "--active-decode-blocks-threshold", "--active-prefill-tokens-threshold", "--active-prefill-tokens-threshold-frac",
@@ -40,7 +39,7 @@ _LATER_WITH_VALUE: Final = (
     "--tool-call-parser", "--reasoning-parser",
 )  # fmt: skip
 _LATER_SWITCHES: Final = (
-    "--interactive", "--serve-indexer", "--use-remote-indexer", "--nats-tls-insecure", "--kserve-grpc-server",
+    "--interactive", "--serve-indexer", "--use-remote-indexer", "--kserve-grpc-server",
     "--enable-anthropic-api",
     "--load-aware", "--router-conditional-disagg", "--router-replica-sync", "--enable-session-prefix-index",
 )  # fmt: skip
@@ -82,6 +81,9 @@ _EXPORTED: Final = {
         "DYN_TCP_TLS_CLIENT_CA_CERT_PATH",
         "ask native workers that bring answers for a certificate of this authority",
     ),
+    "--nats-tls-ca-cert-path": ("NATS_TLS_CA_CERT_PATH", "authority of the NATS server"),
+    "--nats-tls-client-cert-path": ("NATS_TLS_CLIENT_CERT_PATH", "certificate shown to the NATS server"),
+    "--nats-tls-client-key-path": ("NATS_TLS_CLIENT_KEY_PATH", "its key"),
 }
 
 
@@ -118,6 +120,8 @@ def parse_args(
         for flag, (variable, _) in _EXPORTED.items()
         if (name := flag.removeprefix("--").replace("-", "_")) in given
     }
+    if "nats_tls_insecure" in given:
+        exported["NATS_TLS_INSECURE"] = "1" if given.pop("nats_tls_insecure") else "0"
     settings = dataclasses.replace(base, **given, exported=exported)
     _check(parser, settings)
     try:
@@ -211,9 +215,16 @@ def _build(base: FrontendSettings) -> _Parser:
         "[DYN_ENFORCE_DISAGG]",
     )
 
-    tls = parser.add_argument_group("TLS with workers").add_argument
+    tls = parser.add_argument_group("TLS with workers and NATS").add_argument
     for flag, (variable, what) in _EXPORTED.items():
         tls(flag, default=argparse.SUPPRESS, metavar="FILE", help=f"{what} [{variable}]")
+
+    tls(
+        "--nats-tls-insecure",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="do not verify the NATS server [NATS_TLS_INSECURE]",
+    )
 
     text = parser.add_argument_group("requests").add_argument
     text(

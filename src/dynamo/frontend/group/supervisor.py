@@ -32,7 +32,7 @@ LISTEN_BACKLOG: Final = 2048
 ACCEPTED_AT_ONCE: Final = 64
 PAUSE_SECONDS: Final = 0.05  # when nobody can take a connection, or no descriptor is left
 SNAPSHOT_SECONDS: Final = 1.0  # a member that says nothing for this long is represented by what it said last
-KILL_RESERVE_SECONDS: Final = 5.0  # a member keeps its own limit; this one is for a member that cannot
+KILL_RESERVE_SECONDS: Final = 4.0  # for a member that cannot keep its own limit; `dynamo serve` kills after 5
 
 
 class _Member:
