@@ -168,7 +168,7 @@ def test_two_cuts_anywhere_change_nothing(make: Make, text: str) -> None:
 
 
 @every_parser
-@pytest.mark.parametrize("text", ["a<think>b</t", " </think> ", "<think></think>"])
+@pytest.mark.parametrize("text", ["a<think>b</t", " </think> ", "a</think>b"])
 def test_every_way_of_cutting_a_short_text_changes_nothing(make: Make, text: str) -> None:
     whole = run(make(), [text])
     for chosen in range(1 << (len(text) - 1)):
@@ -185,7 +185,7 @@ FRAGMENTS = st.one_of(
 
 
 @every_parser
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(text=st.lists(FRAGMENTS, max_size=12).map("".join), data=st.data())
 def test_no_text_and_no_cut_changes_the_result(make: Make, text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))

@@ -296,7 +296,7 @@ def cut(data: st.DataObject, text: str) -> Sequence[str]:
 
 
 @every_parser
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(text=TEXTS, data=st.data())
 def test_no_text_and_no_cut_changes_the_result(make: Make, text: str, data: st.DataObject) -> None:
     whole = run(make(), [text])
@@ -304,7 +304,7 @@ def test_no_text_and_no_cut_changes_the_result(make: Make, text: str, data: st.D
     assert run(make(), text) == whole
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(text=TEXTS)
 def test_text_without_a_call_passes_unchanged(text: str) -> None:
     found = hermes(text)
@@ -312,7 +312,7 @@ def test_text_without_a_call_passes_unchanged(text: str) -> None:
         assert found.content == text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(arguments=OBJECTS, before=st.text(max_size=5), after=st.text(max_size=5))
 def test_every_call_survives_the_way(arguments: dict[str, Any], before: str, after: str) -> None:
     call = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=False)
