@@ -188,7 +188,7 @@ async def test_a_gap_is_repaired_by_asking_the_worker(endpoint: Endpoint) -> Non
     events = await channel.until(3)
     worker = {"worker_id": endpoint.connection_id(), "dp_rank": 2}
 
-    found = await ask(endpoint, 0xABC, {**worker, "start_event_id": 1, "end_event_id": 1})
+    found = await ask(endpoint, 0xABC, {**worker, "start_event_id": 2, "end_event_id": 2})
     assert [entry["event"] for entry in found["Events"]["events"]] == events[1:]
     dump = await ask(endpoint, 0xABC, {**worker, "start_event_id": None, "end_event_id": None})
     (run,) = dump["TreeDump"]["events"]

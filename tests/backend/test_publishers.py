@@ -93,8 +93,8 @@ async def test_stored_and_removed_blocks_have_the_native_shape() -> None:
         ],
     }
     assert channel.messages == [
-        [{**common, "event": {"event_id": 0, "data": {"stored": stored}, "dp_rank": 3}}],
-        [{**common, "event": {"event_id": 1, "data": {"removed": {"block_hashes": [2**64 - 1]}}, "dp_rank": 3}}],
+        [{**common, "event": {"event_id": 1, "data": {"stored": stored}, "dp_rank": 3}}],
+        [{**common, "event": {"event_id": 2, "data": {"removed": {"block_hashes": [2**64 - 1]}}, "dp_rank": 3}}],
     ]
 
 
@@ -167,7 +167,7 @@ async def test_a_batch_is_one_message_in_order() -> None:
     await settle()
     (message,) = channel.messages
     assert [list(entry["event"]["data"]) for entry in message] == [["stored"], ["removed"]]
-    assert [entry["event"]["event_id"] for entry in message] == [0, 1]
+    assert [entry["event"]["event_id"] for entry in message] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ async def test_one_bad_event_in_a_batch_publishes_nothing(bad: dict[str, Any]) -
     assert channel.messages == []
     events.publish_removed([1])
     await settle()
-    assert channel.messages[0][0]["event"]["event_id"] == 0
+    assert channel.messages[0][0]["event"]["event_id"] == 1
 
 
 async def test_blocks_of_another_size_end_the_event_with_at_most_three_warnings(
@@ -238,7 +238,7 @@ async def test_events_of_many_threads_arrive_in_the_order_of_their_ids() -> None
     for thread in threads:
         await asyncio.to_thread(thread.join)
     await settle()
-    assert [message[0]["event"]["event_id"] for message in channel.messages] == list(range(200))
+    assert [message[0]["event"]["event_id"] for message in channel.messages] == list(range(1, 201))
 
 
 async def test_a_blocked_loop_loses_the_newest_messages_and_the_gap_shows(caplog: pytest.LogCaptureFixture) -> None:
@@ -252,7 +252,7 @@ async def test_a_blocked_loop_loses_the_newest_messages_and_the_gap_shows(caplog
     assert len(channel.messages) == OUTBOX_MESSAGES
     events.publish_removed([1])
     await settle()
-    assert channel.messages[-1][0]["event"]["event_id"] == OUTBOX_MESSAGES + 3
+    assert channel.messages[-1][0]["event"]["event_id"] == OUTBOX_MESSAGES + 4
 
 
 async def test_a_plane_that_fails_costs_one_message(caplog: pytest.LogCaptureFixture) -> None:
@@ -261,7 +261,7 @@ async def test_a_plane_that_fails_costs_one_message(caplog: pytest.LogCaptureFix
     events.publish_removed([1])
     events.publish_removed([2])
     await settle()
-    assert [message[0]["event"]["event_id"] for message in channel.messages] == [1]
+    assert [message[0]["event"]["event_id"] for message in channel.messages] == [2]
     assert "the plane is down" in caplog.text
 
 

@@ -40,12 +40,12 @@ def held_by(events: list[dict[str, Any]]) -> dict[int, int | None]:
     return held
 
 
-def test_events_are_numbered_from_zero_and_given_again() -> None:
+def test_events_are_numbered_from_one_and_given_again() -> None:
     ledger = KvLedger(wrap)
     said = [ledger.add("device", data) for data in (stored(1, 2), stored(3, parent=2), removed(3))]
-    assert [event["event"]["event_id"] for event in said if event] == [0, 1, 2]
-    assert ledger.answer(1, None) == {"Events": {"events": said[1:], "last_event_id": 2}}
-    assert ledger.answer(0, 0)["Events"]["events"] == said  # more than asked for spares the next question
+    assert [event["event"]["event_id"] for event in said if event] == [1, 2, 3]
+    assert ledger.answer(2, None) == {"Events": {"events": said[1:], "last_event_id": 3}}
+    assert ledger.answer(1, 1)["Events"]["events"] == said  # more than asked for spares the next question
 
 
 def test_the_other_answers_are_the_native_ones() -> None:
@@ -53,7 +53,7 @@ def test_the_other_answers_are_the_native_ones() -> None:
     assert ledger.answer(None, None) == {"TreeDump": {"events": [], "last_event_id": 0, "reset_scope": "all"}}
     ledger.add("device", stored(1))
     assert ledger.answer(5, 2) == {"InvalidRange": {"start_id": 5, "end_id": 2}}
-    too_new = {"requested_start": 100, "requested_end": 0, "newest_available": 0}
+    too_new = {"requested_start": 100, "requested_end": 1, "newest_available": 1}
     assert ledger.answer(100, None) == {"TooNew": too_new}
 
 
@@ -62,10 +62,10 @@ def test_what_is_too_old_is_answered_with_all_blocks() -> None:
     for number in range(1, 6):
         ledger.add("device", stored(number, parent=number - 1 or None))
     dump = ledger.answer(1, None)["TreeDump"]
-    assert dump["last_event_id"] == 4
+    assert dump["last_event_id"] == 5
     (event,) = dump["events"]
     assert [block["block_hash"] for block in event["event"]["data"]["stored"]["blocks"]] == [1, 2, 3, 4, 5]
-    assert "Events" in ledger.answer(3, None)
+    assert "Events" in ledger.answer(4, None)
 
 
 def test_a_block_stored_twice_is_removed_with_its_second_removal() -> None:
@@ -76,7 +76,7 @@ def test_a_block_stored_twice_is_removed_with_its_second_removal() -> None:
     event = ledger.add("device", removed(1, 2))
     assert event is not None
     assert event["event"]["data"] == removed(1, 2)
-    assert event["event"]["event_id"] == 2  # what was not said has no number
+    assert event["event"]["event_id"] == 3  # what was not said has no number
     assert ledger.blocks == 0
 
 

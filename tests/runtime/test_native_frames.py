@@ -32,10 +32,12 @@ from dynamo.runtime.request_plane.native.frames import (
     TwoPart,
     TwoPartDecoder,
     append_item,
+    bare_item,
     control_word,
     decode_body,
     decode_call_home,
     decode_control,
+    decode_item,
     decode_payload,
     encode_ack,
     encode_request,
@@ -44,6 +46,7 @@ from dynamo.runtime.request_plane.native.frames import (
     error_record,
     handshake,
     prologue,
+    stream_item,
 )
 
 PATH = "1a/ns/c/e"
@@ -403,3 +406,13 @@ def test_a_prologue_may_carry_why_the_stream_was_not_set_up() -> None:
 def test_an_error_text_that_is_not_unicode_still_travels() -> None:
     (frame,) = drain(TwoPartDecoder(), item_bytes(error_item(InvalidArgument("file \udcff is odd"))))
     assert msgspec.msgpack.decode(frame.data)["data"]["error"]["message"] == "file \\udcff is odd"
+
+
+@pytest.mark.parametrize("codec", ["msgpack", "json"])
+def test_an_item_that_is_no_envelope_is_read_as_it_came(codec: Codec) -> None:
+    encode = msgspec.msgpack.encode if codec == "msgpack" else msgspec.json.encode
+    wire = encode({"data": {"TooNew": {"newest_available": 3}}, "complete_final": False})
+    annotated = decode_item(wire, codec).data
+    assert annotated is not None
+    assert stream_item(annotated).extra == {}
+    assert bare_item(wire, codec) == {"TooNew": {"newest_available": 3}}

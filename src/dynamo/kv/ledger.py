@@ -37,7 +37,7 @@ class KvLedger:
     def __init__(self, wrap: Wrap, *, max_events: int = MAX_EVENTS, max_blocks: int = MAX_BLOCKS) -> None:
         self._wrap = wrap
         self._events: deque[dict[str, Any]] = deque(maxlen=max_events)
-        self._next_id = 0
+        self._next_id = 1  # a last id of 0 in an answer says that nothing was said yet
         self._tiers: dict[str, dict[int, _Block]] = {}
         self._blocks = 0
         self._max_blocks = max_blocks
@@ -108,8 +108,8 @@ class KvLedger:
             return {
                 "TooNew": {
                     "requested_start": start,
-                    "requested_end": max(0, upto),
-                    "newest_available": max(0, newest),
+                    "requested_end": upto,
+                    "newest_available": newest,
                 }
             }
         oldest = self._next_id - len(self._events)
@@ -120,7 +120,7 @@ class KvLedger:
 
     def _dump(self) -> dict[str, Any]:
         events = [self._wrap(number, tier, data) for number, (tier, data) in enumerate(self._runs())]
-        return {"TreeDump": {"events": events, "last_event_id": max(0, self._next_id - 1), "reset_scope": "all"}}
+        return {"TreeDump": {"events": events, "last_event_id": self._next_id - 1, "reset_scope": "all"}}
 
     def _runs(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Every block once, in runs without a branch, each after its parent."""

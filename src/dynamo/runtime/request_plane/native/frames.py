@@ -470,6 +470,16 @@ def decode_item(data: bytes, codec: Codec) -> ResponseFrame:
     return frame
 
 
+def bare_item(data: bytes, codec: Codec) -> dict[str, Any]:
+    """The data of an item that is no annotated envelope: a few endpoints of 1.6 (KV queries) wrap nothing."""
+    decode = msgspec.msgpack.decode if codec == "msgpack" else msgspec.json.decode
+    try:
+        found = decode(data, type=dict[str, Any])["data"]
+    except (*_UNREADABLE, KeyError) as error:
+        raise MalformedFrame(f"item is not {codec}: {error}") from error
+    return found if isinstance(found, dict) else {"data": found}
+
+
 def failure_of(annotated: Annotated) -> DynamoException | None:
     """The error that an item carries, which ends its stream; None for any other item."""
     if annotated.event != "error":

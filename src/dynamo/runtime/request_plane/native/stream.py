@@ -25,6 +25,7 @@ from dynamo.runtime.request_plane.native.frames import (
     MalformedFrame,
     TwoPart,
     TwoPartDecoder,
+    bare_item,
     decode_item,
     decode_prologue,
     failure_of,
@@ -270,6 +271,7 @@ class NativeStream(asyncio.Protocol):
             if self._draining is None:
                 item = stream_item(item_frame.data)
                 if item.index == OBJECT_INDEX:
+                    item.extra = item.extra or bare_item(data, self._codec)
                     item.offset = len(data) // OBJECT_CREDIT_BYTES + 1
                 else:
                     item.offset = self._offsets.advance(item.index, len(item.token_ids))

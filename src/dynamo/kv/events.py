@@ -1,0 +1,69 @@
+"""KV events as routers read them: one change of the blocks of one rank of one worker."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+__all__ = ["BadEvents", "KvAnswer", "KvChange", "RouterEvent", "read_answer", "read_events"]
+
+
+class BadEvents(ValueError):
+    """What arrived are no KV events; says why."""
+
+
+class KvChange(msgspec.Struct, frozen=True):
+    """`data` is `{"stored": ...}`, `{"removed": ...}` or "cleared" (see docs/events.md)."""
+
+    event_id: int  # counts up for each rank; a gap is a loss
+    data: Any
+    dp_rank: int = 0
+
+
+class RouterEvent(msgspec.Struct, frozen=True):
+    """A change, and whose it is. Unknown members are ignored."""
+
+    worker_id: int
+    event: KvChange
+    storage_tier: str = "device"  # device, host_pinned, disk, external
+
+
+class KvAnswer(msgspec.Struct, frozen=True):
+    """What a worker says to who asks for events it missed."""
+
+    kind: str  # "Events", "TreeDump", "TooNew", "InvalidRange", "Error"
+    events: list[RouterEvent] = []
+    last_event_id: int = 0
+    text: str = ""  # of an Error
+
+
+class _Body(msgspec.Struct):
+    events: list[RouterEvent]
+    last_event_id: int
+
+
+_EVENTS: Final = msgspec.msgpack.Decoder(list[RouterEvent] | RouterEvent)
+
+
+def read_events(payload: bytes) -> list[RouterEvent]:
+    """The events of one message. Raises BadEvents."""
+    try:
+        found = _EVENTS.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+        raise BadEvents(str(error)) from error
+    return found if isinstance(found, list) else [found]
+
+
+def read_answer(item: Any) -> KvAnswer:
+    """An answer, which is an object with one member: its kind. Raises BadEvents."""
+    if not isinstance(item, dict) or len(item) != 1:
+        raise BadEvents(f"expected an object with one member, got {type(item).__name__}")
+    ((kind, body),) = item.items()
+    if kind not in ("Events", "TreeDump"):
+        return KvAnswer(str(kind), text=str(body))
+    try:
+        found = msgspec.convert(body, _Body)
+    except msgspec.ValidationError as error:
+        raise BadEvents(f"{kind}: {error}") from error
+    return KvAnswer(kind, found.events, found.last_event_id)

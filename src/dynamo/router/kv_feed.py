@@ -1,0 +1,263 @@
+"""The KV events of a model's workers, whole and in order: gaps are seen, and filled by asking the worker.
+
+A worker that joins is asked for everything it holds; from then on its events are followed. An event id that is too high is a
+gap: what is missing is asked for, and live events wait meanwhile. What cannot be had is no error: routing goes on with less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from dynamo.errors import DynamoException
+from dynamo.kv.events import BadEvents, KvAnswer, RouterEvent, read_answer, read_events
+from dynamo.runtime.client import Client
+from dynamo.runtime.context import Context
+from dynamo.runtime.discovery.base import EVENT_SOURCES, Change, Delete, Put
+from dynamo.runtime.endpoint import Endpoint
+
+__all__ = ["KvEventFeed", "KvSink"]
+
+logger = logging.getLogger(__name__)
+
+TOPIC: Final = "kv-events"
+MAX_WAITING: Final = 10_000  # live events of one rank that wait for an answer; more are dropped, which is one more gap
+ASK_SECONDS: Final = 10.0
+RETRY_SECONDS: Final = (0.2, 1.0, 2.0, 5.0)  # then the last one again and again, while the worker is there
+WATCH_RETRY_SECONDS: Final = 1.0
+
+Rank = tuple[int, int]
+"""(worker id, data-parallel rank)"""
+
+
+class KvSink(Protocol):
+    """What keeps the blocks: a router's index. Called on the event loop."""
+
+    def apply(self, event: RouterEvent) -> None:
+        """One change. Of each rank every one comes once, in order."""
+
+    def forget(self, worker_id: int, dp_rank: int) -> None:
+        """This rank holds nothing (that is known): it left, or is about to be told anew."""
+
+
+class _Source(msgspec.Struct):
+    """What is needed of a `v1/event_sources` record."""
+
+    metadata: _Metadata
+
+
+class _Metadata(msgspec.Struct):
+    worker: _Worker
+    recovery_target: _Target
+
+
+class _Worker(msgspec.Struct):
+    worker_id: int
+    dp_rank: int = 0
+
+
+class _Target(msgspec.Struct):
+    namespace: str
+    component: str
+    endpoint: str
+    instance_id: int
+
+
+@dataclass(slots=True)
+class _State:
+    """One rank."""
+
+    next_id: int | None = None  # None: nothing was heard yet
+    target: _Target | None = None  # whom to ask; None: nobody offers it
+    waiting: deque[RouterEvent] = field(default_factory=deque)
+    asking: asyncio.Task[None] | None = None
+
+
+class KvEventFeed:
+    """`async with KvEventFeed(endpoint, sink): ...` follows until the block is left."""
+
+    def __init__(self, endpoint: Endpoint, sink: KvSink) -> None:
+        """`endpoint`: the one whose workers' events are meant."""
+        self._endpoint = endpoint
+        self._runtime = endpoint.runtime
+        self._sink = sink
+        self._states: dict[Rank, _State] = {}
+        self._ranks: dict[str, Rank] = {}  # by key of the source
+        self._clients: dict[str, Client] = {}  # by endpoint path
+        self._stack = AsyncExitStack()
+        self.gaps = 0  # how often events were missing
+        self.dumps = 0  # how often everything was told anew
+
+    async def __aenter__(self) -> KvEventFeed:
+        events = await self._stack.enter_async_context(
+            self._runtime.events.subscribe(self._endpoint.event_scope, TOPIC)
+        )
+        group = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._group = group
+        following = [
+            group.create_task(self._follow_events(events), name="kv events"),
+            group.create_task(self._follow_sources(), name="kv event sources"),
+        ]
+
+        def end() -> None:
+            for task in following:
+                task.cancel()
+            for state in self._states.values():
+                if state.asking is not None:
+                    state.asking.cancel()
+
+        self._stack.callback(end)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+        for client in self._clients.values():
+            await client.close()
+        self._clients.clear()
+
+    # -- live --------------------------------------------------------------------------------------------------------
+
+    async def _follow_events(self, events: Any) -> None:
+        async for message in events:
+            try:
+                found = read_events(message.payload)
+            except BadEvents as error:
+                logger.warning("a KV event message of publisher %x is not read: %s", message.publisher_id, error)
+                continue
+            for event in found:
+                self._take(event)
+
+    def _take(self, event: RouterEvent) -> None:
+        rank = (event.worker_id, event.event.dp_rank)
+        state = self._states.setdefault(rank, _State())
+        if state.asking is not None:
+            if len(state.waiting) >= MAX_WAITING:
+                state.waiting.clear()
+            state.waiting.append(event)
+            return
+        self._advance(rank, state, event)
+
+    def _advance(self, rank: Rank, state: _State, event: RouterEvent) -> None:
+        """Apply the event if it is the next one."""
+        event_id = event.event.event_id
+        if state.next_id is not None and event_id < state.next_id:
+            return
+        if state.next_id is not None and event_id > state.next_id:
+            self.gaps += 1
+            logger.info("worker %x rank %d: KV events %d to %d are missing", *rank, state.next_id, event_id - 1)
+            if state.target is not None:
+                state.waiting.append(event)
+                self._ask(rank, state, state.next_id)
+                return
+            # Nobody to ask: what the rank said before may be wrong in any part of it.
+            self._sink.forget(*rank)
+        state.next_id = event_id + 1
+        self._sink.apply(event)
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, rank: Rank, state: _State, start: int | None) -> None:
+        state.asking = self._group.create_task(self._recover(rank, state, start), name=f"kv recovery {rank[0]:x}")
+
+    async def _recover(self, rank: Rank, state: _State, start: int | None) -> None:
+        attempt = 0
+        while True:
+            assert state.target is not None
+            try:
+                answer = await self._query(rank, state.target, start)
+            except (DynamoException, OSError, BadEvents) as error:  # TimeoutError is an OSError
+                delay = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
+                attempt += 1
+                level = logging.WARNING if attempt == len(RETRY_SECONDS) else logging.DEBUG
+                logger.log(level, "worker %x rank %d does not say what it holds: %s", *rank, error)
+                await asyncio.sleep(delay)
+                continue
+            if answer.kind in ("TooNew", "InvalidRange") and start is not None:
+                start = None  # it counts from the beginning again: another life of the same worker
+                continue
+            break
+        if answer.kind == "TreeDump":
+            self.dumps += 1
+            self._sink.forget(*rank)
+        for event in answer.events:
+            if answer.kind == "TreeDump" or state.next_id is None or event.event.event_id >= state.next_id:
+                self._sink.apply(event)
+        state.next_id = answer.last_event_id + 1
+        state.asking = None
+        while state.waiting and state.asking is None:  # another gap among them asks again; the rest waits on
+            self._advance(rank, state, state.waiting.popleft())
+
+    async def _query(self, rank: Rank, target: _Target, start: int | None) -> KvAnswer:
+        path = f"{target.namespace}.{target.component}.{target.endpoint}"
+        body = {"worker_id": rank[0], "dp_rank": rank[1], "start_event_id": start, "end_event_id": None}
+        context = Context()
+        async with asyncio.timeout(ASK_SECONDS):
+            client = self._clients.get(path)
+            if client is None:
+                client = self._clients[path] = await self._runtime.endpoint(path).client()
+            stream = await client.open(client.named(target.instance_id), body, context)
+            try:
+                items = await stream.next_batch()
+            finally:
+                stream.close()
+        if not items:
+            raise BadEvents("an empty answer")
+        answer = read_answer(items[0].extra)
+        if answer.kind == "Error":
+            raise BadEvents(answer.text)
+        return answer
+
+    # -- who is there ------------------------------------------------------------------------------------------------
+
+    async def _follow_sources(self) -> None:
+        prefix = f"{EVENT_SOURCES}/{self._endpoint.event_scope.path_encoded}/topic/{TOPIC}"
+        while True:
+            try:
+                async with self._runtime.discovery.watch(prefix) as changes:
+                    is_first = True
+                    async for batch in changes:
+                        if is_first:
+                            present = {change.key for change in batch}
+                            for key in self._ranks.keys() - present:
+                                await self._source_changed(Delete(key))
+                        is_first = False
+                        for change in batch:
+                            await self._source_changed(change)
+                return  # the store was closed
+            except DynamoException as error:
+                logger.warning("the watch on KV event sources failed and is set up again: %s", error)
+            await asyncio.sleep(WATCH_RETRY_SECONDS)
+
+    async def _source_changed(self, change: Change) -> None:
+        if isinstance(change, Put):
+            try:
+                source = msgspec.json.decode(change.value, type=_Source)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                logger.warning("KV event source %s is not read: %s", change.key, error)
+                return
+            rank = (source.metadata.worker.worker_id, source.metadata.worker.dp_rank)
+            self._ranks[change.key] = rank
+            state = self._states.setdefault(rank, _State())
+            if state.target != source.metadata.recovery_target:
+                state.target = source.metadata.recovery_target
+                if state.asking is None:
+                    self._ask(rank, state, None)
+            return
+        gone = self._ranks.pop(change.key, None)
+        if gone is None or gone in self._ranks.values():
+            return
+        state = self._states.pop(gone, _State())
+        if state.asking is not None:
+            state.asking.cancel()
+        self._sink.forget(*gone)
+        if state.target is not None:
+            path = f"{state.target.namespace}.{state.target.component}.{state.target.endpoint}"
+            client = self._clients.pop(path, None)
+            if client is not None:
+                await client.close()

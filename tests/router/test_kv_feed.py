@@ -1,0 +1,232 @@
+"""A router's view of the workers' caches, over real planes: it is whole whatever is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.common.backend.kv_recovery import KvRecovery
+from dynamo.common.backend.publisher import KvEventPublisher
+from dynamo.kv.events import BadEvents, RouterEvent, read_answer, read_events
+from dynamo.router import KvEventFeed
+from dynamo.runtime.discovery.file import FileDiscovery
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.endpoint import EndpointEvents
+
+PATH = "ns.c.generate"
+TOKENS = [1, 2, 3, 4]
+
+
+class Index:
+    """The truth as a router sees it: the blocks of each rank."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[int, int], set[int]] = {}
+        self.seen: list[RouterEvent] = []
+        self.changed = asyncio.Event()
+
+    def apply(self, event: RouterEvent) -> None:
+        held = self.held.setdefault((event.worker_id, event.event.dp_rank), set())
+        match event.event.data:
+            case "cleared":
+                held.clear()
+            case {"stored": said}:
+                held.update(block["block_hash"] for block in said["blocks"])
+            case {"removed": said}:
+                held.difference_update(said["block_hashes"])
+        self.seen.append(event)
+        self.changed.set()
+
+    def forget(self, worker_id: int, dp_rank: int) -> None:
+        self.held.pop((worker_id, dp_rank), None)
+        self.changed.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+class Leaky:
+    """A channel that loses what it is told to lose."""
+
+    def __init__(self, channel: EndpointEvents) -> None:
+        self._channel = channel
+        self.publisher_id = channel.publisher_id
+        self.is_losing = False
+
+    def publish(self, payload: Any) -> None:
+        if not self.is_losing:
+            self._channel.publish(payload)
+
+
+class Worker:
+    def __init__(self, runtime: DistributedRuntime, *, dp_rank: int = 0) -> None:
+        self.endpoint = runtime.endpoint(PATH)
+        self.channel = Leaky(self.endpoint.event_channel("kv-events"))
+        self.publisher = KvEventPublisher(self.endpoint, kv_block_size=4, dp_rank=dp_rank, channel=self.channel)
+        self.rank = self.publisher.rank
+        self.recovery: KvRecovery | None = None
+
+    async def offer_recovery(self) -> None:
+        self.recovery = await KvRecovery.begin(self.endpoint, self.publisher, self.channel.publisher_id)
+
+    def store(self, *hashes: int) -> None:
+        for block_hash in hashes:
+            self.publisher.publish_stored(TOKENS, [4], [block_hash])
+
+
+@pytest.fixture(params=["mem", "zmq"])
+async def plane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("DYN_EVENT_PLANE_HOST", "127.0.0.1")
+    return str(request.param)
+
+
+@asynccontextmanager
+async def runtime(plane: str, tmp_path: Path) -> AsyncIterator[DistributedRuntime]:
+    async with DistributedRuntime(None, None, "mem", event_plane=plane, discovery=FileDiscovery(tmp_path)) as made:
+        yield made
+
+
+async def test_a_router_that_comes_late_is_told_everything_and_then_follows(plane: str, tmp_path: Path) -> None:
+    async with runtime(plane, tmp_path) as working, runtime(plane, tmp_path) as routing:
+        worker = Worker(working)
+        worker.store(1, 2, 3)
+        await worker.offer_recovery()
+        index = Index()
+        async with KvEventFeed(routing.endpoint(PATH), index) as feed:
+            await index.until(lambda: index.held.get(worker.rank) == {1, 2, 3})
+            worker.publisher.publish_removed([2])
+            block_hash = 100
+            async with asyncio.timeout(10):
+                while 100 not in index.held.get(
+                    worker.rank, ()
+                ):  # a subscription takes a moment; what it misses is a gap
+                    worker.store(block_hash)
+                    block_hash += 1
+                    await asyncio.sleep(0.02)
+            await index.until(lambda: index.held[worker.rank] == {1, 3, *range(100, block_hash)})
+            assert feed.dumps == 1
+        assert worker.recovery is not None
+        await worker.recovery.close()
+
+
+async def test_lost_events_are_asked_for_and_nothing_is_applied_twice(plane: str, tmp_path: Path) -> None:
+    async with runtime(plane, tmp_path) as working, runtime(plane, tmp_path) as routing:
+        worker = Worker(working, dp_rank=3)
+        await worker.offer_recovery()
+        index = Index()
+        async with KvEventFeed(routing.endpoint(PATH), index) as feed:
+            await index.until(lambda: feed.dumps == 1)  # of a worker that has said nothing yet
+            expected = set[int]()
+            for turn in range(5):
+                worker.channel.is_losing = True
+                worker.store(turn * 10 + 1, turn * 10 + 2)
+                await asyncio.sleep(0)  # the outbox is emptied on the loop
+                await asyncio.sleep(0)
+                worker.channel.is_losing = False
+                number = turn * 10 + 3
+                expected |= {turn * 10 + 1, turn * 10 + 2}
+                async with asyncio.timeout(10):
+                    while not expected <= index.held.get(worker.rank, set()):
+                        worker.store(number)
+                        expected.add(number)
+                        number += 1
+                        await asyncio.sleep(0.02)
+            await index.until(lambda: index.held[worker.rank] == expected)
+            assert feed.gaps >= 4
+            ids = [event.event.event_id for event in index.seen]
+            assert feed.dumps == 1
+            assert ids == sorted(set(ids))
+        assert worker.recovery is not None
+        await worker.recovery.close()
+
+
+async def test_a_gap_too_old_for_the_worker_is_answered_with_everything(tmp_path: Path) -> None:
+    async with runtime("mem", tmp_path) as working, runtime("mem", tmp_path) as routing:
+        worker = Worker(working)
+        await worker.offer_recovery()
+        index = Index()
+        async with KvEventFeed(routing.endpoint(PATH), index) as feed:
+            worker.store(1)
+            await index.until(lambda: index.held.get(worker.rank) == {1} and feed.dumps == 1)
+            worker.channel.is_losing = True
+            worker.publisher.publish_removed([1])
+            for number in range(5000):
+                worker.publisher.publish_stored(TOKENS, [4], [number + 10])
+                if number % 1000 == 0:
+                    await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            worker.channel.is_losing = False
+            worker.store(9)
+            await index.until(lambda: index.held.get(worker.rank) == {9, *range(10, 5010)})
+            assert feed.dumps == 2
+        assert worker.recovery is not None
+        await worker.recovery.close()
+
+
+async def test_a_worker_that_leaves_is_forgotten_and_the_others_stay(tmp_path: Path) -> None:
+    async with runtime("mem", tmp_path) as one, runtime("mem", tmp_path) as two, runtime("mem", tmp_path) as routing:
+        leaving, staying = Worker(one), Worker(two)
+        for worker in (leaving, staying):
+            worker.store(1)
+            await worker.offer_recovery()
+        index = Index()
+        async with KvEventFeed(routing.endpoint(PATH), index):
+            await index.until(lambda: set(index.held) == {leaving.rank, staying.rank})
+            assert leaving.recovery is not None
+            await leaving.recovery.close()
+            await index.until(lambda: set(index.held) == {staying.rank})
+        assert staying.recovery is not None
+        await staying.recovery.close()
+
+
+async def test_without_recovery_a_gap_forgets_what_may_be_wrong(tmp_path: Path) -> None:
+    async with runtime("mem", tmp_path) as working, runtime("mem", tmp_path) as routing:
+        worker = Worker(working)
+        index = Index()
+        async with KvEventFeed(routing.endpoint(PATH), index) as feed:
+            worker.store(1)
+            await index.until(lambda: index.held.get(worker.rank) == {1})
+            worker.channel.is_losing = True
+            worker.publisher.publish_removed([1])
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            worker.channel.is_losing = False
+            worker.store(2)
+            await index.until(lambda: index.held.get(worker.rank) == {2})
+            assert feed.gaps == 1
+
+
+async def test_rubbish_among_events_and_sources_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with runtime("mem", tmp_path) as working, runtime("mem", tmp_path) as routing:
+        worker = Worker(working)
+        key = f"v1/event_sources/{worker.endpoint.event_scope.channel_key('kv-events', 7)}"
+        await working.discovery.put(key, b'{"type":"EventSource"}')
+        index = Index()
+        async with KvEventFeed(routing.endpoint(PATH), index):
+            worker.endpoint.event_channel("kv-events").publish({"no": "event"})
+            worker.store(5)
+            await index.until(lambda: index.held.get(worker.rank) == {5})
+    assert "is not read" in caplog.text
+
+
+@pytest.mark.parametrize("item", [None, {}, {"a": 1, "b": 2}, {"Events": {"events": 3}}, {"TreeDump": {}}])
+def test_an_answer_that_is_none_is_refused(item: Any) -> None:
+    with pytest.raises(BadEvents):
+        read_answer(item)
+
+
+def test_a_single_event_is_read_as_well_as_a_list() -> None:
+    assert read_answer({"TooNew": {"newest_available": 3}}).kind == "TooNew"
+    with pytest.raises(BadEvents):
+        read_events(b"\xc1")
