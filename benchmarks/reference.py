@@ -5,7 +5,8 @@
 "model" is the forward pass, "engine" what the step thread does beside it (plan, sample, chunks), "loop" the event loop
 with `generate` and its reader. Where torch is installed, it generates the same tokens from the same weights in turn with
 the engine: one thread, a KV cache, whole batches that start and end together (no batching, paging, streams or requests:
-only the arithmetic). Figures are medians. "tokens/s" is per second of CPU, because wall time on a shared machine is noise.
+only the arithmetic). Last, a worker process of its own is called over its request plane: what serving adds. Figures are
+medians. "tokens/s" is per second of CPU, because wall time on a shared machine is noise.
 """
 
 # ruff: noqa: E402 - the variables below must be set before NumPy is imported
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from reference_worker import Served, serve, write_tokenizer
 from safetensors.numpy import save_file
 
 from dynamo.common.backend.testing import mock_context
@@ -242,6 +244,14 @@ def report(batch: int, tokens: int, runs: list[tuple[Run, Run | None]]) -> None:
     print(line)
 
 
+def report_worker(batch: int, runs: list[Served]) -> None:
+    share = statistics.median(1 - run.engine_s / run.total_s for run in runs)
+    cost = statistics.median((run.total_s - run.engine_s) / run.tokens for run in runs)
+    print(
+        f"a worker process, batch {batch}: the framework's share of its CPU is {share:.1%}, {cost * 1e6:.0f} us/token"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=256)
@@ -258,6 +268,9 @@ def main() -> None:
         size = write_model(Path(directory), hidden=args.hidden, layers=args.layers, vocabulary=args.vocabulary)
         print(f"{size / 1e6:.1f} M parameters, hidden {args.hidden}, {args.layers} layers, one thread each, float32")
         asyncio.run(measure(Path(directory), args.tokens, args.repeats, clock))
+        write_tokenizer(Path(directory))
+        for batch in BATCHES:
+            report_worker(batch, serve(Path(directory), [prompt(n) for n in range(batch)], args.tokens, args.repeats))
 
 
 if __name__ == "__main__":

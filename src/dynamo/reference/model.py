@@ -114,9 +114,11 @@ def make_batch(pieces: Sequence[Piece], block_size: int) -> Batch:
     """Lay pieces out for one step; pure arithmetic."""
     counts = [len(piece.tokens) for piece in pieces]
     ends = np.cumsum(counts)
-    positions = np.concatenate([np.arange(p.start, p.start + n) for p, n in zip(pieces, counts, strict=True)])
-    slots = np.concatenate([_slots(p, n, block_size) for p, n in zip(pieces, counts, strict=True)])
-    tokens = np.fromiter((token for piece in pieces for token in piece.tokens), np.int64, int(ends[-1]))
+    total = int(ends[-1])
+    spans = list(zip(pieces, counts, strict=True))
+    positions = np.fromiter((at for p, n in spans for at in range(p.start, p.start + n)), np.int64, total)
+    slots = np.fromiter((slot for p, n in spans for slot in _slots(p, n, block_size)), np.int64, total)
+    tokens = np.fromiter((token for piece in pieces for token in piece.tokens), np.int64, total)
     alike: dict[tuple[int, int], list[int]] = {}
     for number, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
         blocks = -(-(piece.start + count) // block_size)
@@ -135,7 +137,9 @@ def _adapted(pieces: Sequence[Piece], counts: Sequence[int], ends: Ints) -> tupl
     return tuple((adapter, np.concatenate(parts)) for adapter, parts in rows.items())
 
 
-def _slots(piece: Piece, count: int, block_size: int) -> Ints:
+def _slots(piece: Piece, count: int, block_size: int) -> Sequence[int] | Ints:
+    if count == 1:  # nearly all of them, and not worth an array
+        return (piece.blocks[piece.start // block_size] * block_size + piece.start % block_size,)
     positions = np.arange(piece.start, piece.start + count)
     first = piece.start // block_size
     table = np.array(piece.blocks[first : (piece.start + count - 1) // block_size + 1], np.int64)
@@ -177,7 +181,7 @@ class Model:
             added = linear(attended, layer.output, layer.output_bias)
             for adapter, rows in batch.adapted:
                 add_rows(added, attended, rows, adapter.layers[number].output)
-            hidden = hidden + added
+            hidden += added  # ours: the embedding's rows were gathered
             normed = rms_norm(hidden, layer.mlp_norm, eps)
             gate_up = linear(normed, layer.gate_up, layer.gate_up_bias)
             for adapter, rows in batch.adapted:
@@ -187,7 +191,7 @@ class Model:
             added = linear(inner, layer.down, layer.down_bias)
             for adapter, rows in batch.adapted:
                 add_rows(added, inner, rows, adapter.layers[number].down)
-            hidden = hidden + added
+            hidden += added
         return rms_norm(hidden, self.weights.final_norm, eps)
 
     def logits(self, hidden: Array) -> Array:
