@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 import dynamo.runtime
-from dynamo.runtime import Context, DistributedRuntime, PyAsyncRequestStream, dynamo_endpoint, dynamo_worker
+from dynamo.runtime import Context, DistributedRuntime, dynamo_endpoint, dynamo_worker
 from dynamo.runtime.discovery import FileDiscovery
 
 
@@ -78,11 +78,6 @@ async def test_a_worker_gets_a_runtime_as_the_environment_says_and_it_is_closed_
     assert await worker(1, 2, extra=3) == 6
     with pytest.raises(Exception, match="closed"):
         await seen[0].start()
-
-
-async def test_a_request_stream_says_that_it_is_not_built() -> None:
-    with pytest.raises(NotImplementedError, match="docs/"):
-        PyAsyncRequestStream()
 
 
 def test_the_public_names_are_the_native_ones() -> None:

@@ -947,8 +947,6 @@ async def test_the_detached_runtime_is_the_only_open_one(mem_runtime: Distribute
 async def test_what_is_not_built_is_an_error_that_names_the_docs(mem_runtime: DistributedRuntime) -> None:
     endpoint: Endpoint = mem_runtime.endpoint(PATH)
     with pytest.raises(NotImplementedError, match=r"docs/"):
-        await endpoint.serve_bidirectional_endpoint(echo)
-    with pytest.raises(NotImplementedError, match=r"docs/"):
         endpoint.first_token_source(None)
 
 

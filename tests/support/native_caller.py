@@ -95,13 +95,18 @@ class NativeCaller:
     def __init__(self, address: str) -> None:
         self.address = address
         self._awaited: dict[str, Answer] = {}
+        self.request_streams: dict[str, asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = {}
         self._writers: list[asyncio.StreamWriter] = []
 
     async def _called_home(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)
         header, data = await read_two_part(reader)
         hello = json.loads(header)
-        assert (data, hello["stream_type"]) == (b"", "response")
+        assert data == b""
+        if hello["stream_type"] == "request":
+            self.request_streams[hello["subject"]].set_result((reader, writer))
+            return
+        assert hello["stream_type"] == "response"
         answer = self._awaited.get(hello["subject"])
         if answer is None:
             writer.close()
@@ -143,23 +148,31 @@ class NativeCaller:
         request_id, subject = f"r{number}", f"s{number}"
         answer = Answer(request_id, codec or "json", asyncio.get_running_loop().create_future())
         self._awaited[subject] = answer
-        info = {
-            "address": f"127.0.0.1:{self.port}",
-            "subject": subject,
-            "context": request_id,
-            "stream_type": "response",
-        }
+        info = self.info(subject, request_id, "response")
         message: dict[str, Any] = {
             "id": request_id,
             "request_type": "single_in",
             "response_type": "many_out",
-            "connection_info": {"transport": "tcp_server", "info": json.dumps(info)},
+            "connection_info": info,
         }
         if codec is not None:
             message["payload_codec"] = codec
         message.update(control)
         data = msgspec.msgpack.encode(body) if codec == "msgpack" else json.dumps(body).encode()
         return two_part(json.dumps(message).encode(), data), answer
+
+    def rename(self, answer: Answer, subject: str) -> None:
+        """Await an answer under a subject of the test's own."""
+        self._awaited[subject] = answer
+
+    def info(self, subject: str, request_id: str, stream_type: str) -> dict[str, str]:
+        where = {
+            "address": f"127.0.0.1:{self.port}",
+            "subject": subject,
+            "context": request_id,
+            "stream_type": stream_type,
+        }
+        return {"transport": "tcp_server", "info": json.dumps(where)}
 
     async def ack(self) -> str:
         (length,) = struct.unpack(">I", await asyncio.wait_for(self.reader.readexactly(4), 10))

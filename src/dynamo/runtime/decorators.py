@@ -13,6 +13,7 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.endpoint import Endpoint
 from dynamo.runtime.handler import takes_context
+from dynamo.runtime.request_plane.base import RequestStream
 
 
 def dynamo_worker(enable_nats: Any = None) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Awaitable[Any]]]:
@@ -104,10 +105,5 @@ class UnaryClient:
         raise ValueError("Unavailable: the answer was empty")
 
 
-class PyAsyncRequestStream:
-    """The request stream of a bidirectional endpoint. Not built in this version."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            "bidirectional endpoints are not built in this version; see 'Known limits' in docs/architecture.md"
-        )
+PyAsyncRequestStream = RequestStream
+"""What the handler of a bidirectional endpoint iterates over; the native name."""

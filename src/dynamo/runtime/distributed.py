@@ -407,6 +407,11 @@ class DistributedRuntime:
         """The endpoint "ns.comp.ep" if this runtime serves it."""
         return self._served.get(path)
 
+    def take_streams(self, route: str) -> None:
+        """Let native callers send a stream of requests to a routing path that is served."""
+        if self._core is not None:
+            self._core.stream_paths.add(route)
+
     def decline(self, route: str) -> None:
         """Decline new requests for a routing path."""
         if self._server is not None:

@@ -14,7 +14,7 @@ from dynamo.runtime.client import Client
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS
 from dynamo.runtime.event_plane.base import EventPublisher, Scope
-from dynamo.runtime.handler import PythonHandler, serve_python
+from dynamo.runtime.handler import PythonHandler, serve_python, serve_python_stream
 from dynamo.runtime.health import Canary
 from dynamo.runtime.instances import RouterMode, encode_instance
 from dynamo.runtime.logging import enter_request_span
@@ -119,11 +119,18 @@ class Endpoint:
     async def serve_bidirectional_endpoint(
         self, handler: PythonHandler, graceful_shutdown: bool = True, metrics_labels: MetricsLabels | None = None
     ) -> None:
-        """Not built in this version."""
-        raise NotImplementedError(
-            "bidirectional endpoints (a stream of requests) are not built in this version; serve_endpoint takes one "
-            "request and streams the answer. See 'Known limits' in docs/architecture.md"
+        """Serve with `async def handler(requests[, context])` that yields; `requests` is iterated over with `async for`.
+
+        Callers are native ones: on the native wire, over TCP or NATS. Any other request is an `InvalidArgument`. Returns
+        when the endpoint was shut down.
+        """
+        served = await self.start_serving(
+            serve_python_stream(handler), metrics_labels=metrics_labels, graceful=graceful_shutdown, takes_stream=True
         )
+        try:
+            await served.wait_closed()
+        finally:
+            await served.close()
 
     def first_token_source(self, worker_type: Any) -> Any:
         """Not built in this version."""
@@ -140,8 +147,12 @@ class Endpoint:
         health_check_payload: Mapping[str, Any] | None = None,
         advertise: bool = True,
         graceful: bool = True,
+        takes_stream: bool = False,
     ) -> ServedEndpoint:
         """Serve with a runtime handler and return at once; `advertise` False leaves the record to the caller.
+
+        `takes_stream`: native callers that send a stream of requests are let through; the handler's body is then a
+        `RequestStream`.
 
         Raises ValueError when this runtime serves the endpoint already, or for labels that are taken.
         """
@@ -150,6 +161,8 @@ class Endpoint:
             self, handler, labels=_label_pairs(metrics_labels), payload=health_check_payload, graceful=graceful
         )
         server.register(served.route, served.handle)
+        if takes_stream:
+            self.runtime.take_streams(served.route)
         self.runtime.adopt(served)
         served.begin()
         if advertise:

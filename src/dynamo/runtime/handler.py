@@ -21,7 +21,7 @@ from dynamo.errors import (
     Unknown,
 )
 from dynamo.runtime.context import Context, on_loop
-from dynamo.runtime.request_plane.base import Handler, ResponseSink
+from dynamo.runtime.request_plane.base import Handler, RequestStream, ResponseSink
 from dynamo.runtime.tasks import forgive_cancellation, is_being_cancelled
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,23 @@ def serve_python(handler: PythonHandler) -> Handler:
             unlink()
             if stream is not None:
                 await _close(stream, context)
+
+    return handle
+
+
+def serve_python_stream(handler: PythonHandler) -> Handler:
+    """The same for `async def handler(requests)` or `(requests, context)`, where `requests` is a `RequestStream`."""
+    serve = serve_python(handler)
+
+    async def handle(body: Any, context: Context, sink: ResponseSink) -> None:
+        if not isinstance(body, RequestStream):
+            raise InvalidArgument(
+                "this endpoint takes a stream of requests (many_in over the native wire), not one request"
+            )
+        try:
+            await serve(body, context, sink)
+        finally:
+            body.close()
 
     return handle
 

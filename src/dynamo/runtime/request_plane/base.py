@@ -12,7 +12,8 @@ Promises, held by one set of contract tests over all planes:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -73,6 +74,17 @@ class ResponseSink(Protocol):
     @property
     def ended(self) -> bool:
         """Whether `end` was called or the caller is gone."""
+
+
+class RequestStream(AsyncIterator[Any]):
+    """The requests of one call to a bidirectional endpoint, as they come. Iterate over it once.
+
+    Its end is no cancellation: the caller has said all it wants, and reads on. A caller that is lost kills the context.
+    """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave; what still comes is dropped. Idempotent."""
 
 
 Handler = Callable[[Any, Context, ResponseSink], Awaitable[None]]

@@ -47,6 +47,7 @@ class ServerCore:
         else:
             self._run_limit, self._queue_limit = settings.worker_pool_size, settings.work_queue_size
         self._handlers: dict[str, Handler] = {}
+        self.stream_paths: set[str] = set()  # whose body is a `RequestStream`: bidirectional endpoints
         self._running: dict[asyncio.Task[None], _Request] = {}
         self._waiting: dict[_Request, Callable[[], None]] = {}  # in order of arrival; value: forgets `on_cancel`
         self._closed = False
@@ -82,9 +83,14 @@ class ServerCore:
             raise ValueError(f"request path {path!r} is already served; unregister it first")
         self._handlers[path] = handler
 
+    def takes_one(self, path: str) -> bool:
+        """Whether `path` is served and takes one request, not a stream of them."""
+        return path in self._handlers and path not in self.stream_paths
+
     def unregister(self, path: str) -> None:
         """Decline new requests for `path`; those accepted go on. Absent is fine."""
         self._handlers.pop(path, None)
+        self.stream_paths.discard(path)
 
     def dispatch(self, path: str, body: Any, context: Context, sink: ResponseSink) -> None:
         """Start one request, or queue it; it is the sink that tells how it went.

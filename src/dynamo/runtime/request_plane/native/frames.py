@@ -262,6 +262,7 @@ class ControlMessage(msgspec.Struct, omit_defaults=True):
     connection_info: ConnectionInfo
     payload_codec: str = "json"
     metadata: dict[str, str] | None = None
+    request_stream_connection_info: ConnectionInfo | None = None  # many_in: where the requests are to be fetched
     frontend_send_ts_ns: int | None = None
 
 
@@ -317,18 +318,30 @@ def decode_control(header: bytes) -> ControlMessage:
 
 def decode_call_home(control: ControlMessage) -> CallHome:
     """Where the answer to a request goes. Raises `MalformedFrame` for anything but a TCP response stream."""
-    if control.connection_info.transport != "tcp_server":
+    return _call_home(control, "connection_info", control.connection_info, "response")
+
+
+def decode_request_stream(control: ControlMessage) -> CallHome:
+    """Where the requests of a `many_in` call are to be fetched. Raises `MalformedFrame` likewise."""
+    info = control.request_stream_connection_info
+    if info is None:
+        raise MalformedFrame("request_stream_connection_info is missing in a many_in call")
+    return _call_home(control, "request_stream_connection_info", info, "request")
+
+
+def _call_home(control: ControlMessage, name: str, connection: ConnectionInfo, stream_type: str) -> CallHome:
+    if connection.transport != "tcp_server":
         raise MalformedFrame(
-            f"response transport {control.connection_info.transport!r} is not supported; use the tcp response plane"
+            f"response transport {connection.transport!r} is not supported; use the tcp response plane"
         )
     try:
-        call_home = msgspec.json.decode(control.connection_info.info, type=CallHome)
+        call_home = msgspec.json.decode(connection.info, type=CallHome)
     except _UNREADABLE as error:
-        raise MalformedFrame(f"connection_info.info: {error}") from error
+        raise MalformedFrame(f"{name}.info: {error}") from error
     if call_home.context != control.id:
-        raise MalformedFrame(f"connection_info names context {call_home.context!r}, the request is {control.id!r}")
-    if call_home.stream_type != "response":
-        raise MalformedFrame(f"connection_info.stream_type is {call_home.stream_type!r}, expected 'response'")
+        raise MalformedFrame(f"{name} names context {call_home.context!r}, the request is {control.id!r}")
+    if call_home.stream_type != stream_type:
+        raise MalformedFrame(f"{name}.stream_type is {call_home.stream_type!r}, expected {stream_type!r}")
     return call_home
 
 

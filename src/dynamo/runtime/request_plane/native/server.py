@@ -24,8 +24,10 @@ from dynamo.runtime.request_plane.native.frames import (
     decode_call_home,
     decode_control,
     decode_payload,
+    decode_request_stream,
     encode_ack,
 )
+from dynamo.runtime.request_plane.native.request_stream import NativeRequestStream
 from dynamo.runtime.request_plane.native.sink import NativeSink
 from dynamo.runtime.request_plane.security import PlaneSecurity
 from dynamo.runtime.settings import RequestPlaneSettings
@@ -121,11 +123,19 @@ class NativeServer:
         try:
             control_header, raw_body = decode_payload(payload)
             control = decode_control(control_header)
-            if control.request_type != "single_in":
-                raise MalformedFrame(f"request_type {control.request_type!r} is not supported; use single_in")
             call_home = decode_call_home(control)
             host, port = call_home.host_and_port()
-            body = decode_body(raw_body, control.payload_codec)
+            match control.request_type:
+                case "single_in":
+                    requests = None
+                    body = decode_body(raw_body, control.payload_codec)
+                case "many_in" if self._core.takes_one(path):
+                    raise MalformedFrame("this endpoint takes one request, not a stream of them (many_in)")
+                case "many_in":
+                    requests = decode_request_stream(control)
+                    requests_host, requests_port = requests.host_and_port()
+                case other:
+                    raise MalformedFrame(f"request_type {other!r} is not supported; use single_in or many_in")
         except MalformedFrame as error:
             logger.warning("declined a request for %s: %s", path, error)
             return f"{UNAVAILABLE} malformed request: {error}"
@@ -134,6 +144,8 @@ class NativeServer:
         grown_from = headers.get(PROMPT_TOKENS_HEADER, "")
         if grown_from.isascii() and grown_from.isdigit() and len(grown_from) <= 10:
             context.prompt_tokens = int(grown_from)
+        if requests is not None:
+            body = NativeRequestStream(requests.subject, codec, context)
         sink = NativeSink(
             call_home.subject,
             codec,
@@ -147,32 +159,41 @@ class NativeServer:
             self._core.dispatch(path, body, context, sink)
         except DynamoException as error:
             sink.end(error)  # where it never connects, this only lets go of the context
+            if requests is not None:
+                body.close()
+                requests = None
             if not answers_declined:
                 return _declined(error)
         self._sinks.add(sink)
-        # Held by `_dials` and awaited by `close`. The handler starts meanwhile: the sink buffers.
-        dial = asyncio.get_running_loop().create_task(self._dial(sink, host, port), name=f"call-home {control.id}")
+        # The handler starts meanwhile: the sink buffers.
+        self._call_home(sink, host, port, control.id)
+        if requests is not None:
+            self._call_home(body, requests_host, requests_port, control.id)
+        return None
+
+    def _call_home(self, stream: NativeSink | NativeRequestStream, host: str, port: int, request_id: str) -> None:
+        # Held by `_dials` and awaited by `close`.
+        dial = asyncio.get_running_loop().create_task(self._dial(stream, host, port), name=f"call-home {request_id}")
         self._dials.add(dial)
         dial.add_done_callback(self._dials.discard)
-        return None
 
     def _stream_closed(self, sink: NativeSink) -> None:
         self._sinks.discard(sink)
         if not self._sinks and self._no_streams is not None and not self._no_streams.done():
             self._no_streams.set_result(None)
 
-    async def _dial(self, sink: NativeSink, host: str, port: int) -> None:
+    async def _dial(self, stream: NativeSink | NativeRequestStream, host: str, port: int) -> None:
         try:
             async with asyncio.timeout(self.settings.connect_timeout_seconds):
                 # asyncio and uvloop both set TCP_NODELAY on every TCP transport.
                 await asyncio.get_running_loop().create_connection(
-                    lambda: sink, host, port, **self.security.connect_options(host)
+                    lambda: stream, host, port, **self.security.connect_options(host)
                 )
         except (OSError, ValueError) as error:
             logger.warning("cannot connect back to a caller at %s:%s: %s", host, port, error or type(error).__name__)
-            sink.not_connected()
+            stream.not_connected()
         except asyncio.CancelledError:
-            sink.not_connected()
+            stream.not_connected()
             raise
 
 
