@@ -161,6 +161,18 @@ async def test_a_worker_killed_under_two_of_four_choices_costs_none(pair: Pair, 
     assert pair.second.count("abort", tag) == 0
 
 
+@pytest.mark.parametrize("streamed", [False, True], ids=["unary", "streamed"])
+@pytest.mark.parametrize("said", ["", "abcd"], ids=["at once", "in the middle"])
+async def test_a_frozen_worker_is_given_up_and_another_goes_on(
+    stack: Stack, name: str, tag: str, streamed: bool, said: str
+) -> None:
+    pair = pair_of(stack, name, DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS="0.5")
+    headers = script(["say", said], ["die", "SIGSTOP"], ["say", "efgh"], tag=tag)
+    reply = await ask(pair.frontend.port, CHAT, chat(pair.model, stream=streamed), headers=headers)
+    assert (reply.status, reply.text) == (200, f"{said}efgh")
+    assert len(pair.served_by(tag)) == 2
+
+
 async def test_a_worker_that_failed_mid_stream_is_left_alone_for_a_while(stack: Stack, name: str, tag: str) -> None:
     pair = pair_of(stack, name, DYN_MIGRATION_LIMIT="0")  # so that the error is seen
     headers = script(["say", "ab", 0.01], ["raise", "EngineShutdown", "out of memory"], tag=tag)

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from dynamo.errors import ResponseTimeout
+from dynamo.frontend.generation import WorkRequest
 from dynamo.frontend.inference import _Inactivity
 from dynamo.simulation.loop import VirtualLoop, run_virtual
 
@@ -27,7 +28,7 @@ def test_a_suspended_machine_is_no_silence_of_the_engine() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         exchange = Ended()
-        inactivity = _Inactivity(exchange, 10.0)  # type: ignore[arg-type]
+        inactivity = _Inactivity(exchange, WorkRequest({}, [[1]]), 10.0)  # type: ignore[arg-type]
         await asyncio.sleep(5.0)
         loop.jump(60.0)
         await asyncio.sleep(0.1)
@@ -44,7 +45,7 @@ def test_a_suspended_machine_is_no_silence_of_the_engine() -> None:
 def test_a_silent_engine_is_noticed_on_time() -> None:
     async def main() -> None:
         exchange = Ended()
-        inactivity = _Inactivity(exchange, 10.0)  # type: ignore[arg-type]
+        inactivity = _Inactivity(exchange, WorkRequest({}, [[1]]), 10.0)  # type: ignore[arg-type]
         await asyncio.sleep(5.0)
         inactivity.last = asyncio.get_running_loop().time()
         await asyncio.sleep(9.9)

@@ -91,6 +91,7 @@ class WorkRequest:
         "prompts",
         "reasoning_tokens",
         "retries",
+        "running",
     )
 
     def __init__(
@@ -112,6 +113,7 @@ class WorkRequest:
         self.pinned_instance_id = pinned_instance_id
         self.retries = retries
         self.longest_movable = longest_movable
+        self.running: tuple[_Choice, ...] = ()
         self.moves: list[Move] = []  # for the metrics; bounded by `retries` and the number of choices
         self.overhead = overhead or Overhead()
         self.prompt_tokens = sum(map(len, prompts))
@@ -131,6 +133,11 @@ class WorkRequest:
     def open_choice(self, model: GenerationModel, context: Context, index: int, prompt: list[int]) -> _Choice:
         """One choice of it, ready to run."""
         return _Choice(model, self, context, index, prompt)
+
+    def give_up_silent_workers(self, error: DynamoException) -> bool:
+        """Nothing was heard of any choice for too long: go on at other workers; False when no choice can."""
+        moved = [choice.give_up(error) for choice in self.running]  # all of them, not only the first that can
+        return any(moved)
 
     def note_cached(self, prompt_index: int, tokens: int) -> None:
         """A worker reported this. Choices share their prompt and some engines repeat themselves: the most counts."""
@@ -189,6 +196,7 @@ class SingleGeneration:
 
     def __init__(self, model: GenerationModel, work: WorkRequest, context: Context) -> None:
         self._choice = work.open_choice(model, context, 0, work.prompts[0])
+        work.running = (self._choice,)
 
     async def next(self) -> list[Delta] | None:
         """What has arrived, waiting for something; None when the choice has ended. Raises as `generate`."""
@@ -228,6 +236,7 @@ async def _fan_out(model: GenerationModel, work: WorkRequest, context: Context) 
             choice.close()
 
     tasks: list[asyncio.Task[None]] = []
+    choices: list[_Choice] = []
     unlink = []
     try:
         for prompt_index, prompt in enumerate(work.prompts):
@@ -237,8 +246,10 @@ async def _fan_out(model: GenerationModel, work: WorkRequest, context: Context) 
                 child = context.detached(f"{context.id()}-{index}")
                 unlink.append(context.link_child(child))
                 choice = work.open_choice(model, child, index, prompt)
+                choices.append(choice)
                 # Ended and awaited in the `finally` below.
                 tasks.append(asyncio.create_task(pump(choice), name=f"choice {child.id()}"))
+        work.running = tuple(choices)
         running = len(tasks)
         while running:
             entries = [await arrived.get()]
@@ -274,6 +285,7 @@ class _Choice:
         "_model",
         "_origin",
         "_prompt",
+        "_silent",
         "_stream",
         "_tried",
         "_work",
@@ -290,6 +302,7 @@ class _Choice:
         self._generated: list[int] = []  # what was decoded so far: another worker would go on behind it
         self._origin = {**_for_choice(work.body, index % work.choices), "token_ids": prompt}
         self._body = self._origin
+        self._silent: DynamoException | None = None  # set: the worker was left because it said nothing
         self._lost_by: DynamoException | None = None  # why the last worker was given up
         self._lost_at = 0.0
         self._stream: ResponseStream | None = None
@@ -385,19 +398,43 @@ class _Choice:
     def _ended_silently(self) -> None:
         """The stream ended without a terminal chunk: right after a cancellation, else a breach."""
         if not self._context.is_stopped():
-            raise StreamIncomplete("the worker ended the stream without a finish reason")
+            raise self._incomplete("the worker ended the stream without a finish reason")
         self._ended = True
+
+    def _incomplete(self, text: str) -> DynamoException:
+        silent, self._silent = self._silent, None
+        return silent or StreamIncomplete(text)
+
+    def give_up(self, error: DynamoException) -> bool:
+        """Leave a worker that says nothing, with `error`, if another one may go on; whether that is so."""
+        stream = self._stream
+        if stream is None or self._ended or self._silent is not None:
+            return False
+        try:
+            if not self._may_move(error) or (self._generated and self._why_not() is not None):
+                return False
+            self._pick()
+        except DynamoException:
+            return False  # nobody else is there
+        self._silent = error
+        stream.kill()  # and whoever reads it finds that it has ended
+        return True
+
+    def _may_move(self, error: DynamoException) -> bool:
+        """Whether another worker may be tried after `error`."""
+        work = self._work
+        return (
+            rule_of(error).retryable
+            and not self._context.is_stopped()
+            and work.pinned_instance_id is None
+            and len(self._tried) <= work.retries
+        )
 
     def _lose(self, error: DynamoException) -> None:
         """The worker was lost after it had begun to answer. Raises `error` unless another one may go on."""
         self._blame(error)
-        context, work = self._context, self._work
-        if (
-            not rule_of(error).retryable
-            or context.is_stopped()
-            or work.pinned_instance_id is not None
-            or len(self._tried) > work.retries
-        ):
+        context = self._context
+        if not self._may_move(error):
             raise error
         reason = self._why_not()
         if reason is not None:
@@ -464,7 +501,7 @@ class _Choice:
                 overhead.dispatched()
                 items = await self._stream.next_batch()
                 if not items and not context.is_stopped():
-                    raise StreamIncomplete("the worker ended the stream without a single chunk")
+                    raise self._incomplete("the worker ended the stream without a single chunk")
             except DynamoException as error:
                 overhead.arrived(failed=True)
                 self._release()

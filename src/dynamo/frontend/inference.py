@@ -116,12 +116,13 @@ class _Exchange:
 
 
 class _Inactivity:
-    """Ends a request whose engine has been silent for too long; costs one assignment for each wake-up."""
+    """Moves a request whose engine has been silent for too long to another, or ends it where there is none; costs one
+    assignment for each wake-up."""
 
-    __slots__ = ("_exchange", "_limit", "_loop", "_timer", "last")
+    __slots__ = ("_exchange", "_limit", "_loop", "_timer", "_work", "last")
 
-    def __init__(self, exchange: _Exchange, limit_seconds: float) -> None:
-        self._exchange, self._limit = exchange, limit_seconds
+    def __init__(self, exchange: _Exchange, work: WorkRequest, limit_seconds: float) -> None:
+        self._exchange, self._work, self._limit = exchange, work, limit_seconds
         self._loop = asyncio.get_running_loop()
         self.last = self._loop.time()
         self._timer = self._loop.call_at(self.last + limit_seconds, self._check)
@@ -131,7 +132,12 @@ class _Inactivity:
         if self._loop.time() < due:
             self._timer = self._loop.call_at(due, self._check)
         elif is_second_look:
-            self._exchange.end_with(ResponseTimeout(f"no output for {self._limit:g} s"))
+            silence = ResponseTimeout(f"no output for {self._limit:g} s")
+            if self._work.give_up_silent_workers(silence):
+                self.last = self._loop.time()
+                self._timer = self._loop.call_at(self.last + self._limit, self._check)
+            else:
+                self._exchange.end_with(silence)
         else:
             # Where this very loop was away (a suspended machine, a long block) its timers come first, and what the engine
             # said meanwhile is still unread.
@@ -307,7 +313,7 @@ class InferenceRoute:
         loop_time = asyncio.get_running_loop().time
         counted = exchange.counted
         overhead = answer.work.overhead
-        inactivity = self._inactivity(exchange)
+        inactivity = self._inactivity(exchange, answer.work)
         overhead.mark(PARSE)
 
         def encode(deltas: list[Delta]) -> bytes:
@@ -407,7 +413,7 @@ class InferenceRoute:
         gathered = UnaryAnswer(answer) if parsing is None else ParsedUnaryAnswer(answer, parsing)
         loop_time = asyncio.get_running_loop().time
         overhead = answer.work.overhead
-        inactivity = self._inactivity(exchange)
+        inactivity = self._inactivity(exchange, answer.work)
         overhead.mark(PARSE)
         try:
             async with aclosing(generate(answer.model, answer.work, exchange.context)) as batches:
@@ -447,9 +453,9 @@ class InferenceRoute:
             dispatches_reasoning=settings.streaming_reasoning_dispatch,
         )
 
-    def _inactivity(self, exchange: _Exchange) -> _Inactivity | None:
+    def _inactivity(self, exchange: _Exchange, work: WorkRequest) -> _Inactivity | None:
         limit = self._settings.backend_stream_timeout_seconds
-        return None if limit is None else _Inactivity(exchange, limit)
+        return None if limit is None else _Inactivity(exchange, work, limit)
 
     # -- ends --------------------------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ class _TextChoice(_Choice):
         if number and body.get("seed") is not None:  # as in `generation`: the same seed twice is the same text twice
             body = {**body, "seed": body["seed"] + number}
         self._origin = self._body = body
-        self._prompt, self._generated, self._lost_by, self._lost_at = [], [], None, 0.0
+        self._prompt, self._generated, self._lost_by, self._lost_at, self._silent = [], [], None, 0.0, None
         self._stops = StopStrings(work.stops, include=work.include_stop) if work.stops else None
         self._counted = 0
 
