@@ -179,6 +179,7 @@ class Cluster:
             **{name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "OTEL_", "ETCD_"))},
             "DYN_FILE_KV": str(root / "store"),
             "DYN_TCP_RPC_HOST": "127.0.0.1",
+            "DYN_EVENT_PLANE_HOST": "127.0.0.1",
             "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
             "DYN_LOG": "info",
             "HF_HUB_OFFLINE": "1",
