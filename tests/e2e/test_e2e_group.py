@@ -93,6 +93,18 @@ async def test_the_limit_of_requests_in_flight_is_that_of_all_processes(
     assert (await ask(group.port, CHAT, chat("group"))).status == 200
 
 
+async def test_a_threshold_is_set_in_all_processes_and_in_those_that_come_later(group: Frontend) -> None:
+    body = {"model": "group", "active_decode_blocks_threshold": 0.75}
+    assert (await ask(group.port, "/busy_threshold", body)).status == 200
+    for _ in range(2 * PROCESSES):
+        assert b'"active_decode_blocks_threshold":0.75' in group.get("/busy_threshold")[1]
+    doomed = members(group)[2]
+    os.kill(doomed, signal.SIGKILL)
+    await until(lambda: members(group)[2] != doomed)
+    for _ in range(2 * PROCESSES):
+        assert b'"active_decode_blocks_threshold":0.75' in group.get("/busy_threshold")[1]
+
+
 async def test_a_process_that_is_killed_is_replaced_and_its_counts_stay(group: Frontend) -> None:
     shown = metric(group, "requests_total")
     restarts = metric(group, "process_restarts_total")

@@ -8,7 +8,19 @@ import pytest
 from dynamo.errors import Overloaded
 from dynamo.frontend.admission import NotReady, Stage
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.group.messages import Gather, Gathered, Message, Ready, Snapshot, Standing, Take, read, write
+from dynamo.frontend.group.messages import (
+    Gather,
+    Gathered,
+    Message,
+    Ready,
+    Share,
+    Shared,
+    Snapshot,
+    Standing,
+    Take,
+    read,
+    write,
+)
 from dynamo.frontend.group.places import Field, Places, SharedAdmission
 
 
@@ -49,7 +61,16 @@ def test_draining_is_the_business_of_each_process(places: Places) -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [Ready(), Gather(1, b"own"), Gathered(2, [b"a", b""]), Take(3), Snapshot(4, b"\x00" * 100_000), Standing(1, 2)],
+    [
+        Ready(),
+        Gather(1, b"own"),
+        Gathered(2, [b"a", b""]),
+        Take(3),
+        Snapshot(4, b"\x00" * 100_000),
+        Share(5, "k", b"v"),
+        Shared(6),
+        Standing(1, 2),
+    ],
 )
 async def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
     arrived: asyncio.Future[Message | None] = asyncio.get_running_loop().create_future()

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -28,9 +29,11 @@ from dynamo.frontend.offload import Offload, ThreadOffload
 from dynamo.frontend.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute, Peers
 from dynamo.frontend.preprocess import Preprocessor
 from dynamo.frontend.settings import FrontendSettings
+from dynamo.frontend.shedding import LOAD_TOPIC, BusyThresholdRoute, Shedding
 from dynamo.frontend.surfaces import ChatSurface, CompletionSurface
 from dynamo.protocol.openai.errors import route_not_found
 from dynamo.protocol.records import ModelCard
+from dynamo.runtime.event_plane.base import Event
 from dynamo.text.model import TextModel, load_text_model
 
 if TYPE_CHECKING:
@@ -75,6 +78,8 @@ class Frontend:
             rng=runtime.rng,
         )
         self._in_flight = InFlight()
+        self._budget = BodyBudget(settings.pending_bodies_limit_bytes)
+        self.shedding = Shedding(settings, self.models, self._loads, peers)
         self._probe: asyncio.TimerHandle | None = None
         self.asgi = Router(routes=self._routes(), redirect_slashes=False, default=_unmatched)
 
@@ -93,6 +98,7 @@ class Frontend:
         """Follow the store. Raises `CannotConnect` when it cannot be reached."""
         await self._runtime.start()
         await self.models.start()
+        self.shedding.start()
         self._probe_loop(asyncio.get_running_loop().time())
 
     async def drain(self, timeout_seconds: float) -> bool:
@@ -114,6 +120,7 @@ class Frontend:
         if self._probe is not None:
             self._probe.cancel()
             self._probe = None
+        await self.shedding.aclose()
         await self.models.aclose()
         self._offload.close()
 
@@ -131,6 +138,9 @@ class Frontend:
 
     async def _connect(self, endpoint: str) -> WorkerClient:
         return await self._runtime.endpoint(endpoint).client(self.settings.router_mode)
+
+    def _loads(self, endpoint: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+        return self._runtime.events.subscribe(self._runtime.endpoint(endpoint).event_scope, LOAD_TOPIC)
 
     async def _load(self, card: ModelCard) -> TextModel:
         return await self._offload(lambda: self._load_blocking(card))
@@ -157,7 +167,7 @@ class Frontend:
             "metrics": self.metrics,
             "preprocessor": Preprocessor(self.settings, self.metrics, self._offload),
             "in_flight": self._in_flight,
-            "budget": BodyBudget(self.settings.pending_bodies_limit_bytes),
+            "budget": self._budget,
         }
         chat = ChatSurface(reasoning_field=self.settings.reasoning_field_name)
         catalogue = ModelsRoute(self.models, self.settings)
@@ -170,14 +180,22 @@ class Frontend:
             _Endpoint(paths["live"], LiveRoute(self.admission), "GET"),
             _Endpoint(paths["metrics"], MetricsRoute(self.metrics, self._offload, self._peers), "GET"),
             _Endpoint("/openapi.json", OpenApiRoute(), "GET"),
+            *self._admin_routes(),
         ]
+
+    def _admin_routes(self) -> Sequence[BaseRoute]:
+        if self.settings.disable_admin_api:
+            return ()
+        return (
+            _Endpoint("/busy_threshold", BusyThresholdRoute(self.shedding, self.models, self._budget), "GET", "POST"),
+        )
 
 
 class _Endpoint(Route):
     """A route whose wrong method is a 405 with an empty body, as 1.6 answers it."""
 
-    def __init__(self, path: str, endpoint: Any, method: str) -> None:
-        super().__init__(path, endpoint, methods=[method])
+    def __init__(self, path: str, endpoint: Any, *methods: str) -> None:
+        super().__init__(path, endpoint, methods=methods)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.methods is not None and scope["method"] not in self.methods:

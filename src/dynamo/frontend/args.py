@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import ssl
@@ -33,7 +34,6 @@ _METRIC_NAME: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LATER_WITH_VALUE: Final = (
     "--model-name", "--model-path", "--grpc-metrics-port", "--frontend-route-extension",
     "--router-min-initial-workers", "--router-session-affinity-ttl-secs", "--router-session-affinity-mode",
-    "--active-decode-blocks-threshold", "--active-prefill-tokens-threshold", "--active-prefill-tokens-threshold-frac",
     "--router-policy-config", "--router-conditional-disagg-config", "--router-prefill-policy",
     "--router-decode-policy", "--router-prefill-load-model", "--router-tracking-key-file", "--router-tracking-key-id",
     "--tool-call-parser", "--reasoning-parser",
@@ -215,6 +215,26 @@ def _build(base: FrontendSettings) -> _Parser:
         "[DYN_ENFORCE_DISAGG]",
     )
 
+    where(
+        "--active-decode-blocks-threshold",
+        type=_part,
+        default=base.active_decode_blocks_threshold,
+        help="a worker with more than this part of its KV blocks in use gets no request "
+        "[DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD]",
+    )
+    where(
+        "--active-prefill-tokens-threshold",
+        type=_not_negative,
+        default=base.active_prefill_tokens_threshold,
+        help="nor one with more prompt tokens under way [DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD]",
+    )
+    where(
+        "--active-prefill-tokens-threshold-frac",
+        type=_factor,
+        default=base.active_prefill_tokens_threshold_frac,
+        help="the same as a part of one engine step's tokens [DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC]",
+    )
+
     tls = parser.add_argument_group("TLS with workers and NATS").add_argument
     for flag, (variable, what) in _EXPORTED.items():
         tls(flag, default=argparse.SUPPRESS, metavar="FILE", help=f"{what} [{variable}]")
@@ -331,6 +351,23 @@ def _positive(text: str) -> int:
     return _at_least(text, 1)
 
 
+def _factor(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is below 0 or no number")
+    return number
+
+
+def _part(text: str) -> float:
+    number = _factor(text)
+    if number > 1:
+        raise argparse.ArgumentTypeError(f"{text} is above 1")
+    return number
+
+
 def _migrations(text: str) -> int:
     number = _not_negative(text)
     if number > MAX_MIGRATIONS:
@@ -378,6 +415,8 @@ def _check(parser: _Parser, settings: FrontendSettings) -> None:
 
 def _check_places(parser: _Parser, settings: FrontendSettings) -> None:
     """What the environment may say and no flag would let pass."""
+    if (settings.active_decode_blocks_threshold or 0) > 1:
+        parser.error(f"DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD: {settings.active_decode_blocks_threshold} is above 1")
     if settings.workers > MAX_WORKERS:
         parser.error(f"--workers {settings.workers}: use 1..{MAX_WORKERS}")
     if not 0 <= settings.http_port <= 65535:

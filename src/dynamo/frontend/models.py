@@ -219,6 +219,14 @@ class ModelDirectory:
         """Whether a registered model is not served yet because its files are still being fetched or read."""
         return bool(self._loading)
 
+    def served(self) -> list[ServedModel]:
+        """Every model that is loaded, once for each namespace and role."""
+        return list(self._served.values())
+
+    async def change(self) -> None:
+        """Return after the next change."""
+        await self._changed.wait()
+
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Return when `condition` holds; it is asked after every change."""
         while not condition():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 from urllib.parse import unquote_to_bytes
 
@@ -30,6 +30,12 @@ class Peers(Protocol):
 
     async def gather(self) -> list[bytes]:
         """Snapshots of everybody's metrics, this process's own included. Raises TimeoutError."""
+
+    async def share(self, key: str, value: bytes) -> None:
+        """Tell all processes, also those that start later, what `key` is now. Raises TimeoutError."""
+
+    def on_shared(self, take: Callable[[str, bytes], None]) -> None:
+        """Call `take(key, value)` for what another process shares."""
 
     def describe(self) -> Mapping[str, int]:
         """How many processes there are, for `/health`."""

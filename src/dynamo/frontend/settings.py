@@ -77,6 +77,10 @@ class FrontendSettings:
     )
 
     metrics_prefix: str = "dynamo_frontend"
+    active_decode_blocks_threshold: float | None = None  # a part of a worker's KV blocks, 0 to 1
+    active_prefill_tokens_threshold: int | None = None
+    active_prefill_tokens_threshold_frac: float | None = None  # of `max_num_batched_tokens`
+    disable_admin_api: bool = False
     max_requests_in_flight: int = DEFAULT_MAX_REQUESTS_IN_FLIGHT
     overload_status: int = DEFAULT_OVERLOAD_STATUS
     body_limit_bytes: int = 45 * 1024 * 1024
@@ -144,6 +148,10 @@ class FrontendSettings:
             migration_max_seq_len=_optional_int("DYN_MIGRATION_MAX_SEQ_LEN", minimum=1, env=env),
             enforce_disagg=env_bool("DYN_ENFORCE_DISAGG", env=env),
             metrics_prefix=env_str("DYN_METRICS_PREFIX", default.metrics_prefix, env=env) or default.metrics_prefix,
+            active_decode_blocks_threshold=_optional_float("DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD", env=env),
+            active_prefill_tokens_threshold=_optional_int("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD", minimum=0, env=env),
+            active_prefill_tokens_threshold_frac=_optional_float("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC", env=env),
+            disable_admin_api=env_bool("DYN_DISABLE_FRONTEND_ADMIN_API", env=env),
             max_requests_in_flight=env_int(
                 "DYN_HTTP_MAX_REQUESTS_IN_FLIGHT", default.max_requests_in_flight, minimum=1, env=env
             ),
@@ -196,6 +204,16 @@ class FrontendSettings:
                 name: env_str(variable, path, env=env) or path for name, (variable, path) in _ROUTE_VARIABLES.items()
             },
         )
+
+
+def _optional_float(name: str, *, env: Mapping[str, str]) -> float | None:
+    if env_str(name, env=env) is None:
+        return None
+    number = env_float(name, -1, env=env)
+    if number < 0:  # unreadable or negative: `env_float` has warned about the first case
+        logger.warning("%s must be at least 0; ignoring it", name)
+        return None
+    return number
 
 
 def _optional_int(name: str, *, minimum: int, env: Mapping[str, str]) -> int | None:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
-from dynamo.errors import WorkerUnavailable
+from dynamo.errors import Overloaded, WorkerUnavailable
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, ResponseStream
 
@@ -37,7 +37,7 @@ class WorkerGroup:
     Workers of several models and roles may share an endpoint name; one model may stand on several endpoints.
     """
 
-    __slots__ = ("_clients", "_endpoints", "_foreign", "_turn", "_workers", "name")
+    __slots__ = ("_clients", "_endpoints", "_foreign", "_turn", "_workers", "busy", "name")
 
     def __init__(self, name: str, clients: Mapping[str, WorkerClient]) -> None:
         """`name`: for error texts. `clients` by endpoint ("namespace.component.endpoint"); it may change any time."""
@@ -47,6 +47,7 @@ class WorkerGroup:
         self._foreign: dict[str, frozenset[int]] = {}  # by endpoint; absent: to be found out again
         self._workers: Mapping[str, frozenset[int]] = {}
         self._endpoints: list[str] = []
+        self.busy: frozenset[int] = frozenset()  # members that take no more just now, as far as anybody knows
 
     def set_members(self, members: Iterable[tuple[str, int]]) -> None:
         """Take over who belongs to the group: (endpoint, instance id) pairs."""
@@ -67,6 +68,16 @@ class WorkerGroup:
         return sum(map(len, self._workers.values()))
 
     @property
+    def endpoints(self) -> Collection[str]:
+        """Where the members are: "namespace.component.endpoint"."""
+        return self._workers.keys()
+
+    @property
+    def member_ids(self) -> frozenset[int]:
+        """The instances of the members, reachable or not."""
+        return frozenset().union(*self._workers.values())
+
+    @property
     def is_reachable(self) -> bool:
         """Whether an instance stands behind one of the members: a card may come first, or stay a moment longer."""
         return any(
@@ -75,7 +86,17 @@ class WorkerGroup:
         )
 
     def pick(self, context: Context, *, exclude: Collection[int] = ()) -> Instance:
-        """The worker the router mode chooses. Raises `WorkerUnavailable` when none is left."""
+        """The worker the router mode chooses. Raises `WorkerUnavailable` when none is left, `Overloaded` when all that are
+        left are busy."""
+        if self.busy:
+            try:
+                return self._pick(context, self.busy.union(exclude))
+            except WorkerUnavailable:
+                self._pick(context, exclude)
+                raise Overloaded from None  # and not gone
+        return self._pick(context, exclude)
+
+    def _pick(self, context: Context, exclude: Collection[int]) -> Instance:
         endpoints = self._endpoints
         if len(endpoints) > 1:  # one model on several endpoints of a namespace: take turns, skip what has nobody
             self._turn += 1

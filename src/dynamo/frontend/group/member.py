@@ -14,14 +14,25 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.admission import Admission
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.group.messages import Gather, Gathered, Ready, Snapshot, Standing, Take, read, write
+from dynamo.frontend.group.messages import (
+    Gather,
+    Gathered,
+    Ready,
+    Share,
+    Shared,
+    Snapshot,
+    Standing,
+    Take,
+    read,
+    write,
+)
 from dynamo.frontend.group.places import Field, Places, SharedAdmission
 from dynamo.frontend.loops import event_loop_factory
 from dynamo.frontend.server import Connect, HttpServer, serve_until
@@ -121,6 +132,8 @@ class Peers:
         self._places, self._row = places, row
         self._metrics = metrics
         self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
+        self._told: dict[int, asyncio.Future[None]] = {}
+        self._takers: list[Callable[[str, bytes], None]] = []
         self._number = 0
         self.standing = Standing(0, places.rows)
         self.is_orphaned = asyncio.Event()
@@ -142,6 +155,22 @@ class Peers:
         finally:
             del self._asked[number]
 
+    async def share(self, key: str, value: bytes) -> None:
+        """Tell the others, and those that start later. Raises TimeoutError."""
+        self._number += 1
+        number = self._number
+        told = self._told[number] = asyncio.get_running_loop().create_future()
+        try:
+            write(self._writer, Share(number, key, value))
+            async with asyncio.timeout(GATHER_SECONDS):
+                await told
+        finally:
+            del self._told[number]
+
+    def on_shared(self, take: Callable[[str, bytes], None]) -> None:
+        """Call `take(key, value)` for what others share."""
+        self._takers.append(take)
+
     def describe(self) -> dict[str, int]:
         """For `/health`."""
         return {"serving": self.standing.serving, "configured": self.standing.configured}
@@ -161,6 +190,13 @@ class Peers:
                         waiting = self._asked.get(number)
                         if waiting is not None and not waiting.done():
                             waiting.set_result(snapshots)
+                    case Share(_, key, value):
+                        for take in self._takers:
+                            take(key, value)
+                    case Shared(number):
+                        told = self._told.get(number)
+                        if told is not None and not told.done():
+                            told.set_result(None)
                     case Standing():
                         self.standing = message
                     case _:

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["Gather", "Gathered", "Message", "Ready", "Snapshot", "Standing", "Take", "read", "write"]
+__all__ = ["Gather", "Gathered", "Message", "Ready", "Share", "Shared", "Snapshot", "Standing", "Take", "read", "write"]
 
 MAX_MESSAGE_BYTES: Final = 256 * 1024 * 1024  # all series of 64 processes stay far below it
 
@@ -49,6 +49,20 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
     snapshot: bytes
 
 
+class Share(msgspec.Struct, frozen=True, tag=True):
+    """Member: from now on this holds for all of us. Parent: somebody said so."""
+
+    number: int
+    key: str
+    value: bytes
+
+
+class Shared(msgspec.Struct, frozen=True, tag=True):
+    """Parent: everybody has been told."""
+
+    number: int
+
+
 class Standing(msgspec.Struct, frozen=True, tag=True):
     """Parent, to all, after every change: how the group is doing."""
 
@@ -56,7 +70,7 @@ class Standing(msgspec.Struct, frozen=True, tag=True):
     configured: int
 
 
-Message = Ready | Gather | Gathered | Take | Snapshot | Standing
+Message = Ready | Gather | Gathered | Take | Snapshot | Share | Shared | Standing
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(Message).decode

@@ -17,7 +17,18 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from dynamo.frontend.group.messages import Gather, Gathered, Ready, Snapshot, Standing, Take, read, write
+from dynamo.frontend.group.messages import (
+    Gather,
+    Gathered,
+    Ready,
+    Share,
+    Shared,
+    Snapshot,
+    Standing,
+    Take,
+    read,
+    write,
+)
 from dynamo.frontend.group.places import Field, Places
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.restarts import RestartPolicy
@@ -32,6 +43,7 @@ LISTEN_BACKLOG: Final = 2048
 ACCEPTED_AT_ONCE: Final = 64
 PAUSE_SECONDS: Final = 0.05  # when nobody can take a connection, or no descriptor is left
 SNAPSHOT_SECONDS: Final = 1.0  # a member that says nothing for this long is represented by what it said last
+MAX_SHARED: Final = 4096  # values that hold for all; the oldest goes first
 KILL_RESERVE_SECONDS: Final = 4.0  # for a member that cannot keep its own limit; `dynamo serve` kills after 5
 
 
@@ -85,6 +97,7 @@ class Supervisor:
             "",
             Counter(),
         )
+        self._shared: dict[str, bytes] = {}
         self._gatherings: dict[int, _Gathering] = {}
         self._number = 0
         self._stopping = asyncio.Event()
@@ -186,6 +199,8 @@ class Supervisor:
             process.terminate()
         reader, member.writer = await asyncio.open_unix_connection(sock=ours)
         member.deliveries.setblocking(False)
+        for key, value in self._shared.items():
+            write(member.writer, Share(0, key, value))
         try:
             while (message := await read(reader)) is not None:
                 self._take(member, message)
@@ -237,8 +252,22 @@ class Supervisor:
                 task = asyncio.get_running_loop().create_task(self._gather(member, number), name="frontend: scrape")
                 self._answers.add(task)  # bounded in time; cancelled in `run`
                 task.add_done_callback(self._answers.discard)
+            case Share(number, key, value):
+                self._share(member, number, key, value)
             case _:
                 raise RuntimeError(f"a member does not say {message!r}")
+
+    def _share(self, teller: _Member, number: int, key: str, value: bytes) -> None:
+        """Pass on what holds for all; the newest is kept for members that start later."""
+        self._shared.pop(key, None)
+        self._shared[key] = value
+        if len(self._shared) > MAX_SHARED:
+            del self._shared[next(iter(self._shared))]
+        for member in self._members:
+            if member is not teller and member.writer is not None:
+                write(member.writer, Share(0, key, value))
+        if teller.writer is not None:
+            write(teller.writer, Shared(number))
 
     def _tell_standing(self) -> None:
         standing = Standing(sum(each.takes for each in self._members), len(self._members))

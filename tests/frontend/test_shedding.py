@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.frontend import shedding
+from dynamo.frontend.args import parse_args
+from dynamo.frontend.shedding import LOAD_TOPIC, Load, Thresholds
+from dynamo.protocol.records import ModelRuntimeConfig
+from support.frontend_cluster import Cluster, ScriptedWorker, cluster
+
+BLOCKS = 100
+
+
+class Reporter:
+    """A worker that says how full it is."""
+
+    def __init__(self, house: Cluster, worker: ScriptedWorker) -> None:
+        self._house = house
+        self.worker = worker
+        self.id = worker.endpoint.connection_id()
+        self._publisher = worker.runtime.events.new_publisher(worker.endpoint.event_scope, LOAD_TOPIC)
+
+    @classmethod
+    async def joins(cls, house: Cluster) -> Reporter:
+        config = ModelRuntimeConfig(total_kv_blocks=BLOCKS, max_num_batched_tokens=1000)
+        return cls(house, await house.worker(runtime_config=config))
+
+    @property
+    def is_avoided(self) -> bool:
+        return any(self.id in model.busy for model in self._house.frontend.models.served())
+
+    async def says(self, blocks: int, *, is_avoided: bool, rank: int = 0, tokens: int | None = None) -> None:
+        """Report, and wait until the frontend has drawn its conclusion."""
+        report = {
+            "worker_id": self.id,
+            "dp_rank": rank,
+            "active_decode_blocks": blocks,
+            "active_prefill_tokens": tokens,
+        }
+
+        def heard() -> bool:
+            self._publisher.publish(
+                msgspec.msgpack.encode({**report, "kv_used_blocks": blocks})
+            )  # again: it may listen later
+            return self.is_avoided == is_avoided
+
+        await until(heard)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def change(house: Cluster, **members: Any) -> tuple[int, Any]:
+    exchange = await house.client.call("POST", "/busy_threshold", {"model": "m", **members})
+    return exchange.status, exchange.json
+
+
+async def test_a_busy_worker_gets_no_requests_and_a_busy_model_is_529(tmp_path: Path) -> None:
+    async with cluster(tmp_path, active_decode_blocks_threshold=0.9) as house:
+        first, second = await Reporter.joins(house), await Reporter.joins(house)
+        await first.says(91, is_avoided=True)
+        for _ in range(6):
+            assert (await house.client.chat()).status == 200
+        assert (len(first.worker.requests), len(second.worker.requests)) == (0, 6)
+        await second.says(100, is_avoided=True)
+        assert (await house.client.chat()).status == 529
+        assert house.metric("dynamo_frontend_model_rejection_total", model="m", endpoint="chat_completions") == 1
+        await first.says(90, is_avoided=False)
+        assert (await house.client.chat()).status == 200
+        assert len(first.worker.requests) == 1
+
+
+async def test_a_worker_is_busy_when_all_its_ranks_are(tmp_path: Path) -> None:
+    async with cluster(tmp_path, active_decode_blocks_threshold=0.5) as house:
+        worker = await Reporter.joins(house)
+        await worker.says(60, is_avoided=True)
+        await worker.says(40, rank=1, is_avoided=False)
+        await worker.says(60, rank=1, is_avoided=True)
+
+
+async def test_a_worker_that_says_no_more_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shedding, "BUSY_SECONDS", 0.05)
+    async with cluster(tmp_path, active_decode_blocks_threshold=0.5) as house:
+        worker = await Reporter.joins(house)
+        await worker.says(60, is_avoided=True)
+        await until(lambda: not worker.is_avoided)
+        assert (await house.client.chat()).status == 200
+
+
+async def test_thresholds_can_be_changed_while_it_runs(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as house:
+        worker = await Reporter.joins(house)
+        assert (await house.client.get("/busy_threshold")).json == {"thresholds": []}
+        expected = {
+            "model": "m",
+            "active_decode_blocks_threshold": 0.5,
+            "active_prefill_tokens_threshold": None,
+            "active_prefill_tokens_threshold_frac": None,
+        }
+        assert await change(house, active_decode_blocks_threshold=0.5) == (200, expected)
+        assert (await house.client.get("/busy_threshold")).json == {"thresholds": [expected]}
+        await worker.says(60, is_avoided=True)
+        expected["active_prefill_tokens_threshold"] = 7
+        assert await change(house, active_prefill_tokens_threshold=7) == (200, expected)  # the other one stays
+        assert await change(house) == (200, expected)  # nothing given: only asked
+        await change(house, active_decode_blocks_threshold=0.7)
+        assert not worker.is_avoided  # what was heard before is judged again
+        await worker.says(60, tokens=8, is_avoided=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        ({"model": "nope"}, 404, "Model 'nope' not found. Thresholds can only be set for discovered models."),
+        (
+            {"model": "m", "active_decode_blocks_threshold": 2},
+            400,
+            "active_decode_blocks_threshold must be between 0.0 and 1.0, got 2",
+        ),
+        (
+            {"model": "m", "active_prefill_tokens_threshold": -1},
+            400,
+            "active_prefill_tokens_threshold must be at least 0",
+        ),
+        ({"model": "m", "active_prefill_tokens_threshold_frac": -0.5}, 400, "_frac must be at least 0, got -0.5"),
+        ({"model": "m", "active_decode_blocks_threshold": "much"}, 422, "active_decode_blocks_threshold"),
+        ({}, 422, "model"),
+    ],
+)
+async def test_a_threshold_that_cannot_be_is_refused_by_name(
+    tmp_path: Path, body: dict[str, Any], status: int, text: str
+) -> None:
+    async with cluster(tmp_path) as house:
+        await Reporter.joins(house)
+        answer = await house.client.call("POST", "/busy_threshold", body)
+        assert answer.status == status
+        assert text in answer.json["error"]
+
+
+async def test_the_route_can_be_left_out(tmp_path: Path) -> None:
+    async with cluster(tmp_path, disable_admin_api=True) as house:
+        assert (await house.client.get("/busy_threshold")).status == 404
+
+
+@given(
+    st.none() | st.floats(0, 1), st.none() | st.integers(0, 100), st.none() | st.floats(0, 2),
+    st.none() | st.integers(0, 100), st.none() | st.integers(0, 2000), st.none() | st.integers(1, 100),
+    st.none() | st.integers(1, 1000),
+)  # fmt: skip
+def test_busy_is_any_threshold_that_is_passed(
+    part: float | None, most: int | None, share: float | None,
+    blocks: int | None, tokens: int | None, total: int | None, step: int | None,
+) -> None:  # fmt: skip
+    passed = [
+        None not in (part, blocks, total) and blocks / total > part,  # type: ignore[operator]
+        None not in (most, tokens) and tokens > most,  # type: ignore[operator]
+        None not in (share, tokens, step) and tokens > share * step,  # type: ignore[operator]
+    ]
+    load = Load(1, 0, blocks, tokens)
+    found = Thresholds("m", part, most, share).is_busy(load, total_kv_blocks=total, max_batched_tokens=step)
+    assert found == any(passed)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--active-decode-blocks-threshold", "1.5"],
+        ["--active-decode-blocks-threshold", "nan"],
+        ["--active-prefill-tokens-threshold", "0.5"],
+        ["--active-prefill-tokens-threshold-frac", "-1"],
+    ],
+)
+def test_a_flag_with_a_threshold_that_cannot_be_is_an_error_of_use(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_args(argv, env={})
+    assert left.value.code == 2
+    assert argv[0] in capsys.readouterr().err
