@@ -625,3 +625,18 @@ async def test_a_raw_engine_is_aborted_once() -> None:
     context.kill()
     await task
     assert engine.aborts == 1
+
+
+async def test_an_engine_reads_the_id_of_a_hand_over_as_text_from_every_wire() -> None:
+    seen: list[Any] = []
+
+    async def script(request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        seen.append(request["bootstrap_info"])
+        yield {"token_ids": [], "index": 0, "finish_reason": "stop"}
+
+    text = "00000000-0000-0000-0000-000000000007"
+    for carried in (text, bytes(15) + b"\7"):
+        await serve(script, request={**REQUEST, "bootstrap_info": {"bootstrap_room": 1, "handoff_id": carried}})
+    assert seen == [{"bootstrap_room": 1, "handoff_id": text}] * 2
+    with pytest.raises(InvalidArgument, match=r"bootstrap_info\.handoff_id"):
+        await serve(script, request={**REQUEST, "bootstrap_info": {"handoff_id": b"short"}})

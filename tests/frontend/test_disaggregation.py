@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,7 @@ async def test_workers_that_meet_by_themselves_run_at_once(house: Cluster) -> No
     assert info == second["bootstrap_info"]
     assert (info["bootstrap_host"], info["bootstrap_port"], info["bootstrap_room"] % 4) == ("10.0.0.1", 9000, 3)
     assert 0 <= info["bootstrap_room"] < 2**63
+    assert str(uuid.UUID(info["handoff_id"])) == info["handoff_id"]
     assert first["routing"]["dp_rank"] == 3
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import uuid
 from typing import Any
 
 import msgspec
@@ -40,6 +41,7 @@ from dynamo.runtime.request_plane.native.frames import (
     decode_item,
     decode_payload,
     encode_ack,
+    encode_body,
     encode_request,
     encode_two_part,
     error_item,
@@ -416,3 +418,10 @@ def test_an_item_that_is_no_envelope_is_read_as_it_came(codec: Codec) -> None:
     assert annotated is not None
     assert stream_item(annotated).extra == {}
     assert bare_item(wire, codec) == {"TooNew": {"newest_available": 3}}
+
+
+def test_a_uuid_in_a_request_is_sixteen_bytes_in_msgpack_and_text_in_json() -> None:
+    """1.6.1 refuses it otherwise."""
+    handoff_id = uuid.UUID(int=7)
+    assert msgspec.msgpack.decode(encode_body({"id": handoff_id}, "msgpack")) == {"id": handoff_id.bytes}
+    assert json.loads(encode_body({"id": handoff_id}, "json")) == {"id": str(handoff_id)}

@@ -247,7 +247,8 @@ class PrefillRouter:
             "bootstrap_host": host,
             "bootstrap_port": port,
             "bootstrap_room": room,
-            "handoff_id": str(uuid.UUID(int=self._rng.getrandbits(128), version=4)),
+            # Not as text: each plane writes it as its readers want it.
+            "handoff_id": uuid.UUID(int=self._rng.getrandbits(128), version=4),
         }
 
 

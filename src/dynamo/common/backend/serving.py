@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import operator
+import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from typing import Any, Final, Protocol
@@ -472,7 +473,19 @@ def _checked_request(body: Any) -> dict[str, Any]:
             normalize_request_token_ids(body)
         except (TypeError, ValueError) as error:
             raise InvalidArgument(f"token_ids: {error}") from error
+    if (info := body.get("bootstrap_info")) is not None:
+        _check_bootstrap(info)
     return body
+
+
+def _check_bootstrap(info: Any) -> None:
+    """The native wire carries the id of a hand-over as 16 bytes; engines get text, as from every other wire."""
+    handoff_id = info.get("handoff_id") if isinstance(info, dict) else None
+    if isinstance(handoff_id, bytes):
+        try:
+            info["handoff_id"] = str(uuid.UUID(bytes=handoff_id))
+        except ValueError as error:
+            raise InvalidArgument(f"bootstrap_info.handoff_id: {error}") from error
 
 
 def _choices(request: Mapping[str, Any]) -> int:

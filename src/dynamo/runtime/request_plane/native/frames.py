@@ -300,7 +300,7 @@ def response_at(address: str, subject: str, request_id: str) -> ConnectionInfo:
 
 def encode_body(body: Any, codec: Codec) -> bytes:
     """The body of a request. Raises TypeError (or another error of the encoder) for what the codec cannot carry."""
-    return _MSGPACK.encode(body) if codec == "msgpack" else _JSON.encode(_bytes_as_lists(body))
+    return _REQUEST.encode(body) if codec == "msgpack" else _JSON.encode(_bytes_as_lists(body))
 
 
 PROMPT_TOKENS_HEADER: Final = "x-dynamo-prompt-tokens"
@@ -423,6 +423,7 @@ def decode_prologue(frame: TwoPart) -> str | None:
 
 
 _MSGPACK: Final = msgspec.msgpack.Encoder()
+_REQUEST: Final = msgspec.msgpack.Encoder(uuid_format="bytes")  # 1.6.1 refuses a request with a UUID as text
 _JSON: Final = msgspec.json.Encoder()
 _NO_PREFIX: Final = bytes(PREFIX.size)
 
