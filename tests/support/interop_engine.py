@@ -18,8 +18,8 @@ from dynamo.llm import HttpError
 from dynamo.llm import exceptions as kinds
 
 SENTENCE = "count from 0 to 9"
-FOREVER = 2000  # max_tokens of an answer that ends when it is cancelled
-SILENT = 1999  # max_tokens of one that never says anything
+FOREVER = 2000  # max_tokens (or somewhat less, where a stream has moved) of an answer that ends when it is cancelled
+SILENT = 999  # max_tokens of one that never says anything
 
 FAILURES = {
     101: lambda: kinds.InvalidArgument("prompt too odd"),
@@ -80,7 +80,7 @@ class InteropEngine(LLMEngine):
         limit = request["stop_conditions"]["max_tokens"]
         if limit in FAILURES:
             raise FAILURES[limit]()
-        sent = 0
+        sent, forever = 0, limit > FOREVER // 2
         try:
             while not context.is_stopped():
                 if limit == SILENT:
@@ -89,8 +89,8 @@ class InteropEngine(LLMEngine):
                 for token_id in self.answer:
                     yield {"token_ids": [token_id], "index": 0}
                     sent += 1
-                    await asyncio.sleep(0.001 if limit == FOREVER else 0)
-                if limit != FOREVER:
+                    await asyncio.sleep(0.001 if forever else 0)
+                if not forever:
                     prompt = len(request["token_ids"])
                     usage = {"prompt_tokens": prompt, "completion_tokens": sent, "total_tokens": prompt + sent}
                     yield {"token_ids": [], "index": 0, "finish_reason": "stop", "completion_usage": usage}
