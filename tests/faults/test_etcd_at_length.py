@@ -18,7 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from support.etcd_server import EtcdServer
+from dynamo.runtime.discovery import Change, Put
+from dynamo.runtime.discovery.etcd import EtcdDiscovery
+from dynamo.runtime.settings import EtcdSettings
+from support.etcd_server import EtcdServer, three_members
 from support.http_client import CHAT, ask, chat
 from support.processes import Cluster, Frontend, Worker
 
@@ -303,3 +306,53 @@ async def ready(condition: Callable[[], bool]) -> bool:
 
 def milli(values: Sequence[float], part: float) -> str:
     return f"{percentile(values, part) * 1000:.0f} ms"
+
+
+# -- a cluster of etcd ----------------------------------------------------------------------------------------------------
+
+KEY, OTHER = "v1/instances/ns/c/e/1f", "v1/instances/ns/c/e/2a"
+
+
+async def collect(changes: AsyncIterator[list[Change]], *wanted: Change) -> list[Change]:
+    """Everything that is told until all of `wanted` was."""
+    seen: list[Change] = []
+    async with asyncio.timeout(60):
+        while not set(wanted) <= set(seen):
+            seen += await anext(changes)
+    return seen
+
+
+async def elected(member: EtcdServer) -> None:
+    """Wait until the others have chosen a leader without the one that was lost."""
+    async with asyncio.timeout(60):
+        while not await asyncio.to_thread(member.answers):
+            await asyncio.sleep(0.05)
+
+
+async def test_a_cluster_of_three_may_lose_one_member_and_all_but_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with three_members(tmp_path / "members") as members:
+        first, second, third = members
+        endpoints = ",".join(member.url for member in members)
+        store = EtcdDiscovery(EtcdSettings(endpoints=endpoints, lease_ttl_seconds=TTL_SECONDS))
+        await store.start()
+        await store.put(KEY, b"1")
+        async with store.watch("v1/instances") as changes:
+            assert await anext(changes) == [Put(KEY, b"1")]
+            first.freeze()  # the one that is asked
+            await elected(second)
+            await asyncio.to_thread(second.put, OTHER, b"1")
+            assert await collect(changes, Put(OTHER, b"1")) == [Put(OTHER, b"1")]
+            await asyncio.sleep(TTL_SECONDS)
+            assert (await asyncio.to_thread(third.keys))[KEY] == (b"1", store.lease_id)
+            assert "taking it again" not in caplog.text
+            first.kill()
+            second.kill()
+            await asyncio.sleep(TTL_SECONDS)
+            assert await store.get_prefix("v1/instances") == {KEY: b"1", OTHER: b"1"}  # the last view
+            await store.put(KEY, b"2")
+            await asyncio.to_thread(second.start)
+            assert await collect(changes, Put(KEY, b"2")) == [Put(KEY, b"2")]
+            assert (await asyncio.to_thread(third.keys))[KEY] == (b"2", store.lease_id)
+        await store.close()
