@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 _TRACE_HEADERS: Final = (b"traceparent", b"tracestate", b"x-request-id", b"request-id")
 _THREAD_ID: Final = b"thread-id"  # the one header we read that does not begin with "x-"
 
-CATCH_UP_SECONDS: Final = 1.0  # for a loop that was away to read what is waiting for it
+SILENT_BEATS: Final = 10  # in how many steps an engine's silence is counted; it is noticed at most one of them late
 
 
 class InFlight:
@@ -117,31 +117,33 @@ class _Exchange:
 
 class _Inactivity:
     """Moves a request whose engine has been silent for too long to another, or ends it where there is none; costs one
-    assignment for each wake-up."""
+    assignment for each wake-up.
 
-    __slots__ = ("_exchange", "_limit", "_loop", "_timer", "_work", "last")
+    Silence is counted in beats of this very loop. While it was away (a suspended machine, a long block) nobody listened,
+    and that is one beat, however long it was.
+    """
+
+    __slots__ = ("_beats", "_exchange", "_limit", "_loop", "_seen", "_timer", "_work", "last")
 
     def __init__(self, exchange: _Exchange, work: WorkRequest, limit_seconds: float) -> None:
         self._exchange, self._work, self._limit = exchange, work, limit_seconds
         self._loop = asyncio.get_running_loop()
-        self.last = self._loop.time()
-        self._timer = self._loop.call_at(self.last + limit_seconds, self._check)
+        self.last = self._seen = self._loop.time()
+        self._beats = 0  # since something was heard
+        self._timer = self._loop.call_later(limit_seconds / SILENT_BEATS, self._beat)
 
-    def _check(self, is_second_look: bool = False) -> None:
-        due = self.last + self._limit
-        if self._loop.time() < due:
-            self._timer = self._loop.call_at(due, self._check)
-        elif is_second_look:
-            silence = ResponseTimeout(f"no output for {self._limit:g} s")
-            if self._work.give_up_silent_workers(silence):
-                self.last = self._loop.time()
-                self._timer = self._loop.call_at(self.last + self._limit, self._check)
-            else:
-                self._exchange.end_with(silence)
+    def _beat(self) -> None:
+        if self.last != self._seen:
+            self._seen, self._beats = self.last, 0
         else:
-            # Where this very loop was away (a suspended machine, a long block) its timers come first, and what the engine
-            # said meanwhile is still unread.
-            self._timer = self._loop.call_later(min(CATCH_UP_SECONDS, self._limit / 10), self._check, True)
+            self._beats += 1
+        if self._beats >= SILENT_BEATS:
+            silence = ResponseTimeout(f"no output for {self._limit:g} s")
+            if not self._work.give_up_silent_workers(silence):
+                self._exchange.end_with(silence)
+                return
+            self._beats = 0
+        self._timer = self._loop.call_later(self._limit / SILENT_BEATS, self._beat)
 
     def close(self) -> None:
         self._timer.cancel()

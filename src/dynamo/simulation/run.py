@@ -31,7 +31,13 @@ CANCEL_SECONDS: Final = 0.5  # a vanished client's engine stops within this and 
 
 ERROR_STATUSES: Final = frozenset({404, 500, 503, 504, 529})
 
-# Faults that no promise protects a request from while migration is not built: each may end it with a typed error.
+# Each of these may take one worker from a request. While there are more workers than such faults, no request may notice.
+WORKER_KINDS: Final = frozenset(
+    {Kind.DROP, Kind.DUPLICATE, Kind.CUT, Kind.REORDER, Kind.PARTITION, Kind.CRASH, Kind.FREEZE, Kind.STALL}
+)
+HARMLESS: Final = frozenset({Kind.SLOW_CLIENT, Kind.VANISH, Kind.DRAIN, Kind.LEASE, Kind.DELAY})
+
+# Beyond that, these may end a request with a typed error: nobody is left, or the fault is not the worker's.
 LOSSY: Final = frozenset(Kind) - {Kind.SLOW_CLIENT, Kind.VANISH, Kind.DRAIN, Kind.LEASE, Kind.CLOCK_JUMP, Kind.DELAY}
 
 _ITEM_FAULTS: Final = {
@@ -449,8 +455,13 @@ class _Run(logging.Handler):
             self.breach("error", f"request {visit.plan.number} failed with 500 though no engine did: {answer.error}")
         elif status == 504 and self._silent_seconds() >= STREAM_TIMEOUT_SECONDS:
             return
-        elif not kinds & LOSSY:
+        elif not kinds & LOSSY or self._somebody_was_left():
             self.breach("lost", f"request {visit.plan.number} failed with {status} without a reason: {answer.error}")
+
+    def _somebody_was_left(self) -> bool:
+        """Whether one worker at least was never touched by what happened, and everybody knew of it."""
+        touched = sum(fault.kind in WORKER_KINDS for fault in self.fired)
+        return {fault.kind for fault in self.fired} <= WORKER_KINDS | HARMLESS and touched < self.scenario.workers
 
     def _silent_seconds(self) -> float:
         """How long a frontend may have heard nothing, by its clock: a jump alone is caught up with, a delay after it not."""
