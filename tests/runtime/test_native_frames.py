@@ -163,6 +163,20 @@ def test_two_part_frames_survive_any_cuts(frames: list[tuple[bytes, bytes]], cut
     edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     pieces = [stream[a:b] for a, b in itertools.pairwise(edges)]
     assert drain(TwoPartDecoder(), *pieces) == [TwoPart(*frame) for frame in frames]
+    in_passes, found = TwoPartDecoder(), []
+    for piece in pieces:
+        in_passes.feed(piece)
+        while passed := in_passes.frames():
+            found += passed
+    assert found == frames
+
+
+def test_frames_before_one_over_the_limit_are_returned_first() -> None:
+    decoder = TwoPartDecoder(max_data_bytes=4)
+    decoder.feed(encode_two_part(b"", b"good") + encode_two_part(b"", b"worse"))
+    assert decoder.frames() == [(b"", b"good")]
+    with pytest.raises(MalformedFrame, match="exceeds the limits"):
+        decoder.frames()
 
 
 def test_a_missing_header_set_is_tolerated() -> None:

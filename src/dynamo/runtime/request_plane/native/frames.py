@@ -212,6 +212,31 @@ class TwoPartDecoder:
         """Take what arrived."""
         self._buffer += data
 
+    def frames(self) -> list[tuple[bytearray, bytearray]]:
+        """Header and data of every complete frame; [] when more bytes are needed.
+
+        For a reader of many small frames: they are cut in one pass. A frame over a limit is a `MalformedFrame` once those
+        before it were returned.
+        """
+        buffer, at = self._buffer, 0
+        found: list[tuple[bytearray, bytearray]] = []
+        unpack, have = PREFIX.unpack_from, len(buffer) - PREFIX.size
+        while at <= have:
+            header_bytes, data_bytes, _ = unpack(buffer, at)
+            if header_bytes > self._max_header_bytes or data_bytes > self._max_data_bytes:
+                break
+            data_at = at + PREFIX.size + header_bytes
+            end = data_at + data_bytes
+            if end > len(buffer):
+                break
+            found.append((buffer[at + PREFIX.size : data_at], buffer[data_at:end]))
+            at = end
+        if found:
+            del buffer[:at]
+        else:
+            self.next_frame()  # raises, where it is not only that more bytes are needed
+        return found
+
     def next_frame(self) -> TwoPart | None:
         """The next complete frame, or None when more bytes are needed. Raises `MalformedFrame`; then close."""
         buffer = self._buffer
@@ -475,7 +500,7 @@ _ITEM_DECODERS: Final[Mapping[Codec, Any]] = {
 }
 
 
-def decode_item(data: bytes, codec: Codec) -> ResponseFrame:
+def decode_item(data: bytes | bytearray, codec: Codec) -> ResponseFrame:
     """One data frame of a response stream. Raises `MalformedFrame`."""
     try:
         frame: ResponseFrame = _ITEM_DECODERS[codec].decode(data)
@@ -484,7 +509,7 @@ def decode_item(data: bytes, codec: Codec) -> ResponseFrame:
     return frame
 
 
-def bare_item(data: bytes, codec: Codec) -> dict[str, Any]:
+def bare_item(data: bytes | bytearray, codec: Codec) -> dict[str, Any]:
     """The data of an item that is no annotated envelope: a few endpoints of 1.6 (KV queries) wrap nothing."""
     decode = msgspec.msgpack.decode if codec == "msgpack" else msgspec.json.decode
     try:
@@ -521,22 +546,24 @@ def stream_item(annotated: Annotated) -> StreamItem:
         and type(token_ids := data.get("token_ids")) is list
         and type(index := data.get("index", "")) in (int, NoneType)
         and (index is None or index >= 0)
-        and {int}.issuperset(map(type, token_ids))
+        and ((len(token_ids) == 1 and type(token_ids[0]) is int) or {int}.issuperset(map(type, token_ids)))
         and annotated.event is annotated.comment is annotated.id is msgspec.UNSET
     ):
-        extra = {key: value for key, value in data.items() if value is not None and key not in _OWN_MEMBERS}
+        extra = {key: value for key, value in data.items() if value is not None}
+        del extra["token_ids"]
+        extra.pop("index", None)
         if extra.get("output_type") == "text":
             del extra["output_type"]  # 1.6 says so with every chunk
-        return StreamItem(0, index or 0, 0, token_ids, data.get("finish_reason"), extra or None)
+        if not extra:
+            return StreamItem(0, index or 0, 0, token_ids)
+        reason = extra.pop("finish_reason", None)
+        return StreamItem(0, index or 0, 0, token_ids, reason, extra or None)
     envelope = {
         name: value
         for name in ("data", "id", "event", "comment")
         if (value := getattr(annotated, name)) is not msgspec.UNSET
     }
     return StreamItem(0, OBJECT_INDEX, 0, [], None, envelope)
-
-
-_OWN_MEMBERS: Final = frozenset({"token_ids", "index", "finish_reason"})  # of a chunk; `StreamItem` has places for them
 
 
 def error_item(error: BaseException) -> dict[str, Any]:

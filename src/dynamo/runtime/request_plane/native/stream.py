@@ -222,8 +222,13 @@ class NativeStream(asyncio.Protocol):
         decoder.feed(data)
         was_ended, arrived = self._ended, len(self._buffer)
         try:
-            while (frame := decoder.next_frame()) is not None:
-                self._on_frame(frame)
+            while frames := decoder.frames():
+                for header, body in frames:
+                    if not header and self._is_started:
+                        if not self._ended:
+                            self._on_item(body)
+                    else:
+                        self._on_control(TwoPart(bytes(header), bytes(body)))
         except MalformedFrame as error:
             logger.warning("a worker broke the response wire: %s", error)
             self._end(Disconnected(f"Stream ended before generation completed (the worker broke the wire: {error})"))
@@ -246,22 +251,20 @@ class NativeStream(asyncio.Protocol):
         else:
             self._wake_reader()
 
-    def _on_frame(self, frame: TwoPart) -> None:
+    def _on_control(self, frame: TwoPart) -> None:
         if not self._is_started:
             problem = decode_prologue(frame)
             self._is_started = True
             if problem is not None:
                 self._end(CannotConnect(f"the worker could not begin to answer: {problem}"))
-        elif frame.header:
-            if frame.data or frame.header != _SENTINEL_HEADER:
-                raise MalformedFrame("a control frame that is no sentinel")
-            if not self._ended:
-                raise MalformedFrame("a sentinel before the last item")
-            self._leave()
+        elif frame.data or frame.header != _SENTINEL_HEADER:
+            raise MalformedFrame("a control frame that is no sentinel")
         elif not self._ended:
-            self._on_item(frame.data)
+            raise MalformedFrame("a sentinel before the last item")
+        else:
+            self._leave()
 
-    def _on_item(self, data: bytes) -> None:
+    def _on_item(self, data: bytearray) -> None:
         item_frame = decode_item(data, self._codec)
         if item_frame.data is not None:
             error = failure_of(item_frame.data)
