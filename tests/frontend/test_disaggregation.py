@@ -158,6 +158,27 @@ async def test_prompts_are_computed_where_they_are_decoded_when_no_prefill_worke
     assert "prompts go to prefill workers again" in caplog.text
 
 
+async def test_a_decode_worker_that_is_lost_is_replaced_without_a_second_prefill(house: Cluster) -> None:
+    prefill = await add_prefill(house)
+    workers = [await add_decode(house, fail(EngineShutdown("going"))) for _ in range(2)]
+    workers.append(await add_decode(house))
+    assert content(await house.client.chat("hi")) == "hello"
+    assert len(prefill.requests) == 1
+    asked = [request["prefill_result"] for worker in workers for request in worker.requests]
+    assert asked == [asked[0]] * len(asked)
+
+
+async def test_in_the_direct_mode_the_client_names_its_prefill_worker(tmp_path: Path) -> None:
+    async with cluster(tmp_path, router_mode="direct") as house:
+        workers = [await add_prefill(house) for _ in range(2)]
+        decode = await add_decode(house)
+        named = {"decode_worker_id": decode.endpoint.connection_id()}
+        answer = await house.client.chat("hi", nvext=named)
+        assert (answer.status, answer.json["message"][:26]) == (400, "Prefill worker ID required")
+        named["prefill_worker_id"] = workers[1].endpoint.connection_id()
+        assert content(await house.client.chat("hi", nvext=named)) == "hello"
+
+
 async def test_full_prefill_workers_shed_and_do_not_drown_the_decode_workers(house: Cluster) -> None:
     await add_prefill(house, fail(Overloaded()))
     decode = await add_decode(house)

@@ -225,14 +225,19 @@ class ReferenceEngine(LLMEngine):
 
     async def _take_role(self, core: Core) -> None:
         """Set up what the role needs. Raises CannotConnect, InvalidArgument; EngineShutdown when cleaned up meanwhile."""
+        role: PrefillRole | DecodeRole
+        # In a thread, because NIXL takes a second to start.
         if self._mode is DisaggregationMode.DECODE:
-            self._decode = DecodeRole(core.cache, self._transfer, required=self._require_prefill_result)
+            make = partial(DecodeRole, core.cache, self._transfer, required=self._require_prefill_result)
+            role = self._decode = await asyncio.to_thread(make)
         elif self._mode is DisaggregationMode.PREFILL:
-            self._prefill = PrefillRole(core.cache, self._transfer)
-            await self._prefill.start()
-            if self._is_closed:
-                await self._prefill.close()
-                raise EngineShutdown("this engine was cleaned up while it started")
+            role = self._prefill = await asyncio.to_thread(PrefillRole, core.cache, self._transfer)
+            await role.start()
+        else:
+            return
+        if self._is_closed:
+            await role.close()
+            raise EngineShutdown("this engine was cleaned up while it started")
 
     async def is_quiescent(self) -> bool | None:
         """Whether no decode worker may come for blocks any more; asked of prefill workers before they leave."""

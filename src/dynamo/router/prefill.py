@@ -42,6 +42,11 @@ HAND_OVER_SECONDS: Final = 5.0
 """How long a decode worker gets to fetch, and thereby free, the blocks of a request whose client has left. Longer than
 a transfer takes; a prefill worker that is never asked frees them by itself a while later."""
 
+NOT_NAMED: Final = (
+    "Prefill worker ID required in Direct routing mode but none found in request. Expected prefill_worker_id to be set "
+    "via x-dynamo-prefill-instance-id header by external router (e.g., EPP)."
+)
+
 _DECODE_OVERRIDES: Final = {"overlap_score_credit": 0.0, "assume_kv_reuse": False, "track_prefill_tokens": False}
 """What the decode worker is chosen by: the prompt's blocks come from elsewhere, so what it has cached counts nothing,
 and it computes no prompt."""
@@ -187,7 +192,10 @@ class PrefillRouter:
 
     def _pick(self, context: Context, pinned: Any, tried: list[int]) -> Instance:
         if pinned is None:
-            return self.workers.pick(context, exclude=tried)
+            try:
+                return self.workers.pick(context, exclude=tried)
+            except InvalidArgument as error:  # the direct mode, which chooses nobody
+                raise InvalidArgument(NOT_NAMED) from error
         instance = self.workers.instance(pinned)
         if instance is None:
             raise InvalidArgument("Invalid request")  # an unknown worker id is the caller's mistake
