@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from support.interop_cluster import PYTHONS, Cluster, interop_cluster
+from support.interop_cluster import PYTHONS, Cluster, interop_cluster, services
 from support.interop_engine import SENTENCE
 from support.native_frontend import (
     NATIVE_PYTHON,
+    Frontend,
     environment,
     frontend_process,
     process,
@@ -83,24 +84,40 @@ async def every_worker_is_known(cluster: Cluster) -> None:
         worker.forget()
 
 
-async def test_the_mocker_answers_through_our_frontend(tmp_path: Path) -> None:
+PROGRAMS = {
+    "mocker": ["-m", "dynamo.mocker", "--model-name", "mock", "--speedup-ratio", "10", "--model-path"],
+    "sample": ["-m", "dynamo.common.backend.sample_main", "--max-tokens", "64", "--delay", "0", "--model-name"],
+}
+
+
+@pytest.mark.parametrize(("plane", "discovery"), [("tcp", "file"), ("nats", "etcd")])
+@pytest.mark.parametrize("program", PROGRAMS)
+async def test_the_workers_that_come_with_1_6_answer_through_our_frontend(
+    program: str, plane: str, discovery: str, tmp_path: Path
+) -> None:
     model_dir = write_tiny_model(tmp_path / "model")
-    env = environment(tmp_path, tmp_path / "store")
-    argv = [NATIVE_PYTHON, "-m", "dynamo.mocker", "--model-path", str(model_dir), "--model-name", "mock"]
-    argv += ["--discovery-backend", "file", "--speedup-ratio", "10"]
-    async with (
-        frontend_process(PYTHONS["ours"], tmp_path, env, "--discovery-backend", "file") as frontend,
-        process(argv, tmp_path / "mocker.log", env),
-    ):
-        await frontend.model_appears()
-        body = {"model": "mock", "prompt": "count", "max_tokens": 20, "ignore_eos": True}
-        reply = await frontend.ask_when_ready("/v1/completions", body)
-        assert reply.status == 200, reply.body
-        assert reply.json()["usage"]["completion_tokens"] == 20
-        assert reply.json()["choices"][0]["finish_reason"] == "length"
-        streamed = await frontend.ask("/v1/completions", {**body, "stream": True})
-        assert [e["choices"][0]["finish_reason"] for e in streamed.events() if e["choices"][0]["finish_reason"]] == [
-            "length"
-        ]
-        too_long = await frontend.ask("/v1/completions", {**body, "prompt": [5] * 3000})
-        assert too_long.status == 400, too_long.body
+    options = ["--discovery-backend", discovery, "--request-plane", plane]
+    argv = [NATIVE_PYTHON, *PROGRAMS[program], str(model_dir), *options]
+    with services(tmp_path, plane=plane, discovery=discovery) as found:
+        env = environment(tmp_path, tmp_path / "store", **found)
+        async with (
+            frontend_process(PYTHONS["ours"], tmp_path, env, *options) as frontend,
+            process(argv, tmp_path / f"{program}.log", env),
+        ):
+            await frontend.model_appears()
+            await answers_well(frontend)
+
+
+async def answers_well(frontend: Frontend) -> None:
+    (model,) = (await frontend.ask("/v1/models")).json()["data"]
+    body = {"model": model["id"], "prompt": "count", "max_tokens": 20, "ignore_eos": True}
+    reply = await frontend.ask_when_ready("/v1/completions", body)
+    assert reply.status == 200, reply.body
+    assert reply.json()["usage"]["completion_tokens"] == 20
+    assert reply.json()["choices"][0]["finish_reason"] == "length"
+    streamed = await frontend.ask("/v1/completions", {**body, "stream": True})
+    assert [e["choices"][0]["finish_reason"] for e in streamed.events() if e["choices"][0]["finish_reason"]] == [
+        "length"
+    ]
+    too_long = await frontend.ask("/v1/completions", {**body, "prompt": [5] * 3000})
+    assert too_long.status == 400, too_long.body
