@@ -57,7 +57,9 @@ async def open_store(server: EtcdServer) -> AsyncIterator[Open]:
     async with AsyncExitStack() as stack:
 
         async def open_one(endpoints: str = server.url, **settings: object) -> EtcdDiscovery:
-            given = replace(EtcdSettings(endpoints=endpoints, lease_ttl_seconds=TTL), **settings)  # type: ignore[arg-type]
+            # A second for an answer: the machine may be busy, and a sixth of this TTL is little.
+            usual = EtcdSettings(endpoints=endpoints, lease_ttl_seconds=TTL, keepalive_timeout_seconds=1.0)
+            given = replace(usual, **settings)  # type: ignore[arg-type]
             store = EtcdDiscovery(given)
             stack.push_async_callback(store.close)
             await store.start()
@@ -202,7 +204,7 @@ async def test_an_etcd_that_is_missing_at_the_start_is_an_error_that_names_addre
         began = time.monotonic()
         with pytest.raises(CannotConnect, match=rf"{relay.url} .ETCD_ENDPOINTS.*--discovery-backend"):
             await store.start()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 4
         relay.speak()
         if kind == "refused":
             await relay.restore()
@@ -295,7 +297,7 @@ async def test_what_happens_while_the_store_is_down_is_made_up_for(server: EtcdS
             await owner.get_prefix("v1/mdc")
         began = time.monotonic()
         await leaver.close()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 5
         await asyncio.to_thread(server.start)
         expected = [Put(KEY, b"2"), Put(MARK, b""), Delete(OTHER), Delete("v1/instances/gone")]
         seen = await collect(changes, *expected)
@@ -377,7 +379,7 @@ async def test_a_killed_process_is_gone_after_its_ttl_and_a_frozen_one_comes_bac
             process.kill()
             began = time.monotonic()
             assert await anext(changes) == [Delete(KEY)]
-            assert time.monotonic() - began < TTL + 1.5
+            assert time.monotonic() - began < TTL + 4
     finally:
         if process.returncode is None:
             process.kill()

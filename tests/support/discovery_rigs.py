@@ -92,7 +92,9 @@ class EtcdRig:
         server.clear()
 
     async def open(self) -> Discovery:
-        settings = EtcdSettings(endpoints=self._server.url, lease_ttl_seconds=SHORT_TTL_SECONDS)
+        settings = EtcdSettings(
+            endpoints=self._server.url, lease_ttl_seconds=SHORT_TTL_SECONDS, keepalive_timeout_seconds=1.0
+        )
         return await started(self._stack, EtcdDiscovery(settings))
 
     async def expire(self, owner: Discovery, key: str) -> None:
