@@ -175,6 +175,13 @@ def test_a_grammar_that_is_complete_ends_the_answer_whatever_else_was_asked(spea
     assert speaker.say({"regex": "abc"}, stops={"min_tokens": 50}) == "abc"
 
 
+def test_an_answer_that_is_complete_at_its_last_token_was_not_cut(speaker: Speaker) -> None:
+    tokens, _ = speaker.run([speaker.add(request({"regex": "[0-9]{7}"}))])[0]
+    for room, reason in ((len(tokens), "eos"), (len(tokens) - 1, "length")):
+        body = request({"regex": "[0-9]{7}"}, max_tokens=room)
+        assert speaker.run([speaker.add(body)])[0] == (tokens[:room], reason)
+
+
 def test_min_tokens_keeps_an_open_grammar_going(speaker: Speaker) -> None:
     tokens, _ = speaker.run([speaker.add(request({"regex": "[ab]{1,60}"}, stops={"min_tokens": 30}))])[0]
     assert 30 <= len(tokens) <= 60

@@ -248,7 +248,7 @@ class Core:
         if not is_best and choice.sampling.penalises:
             choice.history.generated[drawn.token] += 1
         reason, shown = ending(drawn.token, choice.generated, stop)
-        if steering is not None and reason is None:
+        if steering is not None and reason in (None, "length"):
             steering.accept(drawn.token)
             if steering.is_complete:
                 reason = "eos"  # what the model would have to say next, so it need not be computed
