@@ -17,7 +17,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.run: pyproject.toml | $(VENV)/bin/python
 	@echo "installing into $(VENV) (once; about a minute) ..."
-	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on -e .
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on -e '.[reference,guided]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python

@@ -61,6 +61,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["serve", "--", "--discovery-backend", "etcd"], "--discovery-backend etcd needs more than this machine"),
         (["serve", "--", "--event-plane=nats"], "--event-plane nats needs more than this machine"),
         (["serve", "a", "b"], "unrecognized arguments: b"),
+        (["serve", "test-model"], "there is no directory test-model; the reference engine serves a model's directory"),
         (["conformance", "nope:Engine"], "there is no module 'nope'"),
         (["conformance", "guide_engine.sub:Engine"], "there is no module 'guide_engine.sub'"),
         (["conformance", "needs_more:Engine"], "module 'needs_more' needs 'a_library_nobody_has'"),

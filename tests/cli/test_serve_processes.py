@@ -102,7 +102,7 @@ def test_one_process_serves_the_same(tmp_path: Path) -> None:
 
 
 def test_a_bad_flag_of_the_engine_ends_everything_with_the_engines_own_words(tmp_path: Path) -> None:
-    with serve_command(tmp_path, "--http-port", "0", "--", "--max-tokens", "many") as command:
+    with serve_command(tmp_path, "--engine", "sample", "--http-port", "0", "--", "--max-tokens", "many") as command:
         status = command.wait_ended()
     assert status == 2
     assert command.err.count("\n") == 1
@@ -112,8 +112,11 @@ def test_a_bad_flag_of_the_engine_ends_everything_with_the_engines_own_words(tmp
 
 @pytest.mark.parametrize("more", [(), ("--in-process",)])
 def test_a_request_in_flight_ends_well_before_the_worker_is_stopped(tmp_path: Path, more: tuple[str, ...]) -> None:
-    sample = ("m", "--http-host", "127.0.0.1", "--http-port", "0", *more, "--", "--delay", "0.05", "--max-tokens", "16")
-    with serve_command(tmp_path, *sample) as command, ThreadPoolExecutor(1) as pool:
+    sample = ("m", "--engine", "sample", "--http-host", "127.0.0.1", "--http-port", "0", *more)
+    with (
+        serve_command(tmp_path, *sample, "--", "--delay", "0.05", "--max-tokens", "16") as command,
+        ThreadPoolExecutor(1) as pool,
+    ):
         command.wait_ready()
         answer = pool.submit(command.ask, "m")
         command.wait_for(lambda: command.metric("dynamo_frontend_inflight_requests") == 1, "the request")

@@ -66,7 +66,7 @@ commands:
 {commands}
 
 example:
-  dynamo serve test-model
+  dynamo serve
 
 dynamo COMMAND --help explains a command; dynamo --version prints the version.
 """

@@ -19,10 +19,14 @@ from dynamo.cli.usage import CommandParser, UsageError, split_engine_args
 
 __all__ = ["ServeOptions", "main", "read_options"]
 
+DEFAULT_ENGINE: Final = "reference"  # without a model it serves the one that comes with it
 MAX_WORKERS: Final = 256  # a slip of the keyboard should not start ten thousand processes
 MAX_FRONTEND_WORKERS: Final = 64  # as the frontend itself says
 
 _EPILOG: Final = f"""\
+Without a MODEL and an engine, the small demonstration model is served that comes with this package. A MODEL without an
+engine is the directory of a Llama, Qwen2 or Qwen3 model.
+
 engines: {", ".join(sorted(BUILT_IN))}, or module:Class or module:function (also from the current directory). A function
 that takes messages, prompt or token_ids and yields text or token ids is an engine. Everything after -- goes to the
 engine's from_args unchanged. The frontend reads its variables as always (DYN_ROUTER_MODE, DYN_TLS_CERT_PATH, ...).
@@ -31,7 +35,7 @@ A process that dies is started again. Ctrl-C lets requests in flight end; a seco
 clean stop, 2 for an error of use, else that of the process that could not be kept running.
 
 example:
-  dynamo serve test-model
+  dynamo serve ~/models/Qwen3-0.6B
   dynamo serve --engine app:answer
   dynamo serve --engine my_backend.engine:MyEngine --workers 2 --http-port 9000 -- --delay 0.02
 """
@@ -77,7 +81,7 @@ def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
         epilog=_EPILOG,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="passed to the engine as --model-name MODEL")
-    parser.add_argument("--engine", default="sample", metavar="NAME|module:NAME", help="the engine (default: sample)")
+    parser.add_argument("--engine", metavar="NAME|module:NAME", help=f"the engine (default: {DEFAULT_ENGINE})")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="how many workers (default: 1)")
     parser.add_argument(
         "--http-host",
@@ -115,11 +119,17 @@ def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
         raise UsageError("--frontend-workers has no meaning with --in-process: that is one process")
     if given.in_process and given.store is not None:
         raise UsageError("--store has no meaning with --in-process: one process finds itself in memory")
-    class_path(given.engine)
+    if given.engine is None and given.model is not None and not Path(given.model).expanduser().is_dir():
+        raise UsageError(
+            f"there is no directory {given.model}; the {DEFAULT_ENGINE} engine serves a model's directory. To serve a name "
+            "without a model, add --engine sample"
+        )
+    engine = given.engine or DEFAULT_ENGINE
+    class_path(engine)
     _check_planes(engine_args)
     model_args = [] if given.model is None else ["--model-name", given.model]
     return ServeOptions(
-        engine=given.engine,
+        engine=engine,
         engine_args=(*model_args, *engine_args),
         workers=given.workers,
         http_host=given.http_host,

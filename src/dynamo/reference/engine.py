@@ -31,6 +31,7 @@ from dynamo.common.backend.publisher import (
 from dynamo.common.constants import DisaggregationMode
 from dynamo.errors import DynamoException, EngineShutdown, InvalidArgument
 from dynamo.protocol.records import RESUMES_GUIDED
+from dynamo.reference import demo
 from dynamo.reference.blocks import BlockEvent, BlocksStored
 from dynamo.reference.core import Choice, Core, Emission, Failure
 from dynamo.reference.kv_transfer import TRANSPORTS, Ticket, TransferOptions, check_installed
@@ -94,6 +95,8 @@ class ReferenceEngine(LLMEngine):
         _add_flags(parser)
         add_backend_arguments(parser)
         args = parser.parse_args(argv)
+        if args.model is None:
+            demo.choose(args)
         try:
             options = Options(
                 block_size=args.block_size,
@@ -610,10 +613,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         "--model-name",
-        required=True,
         type=lambda text: Path(text).expanduser(),
         metavar="DIR",
-        help="directory of a Llama, Qwen2 or Qwen3 model",
+        help="directory of a Llama, Qwen2 or Qwen3 model (default: the demonstration model that comes with us)",
     )
     add("--served-model-name", metavar="NAME", help="name clients use (default: the directory's)")
     add("--context-length", type=int, metavar="TOKENS", help="longest prompt and answer (default: the model's)")

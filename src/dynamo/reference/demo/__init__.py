@@ -1,0 +1,26 @@
+"""The small model that is served when none is named, and everything that made it.
+
+`lessons` write questions with their answers, `conversations` makes chats of them, `vocabulary` the tokenizer, `train`
+the weights (extra `train`); `examine` asks what was held back. The files of the model are in `model/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Final
+
+__all__ = ["DIRECTORY", "NAME", "choose"]
+
+DIRECTORY: Final = Path(__file__).parent / "model"
+NAME: Final = "demo"  # what clients ask for
+TOOL_CALL_PARSER: Final = "hermes"
+REASONING_PARSER: Final = "qwen3"
+
+
+def choose(args: argparse.Namespace) -> None:
+    """Serve this model: fill in what its worker's command line leaves open."""
+    args.model = DIRECTORY
+    args.served_model_name = args.served_model_name or NAME
+    args.dyn_tool_call_parser = args.dyn_tool_call_parser or TOOL_CALL_PARSER
+    args.dyn_reasoning_parser = args.dyn_reasoning_parser or REASONING_PARSER

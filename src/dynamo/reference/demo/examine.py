@@ -1,0 +1,167 @@
+"""`python -m dynamo.reference.demo.examine`: what the model gets right of what it was never trained on.
+
+The answers are those of the NumPy engine that serves it, greedy. An answer counts when it is right as a whole: the
+same text, the same JSON value, the same call; with thinking, what stands behind the thoughts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from dynamo.reference.core import Core, Failure
+from dynamo.reference.demo import DIRECTORY
+from dynamo.reference.demo.conversations import KINDS, Answer, Conversation, conversation
+from dynamo.reference.loading import Options, load_core
+from dynamo.reference.request import read_request
+from dynamo.text.templates import ChatTemplate
+
+__all__ = ["Result", "answers_of", "examine", "is_right", "questions", "table"]
+
+SEED: Final = "examination"
+MAX_ANSWER_TOKENS: Final = 160
+EXAMINED: Final = tuple(kind for kind in KINDS if kind not in ("exercises", "drills", "counts"))  # nobody asks so
+MARK_BEGIN, MARK_END = "<!-- examined -->", "<!-- end -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How one kind of question went."""
+
+    kind: str
+    right: int
+    asked: int
+    wrong: tuple[tuple[str, str, str], ...]  # (prompt, wanted, got), to look at
+
+    @property
+    def share(self) -> float:
+        return self.right / self.asked
+
+
+def examine(directory: Path, *, count: int, kinds: Iterable[str] = EXAMINED) -> list[Result]:
+    """Ask `count` held-out questions of every kind."""
+    found = []
+    for kind in kinds:
+        asked = questions(kind, count)
+        given = answers_of(directory, [(c.messages[: a.at], c.variables) for c, a in asked])
+        wrong = tuple(
+            (str(c.messages[a.at - 1]["content"]), a.text, got)
+            for (c, a), got in zip(asked, given, strict=True)
+            if not is_right(a, got)
+        )
+        found.append(Result(kind, count - len(wrong), count, wrong))
+    return found
+
+
+def questions(kind: str, count: int) -> list[tuple[Conversation, Answer]]:
+    """Held-out conversations of one kind, each with its last answer; the same ones every time.
+
+    Answers that guided decoding would begin are left out: here nobody guides.
+    """
+    rng = Random(f"{SEED}:{kind}")
+    found: dict[str, tuple[Conversation, Answer]] = {}
+    while len(found) < count:
+        made = conversation(rng, held_out=True, kind=kind)
+        if not made.answers[-1].given:
+            found.setdefault(str(made.messages), (made, made.answers[-1]))
+    return list(found.values())
+
+
+def answers_of(directory: Path, asked: Sequence[tuple[Sequence[dict[str, Any]], dict[str, Any]]]) -> list[str]:
+    """What the model says to each (messages, template variables)."""
+    template = ChatTemplate((directory / "chat_template.jinja").read_text(encoding="utf-8"))
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    prompts = [template.render(messages, variables=variables) for messages, variables in asked]
+    core = load_core(directory, Options(max_num_seqs=32, kv_cache_mb=64))
+    tokens = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+    return [tokenizer.decode(ids, skip_special_tokens=False) for ids in _generate(core, tokens)]
+
+
+def is_right(answer: Answer, got: str) -> bool:
+    """Whether `got` is the answer, as its form is compared."""
+    match answer.form:
+        case "text":
+            return got == answer.text
+        case "json":
+            return bool(_json(got) == _json(answer.text))
+        case "thinking":
+            thought, closed, rest = got.partition("</think>\n\n")
+            return thought.startswith("<think>\n") and bool(closed) and rest == answer.text.partition("</think>\n\n")[2]
+        case "call":
+            has_thought = ("<think>" in got) == ("<think>" in answer.text)
+            return has_thought and _call(got) is not None and bool(_call(got) == _call(answer.text))
+
+
+def table(results: Iterable[Result]) -> str:
+    """As Markdown."""
+    rows = [f"| {r.kind} | {r.share:.1%} | {r.right} of {r.asked} |" for r in results]
+    return "\n".join(("| Kind of question | Right | Answers |", "|---|---|---|", *rows))
+
+
+def _generate(core: Core, prompts: Sequence[list[int]]) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in prompts]
+    places = {}
+    for number, tokens in enumerate(prompts):
+        request = {
+            "token_ids": tokens,
+            "sampling_options": {"temperature": 0.0},
+            "stop_conditions": {"max_tokens": MAX_ANSWER_TOKENS},
+        }
+        places[core.add(read_request(request, core.limits))[0]] = number
+    while not core.is_idle:
+        for emission in core.step():
+            if isinstance(emission, Failure):
+                raise emission.error
+            if emission.shown:
+                answers[places[emission.choice]].append(emission.drawn.token)
+    return answers
+
+
+def _json(text: str) -> Any:
+    """The value, or an object equal to nothing."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return object()
+
+
+def _call(text: str) -> Any:
+    found = re.fullmatch(r"(?:<think>\n.*\n</think>\n\n)?<tool_call>\n(.*)\n</tool_call>", text, re.DOTALL)
+    return None if found is None else _json(found[1])
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m dynamo.reference.demo.examine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", type=Path, default=DIRECTORY, metavar="DIR", help="whom to examine (default: the shipped model)")
+    add("--count", type=int, default=500, metavar="N", help="questions of each kind (default: 500)")
+    add("--wrong", type=int, default=0, metavar="N", help="print so many wrong answers of each kind (default: 0)")
+    add("--into", type=Path, metavar="FILE", help="put the table into this page, between its two marks")
+    options = parser.parse_args(argv)
+    results = examine(options.model, count=options.count)
+    print(table(results))
+    for result in results:
+        for prompt, wanted, got in result.wrong[: options.wrong]:
+            print(f"\n{result.kind}: {prompt!r}\n  wanted {wanted!r}\n  got    {got!r}")
+    if options.into is not None:
+        page = options.into.read_text(encoding="utf-8")
+        before, rest = page.split(MARK_BEGIN)
+        options.into.write_text(
+            f"{before}{MARK_BEGIN}\n{table(results)}\n{MARK_END}{rest.split(MARK_END)[1]}", encoding="utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()

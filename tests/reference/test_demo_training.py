@@ -1,0 +1,93 @@
+"""Training the demonstration model, where PyTorch is installed (extra `train`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dynamo.reference.config import read_model_config
+from dynamo.reference.core import Core
+from dynamo.reference.demo.batches import Row
+from dynamo.reference.demo.export import write_shards
+from dynamo.reference.loading import Options, load_core
+from dynamo.reference.model import KvCache, Piece, make_batch
+
+torch = pytest.importorskip("torch", reason="training needs the extra `train`")
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+BATCH: list[Row] = [([5, 6, 7, 8, 9, 10], [False, False, False, True, True, True]), ([7, 8, 9], [False, True, True])]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def make_run(directory: Path) -> object:
+    from dynamo.reference.demo.network import Network
+    from dynamo.reference.demo.train import Run
+
+    torch.manual_seed(3)
+    return Run.begin(Network(read_model_config(directory)))
+
+
+def logits_of(core: Core, tokens: list[int]) -> np.ndarray:
+    batch = make_batch([Piece(tokens, 0, list(range(4)))], core.pool.block_size)
+    return core.model.logits(core.model.forward(batch, KvCache(core.model.config, 4, core.pool.block_size)))
+
+
+def test_what_is_trained_computes_what_the_engine_computes(directory: Path) -> None:
+    run = make_run(directory)
+    tensors = {name: p.detach().bfloat16().float() for name, p in run.network.named_parameters()}
+    run.network.load_state_dict(tensors, strict=False)
+    write_shards({name: values.numpy() for name, values in tensors.items()}, directory)
+    tokens = list(range(3, 33))
+    with torch.no_grad():
+        wanted = run.network.logits(run.network(torch.tensor([tokens])))[0].numpy()
+    found = logits_of(load_core(directory, Options(max_num_seqs=1)), tokens)
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+def test_only_answers_are_targets_and_padding_is_none() -> None:
+    from dynamo.reference.demo.train import padded
+
+    tokens, targets = padded(BATCH)
+    assert tokens.tolist() == [[5, 6, 7, 8, 9, 10], [7, 8, 9, 0, 0, 0]]
+    assert targets.tolist() == [[-1, -1, 8, 9, 10, -1], [8, 9, -1, -1, -1, -1]]
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(directory: Path) -> None:
+    through, before, after = (make_run(directory) for _ in range(3))
+    losses = [through.learn(BATCH, 1e-3)[0] for _ in range(6)]
+    for _ in range(3):
+        before.learn(BATCH, 1e-3)
+    before.save(directory / "checkpoint.pt")
+    after.load(directory / "checkpoint.pt")
+    assert [after.learn(BATCH, 1e-3)[0] for _ in range(3)] == pytest.approx(losses[3:])
+    assert losses[5] < losses[0]
+    assert after.step == 6
+
+
+def test_the_rate_rises_stays_and_falls() -> None:
+    from dynamo.reference.demo.train import PEAK_RATE, STEPS, rate_at
+
+    rates = [rate_at(step) for step in range(STEPS)]
+    assert rates[0] < PEAK_RATE / 10
+    assert rates[60:2200] == pytest.approx([PEAK_RATE] * 2140)
+    assert rates[2255:] == sorted(rates[2255:], reverse=True)
+    assert 0 < rates[-1] < PEAK_RATE / 10
