@@ -21,6 +21,7 @@ from support.processes import Cluster, Frontend, Worker, get, until
 from support.tiny_model import write_tiny_model
 
 MODEL = "pair"
+USED = "dynamo_component_gpu_cache_usage_percent"
 SIZES = ("--block-size", "4", "--kv-cache-mb", "4", "--max-num-seqs", "8")
 
 # The process is gone with the first frame of a transfer: nothing is flushed, nobody is told.
@@ -104,8 +105,7 @@ def ids_of(events: list[dict[str, Any]]) -> list[int]:
 async def freed(worker: Worker) -> None:
     """Wait until no block of this worker is held."""
     assert worker.metric("dynamo_component_total_blocks") > 0
-    name = "dynamo_component_gpu_cache_usage_percent"
-    await until(lambda: worker.metric(name) == 0, lambda: f"{worker.name} to free its blocks; log:\n{worker.log}")
+    await until(lambda: worker.metric(USED) == 0, lambda: f"{worker.name} to free its blocks; log:\n{worker.log}")
 
 
 def outcomes(worker: Worker) -> dict[str, int]:
@@ -146,6 +146,26 @@ async def test_a_client_that_leaves_leaves_no_block_behind(stack: Pair) -> None:
     await asyncio.gather(*(leave(n % 3) for n in range(12)))
     await freed(stack.prefill)
     await freed(stack.decode)
+
+
+async def test_a_decode_worker_killed_in_the_middle_of_an_answer_is_replaced(stack: Pair, directory: Path) -> None:
+    spare = stack.worker("decode", "spare")
+    spare.wait_ready()
+    await until(lambda: stack.frontend.workers(MODEL) == 3, lambda: f"three workers; log:\n{stack.frontend.log}")
+    prompt = [n % 300 + 14 for n in range(40)]
+    alone = await expected(directory, prompt, 800)
+    async with exchange(stack.frontend.port, COMPLETIONS, completion(prompt, 800, stream=True)) as request:
+        events = [await request.event()]
+        await until(lambda: any(worker.metric(USED) > 0 for worker in (stack.decode, spare)))
+        lost, stays = (stack.decode, spare) if stack.decode.metric(USED) > 0 else (spare, stack.decode)
+        lost.kill()
+        while events[-1] != DONE:
+            events.append(await request.event())
+    assert ids_of(events[:-1]) == alone
+    stack.decode = stays
+    assert outcomes(stays)["fetched"] >= 1  # what had been said was computed by the prefill worker, too
+    await freed(stays)
+    await freed(stack.prefill)
 
 
 async def test_a_prefill_worker_killed_at_any_time_costs_no_answer(stack: Pair, directory: Path) -> None:
