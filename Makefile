@@ -56,7 +56,7 @@ test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2
 test-engines: $(VENV)/.dev ## the reference engine against transformers (needs the `engines` extra), and guided decoding at length
 	@GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/reference -rs $(ARGS)
 
-test-faults: $(VENV)/.dev ## etcd frozen, killed and wiped for minutes; 30 workers restarted in turn; what it took
+test-faults: $(VENV)/.dev ## workers lost at every token; etcd frozen, killed and wiped for minutes; 30 workers restarted in turn
 	@FAULTS=1 $(BIN)/python -m pytest -q -m faults tests/faults -rs $(ARGS)
 
 test-interop: $(VENV)/.dev ## both systems in one cluster, with the native 1.6.1 (set DYNAMO_NATIVE_PYTHON)
