@@ -7,12 +7,14 @@ repeats is judged. The floor is what a bare uvicorn app costs on the same machin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cases import Bench, Case, Figures, cases
 from model import make_model
+from stack import cluster_services
 
 from dynamo.cli.bench.results import BUSY_SHARE
 
@@ -120,6 +123,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5, help="fresh starts per case; the median counts (default: 5)")
     parser.add_argument("--quick", action="store_true", help="one fresh start per case")
     parser.add_argument("--only", default="", metavar="TEXT", help="run the cases whose name contains it")
+    parser.add_argument("--cluster", action="store_true", help="with etcd for discovery and NATS for events")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a bar is missed")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="where model and results.json go")
     arguments = parser.parse_args()
@@ -128,8 +132,16 @@ def main() -> int:
         parser.error("nothing to run: " + ", ".join(repr(case.name) for case in cases()))
     count = 1 if arguments.quick else arguments.repeats
     bench = Bench(make_model(arguments.out / "model"), arguments.quick)
+    with contextlib.ExitStack() as services:
+        if arguments.cluster:
+            services.enter_context(cluster_services(Path(services.enter_context(tempfile.TemporaryDirectory()))))
+        return run(arguments, chosen, bench, count)
+
+
+def run(arguments: argparse.Namespace, chosen: list[Case], bench: Bench, count: int) -> int:
+    """Measure the chosen cases and print their rows; the exit code."""
     results: dict[str, Any] = {
-        "machine": machine(), "versions": versions(), "repeats": count, "rows": [], "runs": {}, "broken": {},
+        "machine": machine(), "versions": versions(), "repeats": count, "cluster": arguments.cluster, "rows": [], "runs": {}, "broken": {},
     }  # fmt: skip
     print(f"{results['machine']['cpu']}, {results['machine']['cores']} cores; {count} fresh starts per case")
     print(f"{'case':46} {'figure':24} {'median':>9} {'unit':10} {'bar':>8} {'':6} spread")

@@ -107,6 +107,21 @@ def processes(
 
 
 @contextlib.contextmanager
+def cluster_services(folder: Path) -> Iterator[None]:
+    """A real etcd and a real NATS server (from the development wheels) that every stack started meanwhile joins."""
+    sys.path.insert(0, str(HERE.parent / "tests"))
+    from support.etcd_server import EtcdServer
+    from support.nats_server import nats_server
+
+    with EtcdServer(folder / "etcd") as etcd, nats_server() as nats:
+        os.environ |= {"ETCD_ENDPOINTS": etcd.url, "NATS_SERVER": nats.url}
+        try:
+            yield
+        finally:
+            del os.environ["ETCD_ENDPOINTS"], os.environ["NATS_SERVER"]
+
+
+@contextlib.contextmanager
 def stack(model: Path, delay: float, *, has_tls: bool = False) -> Iterator[Stack]:
     """Our frontend and one bench worker. INFO logs, metrics and migration are on: what one deploys.
 
@@ -114,16 +129,18 @@ def stack(model: Path, delay: float, *, has_tls: bool = False) -> Iterator[Stack
     """
     with tempfile.TemporaryDirectory() as name:
         port = free_port()
+        discovery = "etcd" if "ETCD_ENDPOINTS" in os.environ else "file"  # see `cluster_services`
         env = {key: value for key, value in os.environ.items() if not key.startswith("DYN_")} | {
             "DYN_FILE_KV": str(Path(name) / "store"),
             "DYN_TCP_RPC_HOST": "127.0.0.1",
             "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
             "DYN_LOG": "info",
+            **({"DYN_EVENT_PLANE": "nats"} if "NATS_SERVER" in os.environ else {}),
             **(mutual_tls(Path(name)) if has_tls else {}),
         }
         commands = {
-            "frontend": [sys.executable, "-m", "dynamo.frontend", "--discovery-backend", "file", "--http-host", "127.0.0.1", "--http-port", str(port)],
-            "worker": [sys.executable, str(HERE / "engine.py"), "--model", str(model), "--delay", str(delay)],
+            "frontend": [sys.executable, "-m", "dynamo.frontend", "--discovery-backend", discovery, "--http-host", "127.0.0.1", "--http-port", str(port)],
+            "worker": [sys.executable, str(HERE / "engine.py"), "--model", str(model), "--delay", str(delay), "--discovery-backend", discovery],
         }  # fmt: skip
         with processes(commands, port, env, Path(name)) as running:
             yield running
