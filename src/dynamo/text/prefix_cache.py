@@ -15,7 +15,6 @@ A tokenizer without provable cuts still profits from repeated prompts: then the 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -28,7 +27,8 @@ __all__ = ["CacheStats", "CachedTokenizer"]
 
 CHUNK_CHARS: Final = 1024  # what parts two prompts costs encoding up to this much again; smaller means more entries
 MIN_TEXT_CHARS: Final = 256  # a shorter text is encoded faster than it is looked up and stored
-ENTRY_OVERHEAD_BYTES: Final = 300  # key object, array object and dict slot, beside their contents
+ENTRY_OVERHEAD_BYTES: Final = 300  # key object, list object and dict slot, beside their contents
+BYTES_PER_ID: Final = 8  # a reference: see `_ints`
 DEFAULT_MAX_BYTES: Final = 64 * 1024 * 1024
 
 
@@ -46,15 +46,18 @@ class CacheStats:
 class CachedTokenizer:
     """`tokenizer` with a cache of at most about `max_bytes`, least recently used chunks first to go. Thread-safe."""
 
-    __slots__ = ("_cuts", "_max_bytes", "_old", "_old_bytes", "_tokenizer", "_young", "_young_bytes", "stats")
+    __slots__ = ("_cuts", "_ints", "_max_bytes", "_old", "_old_bytes", "_tokenizer", "_young", "_young_bytes", "stats")
 
     def __init__(self, tokenizer: BatchTokenizer, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         """`max_bytes` <= 0 turns the cache off."""
         self._tokenizer = tokenizer
         self._cuts: ExactCuts | None = exact_cuts(tokenizer.hf) if isinstance(tokenizer, JsonTokenizer) else None
         self._max_bytes = max_bytes if not isinstance(tokenizer, ByteTokenizer) else 0  # bytes need no cache
-        self._young: dict[str, array[int]] = {}
-        self._old: dict[str, array[int]] = {}
+        self._young: dict[str, list[int]] = {}
+        self._old: dict[str, list[int]] = {}
+        # One object per token id for all chunks (at most a vocabulary of them): a prompt that is found again is then put
+        # together by copying references, where making 32,000 numbers takes half a millisecond.
+        self._ints: dict[int, int] = {}
         self._young_bytes = self._old_bytes = 0
         self.stats = CacheStats()
 
@@ -145,9 +148,9 @@ class CachedTokenizer:
         for chunk, ids in zip(missing, encoded, strict=True):
             found[chunk] = ids
             self.stats.uncached_tokens += len(ids)
-            self._keep(chunk, array("I", ids))
+            self._keep(chunk, list(map(self._ints.setdefault, ids, ids)))
 
-    def _keep(self, chunk: str, ids: array[int]) -> None:
+    def _keep(self, chunk: str, ids: list[int]) -> None:
         size = _entry_bytes(chunk, ids)
         half = self._max_bytes // 2
         if size > half:
@@ -160,7 +163,7 @@ class CachedTokenizer:
         self._young_bytes += size
 
 
-def _entry_bytes(chunk: str, ids: array[int]) -> int:
+def _entry_bytes(chunk: str, ids: Sequence[int]) -> int:
     # A str takes 1, 2 or 4 bytes a character by its widest one.
     width = 1 if chunk.isascii() else 2 if max(chunk) < "\U00010000" else 4
-    return len(chunk) * width + len(ids) * ids.itemsize + ENTRY_OVERHEAD_BYTES
+    return len(chunk) * width + len(ids) * BYTES_PER_ID + ENTRY_OVERHEAD_BYTES
