@@ -146,11 +146,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--model", type=Path, default=DIRECTORY, metavar="DIR", help="whom to examine (default: the shipped model)")
-    add("--count", type=int, default=500, metavar="N", help="questions of each kind (default: 500)")
+    add("--count", type=int, default=200, metavar="N", help="questions of each kind (default: 200)")
     add("--wrong", type=int, default=0, metavar="N", help="print so many wrong answers of each kind (default: 0)")
     add("--into", type=Path, metavar="FILE", help="put the table into this page, between its two marks")
     options = parser.parse_args(argv)
-    results = examine(options.model, count=options.count)
+    results = examine(options.model, count=options.count, kinds=EXAMINED)
     print(table(results))
     for result in results:
         for prompt, wanted, got in result.wrong[: options.wrong]:
