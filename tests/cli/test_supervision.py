@@ -159,7 +159,7 @@ def started(*argv: str, **env: str) -> list[Program]:
 
 
 def test_children_use_the_private_store_and_no_service_whatever_the_environment_says() -> None:
-    for program in started("m", ETCD_ENDPOINTS="x", DYN_DISCOVERY_BACKEND="etcd", DYN_REQUEST_PLANE="nats"):
+    for program in started("m", "--engine", "sample", ETCD_ENDPOINTS="x", DYN_DISCOVERY_BACKEND="etcd", DYN_REQUEST_PLANE="nats"):
         assert program.env["DYN_DISCOVERY_BACKEND"] == "file"
         assert program.env["DYN_FILE_KV"] == "/store"
         assert program.env["DYN_REQUEST_PLANE"] == "tcp"
@@ -182,7 +182,7 @@ def test_a_fixed_port_counts_up_over_the_workers_and_zero_stays() -> None:
 
 
 def test_the_model_and_everything_after_the_dashes_reach_the_engine_unchanged() -> None:
-    _, worker = started("m", "--workers", "1", "--", "--delay", "1", "--", "x")
+    _, worker = started("m", "--engine", "sample", "--workers", "1", "--", "--delay", "1", "--", "x")
     assert worker.argv[-7:] == ("--", "--model-name", "m", "--delay", "1", "--", "x")
 
 

@@ -332,7 +332,7 @@ async def test_flags_become_options_and_the_workers_config(models: dict[str, Pat
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "--model"),
+        (["--model"], "--model"),
         (["--model", "x", "--block-size", "0"], "--block-size must be at least 1"),
         (["--model", "x", "--max-num-batched-tokens", "5"], "--max-num-batched-tokens (5)"),
         (["--model", "x", "--disaggregation-mode", "encode"], "--disaggregation-mode encode"),
