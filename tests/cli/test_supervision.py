@@ -159,7 +159,9 @@ def started(*argv: str, **env: str) -> list[Program]:
 
 
 def test_children_use_the_private_store_and_no_service_whatever_the_environment_says() -> None:
-    for program in started("m", "--engine", "sample", ETCD_ENDPOINTS="x", DYN_DISCOVERY_BACKEND="etcd", DYN_REQUEST_PLANE="nats"):
+    for program in started(
+        "m", "--engine", "sample", ETCD_ENDPOINTS="x", DYN_DISCOVERY_BACKEND="etcd", DYN_REQUEST_PLANE="nats"
+    ):
         assert program.env["DYN_DISCOVERY_BACKEND"] == "file"
         assert program.env["DYN_FILE_KV"] == "/store"
         assert program.env["DYN_REQUEST_PLANE"] == "tcp"
