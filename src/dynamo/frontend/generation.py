@@ -359,7 +359,7 @@ class _Choice:
                     if items is not None:
                         return
                 elif plain is not None and (said := self._said_plainly(items)) is not None:
-                    if plain(said, len(items[0].token_ids)):
+                    if plain(*said):
                         return
                 elif accept([self._absorb(items)]) and not self._ended:
                     return
@@ -383,17 +383,19 @@ class _Choice:
         finally:
             stream.listen(None)
 
-    def _said_plainly(self, items: list[StreamItem]) -> str | None:
-        """The text of a batch that is one chunk of tokens and nothing else; None, and nothing done, for any other."""
-        item = items[0]
-        if len(items) > 1 or item.index < 0 or item.finish_reason is not None or item.extra is not None:
-            return None
-        ids = item.token_ids
+    def _said_plainly(self, items: list[StreamItem]) -> tuple[str, int] | None:
+        """(text, number of tokens) of a batch of tokens and nothing else; None, and nothing done, for any other."""
+        ids: list[int] = []
+        for item in items:
+            if item.index < 0 or item.finish_reason is not None or item.extra is not None:
+                return None
+            ids += item.token_ids  # all in one go: a burst brings dozens of chunks at once
         text = self._decoder.push_plain(ids)
-        if text is not None:
-            self._generated += ids
-            self._work.completion_tokens += len(ids)
-        return text
+        if text is None:
+            return None
+        self._generated += ids
+        self._work.completion_tokens += len(ids)
+        return text, len(ids)
 
     def _ended_silently(self) -> None:
         """The stream ended without a terminal chunk: right after a cancellation, else a breach."""
