@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from dynamo.errors import ResponseTimeout
 from dynamo.frontend.generation import WorkRequest
 from dynamo.frontend.inference import _Inactivity
+from dynamo.simulation import draw, run_scenario
 from dynamo.simulation.loop import VirtualLoop, run_virtual
 
 
@@ -54,3 +57,14 @@ def test_a_silent_engine_is_noticed_on_time() -> None:
         assert len(exchange.reasons) == 1
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *(934, 1219, 1395, 1420, 1831, 2201, 2937),  # a suspended machine was taken for a silent engine
+        *(7291, 7698),  # a worker that had no room was not asked again when the other one was lost
+    ],
+)
+def test_seeds_that_found_something_find_nothing(seed: int) -> None:
+    assert [str(finding) for finding in run_scenario(draw(seed)).findings] == []

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 from dynamo.errors import (
     DynamoException,
     InvalidArgument,
+    Overloaded,
     StreamIncomplete,
     Unknown,
     WorkerUnavailable,
@@ -274,6 +275,7 @@ class _Choice:
     """One choice: its stream, its decoder, and whom it has tried."""
 
     __slots__ = (
+        "_attempts",
         "_body",
         "_context",
         "_decoder",
@@ -285,6 +287,7 @@ class _Choice:
         "_model",
         "_origin",
         "_prompt",
+        "_shed",
         "_silent",
         "_stream",
         "_tried",
@@ -306,7 +309,9 @@ class _Choice:
         self._lost_by: DynamoException | None = None  # why the last worker was given up
         self._lost_at = 0.0
         self._stream: ResponseStream | None = None
-        self._tried: list[int] = []
+        self._tried: list[int] = []  # not to be asked again
+        self._shed: set[int] = set()  # of those, who only had no room
+        self._attempts = 0
         self._ended = False
         body = self._body
         self._decoder = ChoiceDecoder(
@@ -429,7 +434,7 @@ class _Choice:
             rule_of(error).retryable
             and not self._context.is_stopped()
             and work.pinned_instance_id is None
-            and len(self._tried) <= work.retries
+            and self._attempts <= work.retries
         )
 
     def _lose(self, error: DynamoException) -> None:
@@ -451,6 +456,7 @@ class _Choice:
             error,
         )
         self._release()
+        self._note_failure(self._tried[-1], error)
         self._lost_by, self._lost_at = error, asyncio.get_running_loop().time()
 
     def _why_not(self) -> str | None:
@@ -498,6 +504,7 @@ class _Choice:
             instance = self._pick()
             overhead.routed()
             self._tried.append(instance.instance_id)
+            self._attempts += 1
             try:
                 self._stream = await self._model.open(instance, self._body, context)
                 overhead.dispatched()
@@ -510,7 +517,8 @@ class _Choice:
                 rule = rule_of(error)
                 if rule.inhibits:
                     self._model.inhibit(instance)
-                if not rule.retryable or work.pinned_instance_id is not None or len(self._tried) > work.retries:
+                self._note_failure(instance.instance_id, error)
+                if not rule.retryable or work.pinned_instance_id is not None or self._attempts > work.retries:
                     raise
                 logger.info(
                     "request %s: worker %x failed before its first token (%s: %s); trying another",
@@ -557,6 +565,14 @@ class _Choice:
             prefill.hand_over(handoff, self._model, context)
             return []
         return await handoff.beside(self._begin())
+
+    def _note_failure(self, instance_id: int, error: DynamoException) -> None:
+        """A worker that sheds is not a worker that failed: when another one is lost, it may be asked again."""
+        if isinstance(error, Overloaded):
+            self._shed.add(instance_id)
+        elif self._shed:
+            self._tried = [each for each in self._tried if each not in self._shed]
+            self._shed.clear()
 
     def _blame(self, error: DynamoException) -> None:
         """The worker was lost mid-stream: the next request need not find out for itself."""

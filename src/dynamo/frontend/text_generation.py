@@ -105,6 +105,7 @@ class _TextChoice(_Choice):
         self._model, self._work, self._context, self._index = model, work, context, index
         self._text_work = work
         self._stream, self._tried, self._ended = None, [], False
+        self._shed, self._attempts = set(), 0
         number = index % work.choices
         body = work.bodies[index // work.choices]
         if number and body.get("seed") is not None:  # as in `generation`: the same seed twice is the same text twice
