@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import sys
 from collections.abc import Sequence
 from socket import socket
-from typing import Final
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.loops import event_loop_factory
+from dynamo.frontend.loops import event_loop_factory, spare_the_collector
 from dynamo.frontend.server import PortInUse, bind, serve_until_signal
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.logging import configure_dynamo_logging
 
 __all__ = ["main"]
-
-COLLECT_AFTER: Final = 20_000
-"""Containers that may come into being before the collector looks for circles among them. A request leaves none (the soak
-holds that), so Python's default of 700 only costs time: 6 % of a one-token request."""
 
 
 def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -> int:
@@ -45,9 +39,7 @@ def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -
     except OSError as error:
         print(f"Failed to start HTTP server: cannot listen on {settings.http_host}: {error}", file=sys.stderr)  # noqa: T201
         return 1
-    gc.collect()
-    gc.freeze()  # what the imports made stays for good
-    gc.set_threshold(COLLECT_AFTER, 10, 10)
+    spare_the_collector()
     try:
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             if settings.workers > 1:

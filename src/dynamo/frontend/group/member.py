@@ -34,7 +34,7 @@ from dynamo.frontend.group.messages import (
     write,
 )
 from dynamo.frontend.group.places import Field, Places, SharedAdmission
-from dynamo.frontend.loops import event_loop_factory
+from dynamo.frontend.loops import event_loop_factory, spare_the_collector
 from dynamo.frontend.server import Connect, HttpServer, serve_until
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.distributed import DistributedRuntime
@@ -234,6 +234,7 @@ def main(argv: list[str] | None = None) -> int:
         given.row,
     )
     try:
+        spare_the_collector()
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             runner.run(_serve(_share_of(settings, given.rows), place))
     except DynamoException as error:
