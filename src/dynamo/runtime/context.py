@@ -107,8 +107,8 @@ class Context:
         self._trace = trace
         self._span: SpanProxy | None = None
         self.deadline = deadline
-        # The length of the prompt as the client sent it: a migrated request's prompt has grown, but its
-        # penalties, min_tokens and usage still count from here. None: the prompt was not migrated.
+        # The length of the prompt as the client sent it: a migrated request's prompt has grown, but its penalties, grammar and
+        # usage still count from here (`max_tokens` and `min_tokens` are what is left of them). None: it was not migrated.
         self.prompt_tokens: int | None = None
 
     def id(self) -> str:
