@@ -66,7 +66,9 @@ class Pair:
         cluster.wait_ready(self.frontend, self.prefill, self.decode)
 
     def worker(self, role: str, name: str = "", **more: str) -> Worker:
-        flags = ("--disaggregation-mode", role, "--kv-transfer", transport(), *SIZES)
+        # Blocks that no decode worker ever hears of (a client left between the legs) are freed after this long.
+        hold = ("--kv-hold-seconds", "8")
+        flags = ("--disaggregation-mode", role, "--kv-transfer", transport(), *hold, *SIZES)
         return self.cluster.reference(name or role, MODEL, self._directory, *flags, **more)
 
 
