@@ -59,10 +59,13 @@ test-engines: $(VENV)/.dev ## the reference engine against transformers (needs t
 test-faults: $(VENV)/.dev ## workers lost at every token; etcd frozen, killed and wiped for minutes; 30 workers restarted in turn
 	@FAULTS=1 $(BIN)/python -m pytest -q -m faults tests/faults -rs $(ARGS)
 
+fault-table: $(VENV)/.dev ## what test-faults measured, as the table of docs/faults.md
+	@$(BIN)/python benchmarks/fault_table.py --into docs/faults.md $(ARGS)
+
 test-interop: $(VENV)/.dev ## both systems in one cluster, with the native 1.6.1 (set DYNAMO_NATIVE_PYTHON)
 	@$(BIN)/python -m pytest -q -m interop tests/interop -rs $(ARGS)
 
 clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
-.PHONY: help serve test check format bench bench-native soak test-fuzz test-faults test-engines test-interop clean
+.PHONY: help serve test check format bench bench-native soak test-fuzz test-faults fault-table test-engines test-interop clean
