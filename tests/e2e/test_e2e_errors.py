@@ -135,7 +135,7 @@ async def test_a_full_worker_declines_at_once_and_serves_on(stack: Stack, tag: s
             for streamed in (False, True):
                 reply = await ask(stack.port, CHAT, chat("narrow", stream=streamed))
                 assert (reply.status, reply.json()["message"]) == (529, "Service temporarily overloaded")
-                assert reply.headers["retry-after"] == "1"
+                assert 1 <= int(reply.headers["retry-after"]) <= 60
             running.leave()
             assert (await queued.reply()).text == "Hello"
 

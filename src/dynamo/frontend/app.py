@@ -23,6 +23,7 @@ from dynamo.frontend.asgi import BodyBudget, Receive, Scope, Send, reply, reply_
 from dynamo.frontend.cards import Scope as NamespaceScope
 from dynamo.frontend.inference import InferenceRoute, InFlight
 from dynamo.frontend.metrics import STALL_SECONDS, FrontendMetrics
+from dynamo.frontend.model_admission import AdmissionPolicy
 from dynamo.frontend.model_files import ModelFiles
 from dynamo.frontend.models import ModelDirectory, WorkerClient
 from dynamo.frontend.offload import Offload, ThreadOffload
@@ -75,6 +76,9 @@ class Frontend:
             scope=NamespaceScope(settings.namespace, settings.namespace_prefix),
             metrics=self.metrics,
             enforce_disagg=settings.enforce_disagg,
+            policy=AdmissionPolicy(
+                settings.max_requests_per_model, settings.max_queue_age_seconds, settings.capacity_share
+            ),
             rng=runtime.rng,
         )
         self._in_flight = InFlight()
@@ -125,13 +129,16 @@ class Frontend:
         self._offload.close()
 
     def _probe_loop(self, due: float) -> None:
-        """Measure how late this very timer runs, and set the next one."""
+        """Measure how late this very timer runs, how old the queues are, and set the next one."""
         loop = asyncio.get_running_loop()
-        late = max(0.0, loop.time() - due)
+        now = loop.time()
+        late = max(0.0, now - due)
         self.metrics.event_loop_delay.observe(late)
+        self.metrics.event_loop_lag.set(late)
+        self.models.measure_queues(now)
         if late > STALL_SECONDS:
             self.metrics.event_loop_stalls.inc()
-        due = loop.time() + LOOP_PROBE_SECONDS
+        due = now + LOOP_PROBE_SECONDS
         self._probe = loop.call_at(due, self._probe_loop, due)
 
     # -- parts -------------------------------------------------------------------------------------------------------
@@ -176,7 +183,7 @@ class Frontend:
             _Endpoint(paths["completions"], InferenceRoute(CompletionSurface(), **parts), "POST"),
             _Endpoint(paths["models"], catalogue, "GET"),
             _Endpoint(paths["models"] + "/{model:path}", catalogue, "GET"),
-            _Endpoint(paths["health"], HealthRoute(self.admission, self.models, self._peers), "GET"),
+            _Endpoint(paths["health"], HealthRoute(self.admission, self.models, self.metrics, self._peers), "GET"),
             _Endpoint(paths["live"], LiveRoute(self.admission), "GET"),
             _Endpoint(paths["metrics"], MetricsRoute(self.metrics, self._offload, self._peers), "GET"),
             _Endpoint("/openapi.json", OpenApiRoute(), "GET"),

@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.metrics import check_buckets
+from dynamo.frontend.model_admission import RequestLimit
 from dynamo.frontend.settings import FrontendSettings, path_variable
 from dynamo.runtime.distributed import DISCOVERY_BACKENDS, REQUEST_PLANES
 from dynamo.text.templates import ChatTemplate
@@ -166,6 +167,23 @@ def _build(base: FrontendSettings) -> _Parser:
         type=_positive,
         default=base.max_requests_in_flight,
         help="requests at once; more are declined with Retry-After (%(default)s) [DYN_HTTP_MAX_REQUESTS_IN_FLIGHT]",
+    )
+    http(
+        "--max-requests-per-model",
+        type=_request_limit,
+        default=base.max_requests_per_model,
+        metavar="N|Nx",
+        help="the same for each model: a number, or so many times what its workers run at once, as in 1.5x; the last "
+        "places are for requests of higher priority [DYN_HTTP_MAX_REQUESTS_PER_MODEL]",
+    )
+    http(
+        "--max-queue-age",
+        dest="max_queue_age_seconds",
+        type=_factor,
+        default=base.max_queue_age_seconds,
+        metavar="SECONDS",
+        help="a model whose oldest request has waited longer for its first token gets no more; 0: never (120 where its "
+        "workers say how much they run) [DYN_HTTP_MAX_QUEUE_AGE_SECS]",
     )
 
     where = parser.add_argument_group("cluster").add_argument
@@ -359,6 +377,13 @@ def _factor(text: str) -> float:
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is below 0 or no number")
     return number
+
+
+def _request_limit(text: str) -> RequestLimit:
+    try:
+        return RequestLimit.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _part(text: str) -> float:

@@ -42,6 +42,7 @@ from dynamo.frontend.asgi import (
 from dynamo.frontend.event_stream import PUSH_EXTENSION, EventStream
 from dynamo.frontend.generation import Delta, SingleGeneration, WorkRequest, generate
 from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics, RequestMetrics
+from dynamo.frontend.model_admission import Place, Shed, urgency_of
 from dynamo.frontend.models import ModelDirectory, ServedModel
 from dynamo.frontend.overhead import PARSE, QUEUE, Overhead, wants_overhead
 from dynamo.frontend.parsed_answers import ParsedChunkWriter, ParsedUnaryAnswer
@@ -90,11 +91,11 @@ class InFlight:
 class _Exchange:
     """One request and its client."""
 
-    __slots__ = ("context", "counted", "is_client_gone", "is_over", "name", "reason")
+    __slots__ = ("context", "counted", "is_client_gone", "is_over", "name", "place", "reason")
 
-    def __init__(self, context: Context, counted: RequestMetrics, client_id: bytes | None) -> None:
+    def __init__(self, context: Context, counted: RequestMetrics, place: Place, client_id: bytes | None) -> None:
         """`client_id`: the client's own `x-request-id`."""
-        self.context, self.counted = context, counted
+        self.context, self.counted, self.place = context, counted, place
         self.name = context.id() + _said_by_client(client_id)  # in the log
         self.is_client_gone = False
         self.is_over = False  # answered in full: what the connection does now is nobody's concern
@@ -222,15 +223,46 @@ class InferenceRoute:
             logger.info("%s%s declined: %d %s", self._surface.endpoint, said, error.status, error.message)
             await reply_rejected(send, error, extra)
             return
-        loop = asyncio.get_running_loop()
         is_streaming = request.is_streaming
         counted = self._metrics.request(
             model.name, self._surface.endpoint, "stream" if is_streaming else "unary", began
         )
+        try:
+            place = model.admission.enter(urgency_of(request.nvext), began)
+        except Shed as error:  # before the prompt was rendered or tokenised
+            self._metrics.shed(model.name, error.reason)
+            rejected = self._rejection(error)
+            counted.fail(asyncio.get_running_loop().time(), **_classify(error, rejected)._asdict())
+            await reply_rejected(send, rejected, extra)
+            return
+        try:
+            await self._placed(
+                scope, headers, request, model, effects, counted, place, receive, send, extra, began, overhead
+            )
+        finally:
+            place.leave()
+
+    async def _placed(
+        self,
+        scope: Scope,
+        headers: Headers,
+        request: Request,
+        model: ServedModel,
+        effects: HeaderEffects,
+        counted: RequestMetrics,
+        place: Place,
+        receive: Receive,
+        send: Send,
+        extra: tuple[tuple[bytes, bytes], ...],
+        began: float,
+        overhead: Overhead,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        is_streaming = request.is_streaming
         context = Context(
             self._surface.id_prefix + str(uuid.uuid4()), effects.metadata or None, trace=_trace_of(headers)
         )
-        exchange = _Exchange(context, counted, headers.get(b"x-request-id"))
+        exchange = _Exchange(context, counted, place, headers.get(b"x-request-id"))
         self._exchanges[exchange] = None
         watcher = loop.create_task(exchange.watch(receive), name="frontend: client watch")  # cancelled below
         stream: EventStream | None = None
@@ -324,6 +356,7 @@ class InferenceRoute:
                 inactivity.last = now
             if writer.first_token_seconds is None:
                 writer.first_token_seconds = now - began
+                exchange.place.begun(now)
             counted.tokens(deltas[0].tokens if len(deltas) == 1 else sum([delta.tokens for delta in deltas]), now)
             return writer.write(deltas)
 
@@ -426,6 +459,7 @@ class InferenceRoute:
                     is_first = gathered.first_token_seconds is None
                     if is_first:
                         gathered.first_token_seconds = now - began
+                        exchange.place.begun(now)
                     exchange.counted.tokens(sum([delta.tokens for delta in deltas]), now)
                     gathered.add(deltas)
                     if is_first:
@@ -496,6 +530,9 @@ class InferenceRoute:
         if exchange.reason is not None:
             error = exchange.reason
         rejected = self._rejection(error)
+        if isinstance(error, Overloaded) and rejected.retry_after_seconds is not None:
+            # The workers are full: how soon that passes is known better here than by the one that refused last.
+            rejected.retry_after_seconds = max(rejected.retry_after_seconds, exchange.place.retry_after_seconds(now))
         failure = _classify(error, rejected)
         exchange.counted.fail(now, **failure._asdict(), prompt_tokens=prompt_tokens, output_tokens=output_tokens)
         if not isinstance(error, DynamoException | RequestRejected):

@@ -91,6 +91,7 @@ class ModelSeries:
         "inter_token",
         "output_tokens",
         "output_tokens_total",
+        "queue_age",
         "queued",
         "time_to_first_token",
     )
@@ -99,6 +100,7 @@ class ModelSeries:
         self.inflight: Gauge = owner._inflight.labels(model)
         self.active: Gauge = owner._active.labels(model)
         self.queued: Gauge = owner._queued.labels(model)
+        self.queue_age: Gauge = owner._queue_age.labels(model)
         self.duration: Histogram = owner._duration.labels(model)
         self.time_to_first_token: Histogram = owner._ttft.labels(model)
         self.inter_token: Histogram = owner._itl.labels(model)
@@ -141,6 +143,9 @@ class FrontendMetrics:
         self._inflight = registry.gauge_vector(name("inflight_requests"), "Requests being handled", per_model)
         self._active = registry.gauge_vector(name("active_requests"), "Requests whose first token came", per_model)
         self._queued = registry.gauge_vector(name("queued_requests"), "Requests waiting for a first token", per_model)
+        self._queue_age = registry.gauge_vector(
+            name("model_queue_age_seconds"), "How long the oldest request without a token waits for a place", per_model
+        )
         self._duration = registry.histogram_vector(
             name("request_duration_seconds"),
             "From arrival to end",
@@ -178,6 +183,9 @@ class FrontendMetrics:
         self._rejections = registry.counter_vector(
             name("model_rejection_total"), "Requests declined for overload", ("model", "endpoint")
         )
+        self._shed = registry.counter_vector(
+            name("model_shed_total"), "Requests refused before their prompt was looked at", ("model", "reason")
+        )
         self.card_conflicts = registry.counter_vector(
             name("model_card_conflicts_total"), "Workers left out: their card differs from the first", per_model
         )
@@ -214,9 +222,12 @@ class FrontendMetrics:
         self.process_restarts = registry.counter(
             name("process_restarts_total"), "Frontend processes that ended by themselves and were started again"
         )
-        self._facts = f"{prefix}_model_"
+        self._facts = (f"{prefix}_model_", f"{prefix}_event_loop_lag_")
         self.event_loop_delay = registry.histogram(
             name("event_loop_delay_seconds"), "How late the event loop ran a timer", buckets=_EVENT_LOOP_BUCKETS
+        )
+        self.event_loop_lag = registry.gauge(
+            name("event_loop_lag_seconds"), "How late the event loop ran its last timer of a second"
         )
         self.event_loop_stalls = registry.counter(
             name("event_loop_stall_total"), f"Timers that ran more than {STALL_SECONDS} s late"
@@ -263,12 +274,16 @@ class FrontendMetrics:
         return merged.expose()
 
     def _is_fact(self, name: str) -> bool:
-        """Whether a gauge says the same in every process."""
+        """Whether a gauge says the same in every process, or the worst of them is what counts."""
         return name.startswith(self._facts)
 
     def refused(self, limit: str) -> None:
         """A limit of the listener was hit; `limit` is one of a fixed set of names."""
         self._refusals.labels(limit).inc()
+
+    def shed(self, model: str, reason: str) -> None:
+        """A request was refused by the limits of its model."""
+        self._shed.labels(model, reason).inc()
 
     def model(self, name: str) -> ModelSeries:
         """The series of a registered model."""
@@ -280,6 +295,7 @@ class FrontendMetrics:
     def forget_model(self, name: str) -> None:
         """The model is gone: its counters stay exposed, its gauge says so, and nothing here keeps its name."""
         self._model_gauges["ready"].labels(name).set(0)
+        self._queue_age.labels(name).set(0)
         self._models.pop(name, None)
         for key in [key for key in self._routes if key[0] == name]:
             del self._routes[key]

@@ -21,6 +21,7 @@ import msgspec
 from dynamo.errors import DynamoException
 from dynamo.frontend.cards import CardBook, CardEntry, Group, GroupKey, Scope
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.model_admission import AdmissionPolicy, ModelAdmission
 from dynamo.frontend.parsing import warn_of_missing_parsers
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
 from dynamo.protocol.records import UNREADABLE, ModelCard
@@ -54,6 +55,7 @@ class ServedModel(WorkerGroup):
     """A model that can answer: its text side and its workers. One per (model, namespace, role)."""
 
     __slots__ = (
+        "admission",
         "card",
         "context_length",
         "created",
@@ -66,8 +68,11 @@ class ServedModel(WorkerGroup):
         "text",
     )
 
-    def __init__(self, group: Group, text: TextModel, clients: Mapping[str, WorkerClient]) -> None:
+    def __init__(
+        self, group: Group, text: TextModel, clients: Mapping[str, WorkerClient], policy: AdmissionPolicy
+    ) -> None:
         super().__init__(group.key.model, clients)
+        self.admission = ModelAdmission(group.key.model, policy)
         self.namespace = group.key.namespace
         self.text = text
         self.created = int(time.time())
@@ -87,6 +92,7 @@ class ServedModel(WorkerGroup):
             card.runtime_config.context_length or card.context_length or self.text.context_length or None
         )
         self.set_members((entry.endpoint, entry.instance_id) for entry in group.accepted)
+        self.admission.set_capacity(_capacity(group))
 
     @property
     def runtime_data(self) -> Mapping[str, Any]:
@@ -120,12 +126,15 @@ class ModelDirectory:
         scope: Scope,
         metrics: FrontendMetrics,
         enforce_disagg: bool = False,
+        policy: AdmissionPolicy | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """`enforce_disagg`: prompts of a disaggregated model are computed by prefill workers or not at all."""
+        """`enforce_disagg`: prompts of a disaggregated model are computed by prefill workers or not at all. `policy`: how
+        many requests each model takes."""
         self._discovery, self._connect, self._load, self._metrics = discovery, connect, load, metrics
         self._scope = scope
         self._enforce_disagg, self._rng = enforce_disagg, rng
+        self._policy = policy or AdmissionPolicy()
         self._book = CardBook(scope)
         self._prefill: dict[_Place, PrefillRouter] = {}  # of every model that has, or had, prefill workers
         self._complete: set[GroupKey] = set()  # groups that had all the roles they need, once
@@ -222,6 +231,14 @@ class ModelDirectory:
     def served(self) -> list[ServedModel]:
         """Every model that is loaded, once for each namespace and role."""
         return list(self._served.values())
+
+    def measure_queues(self, now: float) -> None:
+        """Set the gauges of how long requests have been waiting; once a second is often enough."""
+        ages: dict[str, float] = {}
+        for model in self._served.values():
+            ages[model.name] = max(ages.get(model.name, 0.0), model.admission.queue_age_seconds(now))
+        for name, age in ages.items():
+            self._metrics.model(name).queue_age.set(age)
 
     async def change(self) -> None:
         """Return after the next change."""
@@ -447,8 +464,15 @@ class ModelDirectory:
         self._loading.pop(key, None)
         if group is None:
             return
-        served = self._served[key] = ServedModel(group, text, self._clients)
+        served = self._served[key] = ServedModel(group, text, self._clients, self._policy)
         self._gauges(served)
+        if served.admission.ignores_factor:
+            logger.warning(
+                "model %s: its workers do not say how many requests they run at once (max_num_seqs), so "
+                "--max-requests-per-model %s does not hold for it; give a number",
+                key.model,
+                self._policy.limit,
+            )
         warn_of_missing_parsers(key.model, served.card.runtime_config)
         logger.info(
             "model %s is served in namespace %s by %d worker(s) (%s)",
@@ -569,6 +593,17 @@ def _unservable(group: Group) -> str | None:
     if not card.surfaces & SERVABLE:
         return f"model_type {card.model_type!r} is not in this version (use Chat or Completions)"
     return None
+
+
+def _capacity(group: Group) -> int | None:
+    """How many requests the group's workers run at once; None when one of them did not say."""
+    total = 0
+    for entry in group.accepted:
+        runtime = entry.card.runtime_config
+        if not runtime.max_num_seqs:
+            return None
+        total += runtime.max_num_seqs * max(1, runtime.data_parallel_size)  # each rank has a scheduler of its own
+    return total
 
 
 def _place(key: GroupKey) -> _Place:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Protocol
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from dynamo.frontend.admission import Admission, Stage
 from dynamo.frontend.asgi import Receive, Scope, Send, first_headers, reply, reply_rejected
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.model_admission import Reason, Urgency
 from dynamo.frontend.models import ModelDirectory, ServedModel
 from dynamo.frontend.offload import Offload
 from dynamo.frontend.settings import FrontendSettings
@@ -20,6 +22,8 @@ from dynamo.protocol.openai.schema import openapi_json
 from dynamo.runtime.metrics import CONTENT_TYPE
 
 __all__ = ["HealthRoute", "LiveRoute", "MetricsRoute", "ModelsRoute", "OpenApiRoute", "Peers"]
+
+LAG_SECONDS: Final = 1.0  # of the event loop: every stream of the process stood still for that long
 
 
 class Peers(Protocol):
@@ -46,10 +50,16 @@ def _encode(value: Any) -> bytes:
 
 
 class HealthRoute:
-    """`/health`: 200 while requests are taken, whatever the models; 503 once draining began."""
+    """`/health`: 200 while requests are taken, whatever the models; 503 once draining began.
 
-    def __init__(self, admission: Admission, models: ModelDirectory, peers: Peers | None = None) -> None:
-        self._admission, self._models, self._peers = admission, models, peers
+    A frontend that takes requests is healthy, however much it has to do: what it is short of stands under `degraded`, and
+    what it is doing under `load`. Both are absent when there is nothing to say.
+    """
+
+    def __init__(
+        self, admission: Admission, models: ModelDirectory, metrics: FrontendMetrics, peers: Peers | None = None
+    ) -> None:
+        self._admission, self._models, self._metrics, self._peers = admission, models, metrics, peers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._admission.stage is not Stage.SERVING:
@@ -65,7 +75,41 @@ class HealthRoute:
         healthy: dict[str, Any] = {"status": "healthy", "endpoints": endpoints, "instances": instances}
         if self._peers is not None:
             healthy["processes"] = self._peers.describe()
+        now = asyncio.get_running_loop().time()
+        busy = [model for model in self._models.served() if model.admission.in_flight]
+        if busy:
+            healthy["load"] = [_load_of(model, now) for model in busy]
+        if degraded := [*self._loop_trouble(), *filter(None, [_queue_trouble(model, now) for model in busy])]:
+            healthy["degraded"] = degraded
         await reply(send, 200, _encode(healthy))
+
+    def _loop_trouble(self) -> Iterator[str]:
+        lag = self._metrics.event_loop_lag.value
+        if lag > LAG_SECONDS:
+            yield f"the event loop ran a timer {lag:.1f} s late"
+
+
+def _load_of(model: ServedModel, now: float) -> dict[str, Any]:
+    admission = model.admission
+    return {
+        "model": model.name,
+        "namespace": model.namespace,
+        "in_flight": admission.in_flight,
+        "waiting": admission.waiting,
+        "queue_age_seconds": round(admission.queue_age_seconds(now), 3),
+    }
+
+
+def _queue_trouble(model: ServedModel, now: float) -> str | None:
+    """Why requests of the model are refused now, if they are."""
+    reason = model.admission.why_not(Urgency.NORMAL, now)
+    if reason is None:
+        return None
+    if reason is Reason.QUEUE_AGE:
+        return f"model {model.name}: the oldest of {model.admission.waiting} requests without a token waits for " + (
+            f"{model.admission.queue_age_seconds(now):.0f} s"
+        )
+    return f"model {model.name}: {model.admission.in_flight} request(s) in flight of {model.admission.limit} allowed"
 
 
 class LiveRoute:

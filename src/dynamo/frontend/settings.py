@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from dynamo.frontend.model_admission import RequestLimit
 from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_MESSAGES
 from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_status
 from dynamo.runtime.settings import env_bool, env_float, env_int, env_str
@@ -82,6 +83,9 @@ class FrontendSettings:
     active_prefill_tokens_threshold_frac: float | None = None  # of `max_num_batched_tokens`
     disable_admin_api: bool = False
     max_requests_in_flight: int = DEFAULT_MAX_REQUESTS_IN_FLIGHT
+    max_requests_per_model: RequestLimit | None = None  # off: an engine's own queue is a legitimate place to wait
+    max_queue_age_seconds: float | None = None  # None: see `model_admission`; 0: off
+    capacity_share: float = 1.0  # of the models' capacity that is this process's: one of several on a port has a part
     overload_status: int = DEFAULT_OVERLOAD_STATUS
     body_limit_bytes: int = 45 * 1024 * 1024
     header_limit_bytes: int = 64 * 1024
@@ -155,6 +159,8 @@ class FrontendSettings:
             max_requests_in_flight=env_int(
                 "DYN_HTTP_MAX_REQUESTS_IN_FLIGHT", default.max_requests_in_flight, minimum=1, env=env
             ),
+            max_requests_per_model=_request_limit("DYN_HTTP_MAX_REQUESTS_PER_MODEL", env=env),
+            max_queue_age_seconds=_optional_float("DYN_HTTP_MAX_QUEUE_AGE_SECS", env=env),
             overload_status=_overload_status(env),
             body_limit_bytes=env_int("DYN_HTTP_BODY_LIMIT_MB", 45, minimum=1, env=env) * 1024 * 1024,
             header_limit_bytes=env_int("DYN_HTTP_HEADER_LIMIT_KB", 64, minimum=4, env=env) * 1024,
@@ -204,6 +210,15 @@ class FrontendSettings:
                 name: env_str(variable, path, env=env) or path for name, (variable, path) in _ROUTE_VARIABLES.items()
             },
         )
+
+
+def _request_limit(name: str, *, env: Mapping[str, str]) -> RequestLimit | None:
+    asked = env_str(name, env=env)
+    try:
+        return None if asked is None else RequestLimit.parse(asked.strip())
+    except ValueError as error:
+        logger.warning("%s: %s; ignoring it", name, error)
+        return None
 
 
 def _optional_float(name: str, *, env: Mapping[str, str]) -> float | None:

@@ -249,6 +249,7 @@ def _share_of(settings: FrontendSettings, processes: int) -> FrontendSettings:
         settings,
         max_connections=-(-settings.max_connections // processes),
         pending_bodies_limit_bytes=-(-settings.pending_bodies_limit_bytes // processes),
+        capacity_share=settings.capacity_share / processes,
     )
 
 

@@ -1,0 +1,272 @@
+"""The places of one model: how many of its requests may be in flight, how old its queue may be, and who goes first.
+
+A request that finds no place is refused at once, before its prompt is looked at, and told when to come again. Nothing waits
+here: whoever got in is on the way to a worker, so a later request of higher priority never stands behind it in this process.
+
+Two limits, each with three heights, so that what is less urgent is refused first:
+
+* places: a fixed number, or a multiple of what the model's workers run at once. The last fifth of them is not for requests
+  below priority 0, the last tenth only for those above it;
+* the age of the queue: of the oldest request that has had no token yet. A wait is a queue only while more requests are in
+  flight than the workers run at once, so a long prefill beside free places never refuses anybody. Requests below priority 0
+  are refused at half the limit, those above it at twice the limit.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Self
+
+from dynamo.errors import Overloaded
+from dynamo.protocol.openai.shapes import NvExt
+
+__all__ = ["AdmissionPolicy", "ModelAdmission", "Place", "Reason", "RequestLimit", "Shed", "Urgency", "urgency_of"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_QUEUE_AGE_SECONDS: Final = 120.0
+"""Where nothing is set and the workers said how much they run at once. Past it hardly a client still waits for its first
+token, so what is computed is thrown away; below it engines with long queues of their own are left to work them off."""
+
+MAX_RETRY_SECONDS: Final = 60  # a client that stays away for longer than that might as well have been lost
+RATE_SECONDS: Final = 10.0  # over how long the rate of first tokens is averaged: some steps, and not yet history
+SAID_EVERY_SECONDS: Final = 30.0  # one line of the log for each so long spell of refusing
+
+
+class Urgency(enum.IntEnum):
+    """What a request's priority means here."""
+
+    LOW = -1  # below 0
+    NORMAL = 0
+    HIGH = 1  # above 0, or in a strict tier above 0
+
+
+_KEPT_FREE: Final[Mapping[Urgency, int]] = {Urgency.LOW: 5, Urgency.NORMAL: 10}  # one place of so many
+_AGES: Final[Mapping[Urgency, float]] = {Urgency.LOW: 0.5, Urgency.NORMAL: 1.0, Urgency.HIGH: 2.0}
+
+
+def urgency_of(nvext: NvExt | None) -> Urgency:
+    """From what the client sent as `nvext.agent_hints`, or as headers that mean the same."""
+    hints = None if nvext is None else nvext.agent_hints
+    if hints is None:
+        return Urgency.NORMAL
+    if (hints.strict_priority or 0) > 0 or (hints.priority or 0) > 0:
+        return Urgency.HIGH
+    return Urgency.LOW if (hints.priority or 0) < 0 else Urgency.NORMAL
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimit:
+    """So many requests, or so many times what the workers run at once."""
+
+    number: float
+    is_factor: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """ "64" or "1.5x". Raises ValueError saying what is wrong."""
+        is_factor = text.endswith("x")
+        try:
+            number = float(text[:-1]) if is_factor else int(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is neither a number of requests (64) nor a factor (1.5x)") from None
+        if not (0 < number < math.inf if is_factor else number >= 1):
+            raise ValueError(f"{text} is not above 0")
+        return cls(number, is_factor)
+
+    def __str__(self) -> str:
+        return f"{self.number:g}x" if self.is_factor else f"{self.number:g}"
+
+    def places(self, capacity: int | None, share: float) -> int | None:
+        """How many those are; None: no limit, as a factor of something unknown is none."""
+        if not self.is_factor:
+            whole = self.number
+        elif capacity is None:
+            return None
+        else:
+            whole = self.number * capacity
+        return max(1, math.ceil(whole * share))
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionPolicy:
+    """What holds for every model of this process."""
+
+    limit: RequestLimit | None = None
+    queue_age_seconds: float | None = None  # None: the default above, where the workers said what they run; 0: never
+    share: float = 1.0  # of each model's capacity that this process may fill: it may be one of several on a port
+
+
+class Reason(enum.StrEnum):
+    """Why a request was refused; a label of the metric."""
+
+    PLACES = "places"  # all are taken
+    RESERVED = "reserved"  # those that are free are for what is more urgent
+    QUEUE_AGE = "queue_age"
+
+
+class Shed(Overloaded):
+    """Refused before anything was done for it."""
+
+    def __init__(self, reason: Reason, retry_after_seconds: int) -> None:
+        super().__init__(retry_after_seconds=retry_after_seconds)
+        self.reason = reason
+
+
+class ModelAdmission:
+    """Counts one model's requests. Used on the event loop only; times are loop times.
+
+    `enter` gives a `Place` or raises; whoever got one leaves it, on every path.
+    """
+
+    __slots__ = (
+        "_begun_at",
+        "_begun_lately",
+        "_capacity",
+        "_limit",
+        "_measured_since",
+        "_model",
+        "_policy",
+        "_said_at",
+        "_waiting",
+        "in_flight",
+    )
+
+    def __init__(self, model: str, policy: AdmissionPolicy) -> None:
+        self._model, self._policy = model, policy
+        self._capacity: int | None = None
+        self._limit: int | None = None
+        self._waiting: OrderedDict[Place, None] = OrderedDict()  # without a token yet, in order of arrival
+        self._begun_lately = 0.0  # first tokens, each weighted by how long ago it came
+        self._begun_at = self._measured_since = 0.0
+        self._said_at = -math.inf
+        self.in_flight = 0
+        self.set_capacity(None)
+
+    def set_capacity(self, capacity: int | None) -> None:
+        """How many requests the model's workers run at once, together; None: one of them did not say."""
+        self._capacity = None if capacity is None else math.ceil(capacity * self._policy.share)
+        limit = self._policy.limit
+        self._limit = None if limit is None else limit.places(capacity, self._policy.share)
+
+    @property
+    def limit(self) -> int | None:
+        """How many may be in flight at once in this process; None: as many as the frontend bears."""
+        return self._limit
+
+    @property
+    def ignores_factor(self) -> bool:
+        """Whether a limit was asked for that cannot be kept, because the workers did not say what they run at once."""
+        return self._policy.limit is not None and self._limit is None
+
+    @property
+    def queue_age_limit_seconds(self) -> float | None:
+        """Above it requests of normal priority are refused; None: never."""
+        asked = self._policy.queue_age_seconds
+        if asked is None:
+            return None if self._capacity is None else DEFAULT_QUEUE_AGE_SECONDS
+        return asked or None
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have had no token yet."""
+        return len(self._waiting)
+
+    def queue_age_seconds(self, now: float) -> float:
+        """How long the oldest of those has been waiting; 0 while there are places for all."""
+        if not self._waiting or (self._capacity is not None and self.in_flight <= self._capacity):
+            return 0.0
+        return max(0.0, now - next(iter(self._waiting)).since)
+
+    def enter(self, urgency: Urgency, now: float) -> Place:
+        """Take a place for a request that arrived at `now`. Raises `Shed`."""
+        reason = self.why_not(urgency, now)
+        if reason is not None:
+            self._say(reason, now)
+            raise Shed(reason, self.retry_after_seconds(now))
+        self.in_flight += 1
+        place = Place(self, now)
+        self._waiting[place] = None
+        return place
+
+    def why_not(self, urgency: Urgency, now: float) -> Reason | None:
+        """Why a request would be refused now; None: it would not."""
+        limit, age_limit = self._limit, self.queue_age_limit_seconds
+        if limit is not None:
+            if self.in_flight >= limit:
+                return Reason.PLACES
+            kept_free = limit // _KEPT_FREE[urgency] if urgency in _KEPT_FREE else 0
+            if self.in_flight >= limit - kept_free:
+                return Reason.RESERVED
+        if age_limit is not None and self.queue_age_seconds(now) > age_limit * _AGES[urgency]:
+            return Reason.QUEUE_AGE
+        return None
+
+    def retry_after_seconds(self, now: float) -> int:
+        """When it may be worth to come again: what waits now, by the rate at which requests had their first tokens lately."""
+        if not self._begun_lately:  # nobody knows yet: it takes longer than it has taken so far
+            seconds = now - next(iter(self._waiting)).since if self._waiting else 0.0
+        else:
+            measured = RATE_SECONDS * -math.expm1((self._measured_since - now) / RATE_SECONDS)
+            rate = self._decayed(now) / max(measured, 1.0)
+            ahead = max(1, len(self._waiting))
+            seconds = ahead / rate if rate * MAX_RETRY_SECONDS > ahead else MAX_RETRY_SECONDS
+        return min(MAX_RETRY_SECONDS, max(1, math.ceil(seconds)))
+
+    def _decayed(self, now: float) -> float:
+        return self._begun_lately * math.exp((self._begun_at - now) / RATE_SECONDS)
+
+    def _begun(self, place: Place, now: float) -> None:
+        if place not in self._waiting:
+            return
+        del self._waiting[place]
+        if not self._begun_lately:
+            self._measured_since = now
+        self._begun_lately, self._begun_at = self._decayed(now) + 1.0, now
+
+    def _left(self, place: Place) -> None:
+        self._waiting.pop(place, None)
+        self.in_flight -= 1
+
+    def _say(self, reason: Reason, now: float) -> None:
+        if now - self._said_at < SAID_EVERY_SECONDS:
+            return
+        self._said_at = now
+        logger.warning(
+            "model %s: requests are refused (%s): %d in flight of %s, %d without a token, the oldest for %.1f s",
+            self._model,
+            reason,
+            self.in_flight,
+            "any number" if self._limit is None else self._limit,
+            len(self._waiting),
+            self.queue_age_seconds(now),
+        )
+
+
+class Place:
+    """One request's place, from its arrival to the end of its answer."""
+
+    __slots__ = ("_is_left", "_model", "since")
+
+    def __init__(self, model: ModelAdmission, since: float) -> None:
+        self._model, self.since = model, since
+        self._is_left = False
+
+    def begun(self, now: float) -> None:
+        """The first token is here. Later calls do nothing."""
+        self._model._begun(self, now)
+
+    def leave(self) -> None:
+        """Give the place back. Later calls do nothing."""
+        if not self._is_left:
+            self._is_left = True
+            self._model._left(self)
+
+    def retry_after_seconds(self, now: float) -> int:
+        """What a client is told when the workers refuse after all."""
+        return self._model.retry_after_seconds(now)
