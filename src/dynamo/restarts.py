@@ -17,7 +17,9 @@ EARLY_FAILURES: Final = 3  # a process that never came up so often will not come
 class RestartPolicy:
     """The record of one process over its incarnations."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, early_failures: int = EARLY_FAILURES) -> None:
+        """`early_failures`: after so many without ever being ready it is given up."""
+        self._early_failures = early_failures
         self._deaths_in_a_row = 0
         self._was_ever_ready = False
 
@@ -32,6 +34,6 @@ class RestartPolicy:
         if healthy_seconds is not None and healthy_seconds >= HEALTHY_SECONDS:
             self._deaths_in_a_row = 0
         self._deaths_in_a_row += 1
-        if not self._was_ever_ready and self._deaths_in_a_row >= EARLY_FAILURES:
+        if not self._was_ever_ready and self._deaths_in_a_row >= self._early_failures:
             return None
         return min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** min(self._deaths_in_a_row - 1, 16))

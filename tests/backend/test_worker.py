@@ -24,7 +24,7 @@ from dynamo.common.backend.worker import (
     shutdown_times,
 )
 from dynamo.common.constants import DisaggregationMode
-from dynamo.errors import CannotConnect, EngineShutdown, InvalidArgument, Unknown
+from dynamo.errors import CannotConnect, DynamoException, EngineShutdown, InvalidArgument, Unknown
 from dynamo.protocol.model_types import ModelInput, WorkerType
 from dynamo.protocol.records import decode_model_record
 from dynamo.runtime.context import Context
@@ -401,6 +401,25 @@ async def test_a_stop_during_start_or_set_up_lets_the_step_finish_and_never_serv
     assert engine.calls[-2:] == DOWN
     assert "health_check_payload" not in engine.calls
     assert worker.state is State.CLOSED
+
+
+async def test_a_start_that_hangs_after_a_stop_is_cancelled_in_time_for_the_cleanup() -> None:
+    engine = Recorder(hold={"start": asyncio.Event()})
+    worker = make(engine, times=ShutdownTimes(grace_seconds=0.0, timeout_seconds=1))
+    task = asyncio.create_task(worker.run())
+    await engine.inside("start").wait()
+    worker.request_stop()
+    with pytest.raises(EngineShutdown, match=r"start\(\) had not returned 0.5s after"):
+        await asyncio.wait_for(task, PATIENCE)
+    assert engine.calls == ["cleanup"]
+    assert worker.state is State.CLOSED
+
+
+async def test_a_timeout_of_the_engines_own_start_is_its_own_failure() -> None:
+    engine = Recorder(fail={"start": TimeoutError("no answer from the device")})
+    with pytest.raises(DynamoException, match="no answer from the device"):
+        await make(engine).run()
+    assert engine.calls == ["start", "cleanup"]
 
 
 async def test_a_start_that_fails_after_a_stop_reports_its_failure() -> None:

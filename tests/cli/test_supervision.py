@@ -166,7 +166,7 @@ def test_children_use_the_private_store_and_no_service_whatever_the_environment_
         assert program.env["DYN_FILE_KV"] == "/store"
         assert program.env["DYN_REQUEST_PLANE"] == "tcp"
         assert program.env["DYN_TCP_RPC_HOST"] == "127.0.0.1"
-        assert program.env["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] == "0"
+        assert program.env["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] == "0.3"
 
 
 def test_what_the_user_set_about_hosts_and_times_stays() -> None:

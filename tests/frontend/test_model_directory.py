@@ -275,7 +275,7 @@ async def test_a_model_can_be_looked_at_by_its_id_slashes_included(house: Cluste
 
 
 async def test_ready_says_who_is_there_and_who_is_missing(house: Cluster) -> None:
-    await house.worker(model="org/m")
+    worker_id = (await house.worker(model="org/m")).endpoint.connection_id()
     answer = await house.client.get("/v1/models/org/m/ready")
     assert (answer.status, answer.json) == (
         200,
@@ -285,7 +285,7 @@ async def test_ready_says_who_is_there_and_who_is_missing(house: Cluster) -> Non
             "namespaces": {
                 "ns": {
                     "ready": True,
-                    "worker_types": {"aggregated": {"workers": 1, "needs": []}},
+                    "worker_types": {"aggregated": {"workers": 1, "needs": [], "instance_ids": [worker_id]}},
                     "present": ["aggregated"],
                     "missing_worker_types": [],
                 }

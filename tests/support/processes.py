@@ -284,9 +284,14 @@ def wait(condition: Callable[[], bool], what: Callable[[], str]) -> None:
         time.sleep(POLL_SECONDS)
 
 
-async def until(condition: Callable[[], bool], what: Callable[[], str] = lambda: "a condition") -> None:
+async def until(
+    condition: Callable[[], bool],
+    what: Callable[[], str] = lambda: "a condition",
+    *,
+    patience: float = PATIENCE_SECONDS,
+) -> None:
     """As `wait`, without holding the event loop."""
-    ends_at = time.monotonic() + PATIENCE_SECONDS
+    ends_at = time.monotonic() + patience
     while not condition():
         if time.monotonic() > ends_at:
             raise AssertionError(f"waited in vain for {what()}")

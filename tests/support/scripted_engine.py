@@ -142,7 +142,7 @@ class ScriptedEngine(LLMEngine):
         return chunk
 
     def _note(self, event: str, context: Any, **more: Any) -> None:
-        known = {"event": event, "at": time.monotonic(), "worker": NAME}
+        known = {"event": event, "at": time.monotonic(), "worker": NAME, "pid": os.getpid()}
         tag = "" if context is None else context.metadata.get("tag", "")
         line = known | {"id": context and context.id(), "tag": tag} | more
         os.write(self._journal, json.dumps(line).encode() + b"\n")

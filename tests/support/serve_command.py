@@ -21,6 +21,7 @@ PATIENCE_SECONDS = 20.0  # of a machine that runs eight test suites at a time
 GUIDE_ENGINE = '''
 import argparse
 import asyncio
+import os
 import subprocess
 import sys
 
@@ -50,7 +51,14 @@ class GuideEngine(LLMEngine):
     async def start(self, worker_id):
         if self.helper:
             print("helper", subprocess.Popen(["sleep", "600"]).pid)
-        return EngineConfig(model=self.model_name, context_length=2048)
+        # The next version of this code, by files in the working directory.
+        if os.path.exists("broken"):
+            raise RuntimeError("this version is broken")
+        while os.path.exists("hold"):
+            await asyncio.sleep(0.02)
+        return EngineConfig(
+            model=self.model_name, context_length=2048, kv_cache_block_size=64 if os.path.exists("other") else 16
+        )
 
     async def generate(self, request, context):
         text = b"hello from the guide"
@@ -68,7 +76,9 @@ not_an_engine = 7
 
 
 class ServeCommand:
-    """A running command, its output in files."""
+    """A running command, its output in files. `patience` is in seconds, and a test's own to change."""
+
+    patience = PATIENCE_SECONDS
 
     def __init__(self, process: subprocess.Popen[bytes], out: Path, err: Path) -> None:
         self.process = process
@@ -83,7 +93,7 @@ class ServeCommand:
         return self._err.read_text()
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
-        ends_at = time.monotonic() + PATIENCE_SECONDS
+        ends_at = time.monotonic() + self.patience
         while not (found := condition()):
             assert time.monotonic() < ends_at, f"waited in vain for {what}\n{self.out}\n{self.err}"
             time.sleep(0.02)
@@ -97,7 +107,7 @@ class ServeCommand:
         self.wait_for(ready, "Ready")
 
     def wait_ended(self) -> int:
-        return self.process.wait(PATIENCE_SECONDS)
+        return self.process.wait(self.patience)
 
     def pid_of(self, name: str) -> int:
         """The newest process of that name, as the command printed it."""
@@ -106,6 +116,10 @@ class ServeCommand:
     @property
     def url(self) -> str:
         return re.findall(r"^frontend +\d+ +(http://\S+)", self.out, re.MULTILINE)[0]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
 
     def printed_curl(self) -> str:
         return re.findall(r"^  (curl .*)$", self.out, re.MULTILINE)[0]

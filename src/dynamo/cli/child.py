@@ -107,15 +107,26 @@ def _be_worker(engine: str, argv: list[str], report: Reports) -> int:
     from dynamo.common.backend.run import run
     from dynamo.runtime.distributed import DistributedRuntime
 
+    path = ""
+
     async def make(args: list[str] | None) -> tuple[BaseEngine, WorkerConfig]:
+        nonlocal path
         engine, config = await engine_cls.from_args(args)
         config = on_planes(config, discovery="file", requests="tcp")
-        report("configured", endpoint=endpoint_path(config), surfaces=config.endpoint_types)
+        path = endpoint_path(config)
+        report("configured", endpoint=path, surfaces=config.endpoint_types)
         return engine, config
 
     async def serving() -> None:
-        server = await DistributedRuntime.detached().plane_server()
-        report("serving", address=str(server.transport("")["transport"]["tcp"]).partition("/")[0])
+        runtime = DistributedRuntime.detached()
+        server = await runtime.plane_server()
+        card = await runtime.endpoint(path).published_model() or {}
+        report(
+            "serving",
+            address=str(server.transport("")["transport"]["tcp"]).partition("/")[0],
+            model=card.get("display_name", ""),
+            instance_id=runtime.connection_id(),
+        )
 
     run(engine_cls, argv, make, on_serving=serving)
     return 0

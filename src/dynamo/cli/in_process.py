@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dynamo.cli.child import endpoint_path, on_planes
 from dynamo.cli.console import Console
 from dynamo.cli.engines import load_engine
+from dynamo.cli.hangup import hangups
 from dynamo.cli.local import stopping_signals
 from dynamo.cli.readiness import Address, ready_text, wait_listed
 from dynamo.cli.usage import UsageError
@@ -37,7 +38,7 @@ EXIT_FAILED: Final = 1
 def serve_in_process(options: ServeOptions, console: Console, listener: socket.socket, address: Address) -> int:
     """Serve until a signal; the exit status. A worker that fails ends everything: it shares this process."""
     engine_cls = load_engine(options.engine)
-    os.environ.setdefault("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0")  # as in `local`
+    os.environ.setdefault("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0")  # nobody stays who could ask late
     system_port = os.environ.get("DYN_SYSTEM_PORT", "").strip()
     if options.workers > 1 and system_port.isdigit() and int(system_port) > 0:
         raise UsageError(
@@ -78,7 +79,10 @@ class _OneProcess:
             stopping_signals(lambda number: self._asked(number, deadline), _leave_at_once),
         ):
             try:
-                async with Frontend(settings, runtime) as frontend:
+                async with (
+                    hangups(restart=self._cannot_restart, terminal_gone=lambda: self._asked(signal.SIGHUP, deadline)),
+                    Frontend(settings, runtime) as frontend,
+                ):
                     await self._serve(HttpServer(frontend, listener=self._listener), made)
             finally:
                 await runtime.aclose()
@@ -127,6 +131,9 @@ class _OneProcess:
         self._console.say(f"{number.name}: stopping (again: at once)")
         deadline.arm()
         self._stop.set()
+
+    def _cannot_restart(self) -> None:
+        self._console.say("SIGHUP: one process cannot replace its own workers; start it without --in-process for that")
 
 
 def _frontend_runtime() -> DistributedRuntime:

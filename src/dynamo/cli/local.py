@@ -1,4 +1,4 @@
-"""A frontend and workers as child processes: start them, say so, keep them, end them in the right order."""
+"""A frontend and workers as child processes: start them, say so, keep them, replace them, end them in the right order."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.cli.console import Console
+from dynamo.cli.hangup import hangups
 from dynamo.cli.processes import GaveUp, Place, Program, exit_words
 from dynamo.cli.readiness import Address, ready_text, wait_listed
+from dynamo.cli.rolling import RollingRestart
 from dynamo.cli.usage import EXIT_USAGE
+from dynamo.restarts import RestartPolicy
 
 if TYPE_CHECKING:
     from dynamo.cli.serve import ServeOptions
 
-__all__ = ["LocalCluster", "programs", "stopping_signals"]
+__all__ = ["LocalCluster", "programs", "stopping_signals", "worker_program"]
 
 KILL_RESERVE_SECONDS: Final = 5.0  # the child's own deadline comes first; this one is for a child that cannot keep it
 EXIT_KILLED: Final = 1
+
+GRACE_SECONDS: Final = 0.3
+"""How long a worker still takes requests once it has left the store: the frontend looks there every 0.1 s."""
 
 
 class LocalCluster:
@@ -46,12 +52,17 @@ class LocalCluster:
         self._is_table_shown = False
         self._is_announced = False
         self._frontend_started = asyncio.Event()
+        self._options = options
         frontend, *workers = programs(options, listener.fileno(), store, os.environ)
         self._frontend = self._place(frontend)
-        self._workers = [self._place(worker) for worker in workers]
-        self._places = [self._frontend, *self._workers]
+        self.workers = [self._place(worker) for worker in workers]
+        self._slots = {
+            worker: slot for slot, worker in enumerate(self.workers)
+        }  # of all that run, also those that leave
+        self._group = asyncio.TaskGroup()
+        self._restart = RollingRestart(self, address, console.say, limit_seconds=options.replace_seconds)
 
-    def _place(self, program: Program) -> Place:
+    def _place(self, program: Program, policy: RestartPolicy | None = None) -> Place:
         self._console.join(program.name)
         return Place(
             program,
@@ -59,23 +70,63 @@ class LocalCluster:
             on_line=self._console.pass_on,
             on_report=self._hear,
             on_start=self._started,
+            policy=policy,
         )
+
+    @property
+    def _places(self) -> list[Place]:
+        return [self._frontend, *self._slots]
 
     async def run(self) -> int:
         """The exit status of the command."""
         self._console.hold()
         with stopping_signals(self._asked_to_stop, self._asked_again):
-            async with asyncio.TaskGroup() as group:
+            async with (
+                hangups(restart=self._asked_to_restart, terminal_gone=self._terminal_gone),
+                self._group as group,
+            ):
                 for place in self._places:
                     group.create_task(self._keep(place), name=place.name)
-                readiness = group.create_task(self._watch_frontend(), name="readiness")
+                beside = [
+                    group.create_task(self._watch_frontend(), name="readiness"),
+                    group.create_task(self._restart.run(), name="rolling restart"),
+                ]
                 await self._stop.wait()
-                readiness.cancel()
+                for task in beside:
+                    task.cancel()
                 self._listener.close()
                 # The frontend first: it lets its requests end, and they need the workers for that.
                 await self._frontend.stop()
-                await asyncio.gather(*(worker.stop() for worker in self._workers))
+                await asyncio.gather(*(worker.stop() for worker in self._slots))
         return self._status()
+
+    # -- a rolling restart -------------------------------------------------------------------------------------------
+
+    def _asked_to_restart(self) -> None:
+        if self._stop.is_set():
+            return
+        self._console.say(f"SIGHUP: replacing {', '.join(worker.name for worker in self.workers)}")
+        self._restart.request()
+
+    def _terminal_gone(self) -> None:
+        if not self._stop.is_set():
+            self._console.say("SIGHUP: the terminal is gone: stopping")
+            self._stop.set()
+
+    def hire(self, leaving: Place, policy: RestartPolicy) -> Place:
+        """A place for the replacement of `leaving`, not filled yet."""
+        slot = next(number for number in range(len(self._slots) + 1) if number not in self._slots.values())
+        new = self._place(worker_program(self._options, self._store, os.environ, leaving.name, slot), policy)
+        self._slots[new] = slot
+        return new
+
+    def retire(self, place: Place) -> None:
+        """A place that was stopped is no longer anybody's business."""
+        del self._slots[place]
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run it until the command ends."""
+        return self._group.create_task(work, name=name)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -137,7 +188,8 @@ class LocalCluster:
                 self._surfaces = report["surfaces"]
                 self._show_table(report["endpoint"])
             case "serving":
-                place.mark_ready()
+                if not self._restart.heard(place, report):
+                    place.mark_ready()
                 again = " again" if place.starts > 1 else ""
                 pid = place.process.pid if place.process is not None else 0
                 self._console.say(
@@ -173,14 +225,45 @@ class LocalCluster:
                 self._console.say(f"frontend serves again at {self._address.url}")
 
     def _missing(self) -> str:
-        loading = [worker.name for worker in self._workers if not worker.is_ready]
-        if len(loading) == len(self._workers):
+        loading = [worker.name for worker in self.workers if not worker.is_ready]
+        if len(loading) == len(self.workers):
             return f"{', '.join(loading)} to load its model" if len(loading) == 1 else f"{', '.join(loading)} to load"
         return "the frontend to list a model"
 
 
 def programs(options: ServeOptions, listener: int, store: Path, environ: Mapping[str, str]) -> list[Program]:
     """What to start: the frontend, then the workers."""
+    workers = (worker_program(options, store, environ, f"worker-{slot + 1}", slot) for slot in range(options.workers))
+    return [_frontend_program(options, listener, store, environ), *workers]
+
+
+def _frontend_program(options: ServeOptions, listener: int, store: Path, environ: Mapping[str, str]) -> Program:
+    env = _environment(store, environ)
+    if options.store is None:  # a private store holds what these workers register, whatever its namespace
+        for name in ("DYN_NAMESPACE", "DYN_NAMESPACE_PREFIX"):
+            env.pop(name, None)
+    stop_seconds = _seconds(env, "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", 5.0) + KILL_RESERVE_SECONDS
+    arguments = _child(
+        *("frontend", stop_seconds, "--listener", str(listener), "--"),
+        *("--http-host", options.http_host, "--http-port", str(options.http_port)),
+        *(() if options.frontend_workers is None else ("--workers", str(options.frontend_workers))),
+    )
+    return Program("frontend", arguments, env, stop_seconds, (listener,))
+
+
+def worker_program(options: ServeOptions, store: Path, environ: Mapping[str, str], name: str, slot: int) -> Program:
+    """A worker; no two that run at a time have the same `slot`, as fixed ports count up by it."""
+    env = _environment(store, environ)
+    limits = {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": 30.0, "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": 5.0}
+    deadline = sum(_seconds(env, name, default) for name, default in limits.items()) + KILL_RESERVE_SECONDS
+    ports = {port: _nth_port(env.get(port, ""), slot) for port in ("DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT")}
+    env |= {port: value for port, value in ports.items() if value}
+    arguments = _child("worker", deadline, "--engine", options.engine, "--", *options.engine_args)
+    return Program(name, arguments, env, deadline)
+
+
+def _environment(store: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """What all of them get."""
     env = dict(environ)
     env |= {
         "DYN_DISCOVERY_BACKEND": "file",
@@ -190,28 +273,8 @@ def programs(options: ServeOptions, listener: int, store: Path, environ: Mapping
     }
     env.setdefault("DYN_TCP_RPC_HOST", "127.0.0.1")
     env.setdefault("DYN_EVENT_PLANE_HOST", "127.0.0.1")
-    # Grace lets frontends hear that a worker leaves. Here the only one has left before.
-    env.setdefault("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0")
-
-    frontend_env = dict(env)
-    if options.store is None:  # a private store holds what these workers register, whatever its namespace
-        for name in ("DYN_NAMESPACE", "DYN_NAMESPACE_PREFIX"):
-            frontend_env.pop(name, None)
-    stop_seconds = _seconds(env, "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", 5.0) + KILL_RESERVE_SECONDS
-    arguments = _child(
-        *("frontend", stop_seconds, "--listener", str(listener), "--"),
-        *("--http-host", options.http_host, "--http-port", str(options.http_port)),
-        *(() if options.frontend_workers is None else ("--workers", str(options.frontend_workers))),
-    )
-    found = [Program("frontend", arguments, frontend_env, stop_seconds, (listener,))]
-    limits = {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": 30.0, "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": 5.0}
-    deadline = sum(_seconds(env, name, default) for name, default in limits.items()) + KILL_RESERVE_SECONDS
-    arguments = _child("worker", deadline, "--engine", options.engine, "--", *options.engine_args)
-    for index in range(options.workers):
-        ports = {name: _nth_port(env.get(name, ""), index) for name in ("DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT")}
-        worker_env = {**env, **{name: port for name, port in ports.items() if port}}
-        found.append(Program(f"worker-{index + 1}", arguments, worker_env, deadline))
-    return found
+    env.setdefault("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", str(GRACE_SECONDS))
+    return env
 
 
 def _child(role: str, kill_after: float, *more: str) -> tuple[str, ...]:

@@ -156,13 +156,14 @@ class Place:
         on_line: Callable[[str, str], None],
         on_report: Callable[[Place, dict[str, Any]], None],
         on_start: Callable[[Place], None] = lambda place: None,
+        policy: RestartPolicy | None = None,
     ) -> None:
         self.program = program
         self.process: Process | None = None
         self.starts = 0
         self.was_killed = False
         self._say, self._on_line, self._on_report, self._on_start = say, on_line, on_report, on_start
-        self._policy = RestartPolicy()
+        self._policy = policy or RestartPolicy()
         self._ready_since: float | None = None
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()

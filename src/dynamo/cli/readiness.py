@@ -12,12 +12,13 @@ import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Any, Final, Self
+from urllib.parse import quote
 
 from dynamo.cli.console import Console
 from dynamo.cli.usage import PlainRefusal, UsageError
 
-__all__ = ["Address", "bind", "listed_models", "ready_text", "wait_listed"]
+__all__ = ["Address", "WorkerRefused", "bind", "listed_models", "ready_text", "takes_requests", "wait_listed"]
 
 POLL_SECONDS: Final = 0.1
 PROBE_SECONDS: Final = 2.0
@@ -77,12 +78,31 @@ async def listed_models(address: Address) -> list[str] | None:
     """The models that the frontend lists, or None when it does not answer."""
     with suppress(OSError, TimeoutError, ValueError, KeyError, TypeError):
         async with asyncio.timeout(PROBE_SECONDS):
-            return [str(model["id"]) for model in json.loads(await _get(address))["data"]]
+            return [str(model["id"]) for model in json.loads(await _get(address, address.models_path))["data"]]
     return None
 
 
-async def _get(address: Address) -> bytes:
-    """The body of the list of models; raises what goes wrong."""
+class WorkerRefused(Exception):
+    """The frontend leaves a worker out; the message says why."""
+
+
+async def takes_requests(address: Address, model: str, instance_id: int) -> bool:
+    """Whether the frontend sends requests for `model` to this worker. Raises WorkerRefused where it never will."""
+    with suppress(OSError, TimeoutError, ValueError, KeyError, TypeError, AttributeError):
+        async with asyncio.timeout(PROBE_SECONDS):
+            path = f"{address.models_path.rstrip('/')}/{quote(model)}/ready"
+            body: dict[str, Any] = json.loads(await _get(address, path))
+        for namespace in body["namespaces"].values():
+            for refused in namespace.get("rejected_workers", ()):
+                if refused["instance_id"] == instance_id:
+                    raise WorkerRefused(f"{model}: {refused['reason']} from that of the workers there are")
+            if any(instance_id in role["instance_ids"] for role in namespace["worker_types"].values()):
+                return True
+    return False
+
+
+async def _get(address: Address, path: str) -> bytes:
+    """The body of a 200; raises what goes wrong."""
     tls = None
     if address.is_tls:
         tls = ssl.create_default_context()
@@ -90,11 +110,11 @@ async def _get(address: Address) -> bytes:
         tls.verify_mode = ssl.CERT_NONE
     reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls, limit=MAX_ANSWER_BYTES)
     try:
-        head = f"GET {address.models_path} HTTP/1.1\r\nHost: {address.host}\r\nConnection: close\r\n\r\n"
+        head = f"GET {path} HTTP/1.1\r\nHost: {address.host}\r\nConnection: close\r\n\r\n"
         writer.write(head.encode())
         answer_head = await reader.readuntil(b"\r\n\r\n")
         if answer_head.split(b" ", 2)[1] != b"200":
-            raise ValueError("not a list of models")
+            raise ValueError("not a 200")
         return await reader.read(MAX_ANSWER_BYTES) if b"chunked" not in answer_head else b""
     finally:
         writer.close()

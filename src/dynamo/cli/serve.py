@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import tempfile
@@ -19,6 +20,7 @@ from dynamo.cli.usage import CommandParser, UsageError, split_engine_args
 
 __all__ = ["ServeOptions", "main", "read_options"]
 
+DEFAULT_REPLACE_SECONDS: Final = 1800.0  # half an hour to load a model, as the start-up probes of `deploy/` allow
 DEFAULT_ENGINE: Final = "reference"  # without a model it serves the one that comes with it
 MAX_WORKERS: Final = 256  # a slip of the keyboard should not start ten thousand processes
 MAX_FRONTEND_WORKERS: Final = 64  # as the frontend itself says
@@ -33,6 +35,10 @@ engine's from_args unchanged. The frontend reads its variables as always (DYN_RO
 
 A process that dies is started again. Ctrl-C lets requests in flight end; a second one does not. Exit status: 0 after a
 clean stop, 2 for an error of use, else that of the process that could not be kept running.
+
+SIGHUP replaces the workers one after the other, without losing a request: for new code of the engine, or new libraries.
+Each replacement has to serve before its worker is told to end; the first one that does not ends the restart, and what
+was served goes on. The frontend stays as it is.
 
 example:
   dynamo serve ~/models/Qwen3-0.6B
@@ -53,6 +59,7 @@ class ServeOptions:
     store: Path | None  # None: a private directory, removed at the end
     in_process: bool
     frontend_workers: int | None = None  # None: as DYN_FRONTEND_WORKERS says
+    replace_seconds: float = DEFAULT_REPLACE_SECONDS
 
 
 def main(argv: list[str]) -> int:
@@ -107,6 +114,13 @@ def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
         metavar="N",
         help="processes of the frontend, on its one port (default: 1) [DYN_FRONTEND_WORKERS]",
     )
+    parser.add_argument(
+        "--replace-timeout",
+        type=float,
+        default=DEFAULT_REPLACE_SECONDS,
+        metavar="SECONDS",
+        help="SIGHUP: how long a replacement may take to load its model (default: %(default)g)",
+    )
     parser.add_argument("--in-process", action="store_true", help="all of it in one process, over memory")
     given = parser.parse_args(own)
     if not 1 <= given.workers <= MAX_WORKERS:
@@ -117,6 +131,8 @@ def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
         )
     if given.in_process and (given.frontend_workers or 1) > 1:
         raise UsageError("--frontend-workers has no meaning with --in-process: that is one process")
+    if not 0 < given.replace_timeout < math.inf:
+        raise UsageError(f"--replace-timeout {given.replace_timeout:g} is out of range; use seconds above 0")
     if given.in_process and given.store is not None:
         raise UsageError("--store has no meaning with --in-process: one process finds itself in memory")
     if given.engine is None and given.model is not None and not Path(given.model).expanduser().is_dir():
@@ -137,6 +153,7 @@ def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
         store=given.store,
         in_process=given.in_process,
         frontend_workers=given.frontend_workers,
+        replace_seconds=given.replace_timeout,
     )
 
 

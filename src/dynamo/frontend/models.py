@@ -276,7 +276,13 @@ class ModelDirectory:
         body: dict[str, Any] = {
             "ready": any(self._is_ready(group.key) for group in groups) and not (missing and self._enforce_disagg),
             "worker_types": {
-                group.key.role: {"workers": workers[group.key.role], "needs": group.card.needs} for group in groups
+                group.key.role: {
+                    "workers": workers[group.key.role],
+                    "needs": group.card.needs,
+                    # Ours as well: who replaces workers one by one wants to know of each.
+                    "instance_ids": sorted(entry.instance_id for entry in group.accepted if self._has_instance(entry)),
+                }
+                for group in groups
             },
             "present": present,
             "missing_worker_types": missing,

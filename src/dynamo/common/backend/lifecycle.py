@@ -8,7 +8,8 @@
                   FAILED in any of these four ────────────────────────────────────────────> CLEANING <─────────┘
                                                                                                └─CLEANED─> CLOSED
 
-STARTING is the engine's `start()`: a stop never cancels it, the table remembers it. PREPARING is everything between
+STARTING is the engine's `start()`: a stop does not cancel it before the time of the end is nearly up
+(`ShutdownTimes.start_until_seconds`), the table remembers it. PREPARING is everything between
 `start()` and the first request. A failure before serving skips the drain, not the cleanup. SERVING begins before the
 instance is published, so a failure of that goes the long way. A second STOP changes nothing anywhere.
 """
@@ -40,9 +41,9 @@ class State(Enum):
     """Where a worker is. The comment says what `cleanup()` is owed."""
 
     INIT = "init"  # start() was never entered: no cleanup
-    STARTING = "starting"  # start() runs and is never cancelled
+    STARTING = "starting"  # start() runs
     PREPARING = "preparing"  # the engine runs; metrics, card and handler are being set up
-    STOPPING_START = "stopping start"  # stop was asked for while start() runs
+    STOPPING_START = "stopping start"  # stop was asked for while start() runs; it gets most of the time there is
     STOPPING_SETUP = "stopping setup"  # stop was asked for during the set-up; its current step may finish
     SERVING = "serving"
     DRAINING = "draining"  # unregistered: grace, in-flight streams, drain()
@@ -155,6 +156,11 @@ class ShutdownTimes:
     def streams_until_seconds(self) -> float:
         """Until then streams in flight are waited for; what is left is cut."""
         return max(0.0, self.deadline_seconds - CLEANUP_RESERVE_SECONDS)
+
+    @property
+    def start_until_seconds(self) -> float:
+        """Until then a `start()` that was running may return; then it is cancelled, which leaves `cleanup()` some time."""
+        return self.deadline_seconds - min(CLEANUP_RESERVE_SECONDS, self.deadline_seconds / 2)
 
     def quiescence_seconds(self, mode: DisaggregationMode) -> float:
         """How long `is_quiescent` may be polled: prefill workers only, as their peers still pull from them."""

@@ -96,6 +96,7 @@ class Worker:
         self._serving = asyncio.Event()
         self._deadline: Deadline | None = None
         self._stopped_at = 0.0  # loop time of the request to stop
+        self._start_scope: asyncio.Timeout | None = None  # while start() runs
 
     @property
     def state(self) -> State:
@@ -114,6 +115,8 @@ class Worker:
         self._stop.set()
         if self._deadline is not None:
             self._deadline.arm()
+        if self._start_scope is not None:
+            self._start_scope.reschedule(self._stopped_at + self._times.start_until_seconds)
         if self._life.state is not State.CLOSED:
             self._life.apply(Event.STOP)
 
@@ -290,7 +293,18 @@ class _EngineLife:
 
     async def _start_engine(self) -> tuple[EngineConfig, float]:
         began = time.perf_counter()
-        config = read_engine_config(await _hook(self._engine.start(self._runtime.connection_id())))
+        try:
+            async with asyncio.timeout(None) as self._worker._start_scope:  # `request_stop` sets the time
+                config = read_engine_config(await _hook(self._engine.start(self._runtime.connection_id())))
+        except TimeoutError:
+            scope = self._worker._start_scope
+            if scope is None or not scope.expired():  # an error of the engine's own
+                raise
+            raise EngineShutdown(
+                f"start() had not returned {self._times.start_until_seconds:g}s after the request to stop, and was cancelled"
+            ) from None
+        finally:
+            self._worker._start_scope = None
         return config, time.perf_counter() - began
 
     async def _prepare(self, engine_config: EngineConfig, load_seconds: float) -> None:

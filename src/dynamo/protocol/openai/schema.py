@@ -137,6 +137,7 @@ class ModelList(Struct):
 class WorkerTypeReadiness(Struct):
     workers: int
     needs: list[list[str]]
+    instance_ids: list[int]  # of these workers
 
 
 class NamespaceReadiness(Struct):
