@@ -589,6 +589,18 @@ async def test_draining_lets_requests_finish_and_declines_new_ones(house: Cluste
     assert (live.status, live.json["status"]) == (503, "shutting_down")
 
 
+async def test_a_frontend_says_that_it_leaves_before_it_declines_anything(house: Cluster) -> None:
+    await house.worker()
+    leaving = asyncio.create_task(house.frontend.drain(5, grace_seconds=60))
+    await asyncio.sleep(0)
+    health = await house.client.get("/health")
+    assert (health.status, health.json["stage"]) == (503, "leaving")
+    assert (await house.client.chat("hi")).status == 200
+    leaving.cancel()
+    assert await house.frontend.drain(5, grace_seconds=0.001) is True
+    assert (await house.client.chat("hi")).status == 503
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_does_not_finish_in_time_is_cut_with_an_error(house: Cluster, stream: bool) -> None:
     worker = await house.worker(talk_forever)

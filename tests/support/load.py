@@ -22,6 +22,7 @@ class Answer:
     asked_at: float
     ended_at: float
     text: str
+    port: int  # of whoever was asked last
     trouble: str = ""  # why it is no whole answer
 
     @property
@@ -36,6 +37,7 @@ class Load:
     text: str
     answers: list[Answer] = field(default_factory=list)
     begun: int = 0
+    refused: int = 0  # asked somebody who is leaving, and then the next one, as a balancer does
 
     @property
     def lost(self) -> list[Answer]:
@@ -62,7 +64,8 @@ class Load:
 async def load(
     ports: Sequence[int], model: str, *, clients: int, text: str = ALPHABET, pace: float = 0.005, name: str = "load"
 ) -> AsyncIterator[Load]:
-    """Every other client streams. `ports` may change meanwhile: each request asks the next one of those there are.
+    """Every other client streams. `ports` may change meanwhile: each request asks the next one of those there are, and
+    the one after that when it gets a 503 or no connection, as often as there are ports.
 
     Leaving the block lets every request end.
     """
@@ -73,19 +76,31 @@ async def load(
         while running:
             turn += 1
             found.begun += 1
-            tag, began, said, trouble = f"{name}-{number}-{turn}", time.monotonic(), "", ""
-            body = chat(model, stream=bool(number % 2), max_tokens=len(text))
-            try:
-                reply = await ask(ports[turn % len(ports)], CHAT, body, headers=script(["say", text, pace], tag=tag))
-                if reply.status == 200:
-                    said = reply.text
-                else:
-                    trouble = f"{reply.status} {reply.body[:300]!r}"
-            except Exception as error:  # judged by the test
-                trouble = f"{type(error).__name__}: {error}"
-            found.answers.append(Answer(tag, began, time.monotonic(), said, trouble))
-            if trouble:
+            answer = Answer(f"{name}-{number}-{turn}", time.monotonic(), 0.0, "", 0)
+            for attempt in range(len(ports)):
+                if attempt:
+                    found.refused += 1
+                answer.port = ports[(turn + attempt) % len(ports)]
+                if not await one(answer, is_streamed=bool(number % 2)):
+                    break
+            answer.ended_at = time.monotonic()
+            found.answers.append(answer)
+            if answer.trouble:
                 await asyncio.sleep(0.05)  # a refusal takes no time, and a million of them tell nothing more
+
+    async def one(answer: Answer, *, is_streamed: bool) -> bool:
+        """Ask; whether somebody else should be asked."""
+        body = chat(model, stream=is_streamed, max_tokens=len(text))
+        answer.trouble, is_refused = "", False
+        try:
+            reply = await ask(answer.port, CHAT, body, headers=script(["say", text, pace], tag=answer.tag))
+            if reply.status == 200:
+                answer.text = reply.text
+            else:
+                answer.trouble, is_refused = f"{reply.status} {reply.body[:300]!r}", reply.status == 503
+        except Exception as error:  # judged by the test
+            answer.trouble, is_refused = f"{type(error).__name__}: {error}", isinstance(error, ConnectionRefusedError)
+        return is_refused
 
     async with asyncio.TaskGroup() as group:
         for number in range(clients):

@@ -225,6 +225,10 @@ class Cluster:
         """Start the Node.js example."""
         return self._start(Process, name, [node, str(NODE_SERVER), "--model-name", model, *flags], {})
 
+    def process(self, name: str, argv: Sequence[str], **env: str) -> Process:
+        """Start anything else."""
+        return self._start(Process, name, argv, env)
+
     def wait_ready(self, frontend: Frontend, *workers: Worker) -> None:
         """Return when `frontend` serves the models of these workers, and no others of theirs."""
         processes = (frontend, *workers)

@@ -51,7 +51,7 @@ class ScriptedEngine(LLMEngine):
             endpoint="generate",
             model_name=MODEL,
             served_model_name=MODEL,
-            discovery_backend="file",
+            discovery_backend=os.environ.get("SCRIPTED_DISCOVERY", "file"),
             tool_call_parser=os.environ.get("SCRIPTED_TOOL_PARSER"),
             reasoning_parser=os.environ.get("SCRIPTED_REASONING_PARSER"),
         )

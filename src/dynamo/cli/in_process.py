@@ -73,7 +73,7 @@ class _OneProcess:
         runtime = _frontend_runtime()
         self._show_table([config for _, config in made])
         # From the first signal on, as in a process of its own. Requests have their own time before that.
-        limit = shutdown_times().deadline_seconds + settings.graceful_shutdown_seconds
+        limit = shutdown_times().deadline_seconds + settings.grace_period_seconds + settings.graceful_shutdown_seconds
         with (
             Deadline(limit) as deadline,
             stopping_signals(lambda number: self._asked(number, deadline), _leave_at_once),

@@ -242,7 +242,8 @@ def _frontend_program(options: ServeOptions, listener: int, store: Path, environ
     if options.store is None:  # a private store holds what these workers register, whatever its namespace
         for name in ("DYN_NAMESPACE", "DYN_NAMESPACE_PREFIX"):
             env.pop(name, None)
-    stop_seconds = _seconds(env, "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", 5.0) + KILL_RESERVE_SECONDS
+    limits = {"DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": 5.0, "DYN_HTTP_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": 0.0}
+    stop_seconds = sum(_seconds(env, name, default) for name, default in limits.items()) + KILL_RESERVE_SECONDS
     arguments = _child(
         *("frontend", stop_seconds, "--listener", str(listener), "--"),
         *("--http-host", options.http_host, "--http-port", str(options.http_port)),

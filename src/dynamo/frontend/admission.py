@@ -13,22 +13,26 @@ from typing import Final
 
 from dynamo.errors import DynamoException, Overloaded
 
-__all__ = ["TRANSITIONS", "Admission", "NotReady", "Stage"]
+__all__ = ["OPEN", "TRANSITIONS", "Admission", "NotReady", "Stage"]
 
 
 class Stage(enum.Enum):
     """Where a frontend is in its life."""
 
     SERVING = "serving"
+    LEAVING = "leaving"  # not ready any more; what comes before balancers have noticed is served
     DRAINING = "draining"  # no new request; what is in flight goes on
     STOPPING = "stopping"  # the listener is about to close
 
 
 TRANSITIONS: Final[Mapping[Stage, frozenset[Stage]]] = {
-    Stage.SERVING: frozenset({Stage.DRAINING, Stage.STOPPING}),
+    Stage.SERVING: frozenset({Stage.LEAVING, Stage.DRAINING, Stage.STOPPING}),
+    Stage.LEAVING: frozenset({Stage.DRAINING, Stage.STOPPING}),
     Stage.DRAINING: frozenset({Stage.STOPPING}),
     Stage.STOPPING: frozenset(),  # nothing leaves it
 }
+
+OPEN: Final = (Stage.SERVING, Stage.LEAVING)  # requests are taken; a tuple, as the first comparison is by identity
 
 
 class NotReady(DynamoException):
@@ -54,7 +58,7 @@ class Admission:
 
     def enter(self) -> None:
         """Take a place. Raises `NotReady` once draining began, `Overloaded` when all places are taken."""
-        if self.stage is not Stage.SERVING:
+        if self.stage not in OPEN:
             raise NotReady
         if self.in_flight >= self.limit:
             raise Overloaded

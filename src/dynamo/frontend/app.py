@@ -105,8 +105,14 @@ class Frontend:
         self.shedding.start()
         self._probe_loop(asyncio.get_running_loop().time())
 
-    async def drain(self, timeout_seconds: float) -> bool:
-        """Decline new requests and wait for those in flight; whether all of them ended in time."""
+    async def drain(self, timeout_seconds: float, *, grace_seconds: float = 0.0) -> bool:
+        """Decline new requests and wait for those in flight; whether all of them ended in time.
+
+        `grace_seconds`: how long `/health` says that this frontend leaves before it declines anything.
+        """
+        if grace_seconds > 0:
+            self.admission.move(Stage.LEAVING)
+            await asyncio.sleep(grace_seconds)
         self.admission.move(Stage.DRAINING)
         return await self.admission.wait_idle(timeout_seconds)
 

@@ -224,8 +224,11 @@ class HttpServer:
         return protocol
 
     async def stop(self) -> None:
-        """Drain, then close: section "Lifecycle" of the docs. In-flight requests get `graceful_shutdown_seconds`."""
-        drained = await self._frontend.drain(self._settings.graceful_shutdown_seconds)
+        """Drain, then close: section "Lifecycle" of the docs. In-flight requests get `graceful_shutdown_seconds`, after the grace."""
+        settings = self._settings
+        drained = await self._frontend.drain(
+            settings.graceful_shutdown_seconds, grace_seconds=settings.grace_period_seconds
+        )
         if not drained:
             cut = self._frontend.cut()
             logger.warning("%d request(s) did not end within the shutdown limit and were cut", cut)
@@ -258,6 +261,11 @@ async def serve_until(server: HttpServer, asked: asyncio.Event, serving: Callabl
         await server.close()
 
 
+def _grace_words(settings: FrontendSettings) -> str:
+    grace = settings.grace_period_seconds
+    return f", new requests for {grace:g} s more" if grace > 0 else ", no new requests"
+
+
 async def serve_until_signal(frontend: Frontend, *, listener: socket.socket | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then drain. A second signal ends the process at once."""
     loop = asyncio.get_running_loop()
@@ -265,7 +273,7 @@ async def serve_until_signal(frontend: Frontend, *, listener: socket.socket | No
     server = HttpServer(frontend, listener=listener)
 
     def first(number: signal.Signals) -> None:
-        logger.info("%s: draining, no new requests (again to leave at once)", number.name)
+        logger.info("%s: draining%s (again to leave at once)", number.name, _grace_words(frontend.settings))
         asked.set()
         for one in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(one)

@@ -103,6 +103,7 @@ class FrontendSettings:
     keep_alive_seconds: float | None = KEEP_ALIVE_SECONDS
     backend_stream_timeout_seconds: float | None = None
     graceful_shutdown_seconds: float = 5.0
+    grace_period_seconds: float = 0.0  # not ready, and still taking requests
 
     context_window: int | None = None  # overrides what /v1/models says
     max_output_tokens: int | None = None
@@ -189,6 +190,7 @@ class FrontendSettings:
             peek_seconds=peek_ms / 1000,
             keep_alive_seconds=alive_ms / 1000 or None,
             backend_stream_timeout_seconds=inactive or None,
+            grace_period_seconds=env_float("DYN_HTTP_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", 0.0, minimum=0, env=env),
             graceful_shutdown_seconds=env_float("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", 5.0, minimum=0, env=env),
             context_window=_optional_int("DYN_CONTEXT_WINDOW", minimum=1, env=env),
             max_output_tokens=_optional_int("DYN_MAX_OUTPUT_TOKENS", minimum=1, env=env),

@@ -14,7 +14,7 @@ import tempfile
 from typing import Final, Self
 
 from dynamo.errors import Overloaded
-from dynamo.frontend.admission import Admission, NotReady, Stage
+from dynamo.frontend.admission import OPEN, Admission, NotReady
 
 __all__ = ["Field", "Places", "SharedAdmission"]
 
@@ -75,7 +75,7 @@ class SharedAdmission(Admission):
         self._places, self._row = places, row
 
     def enter(self) -> None:
-        if self.stage is not Stage.SERVING:
+        if self.stage not in OPEN:
             raise NotReady
         if self._places.total(Field.IN_FLIGHT) >= self.limit:
             raise Overloaded

@@ -146,7 +146,8 @@ class Supervisor:
         """Members drain side by side; connections are dealt to them until the last one has ended, and answered 503."""
         self._stopping.set()
         self._each(lambda process: process.terminate())
-        limit = self._settings.graceful_shutdown_seconds + KILL_RESERVE_SECONDS
+        settings = self._settings
+        limit = settings.grace_period_seconds + settings.graceful_shutdown_seconds + KILL_RESERVE_SECONDS
         asyncio.get_running_loop().call_later(limit, self._each, lambda process: process.kill())
 
     def _each(self, do: object) -> None:
