@@ -56,7 +56,7 @@ test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2
 test-engines: $(VENV)/.dev ## the reference engine against transformers (needs the `engines` extra), and guided decoding at length
 	@GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/reference -rs $(ARGS)
 
-test-faults: $(VENV)/.dev ## workers lost at every token; etcd frozen, killed and wiped for minutes; 30 workers restarted in turn
+test-faults: $(VENV)/.dev ## workers lost at every token; etcd frozen, killed and wiped for minutes; 30 workers restarted in turn; drains and rolling restarts
 	@FAULTS=1 $(BIN)/python -m pytest -q -m faults tests/faults -rs $(ARGS)
 
 fault-table: $(VENV)/.dev ## what test-faults measured, as the table of docs/faults.md

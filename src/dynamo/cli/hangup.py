@@ -49,7 +49,7 @@ async def hangups(*, restart: Callable[[], None], terminal_gone: Callable[[], No
         with suppress(asyncio.CancelledError):
             await looking
         loop.remove_signal_handler(number)
-        signal.signal(number, previous)
+        signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
 
 def _has_terminal() -> bool:

@@ -103,10 +103,8 @@ class LocalCluster:
     # -- a rolling restart -------------------------------------------------------------------------------------------
 
     def _asked_to_restart(self) -> None:
-        if self._stop.is_set():
-            return
-        self._console.say(f"SIGHUP: replacing {', '.join(worker.name for worker in self.workers)}")
-        self._restart.request()
+        if not self._stop.is_set():
+            self._restart.request()
 
     def _terminal_gone(self) -> None:
         if not self._stop.is_set():

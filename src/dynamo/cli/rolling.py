@@ -71,7 +71,9 @@ class RollingRestart:
     def request(self) -> None:
         """Restart all workers; during a restart: once more after it, however often this is called."""
         if self._is_running:
-            self._say("one restart more follows the one under way")
+            self._say("SIGHUP: one restart more follows the one under way")
+        else:
+            self._say(f"SIGHUP: replacing {', '.join(worker.name for worker in self._workforce.workers)}")
         self._requested.set()
 
     def heard(self, place: Place, report: Mapping[str, Any]) -> bool:
