@@ -241,6 +241,7 @@ async def test_stopping_finishes_what_is_in_flight(tmp_path: Path) -> None:
             other.send("GET", "/health")
             status, body = await other.answer()
             assert (status, json.loads(body)["stage"]) == (503, "draining")
+        async with connection(server.port) as other:
             other.send("POST", "/v1/chat/completions", CHAT)
             assert (await other.answer())[0] == 503
         release.set()
@@ -248,6 +249,39 @@ async def test_stopping_finishes_what_is_in_flight(tmp_path: Path) -> None:
         assert b"[DONE]" in await client.reader.read()
         with pytest.raises(OSError, match=r"refused|Connect call failed"):
             await asyncio.open_connection("127.0.0.1", server.port)
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+async def test_an_answer_of_a_frontend_that_leaves_is_the_last_one_of_its_connection(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    async with (
+        served(tmp_path, grace_period_seconds=60.0) as (house, server),
+        connection(server.port) as kept,
+        connection(server.port) as begun,
+    ):
+        release = asyncio.Event()
+
+        async def wait(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+            await release.wait()
+            sink.send_tokens([97], finish_reason="stop")
+
+        worker = await house.worker(wait)
+        kept.send("GET", "/health")
+        assert (await kept.answer())[0] == 200
+        begun.send("POST", "/v1/chat/completions", {**CHAT, **fields})
+        await worker.started.wait()
+        stopping = asyncio.create_task(server.stop())
+        await asyncio.sleep(0)
+        kept.send("GET", "/health")
+        status, headers = await kept.head()
+        assert (status, headers["connection"]) == (503, "close")
+        assert b"leaving" in await kept.reader.read()  # to the end of the connection
+        release.set()
+        status, headers = await begun.head()
+        assert (status, headers["connection"]) == (200, "close")
+        assert b'"stop"' in await begun.reader.read()
+        stopping.cancel()
 
 
 def test_a_taken_port_is_named() -> None:

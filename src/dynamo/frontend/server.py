@@ -226,6 +226,9 @@ class HttpServer:
     async def stop(self) -> None:
         """Drain, then close: section "Lifecycle" of the docs. In-flight requests get `graceful_shutdown_seconds`, after the grace."""
         settings = self._settings
+        # Who keeps connections should go elsewhere, and not find one closed under the next request: every answer that
+        # begins from now on is the last one of its connection.
+        self._uvicorn.server_state.default_headers.append((b"connection", b"close"))
         drained = await self._frontend.drain(
             settings.graceful_shutdown_seconds, grace_seconds=settings.grace_period_seconds
         )
