@@ -22,7 +22,8 @@ SUPPORT = Path(__file__).parent
 SCRIPTED_ENGINE = SUPPORT / "scripted_engine.py"
 NODE_SERVER = SUPPORT.parent.parent / "examples" / "node-backend" / "server.js"
 
-PATIENCE_SECONDS = 20.0  # for a loaded machine; nothing waits that long when it works
+# For a loaded machine; nothing waits that long when it works.
+PATIENCE_SECONDS = float(os.environ.get("TEST_PATIENCE_SECONDS") or 20)
 POLL_SECONDS = 0.01
 
 
@@ -187,6 +188,11 @@ class Cluster:
             "HOME": str(root),
             **env,
         }
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The variables of every process."""
+        return self._environment
 
     def __enter__(self) -> Self:
         return self

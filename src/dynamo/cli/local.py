@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -232,7 +233,8 @@ class LocalCluster:
 def programs(options: ServeOptions, listener: int, store: Path, environ: Mapping[str, str]) -> list[Program]:
     """What to start: the frontend, then the workers."""
     workers = (worker_program(options, store, environ, f"worker-{slot + 1}", slot) for slot in range(options.workers))
-    return [_frontend_program(options, listener, store, environ), *workers]
+    found = [_frontend_program(options, listener, store, environ), *workers]
+    return [replace(program, first_env=_chaos(options, program.name)) for program in found]
 
 
 def _frontend_program(options: ServeOptions, listener: int, store: Path, environ: Mapping[str, str]) -> Program:
@@ -263,7 +265,8 @@ def worker_program(options: ServeOptions, store: Path, environ: Mapping[str, str
 
 def _environment(store: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """What all of them get."""
-    env = dict(environ)
+    # A process that takes the place of another is well: the plan is for the first one of each place (`programs`).
+    env = {name: value for name, value in environ.items() if name != "DYN_CHAOS"}
     env |= {
         "DYN_DISCOVERY_BACKEND": "file",
         "DYN_FILE_KV": str(store),
@@ -274,6 +277,12 @@ def _environment(store: Path, environ: Mapping[str, str]) -> dict[str, str]:
     env.setdefault("DYN_EVENT_PLANE_HOST", "127.0.0.1")
     env.setdefault("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", str(GRACE_SECONDS))
     return env
+
+
+def _chaos(options: ServeOptions, name: str) -> Mapping[str, str]:
+    if options.chaos is None:
+        return {}
+    return {"DYN_CHAOS": str(options.chaos), "DYN_ALLOW_CHAOS": "1", "DYN_CHAOS_NAME": name}
 
 
 def _child(role: str, kill_after: float, *more: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
 from dynamo.cli.lines import LineSplitter
@@ -36,6 +36,7 @@ class Program:
     env: Mapping[str, str]
     stop_seconds: float  # from SIGTERM to SIGKILL
     inherited: tuple[int, ...] = ()
+    first_env: Mapping[str, str] = field(default_factory=dict)  # more, for the first incarnation only
 
 
 class GaveUp(Exception):
@@ -201,8 +202,11 @@ class Place:
             self._ended.set()
 
     async def _live(self) -> tuple[int, list[str]]:
+        program = self.program
+        if self.starts == 0:
+            program = replace(program, env={**program.env, **program.first_env})
         self.process = process = await Process.start(
-            self.program,
+            program,
             on_line=lambda line: self._on_line(self.name, line),
             on_report=lambda report: self._on_report(self, report),
         )

@@ -60,6 +60,7 @@ class ServeOptions:
     in_process: bool
     frontend_workers: int | None = None  # None: as DYN_FRONTEND_WORKERS says
     replace_seconds: float = DEFAULT_REPLACE_SECONDS
+    chaos: Path | None = None  # a plan of faults on purpose, allowed
 
 
 def main(argv: list[str]) -> int:
@@ -122,6 +123,12 @@ def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
         help="SIGHUP: how long a replacement may take to load its model (default: %(default)g)",
     )
     parser.add_argument("--in-process", action="store_true", help="all of it in one process, over memory")
+    parser.add_argument(
+        "--chaos", type=Path, metavar="FILE", help="break as this plan says (TOML); needs --allow-chaos too [DYN_CHAOS]"
+    )
+    parser.add_argument(
+        "--allow-chaos", action="store_true", help="yes, these processes may fail on purpose [DYN_ALLOW_CHAOS]"
+    )
     given = parser.parse_args(own)
     if not 1 <= given.workers <= MAX_WORKERS:
         raise UsageError(f"--workers {given.workers} is out of range; use 1 to {MAX_WORKERS}")
@@ -154,7 +161,31 @@ def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
         in_process=given.in_process,
         frontend_workers=given.frontend_workers,
         replace_seconds=given.replace_timeout,
+        chaos=_chaos(given.chaos, given.allow_chaos, engine_args, env, is_one_process=given.in_process),
     )
+
+
+def _chaos(
+    path: Path | None, is_allowed: bool, engine_args: list[str], env: Mapping[str, str], *, is_one_process: bool
+) -> Path | None:
+    """The plan, read once here so that a mistake in it is said before anything starts."""
+    named = env.get("DYN_CHAOS", "").strip()
+    path = path or (Path(named) if named else None)
+    if any(argument.partition("=")[0] == "--chaos" for argument in engine_args):
+        raise UsageError("--chaos is an option of dynamo serve itself: write it before the --")
+    if path is None:
+        return None
+    if is_one_process:
+        raise UsageError("--chaos has no meaning with --in-process: a fault would end everything")
+    from dynamo.errors import InvalidArgument
+    from dynamo.runtime.chaos.admission import admitted
+    from dynamo.runtime.settings import env_bool
+
+    try:
+        admitted(str(path), is_allowed or env_bool("DYN_ALLOW_CHAOS", env=env))
+    except InvalidArgument as error:
+        raise UsageError(f"--chaos: {error}") from None
+    return path.absolute()
 
 
 def _port(text: str) -> int:

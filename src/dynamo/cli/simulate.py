@@ -7,9 +7,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from dynamo.cli.usage import CommandParser, UsageError
+
+if TYPE_CHECKING:
+    from dynamo.runtime.chaos.plan import Fault
 
 __all__ = ["main"]
 
@@ -23,6 +26,8 @@ kept, 1 one was broken, 2 an error of use.
 example:
   dynamo simulate --runs 1000
   dynamo simulate --runs 1 --seed 42 --trace
+  dynamo simulate --seed 42 --print-plan > plan.toml
+  dynamo simulate --runs 1 --seed 42 --plan plan.toml
 """
 
 
@@ -34,12 +39,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--runs", type=int, default=100, help="how many seeds to run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default: %(default)s)")
     parser.add_argument("--faults", metavar="KINDS", help="comma list of kinds, or none (default: all)")
+    parser.add_argument("--plan", metavar="FILE", type=Path, help="a chaos plan: its faults in place of drawn ones")
+    parser.add_argument(
+        "--print-plan", action="store_true", help="print the faults of --seed as a chaos plan, and leave"
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the report there, too")
     parser.add_argument("--trace", action="store_true", help="print what happened in every run, line by line")
     options = parser.parse_args(list(argv))
     if options.runs < 1:
         raise UsageError(f"--runs must be at least 1, got {options.runs}")
 
+    from dynamo.runtime.chaos.plan import plan_text
     from dynamo.simulation import ALL_KINDS, Kind, Outcome, draw, run_scenario, simulate
 
     kinds = ALL_KINDS
@@ -49,15 +59,20 @@ def main(argv: Sequence[str]) -> int:
         if unknown:
             raise UsageError(f"--faults: there is no kind {unknown[0]!r}; use {', '.join(sorted(Kind))}, or none")
         kinds = frozenset(map(Kind, names))
+    if options.print_plan:
+        print(f"# {_again(options.seed, options.faults)} --plan FILE")
+        print(plan_text(draw(options.seed, kinds).faults), end="")
+        return 0
+    faults = None if options.plan is None else _plan(options.plan)
 
     def show(outcome: Outcome) -> None:
         if options.trace:
             print(f"seed {outcome.scenario.seed}  digest {outcome.digest}")
-            for line in run_scenario(draw(outcome.scenario.seed, kinds), keep_trace=True).trace:
+            for line in run_scenario(outcome.scenario, keep_trace=True).trace:
                 print(" ", line)
 
     began = time.perf_counter()
-    report = simulate(options.runs, options.seed, kinds=kinds, on_outcome=show)
+    report = simulate(options.runs, options.seed, kinds=kinds, on_outcome=show, faults=faults)
     seconds = time.perf_counter() - began
     if options.json is not None:
         try:
@@ -80,7 +95,34 @@ def main(argv: Sequence[str]) -> int:
     print("faults:", ", ".join(f"{kind} {count}" for kind, count in sorted(report.faults.items())) or "none")
     print("answers:", ", ".join(f"{status} {count}" for status, count in sorted(report.statuses.items())))
     if report.failures:
-        print(f"replay one with: dynamo simulate --runs 1 --trace --seed {report.failures[0].outcome.scenario.seed}")
+        plan = "" if options.plan is None else f" --plan {options.plan}"
+        print(f"replay one with: {_again(report.failures[0].outcome.scenario.seed, options.faults)}{plan} --trace")
         sys.stdout.flush()
         return EXIT_FINDINGS
     return 0
+
+
+def _again(seed: int, faults: str | None) -> str:
+    kinds = "" if faults is None else f" --faults {faults}"
+    return f"dynamo simulate --runs 1 --seed {seed}{kinds}"
+
+
+def _plan(path: Path) -> tuple[Fault, ...]:
+    from dynamo.runtime.chaos.plan import InvalidPlan, read_plan
+
+    try:
+        faults = read_plan(path)
+    except InvalidPlan as error:
+        raise UsageError(f"--plan: {error}") from None
+    for number, fault in enumerate(faults, 1):
+        for field, is_used in (
+            ("id", fault.request_id is not None),
+            ("metadata", bool(fault.metadata)),
+            ("times", fault.times != 1),
+        ):
+            if is_used:
+                raise UsageError(
+                    f"--plan: {path}: fault {number}: {field} is for real processes; a simulated fault names a request by its "
+                    "number, and fires once"
+                )
+    return faults

@@ -62,10 +62,23 @@ async def _serve(settings: FrontendSettings, listener: socket) -> None:
         loop, settings.discovery_backend, settings.request_plane, event_plane=settings.event_plane
     )
     try:
+        _plan_chaos(settings, runtime)
         async with Frontend(settings, runtime) as frontend:
             await serve_until_signal(frontend, listener=listener)
     finally:
         await runtime.aclose()
+
+
+def _plan_chaos(settings: FrontendSettings, runtime: DistributedRuntime) -> None:
+    """Let this process fail on purpose, where a plan says so."""
+    if settings.chaos is None:
+        return
+    from dynamo.runtime.chaos.admission import Role, admitted, faults_of
+    from dynamo.runtime.chaos.frontend import FrontendChaos
+
+    name = settings.chaos_name or str(Role.FRONTEND)
+    faults = faults_of(Role.FRONTEND, name, admitted(settings.chaos, settings.allow_chaos) or ())
+    runtime.plane_client_stand_in = FrontendChaos(faults, name=name).client
 
 
 if __name__ == "__main__":

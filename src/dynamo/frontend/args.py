@@ -323,6 +323,24 @@ def _build(base: FrontendSettings) -> _Parser:
 
     other = parser.add_argument_group("other").add_argument
     other("--metrics-prefix", default=base.metrics_prefix, help="(%(default)s) [DYN_METRICS_PREFIX]")
+    other(
+        "--chaos",
+        default=base.chaos,
+        metavar="FILE",
+        help="break as this plan says (TOML); needs --allow-chaos too [DYN_CHAOS]",
+    )
+    other(
+        "--allow-chaos",
+        action=argparse.BooleanOptionalAction,
+        default=base.allow_chaos,
+        help="yes, this process may fail on purpose [DYN_ALLOW_CHAOS]",
+    )
+    other(
+        "--chaos-name",
+        default=base.chaos_name,
+        metavar="NAME",
+        help="what this process is called in the plan (frontend) [DYN_CHAOS_NAME]",
+    )
     other("--dump-config-to", default=None, metavar="FILE", help="write the settings as JSON [DYN_DUMP_CONFIG_TO]")
 
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
@@ -431,11 +449,25 @@ def _check(parser: _Parser, settings: FrontendSettings) -> None:
         if path is not None and not Path(path).is_file():
             parser.error(f"{flag}: there is no file {path}")
     _check_tls(parser, settings)
+    _check_chaos(parser, settings)
     if settings.custom_jinja_template is not None:
         try:
             ChatTemplate(Path(settings.custom_jinja_template).read_text(encoding="utf-8"))
         except (InvalidArgument, OSError, UnicodeDecodeError) as error:
             parser.error(f"--chat-template {settings.custom_jinja_template}: {error}")
+
+
+def _check_chaos(parser: _Parser, settings: FrontendSettings) -> None:
+    if settings.chaos is None:
+        return
+    from dynamo.runtime.chaos.admission import admitted  # a frontend without a plan does without this
+
+    try:
+        admitted(settings.chaos, settings.allow_chaos)
+    except InvalidArgument as error:
+        parser.error(f"--chaos: {error}")
+    if settings.workers > 1:
+        parser.error(f"--chaos is for one process: --workers {settings.workers} would count requests in each; use 1")
 
 
 def _check_places(parser: _Parser, settings: FrontendSettings) -> None:

@@ -77,6 +77,10 @@ class FrontendSettings:
         False  # a prompt that no prefill worker takes fails, instead of being computed by its decoder
     )
 
+    chaos: str | None = None  # a plan of faults on purpose
+    allow_chaos: bool = False
+    chaos_name: str | None = None
+
     metrics_prefix: str = "dynamo_frontend"
     active_decode_blocks_threshold: float | None = None  # a part of a worker's KV blocks, 0 to 1
     active_prefill_tokens_threshold: int | None = None
@@ -152,6 +156,9 @@ class FrontendSettings:
             migration_limit=_optional_int("DYN_MIGRATION_LIMIT", minimum=0, env=env),
             migration_max_seq_len=_optional_int("DYN_MIGRATION_MAX_SEQ_LEN", minimum=1, env=env),
             enforce_disagg=env_bool("DYN_ENFORCE_DISAGG", env=env),
+            chaos=env_str("DYN_CHAOS", env=env),
+            allow_chaos=env_bool("DYN_ALLOW_CHAOS", env=env),
+            chaos_name=env_str("DYN_CHAOS_NAME", env=env),
             metrics_prefix=env_str("DYN_METRICS_PREFIX", default.metrics_prefix, env=env) or default.metrics_prefix,
             active_decode_blocks_threshold=_optional_float("DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD", env=env),
             active_prefill_tokens_threshold=_optional_int("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD", minimum=0, env=env),

@@ -114,6 +114,7 @@ class DistributedRuntime:
         self._core: ServerCore | None = None
         self._server_lock = asyncio.Lock()
         self._plane_clients: dict[str, RequestPlaneClient] = {}
+        self.plane_client_stand_in: Callable[[RequestPlaneClient], RequestPlaneClient] | None = None  # fault injection
         self._event_settings = EventPlaneSettings.from_env()
         self._events: EventPlane | None = None
         self._nats: NatsConnection | None = None
@@ -322,7 +323,10 @@ class DistributedRuntime:
         if client is None:
             if self._closing is not None:
                 raise CannotConnect("the runtime is closed")
-            client = self._plane_clients[kind] = self._make_client(kind)
+            client = self._make_client(kind)
+            if self.plane_client_stand_in is not None:
+                client = self.plane_client_stand_in(client)
+            self._plane_clients[kind] = client
         return client
 
     def _make_client(self, kind: str) -> RequestPlaneClient:

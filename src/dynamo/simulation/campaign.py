@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dynamo.simulation.run import Outcome, run_scenario
-from dynamo.simulation.scenario import ALL_KINDS, Kind, Scenario, draw
+from dynamo.simulation.scenario import ALL_KINDS, Fault, Kind, Scenario, draw
 
 __all__ = ["Failure", "Report", "shrink", "simulate"]
 
@@ -68,14 +68,18 @@ def simulate(
     kinds: Collection[Kind] = ALL_KINDS,
     max_failures: int = 10,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+    faults: Sequence[Fault] | None = None,
 ) -> Report:
-    """Run the seeds `seed` .. `seed + runs - 1`; stops early after `max_failures` failing ones, each shrunk."""
+    """Run the seeds `seed` .. `seed + runs - 1`; stops early after `max_failures` failing ones, each shrunk.
+
+    `faults`: these instead of the ones that the seeds draw.
+    """
     report = Report()
     gc.collect()
     gc.freeze()  # what is loaded now stays: a collection between two runs then costs next to nothing
     try:
         for number in range(seed, seed + runs):
-            outcome = run_scenario(draw(number, kinds))
+            outcome = run_scenario(draw(number, kinds, faults=faults))
             report.add(outcome)
             on_outcome(outcome)
             if outcome.findings:

@@ -26,7 +26,9 @@ from dynamo.simulation.store import wipe
 __all__ = ["Finding", "Outcome", "run_scenario"]
 
 REQUEST_LIMIT_SECONDS: Final = 900.0  # beyond it a request hangs: every wait in the product is far shorter
+FOREVER_SECONDS: Final = 2 * REQUEST_LIMIT_SECONDS  # a stall without an end
 SETTLE_SECONDS: Final = 60.0  # longer than any quarantine, lease, keep-alive or patience of the product
+FIRST_PROBE: Final = 1000  # from this number on requests are not a client's, and nothing is done to them
 CANCEL_SECONDS: Final = 0.5  # a vanished client's engine stops within this and one token, faults aside
 
 ERROR_STATUSES: Final = frozenset({404, 500, 503, 504, 529})
@@ -247,7 +249,7 @@ class _Run(logging.Handler):
         """When all is quiet again, the cluster serves as if nothing had been."""
         for position, frontend in enumerate(self._cluster.living_frontends):
             plan = RequestPlan(
-                number=1000 + position,
+                number=FIRST_PROBE + position,
                 at_seconds=0.0,
                 frontend=position,
                 is_chat=False,
@@ -275,11 +277,18 @@ class _Run(logging.Handler):
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
-    def _take(self, number: int, point: int, kinds: frozenset[Kind]) -> list[Fault]:
-        """The faults that are due now; each fires once."""
+    def _take(self, number: int, point: int, kinds: frozenset[Kind], *processes: str) -> list[Fault]:
+        """The faults that are due now, at one of these processes; each fires once."""
         if not self._pending:
             return []
-        due = [f for f in self._pending if f.request == number and f.point == point and f.kind in kinds]
+        due = [
+            f
+            for f in self._pending
+            if (f.request == number or (f.request is None and number < FIRST_PROBE))
+            and f.point == point
+            and f.kind in kinds
+            and (f.process is None or any(map(f.is_at, processes)))
+        ]
         for fault in due:
             self._pending.remove(fault)
             self.fired.append(fault)
@@ -289,14 +298,14 @@ class _Run(logging.Handler):
     def _opened(self, wire: Wire) -> None:
         number = self._plan_of(bytes(wire.body["token_ids"])).number
         self.note("open", number, wire.caller, wire.worker)
-        for fault in self._take(number, 0, _CLUSTER_KINDS):
+        for fault in self._take(number, 0, _CLUSTER_KINDS, wire.worker, wire.caller):
             asyncio.get_running_loop().call_soon(self._inflict, fault, wire)
 
     def _item(self, wire: Wire, item: StreamItem, _: int) -> ItemFault | None:
         number = self._plan_of(bytes(wire.body["token_ids"])).number
         self._items[number] += 1
         self.note("item", number, item.index, item.offset, bytes(item.token_ids), item.finish_reason)
-        due = self._take(number, self._items[number], _CLUSTER_KINDS)
+        due = self._take(number, self._items[number], _CLUSTER_KINDS, wire.worker, wire.caller)
         for fault in due:
             if fault.kind not in _ITEM_FAULTS:
                 # Not inside the worker's own call: what happens to a connection is heard of at the next turn.
@@ -395,17 +404,17 @@ class _Run(logging.Handler):
 
     async def _pace(self, worker: WorkerProcess, step: Step) -> None:
         plan = self._plan_of(bytes(step.prompt))
-        for fault in self._take(plan.number, step.tokens // plan.tokens_per_chunk, _ENGINE_KINDS):
+        for fault in self._take(plan.number, step.tokens // plan.tokens_per_chunk, _ENGINE_KINDS, worker.name):
             if fault.kind is Kind.ENGINE_ERROR:
                 raise EngineFailure("the engine failed, as planned")
             if fault.is_patient:
                 try:
-                    async with asyncio.timeout(fault.seconds):
+                    async with asyncio.timeout(fault.seconds or FOREVER_SECONDS):
                         await step.context.async_killed_or_stopped()
                 except TimeoutError:
                     pass  # the stall is over
             else:
-                await asyncio.sleep(fault.seconds)
+                await asyncio.sleep(fault.seconds or FOREVER_SECONDS)
         await asyncio.sleep(plan.token_seconds)
 
     def _chunk(self, visit: Visit) -> None:
@@ -413,7 +422,7 @@ class _Run(logging.Handler):
         self._reach_client(visit, visit.chunks)
 
     def _reach_client(self, visit: Visit, point: int) -> None:
-        for fault in self._take(visit.plan.number, point, _CLIENT_KINDS):
+        for fault in self._take(visit.plan.number, point, _CLIENT_KINDS, visit.frontend):
             if fault.kind is Kind.SLOW_CLIENT:
                 visit.read_seconds = fault.seconds
             else:

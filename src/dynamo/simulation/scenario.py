@@ -2,58 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, Kind
+
 __all__ = ["ALL_KINDS", "Fault", "Kind", "RequestPlan", "Scenario", "draw"]
-
-
-class Kind(enum.StrEnum):
-    """The kinds of faults. Each happens at a logical point: an item of a worker's stream, or a chunk at the client."""
-
-    DELAY = "delay"  # a connection holds everything back for a while
-    DROP = "drop"  # a connection is lost
-    DUPLICATE = "duplicate"  # an item arrives twice
-    CUT = "cut"  # an item is missing
-    REORDER = "reorder"  # an item arrives after its successor
-    PARTITION = "partition"  # nothing arrives, in one direction or both; both ends give up after the ping limit
-    CRASH = "crash"  # a worker process is killed, and another is started later
-    FREEZE = "freeze"  # a worker process neither computes nor answers for a while
-    STALL = "stall"  # an engine says nothing more for one request
-    ENGINE_ERROR = "engine-error"  # an engine raises
-    DRAIN = "drain"  # a worker is asked to stop, and another takes its place
-    LEASE = "lease"  # a lease is lost, and taken again
-    STORE_CUT = "store-cut"  # one process cannot reach the store
-    STORE_STOP = "store-stop"  # nobody can
-    STORE_WIPE = "store-wipe"  # nobody can, and it comes back empty
-    FRONTEND_DRAIN = "frontend-drain"  # a frontend is asked to stop, and another takes its place
-    FRONTEND_CRASH = "frontend-crash"  # a frontend process is killed, and another is started later
-    CLOCK_JUMP = "clock-jump"  # the machine was suspended: all timers are late
-    SLOW_CLIENT = "slow-client"  # a client reads slowly
-    VANISH = "vanish"  # a client leaves
-
-
-ALL_KINDS: Final = frozenset(Kind)
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One fault. It fires when `request` reaches `point`; one whose point is never reached does not."""
-
-    kind: Kind
-    request: int
-    point: int  # 0: the request was sent; n: the nth item (of the client's body, for client faults)
-    seconds: float = 0.0
-    way: str = "both"  # a partition's direction, seen from the worker: "up", "down", "both"
-    is_patient: bool = True  # a stalled engine notices its cancellation; False: only being cancelled by force ends it
-
-    def __str__(self) -> str:
-        more = f" for {self.seconds:g} s" if self.seconds else ""
-        way = f" ({self.way})" if self.kind is Kind.PARTITION else ""
-        return f"{self.kind} at item {self.point} of request {self.request}{more}{way}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +51,13 @@ _LONG_SECONDS: Final = (0.5, 4.0, 30.0)  # shorter than every limit; longer than
 _MODES: Final = ("round-robin", "random", "least-loaded", "power-of-two")
 
 
-def draw(seed: int, kinds: Collection[Kind] = ALL_KINDS) -> Scenario:
-    """The scenario of a seed. The same for every process, whatever its hash seed."""
+def draw(seed: int, kinds: Collection[Kind] = ALL_KINDS, *, faults: Sequence[Fault] | None = None) -> Scenario:
+    """The scenario of a seed. The same for every process, whatever its hash seed. `faults`: these in place of its own."""
     rng = random.Random(f"scenario {seed}")
     frontends = rng.choice((1, 1, 2))
     requests = tuple(_request(rng, number, frontends) for number in range(rng.randint(2, 8)))
     allowed = sorted(kinds)
-    faults = tuple(_fault(rng, rng.choice(allowed), requests) for _ in range(rng.randint(0, 4))) if allowed else ()
+    drawn = tuple(_fault(rng, rng.choice(allowed), requests) for _ in range(rng.randint(0, 4))) if allowed else ()
     return Scenario(
         seed=seed,
         frontends=frontends,
@@ -110,7 +66,7 @@ def draw(seed: int, kinds: Collection[Kind] = ALL_KINDS) -> Scenario:
         engine_slots=rng.choice((None, None, 2)),
         shuffle=False,
         requests=requests,
-        faults=faults,
+        faults=drawn if faults is None else tuple(faults),
     )
 
 

@@ -78,6 +78,7 @@ def add_backend_arguments(
     _add_operation(flags.group(parser, "operation"))
     _add_stored(flags.group(parser, "multimodal and diagnostics"))
     _add_tls(flags.group(parser, "transport security"))
+    _add_chaos(flags.group(parser, "faults on purpose"))
 
 
 def worker_config_from(
@@ -93,6 +94,7 @@ def worker_config_from(
     Flags that configure the runtime rather than the worker (TLS, request limits) are written to the environment
     (`environ`, the process's own by default), where the runtime reads them.
     """
+    _check_chaos(args)
     overrides = {**_split_endpoint(args.endpoint), **overrides}
     config = WorkerConfig.from_runtime_config(args, model_name, served_model_name, **overrides)
     _export(args, os.environ if environ is None else environ)
@@ -306,6 +308,12 @@ def _add_tls(flags: _Flags) -> None:
             flags.add(flag, variable, None, what)
 
 
+def _add_chaos(flags: _Flags) -> None:
+    flags.add("--chaos", "DYN_CHAOS", None, "break as this plan says (TOML); needs --allow-chaos too", read=_chaos)
+    flags.switch("--allow-chaos", "DYN_ALLOW_CHAOS", None, "yes, this process may fail on purpose")
+    flags.add("--chaos-name", "DYN_CHAOS_NAME", None, "what this process is called in the plan (default: worker)")
+
+
 _TLS_FLAGS: Final = (
     ("--tcp-tls-cert-path", "DYN_TCP_TLS_CERT_PATH", "certificate of this worker's listener"),
     ("--tcp-tls-key-path", "DYN_TCP_TLS_KEY_PATH", "its private key"),
@@ -324,6 +332,9 @@ _TLS_FLAGS: Final = (
 # dest -> variable of what the runtime reads from the environment
 _EXPORTED: Final = {
     "engine_request_limit": "DYN_ENGINE_REQUEST_LIMIT",
+    "chaos": "DYN_CHAOS",
+    "allow_chaos": "DYN_ALLOW_CHAOS",
+    "chaos_name": "DYN_CHAOS_NAME",
     **{flag.removeprefix("--").replace("-", "_"): variable for flag, variable, _ in _TLS_FLAGS},
 }
 
@@ -500,6 +511,14 @@ def _boolean(text: str) -> bool:
     raise ValueError(f"{text!r} is neither true nor false")
 
 
+def _chaos(text: str) -> str:
+    from dynamo.runtime.chaos.admission import check_real  # a worker without a plan does without this
+    from dynamo.runtime.chaos.plan import read_plan
+
+    check_real(read_plan(text), text)
+    return text
+
+
 def _structural_tag(text: str) -> dict[str, Any] | None:
     if text.strip().lower() in TRUTHY | FALSY:
         return {} if _boolean(text) else None
@@ -542,6 +561,18 @@ def _export(args: argparse.Namespace, environ: MutableMapping[str, str]) -> None
         value = getattr(args, dest, None)
         if value is not None:
             environ[variable] = ("1" if value else "0") if isinstance(value, bool) else str(value)
+
+
+def _check_chaos(args: argparse.Namespace) -> None:
+    if getattr(args, "chaos", None) is None:
+        return
+    from dynamo.runtime.chaos.admission import admitted
+
+    try:
+        admitted(args.chaos, bool(args.allow_chaos))
+    except InvalidArgument as error:
+        sys.stderr.write(f"error: --chaos: {error}\n")
+        raise SystemExit(2) from error
 
 
 def _dump(config: WorkerConfig, args: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar, cast
 
 from dynamo.common.backend.config import RESPONSE_PLANES, WorkerConfig
 from dynamo.common.backend.controls import AdminRoutes, RlDirectory, checked_names, rl_endpoint_name
@@ -54,6 +54,10 @@ from dynamo.runtime.endpoint import split_endpoint
 from dynamo.runtime.logging import configure_dynamo_logging
 from dynamo.runtime.request_plane.base import Handler
 from dynamo.runtime.settings import env_bool, env_float, env_int, env_str
+
+if TYPE_CHECKING:
+    from dynamo.runtime.chaos.plan import Fault
+    from dynamo.runtime.chaos.worker import WorkerChaos
 
 __all__ = ["Worker", "WorkerConfig", "shutdown_times"]
 
@@ -97,6 +101,7 @@ class Worker:
         self._deadline: Deadline | None = None
         self._stopped_at = 0.0  # loop time of the request to stop
         self._start_scope: asyncio.Timeout | None = None  # while start() runs
+        self._faults: tuple[Fault, ...] | None = None  # of a chaos plan
 
     @property
     def state(self) -> State:
@@ -136,6 +141,10 @@ class Worker:
             if self._is_embedded:
                 await self._run()
                 return
+            if env_str("DYN_CHAOS") is not None:  # a larger process is not to be killed for one of its workers
+                from dynamo.runtime.chaos.admission import plan_from_env
+
+                self._faults = plan_from_env()
             with Deadline(self._times.deadline_seconds, force_exit=self._force_exit) as self._deadline:
                 guard.listen(self._on_signal, at_once=self._deadline.arm)
                 await self._run()
@@ -146,6 +155,16 @@ class Worker:
             return
         logger.info("%s received", name)
         self.request_stop()
+
+    def _chaos_on(self, runtime: DistributedRuntime) -> WorkerChaos | None:
+        """What breaks this worker on purpose; None where no plan asks for it."""
+        if self._faults is None:
+            return None
+        from dynamo.runtime.chaos.admission import Role, faults_of, process_name
+        from dynamo.runtime.chaos.worker import WorkerChaos
+
+        name = process_name(Role.WORKER)
+        return WorkerChaos(faults_of(Role.WORKER, name, self._faults), name=name, discovery=runtime.discovery)
 
     # -- the whole life ----------------------------------------------------------------------------------------------
 
@@ -436,11 +455,18 @@ class _EngineLife:
             self._worker.request_stop()
 
     def _handler(self) -> Handler:
-        engine, config = self._engine, self._config
+        engine = self._engine
         map_errors = env_bool("DYN_BACKEND_MAP_BUILTIN_ERRORS")
-        if isinstance(engine, RawEngine):
-            return RawServing(engine, map_builtin_errors=map_errors).handle
-        assert isinstance(engine, LLMEngine)  # _check_config lets no other kind pass
+        chaos = self._worker._chaos_on(self._runtime)
+        if chaos is not None:
+            return chaos.handler(self._plain_handler(chaos.engine(engine), map_errors))
+        return self._plain_handler(engine, map_errors)
+
+    def _plain_handler(self, engine: BaseEngine, map_errors: bool) -> Handler:
+        config = self._config
+        if isinstance(self._engine, RawEngine):
+            return RawServing(cast(RawEngine, engine), map_builtin_errors=map_errors).handle
+        assert isinstance(self._engine, LLMEngine)  # _check_config lets no other kind pass
         loop, model, role = asyncio.get_running_loop(), self._model, str(config.disaggregation_mode)
 
         def start_span(context: Context, request: Mapping[str, Any]) -> GenerateSpan | None:
@@ -454,7 +480,7 @@ class _EngineLife:
             )
 
         return TokenServing(
-            engine,
+            cast(LLMEngine, engine),
             mode=config.disaggregation_mode,
             validate=env_bool("DYN_BACKEND_VALIDATE"),
             map_builtin_errors=map_errors,

@@ -76,6 +76,10 @@ class EtcdDiscovery:
     async def delete(self, key: str) -> None:
         await self._call(self._store.delete(key))
 
+    async def lose_lease(self) -> None:
+        """For fault injection: etcd drops the lease and this process's records. It takes the lease again."""
+        await self._call(self._store.lose())
+
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
         return await self._call(self._store.get(prefix))
 

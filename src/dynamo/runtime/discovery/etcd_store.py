@@ -196,6 +196,10 @@ class EtcdStore:
             else:
                 self._hear()
 
+    async def lose(self) -> None:
+        """Have etcd drop the lease; the keep-alive finds out as after any other loss. Raises `CannotConnect`."""
+        await self._client.revoke(self._lease_id)
+
     async def get(self, prefix: str) -> dict[str, bytes]:
         """What the store says, or, while it says nothing, what it said last. Raises `CannotConnect` without either."""
         bucket = split_bucket(prefix)[0]

@@ -72,6 +72,10 @@ class FileDiscovery:
     async def delete(self, key: str) -> None:
         await self._call(lambda: self._store.delete(key))
 
+    async def lose_lease(self) -> None:
+        """For fault injection: this process's records vanish as if it were dead. It puts them again."""
+        await self._call(self._store.lose)
+
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
         def read() -> dict[str, bytes]:
             found, changes = self._store.read(prefix)

@@ -131,6 +131,13 @@ class FileStore:
         with self._locked(bucket), suppress(FileNotFoundError):
             (bucket.path / name).unlink()
 
+    def lose(self) -> None:
+        """Remove what is ours as somebody does who holds this process for dead; the next poll puts it again."""
+        for key in self._own:
+            bucket, name = self._place(key)
+            with self._locked(bucket), suppress(FileNotFoundError):
+                (bucket.path / name).unlink()
+
     def read(self, prefix: str) -> tuple[dict[str, bytes], list[Change]]:
         """The living records under a prefix, and the changes that reading them brought to light."""
         bucket = self._bucket(split_bucket(prefix)[0])

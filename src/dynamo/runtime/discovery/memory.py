@@ -100,6 +100,10 @@ class MemoryDiscovery:
         self._own.pop(key, None)
         self.hub._remove(key)
 
+    async def lose_lease(self) -> None:
+        """For fault injection: this process's records vanish as if it were dead. It puts them again."""
+        self.hub.expire(self._lease_id)
+
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
         split_bucket(prefix)
         return self.hub._read(prefix)

@@ -88,6 +88,11 @@ class MuxSink:
         self._object_bytes = 0
         self.ended = False
 
+    @property
+    def connection(self) -> MuxServerProtocol:
+        """For fault injection."""
+        return self._connection
+
     def send_tokens(
         self,
         token_ids: list[int],
@@ -299,6 +304,11 @@ class MuxServerProtocol(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         return False  # a caller that closed its half is a caller that left
+
+    def through(self, stand_in: Callable[[asyncio.Transport], asyncio.Transport]) -> None:
+        """For fault injection: write to what `stand_in` gives for the transport from now on."""
+        if self._transport is not None:
+            self._transport = stand_in(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)

@@ -1,0 +1,82 @@
+"""Whether this process may break on purpose, and which faults of its plan a real process can have."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from dynamo.errors import InvalidArgument
+from dynamo.runtime.chaos.plan import Fault, InvalidPlan, Kind, read_plan
+from dynamo.runtime.settings import env_bool, env_str
+
+__all__ = ["PLAN", "Role", "admitted", "check_real", "faults_of", "plan_from_env", "process_name"]
+
+PLAN: Final = "DYN_CHAOS"
+PERMISSION: Final = "DYN_ALLOW_CHAOS"
+NAME: Final = "DYN_CHAOS_NAME"
+
+
+class Role(enum.StrEnum):
+    """What a process is."""
+
+    WORKER = "worker"
+    FRONTEND = "frontend"
+
+
+_FRONTENDS: Final = frozenset({Kind.FRONTEND_CRASH, Kind.FRONTEND_DRAIN})
+_EITHERS: Final = frozenset({Kind.CRASH, Kind.FREEZE, Kind.DRAIN, Kind.LEASE})  # at a frontend only where one is named
+
+_NOT_REAL: Final[Mapping[Kind, str]] = {
+    Kind.STORE_CUT: "the way to the store is not in this process's hands; stop or freeze etcd itself",
+    Kind.STORE_STOP: "the store is another process; stop etcd itself",
+    Kind.STORE_WIPE: "the store is another process; stop etcd, remove its data and start it again",
+    Kind.CLOCK_JUMP: "the clock is the machine's; use freeze: to a frozen process all timers are late when it wakes",
+    Kind.SLOW_CLIENT: "the client is not one of these processes; let yours read slowly",
+    Kind.VANISH: "the client is not one of these processes; let yours leave",
+}
+
+
+def admitted(path: str | None, allowed: bool) -> tuple[Fault, ...] | None:
+    """The faults of a plan; None without one. Raises InvalidPlan, and InvalidArgument when nobody allowed it."""
+    if path is None:
+        return None
+    if not allowed:
+        raise InvalidArgument(
+            f"a chaos plan ({path}) makes this process fail on purpose; if that is what you want, say so with --allow-chaos "
+            f"({PERMISSION}=1) as well, else take --chaos ({PLAN}) away"
+        )
+    return check_real(read_plan(path), path)
+
+
+def check_real(faults: Iterable[Fault], path: str) -> tuple[Fault, ...]:
+    """The same faults. Raises InvalidPlan for a kind that real processes cannot have."""
+    found = tuple(faults)
+    for number, fault in enumerate(found, 1):
+        if fault.kind in _NOT_REAL:
+            raise InvalidPlan(
+                f"chaos plan {path}: fault {number}: {fault.kind} is for the simulation only: {_NOT_REAL[fault.kind]}"
+            )
+    return found
+
+
+def plan_from_env(env: Mapping[str, str] | None = None) -> tuple[Fault, ...] | None:
+    """What the variables of this process ask for; raises as `admitted`."""
+    return admitted(env_str(PLAN, env=env), env_bool(PERMISSION, env=env))
+
+
+def process_name(role: Role, env: Mapping[str, str] | None = None) -> str:
+    """What this process is called in plans."""
+    return env_str(NAME, env=os.environ if env is None else env) or str(role)
+
+
+def faults_of(role: Role, name: str, faults: Iterable[Fault]) -> tuple[Fault, ...]:
+    """Those of the plan that may fire in this process."""
+    return tuple(fault for fault in faults if fault.is_at(name) and _fits(role, fault))
+
+
+def _fits(role: Role, fault: Fault) -> bool:
+    if role is Role.WORKER:
+        return fault.kind not in _FRONTENDS
+    return fault.kind in _FRONTENDS or (fault.kind in _EITHERS and fault.process is not None)

@@ -1,0 +1,101 @@
+"""A frontend that breaks as planned: it dies, stands still, or is asked to leave when an item of an answer arrives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from dynamo.errors import InvalidArgument
+from dynamo.runtime.chaos.deeds import crash, drain, freeze
+from dynamo.runtime.chaos.director import Director, Visit
+from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, Kind
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import Instance, RequestPlaneClient, ResponseStream, StreamItem
+
+__all__ = ["FrontendChaos"]
+
+
+class FrontendChaos:
+    """The faults of one frontend process. A request is one that is sent to a worker: each choice, each try."""
+
+    def __init__(self, faults: Iterable[Fault], *, name: str) -> None:
+        self._director = Director(faults, name=name)
+        if any(fault.kind is Kind.LEASE for fault in self._director.pending):
+            raise InvalidArgument("chaos plan: lease: a frontend holds no records that it could lose; name a worker")
+
+    def client(self, inner: RequestPlaneClient) -> RequestPlaneClient:
+        """What stands for the caller's side of a request plane."""
+        return _Client(inner, self)
+
+    def begin(self, context: Context) -> Visit:
+        visit = self._director.begin(context)
+        self._reach(visit)
+        return visit
+
+    def arrived(self, visit: Visit, count: int) -> None:
+        """So many items more have come."""
+        for _ in range(count):
+            visit.items += 1
+            self._reach(visit)
+
+    def _reach(self, visit: Visit) -> None:
+        for fault in self._director.due(visit, visit.items, ALL_KINDS):
+            # Not inside the reader's own call.
+            asyncio.get_running_loop().call_soon(_inflict, fault)
+
+
+def _inflict(fault: Fault) -> None:
+    match fault.kind:
+        case Kind.CRASH | Kind.FRONTEND_CRASH:
+            crash()
+        case Kind.DRAIN | Kind.FRONTEND_DRAIN:
+            drain()
+        case Kind.FREEZE:
+            freeze(fault.seconds)
+        case _:
+            raise AssertionError(fault)
+
+
+class _Client:
+    def __init__(self, inner: RequestPlaneClient, chaos: FrontendChaos) -> None:
+        self._inner, self._chaos = inner, chaos
+
+    async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream:
+        stream = await self._inner.open(instance, body, context)
+        return _Stream(stream, self._chaos, self._chaos.begin(context))
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class _Stream:
+    """Counts what arrives."""
+
+    def __init__(self, stream: ResponseStream, chaos: FrontendChaos, visit: Visit) -> None:
+        self._stream, self._chaos, self._visit = stream, chaos, visit
+
+    async def next_batch(self) -> list[StreamItem]:
+        items = await self._stream.next_batch()
+        self._chaos.arrived(self._visit, len(items))
+        return items
+
+    def take(self) -> list[StreamItem] | None:
+        items = self._stream.take()
+        self._chaos.arrived(self._visit, len(items or ()))
+        return items
+
+    def listen(self, arrived: Callable[[], None] | None) -> None:
+        self._stream.listen(arrived)
+
+    def stop(self) -> None:
+        self._stream.stop()
+
+    def kill(self) -> None:
+        self._stream.kill()
+
+    def finish(self) -> None:
+        self._stream.finish()
+
+    def close(self) -> None:
+        self._stream.close()

@@ -1,0 +1,216 @@
+"""A worker that breaks as planned: its engine stalls or raises, its answers and connections suffer, it dies or stands still.
+
+It stands around the engine and around the handler, and only where there is a plan: without one nothing of this is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any, Final, cast
+
+from dynamo.errors import InvalidArgument
+from dynamo.runtime.chaos.connection import hold, lose
+from dynamo.runtime.chaos.deeds import LosesLease, crash, drain, freeze
+from dynamo.runtime.chaos.director import Director, Visit
+from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, Kind
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import Handler, ResponseSink
+from dynamo.runtime.request_plane.mux.server import MuxSink
+
+__all__ = ["EngineFailed", "WorkerChaos"]
+
+logger = logging.getLogger(__name__)
+
+_ENGINE_KINDS: Final = frozenset({Kind.STALL, Kind.ENGINE_ERROR})
+_ITEM_KINDS: Final = frozenset({Kind.CUT, Kind.DUPLICATE, Kind.REORDER})
+_OTHER_KINDS: Final = ALL_KINDS - _ENGINE_KINDS - _ITEM_KINDS
+_PROBE_ID: Final = "health-check-"  # the canary's requests are nobody's; they are not counted
+
+
+class EngineFailed(RuntimeError):
+    """The engine fails because a plan says so."""
+
+
+class WorkerChaos:
+    """The faults of one worker process. All on its event loop."""
+
+    def __init__(self, faults: Iterable[Fault], *, name: str, discovery: object) -> None:
+        """Raises InvalidArgument for a fault that this worker's store cannot have."""
+        self._director = Director(faults, name=name)
+        self._discovery = discovery
+        self._visits: dict[Context, Visit] = {}
+        self._chores: set[asyncio.Task[None]] = set()  # held here until they end; a process that dies owes them nothing
+        if not isinstance(discovery, LosesLease) and any(f.kind is Kind.LEASE for f in self._director.pending):
+            raise InvalidArgument("chaos plan: lease: this discovery store has no lease to lose; use file or etcd")
+
+    # -- around the engine -------------------------------------------------------------------------------------------
+
+    def engine(self, engine: Any) -> Any:
+        """What stands for the engine where requests are served: `generate` and `abort`."""
+        return _Engine(engine, self)
+
+    async def before_chunk(self, visit: Visit) -> None:
+        """May last, or raise."""
+        for fault in self._director.due(visit, visit.chunks, _ENGINE_KINDS):
+            if fault.kind is Kind.ENGINE_ERROR:
+                raise EngineFailed("the engine failed, as the chaos plan says")
+            try:
+                async with asyncio.timeout(fault.seconds or None):
+                    if fault.is_patient:
+                        await visit.context.async_killed_or_stopped()
+                    else:
+                        await asyncio.Event().wait()
+            except TimeoutError:
+                logger.warning("CHAOS: the stall of request %d is over", visit.number)
+
+    # -- around the handler ------------------------------------------------------------------------------------------
+
+    def handler(self, inner: Handler) -> Handler:
+        """Serve with `inner`, under the plan."""
+
+        async def handle(body: Any, context: Context, sink: ResponseSink) -> None:
+            if context.id().startswith(_PROBE_ID):
+                await inner(body, context, sink)
+                return
+            visit = self._visits[context] = self._director.begin(context)
+            try:
+                for fault in self._director.due(visit, 0, _OTHER_KINDS):
+                    self._inflict(fault, sink)
+                await inner(body, context, cast(ResponseSink, _Sink(sink, self, visit)))
+            finally:
+                del self._visits[context]
+
+        return handle
+
+    def item_faults(self, visit: Visit, sink: ResponseSink) -> list[Kind]:
+        """An item has just been sent: what happens to it. What happens besides is set off."""
+        visit.items += 1
+        loop = asyncio.get_running_loop()
+        for fault in self._director.due(visit, visit.items, _OTHER_KINDS):
+            # Two turns later: the item is flushed in the next one, and written to its socket at the end of that.
+            loop.call_soon(loop.call_soon, self._inflict, fault, sink)
+        return [fault.kind for fault in self._director.due(visit, visit.items, _ITEM_KINDS)]
+
+    def visit(self, context: Context) -> Visit | None:
+        """The request of this context; None for one that is not counted."""
+        return self._visits.get(context)
+
+    def _inflict(self, fault: Fault, sink: ResponseSink) -> None:
+        match fault.kind:
+            case Kind.CRASH:
+                crash()
+            case Kind.FREEZE:
+                freeze(fault.seconds)
+            case Kind.DRAIN:
+                drain()
+            case Kind.LEASE:
+                task = asyncio.get_running_loop().create_task(self._lose_lease(), name="chaos: lease")
+                self._chores.add(task)
+                task.add_done_callback(self._chores.discard)
+            case _ if not isinstance(sink, MuxSink):
+                _cannot(fault.kind)
+            case Kind.DROP:
+                lose(sink.connection)
+            case Kind.DELAY:
+                hold(sink.connection, fault.seconds)
+            case Kind.PARTITION:
+                hold(sink.connection, fault.seconds, fault.way)
+            case _:
+                raise AssertionError(fault)
+
+    async def _lose_lease(self) -> None:
+        assert isinstance(self._discovery, LosesLease)
+        try:
+            await self._discovery.lose_lease()
+        except Exception:  # the store may be away: then the fault is not to be had, and the worker goes on
+            logger.exception("CHAOS: the lease could not be lost")
+
+
+def _cannot(kind: Kind) -> None:
+    logger.error("CHAOS: %s cannot be done to this request: it did not come over mux", kind)
+
+
+class _Engine:
+    """Stands for an engine."""
+
+    def __init__(self, engine: Any, chaos: WorkerChaos) -> None:
+        self._engine, self._chaos = engine, chaos
+
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        visit = self._chaos.visit(context)
+        stream = self._engine.generate(request, context=context)
+        try:
+            if visit is not None:
+                await self._chaos.before_chunk(visit)
+            async for chunk in stream:
+                yield chunk
+                if visit is not None:
+                    visit.chunks += 1
+                    await self._chaos.before_chunk(visit)
+        finally:
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
+
+    async def abort(self, context: Context) -> None:
+        await self._engine.abort(context)
+
+
+class _Sink:
+    """Stands for a sink, and lets items get lost, doubled or late on a `mux` connection."""
+
+    def __init__(self, sink: ResponseSink, chaos: WorkerChaos, visit: Visit) -> None:
+        self._sink, self._chaos, self._visit = sink, chaos, visit
+        self._out = sink.connection.out if isinstance(sink, MuxSink) else None
+        self._late: Any = None  # an item that waits for its successor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sink, name)
+
+    def send_tokens(
+        self, token_ids: list[int], index: int = 0, finish_reason: Any = None, extra: dict[str, Any] | None = None
+    ) -> None:
+        before = self._length
+        self._sink.send_tokens(token_ids, index, finish_reason, extra)
+        self._sent(before)
+
+    def send_object(self, envelope: dict[str, Any]) -> None:
+        before = self._length
+        self._sink.send_object(envelope)
+        self._sent(before)
+
+    def end(self, error: BaseException | None = None) -> None:
+        self._sink.end(error)
+        self._let_go()
+
+    @property
+    def _length(self) -> int:
+        return 0 if self._out is None else len(self._out)
+
+    def _sent(self, before: int) -> None:
+        if self._sink.ended:
+            return  # nothing was sent: the caller has left
+        kinds = self._chaos.item_faults(self._visit, self._sink)
+        if self._out is None or len(self._out) == before:
+            for kind in kinds:
+                _cannot(kind)
+            return
+        held = None
+        for kind in kinds:
+            match kind:
+                case Kind.CUT:
+                    self._out.pop()
+                case Kind.DUPLICATE:
+                    self._out.append(self._out[-1])
+                case Kind.REORDER:
+                    held = self._out.pop()
+            break  # one thing at a time can happen to an item
+        self._let_go()
+        self._late = held
+
+    def _let_go(self) -> None:
+        late, self._late = self._late, None
+        if late is not None and self._out is not None:
+            self._out.append(late)
