@@ -32,7 +32,7 @@ from dynamo.runtime.context import Context
 class ListSink:
     """A sink that keeps what it is sent; `credit` None means unlimited."""
 
-    request_bytes = 0
+    request_bytes = response_bytes = 0
 
     def __init__(self, credit: int | None = None) -> None:
         self.sent: list[tuple[list[int], int, Any, Any]] = []

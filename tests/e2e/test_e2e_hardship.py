@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 
 from support.http_client import CHAT, COMPLETIONS, DONE, ask, chat, exchange, script
-from support.processes import Stack, until
+from support.processes import Stack, get, until
 
 MEBIBYTE = 1024 * 1024
 
@@ -101,6 +104,33 @@ async def test_a_client_that_reads_again_gets_every_token(stack: Stack, tag: str
         reply = await slow.reply()
     assert len(reply.text) == count
     assert reply.events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_worker_whose_requests_all_stand_still_is_not_ready_and_says_why(
+    stack: Stack, tag: str, name: str
+) -> None:
+    guest = stack.cluster.worker(name, name, DYN_HEALTH_PROGRESS_TIMEOUT_SECS="2")
+    guest.wait_ready()
+    await until(lambda: name in stack.frontend.models())
+
+    def answer() -> tuple[int, dict[str, Any]]:
+        status, body = get(guest.system_port, "/health")
+        return status, json.loads(body)
+
+    assert set(answer()[1]) == {"status", "uptime", "endpoints"}
+    async with exchange(stack.port, CHAT, chat(name), headers=script(["hang"], tag=tag)) as stuck:
+        await guest.sees("generate", tag)
+        await until(lambda: answer()[0] == 503, lambda: f"a 503: {answer()}")
+        body = answer()[1]
+        assert re.fullmatch(r"1 request\(s\), none of them has had a token for \d+ s", body["reason"])
+        assert (body["status"], body["load"]["running"], body["load"]["silent_seconds"] >= 2) == ("notready", 1, True)
+        assert guest.metric("dynamo_work_handler_silence_seconds") >= 2
+        slow = await ask(stack.port, CHAT, chat(name), headers=script(["say", "x" * 12, 0.25], tag=f"{tag}-slow"))
+        assert (slow.status, answer()[0]) == (200, 200)  # one that moves is enough, and the other is still stuck
+        stuck.leave()
+        await guest.sees("abort", tag)
+    await until(lambda: "load" not in answer()[1])
+    assert answer()[0] == 200
 
 
 async def test_a_full_frontend_declines_at_once(stack: Stack, tag: str, name: str) -> None:

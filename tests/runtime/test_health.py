@@ -11,6 +11,7 @@ import pytest
 
 from dynamo.runtime.context import Context
 from dynamo.runtime.health import Canary, HealthState
+from dynamo.runtime.progress import Progress
 from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.runtime.settings import CanarySettings
 
@@ -86,6 +87,7 @@ def test_the_body_counts_uptime_from_the_start_and_shows_the_worse_of_equal_name
         "status": "notready",
         "uptime": {"secs": 3, "nanos": 500_000_000},
         "endpoints": {"generate": "notready"},
+        "reason": "ns.b.generate: it was reported so",
     }
 
 
@@ -331,3 +333,144 @@ def test_the_canary_is_off_by_default_and_read_from_the_environment() -> None:
         "DYN_HEALTH_CHECK_REQUEST_TIMEOUT": "0.5",
     }
     assert CanarySettings.from_env(env) == CanarySettings(True, 2.0, 0.5)
+
+
+# -- reasons -------------------------------------------------------------------------------------------------------------
+
+
+def test_whoever_is_not_ready_says_why_and_whoever_is_has_nothing_to_say() -> None:
+    health = state()
+    reasons = [health.body()["reason"]]
+    health.register(PATH)
+    assert "reason" not in health.body()
+    health.set_ready(PATH, False, "the health check failed: no item within 3 s")
+    reasons.append(health.body()["reason"])
+    health.set_ready(PATH, True)
+    assert "reason" not in health.body()
+    health.unregister(PATH)
+    reasons.append(health.body()["reason"])
+    health.set_health_status(False)
+    reasons.append(health.body()["reason"])
+    health.begin_shutdown()
+    reasons.append(health.body()["reason"])
+    assert reasons == [
+        "no endpoint is served yet",
+        "ns.backend.generate: the health check failed: no item within 3 s",
+        "ns.backend.generate: it takes no requests now",
+        "the process was reported not ready, or has not been reported ready yet",
+        "the process is shutting down",
+    ]
+
+
+@pytest.mark.parametrize("told", [None, True])
+def test_work_that_stands_still_is_a_reason_whatever_was_told(told: bool | None) -> None:
+    health, trouble, load = state(starting_ready=told), [""], {"running": 2.0}
+    health.register(PATH)
+    health.watch(lambda: trouble[0] or None, lambda: load)
+    before = health.body()
+    trouble[0] = "2 request(s), none of them has had a token for 63 s"
+    after = health.body()
+    load.clear()
+    assert (before["status"], "reason" in before, before["load"]) == ("ready", False, {"running": 2.0})
+    assert (after["status"], after["reason"], "load" in health.body()) == ("notready", trouble[0], False)
+
+
+# -- progress ------------------------------------------------------------------------------------------------------------
+
+
+class Talker:
+    """A response that somebody writes, or does not."""
+
+    def __init__(self) -> None:
+        self.response_bytes = 0
+        self.room = True
+
+    def has_credit(self) -> bool:
+        return self.room
+
+    def say(self) -> None:
+        self.response_bytes += 1
+
+
+def watched(limit: float, *talkers: Talker) -> Progress:
+    progress = Progress(limit)
+    for talker in talkers:
+        progress.entered(talker)  # type: ignore[arg-type]
+    return progress
+
+
+@in_skipping_time
+async def test_requests_that_all_stand_still_are_a_trouble_after_the_limit() -> None:
+    progress = watched(60.0, *(Talker() for _ in range(12)))
+    await asyncio.sleep(59.5)
+    assert progress.trouble() is None
+    await asyncio.sleep(4)
+    assert progress.trouble() == "12 request(s), none of them has had a token for 63 s"
+    progress.close()
+
+
+@in_skipping_time
+async def test_one_that_moves_is_enough_and_the_longest_silence_is_told_beside_it() -> None:
+    silent, talker = Talker(), Talker()
+    progress = watched(60.0, silent, talker)
+    for _ in range(10):
+        await asyncio.sleep(30)
+        talker.say()
+    await asyncio.sleep(1.5)
+    assert (progress.trouble(), progress.longest_silence_seconds > 280) == (None, True)
+    assert progress.silent_seconds <= 2
+    progress.close()
+
+
+@in_skipping_time
+async def test_a_request_that_ended_by_itself_is_progress_and_one_whose_caller_left_is_none() -> None:
+    stuck, answered, left = Talker(), Talker(), Talker()
+    progress = watched(60.0, stuck, answered, left)
+    await asyncio.sleep(50.5)
+    progress.left(left, is_answered=False)  # type: ignore[arg-type]
+    await asyncio.sleep(5)
+    assert progress.silent_seconds == 55
+    progress.left(answered, is_answered=True)  # type: ignore[arg-type]
+    await asyncio.sleep(5)
+    assert (progress.trouble(), progress.silent_seconds) == (None, 4)
+    progress.close()
+
+
+@in_skipping_time
+async def test_a_caller_that_does_not_read_is_no_silence_of_the_engine() -> None:
+    slow = Talker()
+    slow.room = False
+    progress = watched(10.0, slow)
+    await asyncio.sleep(100)
+    assert (progress.trouble(), progress.longest_silence_seconds) == (None, 0)
+    slow.room = True
+    await asyncio.sleep(11)
+    assert progress.trouble() is not None
+    progress.close()
+
+
+@in_skipping_time
+async def test_an_idle_process_has_no_timer_and_silence_begins_anew() -> None:
+    talker = Talker()
+    progress = watched(10.0, talker)
+    await asyncio.sleep(20)
+    progress.left(talker, is_answered=False)  # type: ignore[arg-type]
+    assert (progress._timer, progress.trouble(), progress.silent_seconds, progress.running) == (None, None, 0, 0)
+
+
+async def test_a_loop_that_was_blocked_is_one_beat_and_a_lag(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, now, beats = asyncio.get_running_loop(), [0.0], []
+    monkeypatch.setattr(loop, "time", lambda: now[0])
+    monkeypatch.setattr(loop, "call_at", lambda when, beat: beats.append((when, beat)))
+    progress = watched(10.0, Talker())
+    now[0] = 100.0
+    beats[-1][1]()
+    assert (progress.silent_seconds, progress.loop_lag_seconds, beats[-1][0]) == (1, 99, 101)
+
+
+@in_skipping_time
+async def test_without_a_limit_silence_is_counted_and_no_trouble() -> None:
+    progress = watched(0.0, Talker())
+    await asyncio.sleep(1000.5)
+    assert (progress.trouble(), progress.silent_seconds) == (None, 1000)
+    progress.close()

@@ -33,7 +33,7 @@ class RecordingSink:
     """A sink that writes down how it ended."""
 
     def __init__(self) -> None:
-        self.request_bytes = 0
+        self.request_bytes = self.response_bytes = 0
         self.items: list[Any] = []
         self.over = asyncio.Event()
         self.error: BaseException | None = None

@@ -15,7 +15,8 @@ A request brings its script as metadata (header `x-dynamo-meta-script`), a JSON 
 A request that another worker had begun to answer (its prompt is longer than `Context.prompt_tokens`) goes on where the
 script stood after as many tokens.
 
-SCRIPTED_TOOL_PARSER and SCRIPTED_REASONING_PARSER are what its card says of its output. A request also brings
+SCRIPTED_TOOL_PARSER and SCRIPTED_REASONING_PARSER are what its card says of its output, SCRIPTED_MAX_NUM_SEQS of what it runs
+at once, and SCRIPTED_ROLE is `prefill` or `decode` for one half of a pair. A request also brings
 a `x-dynamo-meta-tag` under which the journal, JSON lines in the file SCRIPTED_JOURNAL, can be searched.
 """
 
@@ -32,9 +33,12 @@ from typing import Any, Self
 from dynamo import errors
 from dynamo.common.backend import EngineConfig, GenerateRequest, LLMEngine, WorkerConfig
 from dynamo.common.backend.run import run
+from dynamo.common.constants import DisaggregationMode
 
 MODEL = os.environ["SCRIPTED_MODEL"]
 NAME = os.environ["SCRIPTED_NAME"]
+ROLE = os.environ.get("SCRIPTED_ROLE", "agg")
+MAX_NUM_SEQS = int(os.environ.get("SCRIPTED_MAX_NUM_SEQS", "0"))
 DEFAULT_SCRIPT = '[["say", "Hello"]]'
 
 
@@ -47,17 +51,18 @@ class ScriptedEngine(LLMEngine):
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
         return cls(), WorkerConfig(
             namespace="e2e",
-            component=MODEL,
+            component=MODEL if ROLE != "prefill" else f"{MODEL}-prefill",
             endpoint="generate",
             model_name=MODEL,
             served_model_name=MODEL,
             discovery_backend=os.environ.get("SCRIPTED_DISCOVERY", "file"),
             tool_call_parser=os.environ.get("SCRIPTED_TOOL_PARSER"),
             reasoning_parser=os.environ.get("SCRIPTED_REASONING_PARSER"),
+            disaggregation_mode=DisaggregationMode(ROLE),
         )
 
     async def start(self, worker_id: int) -> EngineConfig:
-        return EngineConfig(model=MODEL, context_length=1_000_000)
+        return EngineConfig(model=MODEL, context_length=1_000_000, max_num_seqs=MAX_NUM_SEQS or None)
 
     async def register_prometheus(self, metrics: Any) -> None:
         metrics.register_prometheus_expfmt_callback(self._expose)
@@ -66,7 +71,14 @@ class ScriptedEngine(LLMEngine):
         return f"# TYPE scripted_tokens_total counter\nscripted_tokens_total {self._tokens}\n"
 
     async def generate(self, request: GenerateRequest, context: Any) -> AsyncGenerator[Any, None]:
-        self._note("generate", context, trace=context.trace_headers(), prompt=len(request["token_ids"]))
+        routing = request.get("routing") or {}
+        self._note(
+            "generate",
+            context,
+            trace=context.trace_headers(),
+            prompt=len(request["token_ids"]),
+            priority=routing.get("priority"),
+        )
         limit = (request.get("stop_conditions") or {}).get("max_tokens") or 10**9
         skipped = len(request["token_ids"]) - (context.prompt_tokens or len(request["token_ids"]))
         sent = 0

@@ -28,6 +28,7 @@ from dynamo.runtime.metrics import (
     WorkHandlerMetrics,
     register_uptime,
 )
+from dynamo.runtime.progress import Progress
 from dynamo.runtime.request_plane.base import Instance, RequestPlaneClient, RequestPlaneServer
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.memory import TRANSPORT, MemoryPlane, shared_plane
@@ -36,6 +37,7 @@ from dynamo.runtime.settings import (
     CanarySettings,
     EventPlaneSettings,
     NatsSettings,
+    ProgressSettings,
     RequestPlaneSettings,
     RuntimeSettings,
     SystemSettings,
@@ -108,6 +110,8 @@ class DistributedRuntime:
         self.caller_metrics = CallerMetrics(self.metrics)
         self.canary_settings = CanarySettings.from_env()
         self.health = HealthState(starting_ready=system.starting_ready, canary_enabled=self.canary_settings.enabled)
+        self.progress = Progress(ProgressSettings.from_env().limit_seconds)
+        self.health.watch(self.progress.trouble, self._load)
         self.status_server = StatusServer(self.health, self.metrics, settings=system)
         self._starting: asyncio.Task[None] | None = None
         self._server: RequestPlaneServer | None = None
@@ -230,6 +234,7 @@ class DistributedRuntime:
                 await plane.close()
             if self._server is not None:
                 await self._server.close()
+            self.progress.close()
             await self.status_server.close()
             if self._starting is not None:
                 self._starting.cancel()  # a store that does not answer must not delay the end
@@ -295,7 +300,7 @@ class DistributedRuntime:
                 server, core = self._make_server()
                 await server.start()
                 self._server, self._core = server, core
-                _expose(core, self.metrics, self._plane_settings)
+                _expose(core, self.metrics, self._plane_settings, self.progress)
             return self._server
 
     def _make_server(self) -> tuple[RequestPlaneServer, ServerCore]:
@@ -315,6 +320,21 @@ class DistributedRuntime:
             return server, server.core
         listener = Listener(settings=self._plane_settings, refused=refusals.count, security=self.plane_security)
         return listener, listener.core
+
+    def _load(self) -> dict[str, float]:
+        """What `/health` says of the work under way; nothing where there is none."""
+        progress, core = self.progress, self._core
+        queued = 0 if core is None else core.queued
+        if not progress.running and not queued:
+            return {}
+        return {
+            "running": progress.running,
+            "queued": queued,
+            "queue_age_seconds": round(core.queue_age_seconds, 3) if core is not None else 0.0,
+            "silent_seconds": progress.silent_seconds,
+            "longest_silence_seconds": progress.longest_silence_seconds,
+            "loop_lag_seconds": round(progress.loop_lag_seconds, 3),
+        }
 
     def plane_client(self, instance: Instance) -> RequestPlaneClient:
         """The client of the plane that an instance is reached by."""
@@ -505,7 +525,7 @@ def _kind_of(instance: Instance) -> str:
     return "mux" if instance.mux is not None else "native"
 
 
-def _expose(core: ServerCore, registry: MetricsRegistry, settings: RequestPlaneSettings) -> None:
+def _expose(core: ServerCore, registry: MetricsRegistry, settings: RequestPlaneSettings, progress: Progress) -> None:
     """Let the gauges of admission read the core at every scrape, and the core tell what only it knows."""
     metrics = WorkHandlerMetrics(registry)
     limited = settings.engine_request_limit is not None
@@ -515,6 +535,10 @@ def _expose(core: ServerCore, registry: MetricsRegistry, settings: RequestPlaneS
     metrics.queued_requests.read_from(lambda: core.queued)
     metrics.pool_active_tasks.read_from(lambda: core.running)
     metrics.queue_depth.read_from(lambda: core.queued)
+    metrics.queue_age.read_from(lambda: core.queue_age_seconds)
+    metrics.silence.read_from(lambda: progress.silent_seconds)
+    metrics.longest_silence.read_from(lambda: progress.longest_silence_seconds)
+    metrics.loop_lag.read_from(lambda: progress.loop_lag_seconds)
     metrics.pool_capacity.set(run or 0)
     metrics.queue_capacity.set(queue)
 

@@ -19,6 +19,7 @@ from dynamo.runtime.health import Canary
 from dynamo.runtime.instances import RouterMode, encode_instance
 from dynamo.runtime.logging import enter_request_span
 from dynamo.runtime.metrics import EndpointMetrics, TypedFamily
+from dynamo.runtime.progress import Progress
 from dynamo.runtime.request_plane.base import Handler, ResponseSink
 
 if TYPE_CHECKING:
@@ -148,17 +149,24 @@ class Endpoint:
         advertise: bool = True,
         graceful: bool = True,
         takes_stream: bool = False,
+        watch_progress: bool = False,
     ) -> ServedEndpoint:
         """Serve with a runtime handler and return at once; `advertise` False leaves the record to the caller.
 
         `takes_stream`: native callers that send a stream of requests are let through; the handler's body is then a
-        `RequestStream`.
+        `RequestStream`. `watch_progress`: this process is not ready while nothing comes of its requests; not for handlers that
+        may have nothing to say for long.
 
         Raises ValueError when this runtime serves the endpoint already, or for labels that are taken.
         """
         server = await self.runtime.plane_server()
         served = ServedEndpoint(
-            self, handler, labels=_label_pairs(metrics_labels), payload=health_check_payload, graceful=graceful
+            self,
+            handler,
+            labels=_label_pairs(metrics_labels),
+            payload=health_check_payload,
+            graceful=graceful,
+            progress=self.runtime.progress if watch_progress else None,
         )
         server.register(served.route, served.handle)
         if takes_stream:
@@ -266,6 +274,7 @@ class ServedEndpoint:
         labels: list[tuple[str, str]],
         payload: Mapping[str, Any] | None,
         graceful: bool,
+        progress: Progress | None,
     ) -> None:
         self.endpoint = endpoint
         self.graceful = graceful
@@ -291,6 +300,7 @@ class ServedEndpoint:
             "instance_id": f"{self._instance_id:x}",
         }
         self._canary: Canary | None = None
+        self._progress = progress
         self._inflight: dict[ResponseSink, Context] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -323,6 +333,9 @@ class ServedEndpoint:
         metrics.started(sink.request_bytes)
         self._inflight[sink] = context
         self._idle.clear()
+        progress = self._progress
+        if progress is not None:
+            progress.entered(sink)
         try:
             await self._handler(body, context, sink)
         except BaseException:
@@ -340,6 +353,8 @@ class ServedEndpoint:
             metrics.response_bytes(getattr(sink, "response_bytes", 0))
             metrics.finished(loop.time() - began)
             del self._inflight[sink]
+            if progress is not None:
+                progress.left(sink, is_answered=not context.is_stopped())
             if not self._inflight:
                 self._idle.set()
 

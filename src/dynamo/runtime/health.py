@@ -44,8 +44,11 @@ class HealthState:
         self._clock = clock
         self._began = clock()
         self._ready: dict[str, bool] = {}  # by path
+        self._reasons: dict[str, str] = {}  # by path: why it is not
         self._probed: set[str] = set()
         self._shutting_down = False
+        self._trouble: Callable[[], str | None] = _no_trouble
+        self._load: Callable[[], Mapping[str, float]] = dict
 
     @property
     def canary_enabled(self) -> bool:
@@ -59,17 +62,31 @@ class HealthState:
             self._probed.add(path)
         else:
             self._probed.discard(path)
-        self._ready[path] = not (has_payload and self._canary_enabled)
+        self._set(path, not (has_payload and self._canary_enabled), "the health check has not seen it answer yet")
 
     def unregister(self, path: str) -> None:
         """The endpoint no longer takes requests; it stays listed as notready."""
         if path in self._ready:
-            self._ready[path] = False
+            self._set(path, False, "it takes no requests now")
 
-    def set_ready(self, path: str, ready: bool) -> None:
+    def set_ready(self, path: str, ready: bool, reason: str = "it was reported so") -> None:
         """What a canary or real traffic found out. An endpoint that is not registered is ignored."""
         if path in self._ready:
-            self._ready[path] = ready
+            self._set(path, ready, reason)
+
+    def _set(self, path: str, ready: bool, reason: str) -> None:
+        self._ready[path] = ready
+        if ready:
+            self._reasons.pop(path, None)
+        else:
+            self._reasons[path] = f"{path}: {reason}"
+
+    def watch(self, trouble: Callable[[], str | None], load: Callable[[], Mapping[str, float]]) -> None:
+        """From now on the process is also not ready while `trouble()` says why; `load()` is shown beside it.
+
+        Both are asked at every probe. An empty load is not shown.
+        """
+        self._trouble, self._load = trouble, load
 
     def is_ready(self, path: str) -> bool:
         return self._ready.get(path, False)
@@ -83,14 +100,22 @@ class HealthState:
         self._shutting_down = True
 
     def system_ready(self) -> bool:
-        """The verdict, by the three rules."""
+        """The verdict: the three rules, unless the process is shutting down or its work stands still."""
+        return self.reason() is None
+
+    def reason(self) -> str | None:
+        """Why the process is not ready; None: it is."""
         if self._shutting_down:
-            return False
-        if self._probed:
-            return all(self._ready[path] for path in self._probed)
-        if self._told is not None:
-            return self._told
-        return bool(self._ready) and all(self._ready.values())
+            return "the process is shutting down"
+        trouble = self._trouble()
+        if trouble is not None:
+            return trouble
+        if self._probed or self._told is None:
+            if not self._ready:
+                return "no endpoint is served yet"
+            deciding = self._probed or self._ready.keys()
+            return next((self._reasons[path] for path in deciding if not self._ready[path]), None)
+        return None if self._told else "the process was reported not ready, or has not been reported ready yet"
 
     def body(self) -> dict[str, Any]:
         """What `/health` and `/live` answer. Endpoints go by their last name; of two equal names the worse one shows."""
@@ -100,11 +125,21 @@ class HealthState:
             endpoints[name] = endpoints.get(name, True) and ready
         uptime = self._clock() - self._began
         seconds = int(uptime)
-        return {
-            "status": _word(self.system_ready()),
+        reason = self.reason()
+        body: dict[str, Any] = {
+            "status": _word(reason is None),
             "uptime": {"secs": seconds, "nanos": int((uptime - seconds) * 1e9)},
             "endpoints": {name: _word(ready) for name, ready in endpoints.items()},
         }
+        if reason is not None:
+            body["reason"] = reason
+        if load := self._load():
+            body["load"] = dict(load)
+        return body
+
+
+def _no_trouble() -> None:
+    return None
 
 
 def _word(ready: bool) -> str:
@@ -182,7 +217,7 @@ class Canary:
             elif self._last_success < began:
                 if self._health.is_ready(self._path):
                     logger.warning("health check of %s failed: %s", self._path, reason)
-                self._health.set_ready(self._path, False)
+                self._health.set_ready(self._path, False, f"the health check failed: {reason}")
             due = loop.time() + wait
 
     async def _probe(self) -> str | None:
@@ -229,7 +264,7 @@ async def _serve(handler: Handler, body: Any, context: Context, sink: _ProbeSink
 class _ProbeSink:
     """A `ResponseSink` that keeps nothing but the verdict."""
 
-    request_bytes = 0  # a probe comes over no wire
+    request_bytes = response_bytes = 0  # a probe comes over no wire
 
     def __init__(self) -> None:
         self.items = 0

@@ -576,14 +576,18 @@ class WorkHandlerMetrics:
     __slots__ = (
         "engine_requests",
         "enqueue_rejected",
+        "longest_silence",
+        "loop_lag",
         "network_transit_seconds",
         "permit_wait_seconds",
         "pool_active_tasks",
         "pool_capacity",
+        "queue_age",
         "queue_capacity",
         "queue_depth",
         "queued_requests",
         "rejected_requests",
+        "silence",
         "time_to_first_response_seconds",
     )
 
@@ -603,6 +607,12 @@ class WorkHandlerMetrics:
         )
         self.queue_depth = gauge("dynamo_work_handler_queue_depth", "Requests waiting for a handler task")
         self.queue_capacity = gauge("dynamo_work_handler_queue_capacity", "Bound of that queue")
+        self.queue_age = gauge("dynamo_work_handler_queue_age_seconds", "How long the first of these has been waiting")
+        self.silence = gauge("dynamo_work_handler_silence_seconds", "For how long no running request has said anything")
+        self.longest_silence = gauge(
+            "dynamo_work_handler_longest_silence_seconds", "The same of the request that has been silent for longest"
+        )
+        self.loop_lag = gauge("dynamo_work_handler_event_loop_lag_seconds", "How late the event loop ran its last beat")
         self.pool_active_tasks = gauge("dynamo_work_handler_pool_active_tasks", "Handler tasks running")
         self.pool_capacity = gauge("dynamo_work_handler_pool_capacity", "Bound of running handler tasks")
         self.enqueue_rejected = registry.counter(

@@ -264,6 +264,18 @@ class CanarySettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgressSettings:
+    """When an engine whose requests stand still is reported."""
+
+    limit_seconds: float = 300.0  # longer than any prefill that somebody waits for; 0: never
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> ProgressSettings:
+        """The settings of this process."""
+        return cls(limit_seconds=env_float("DYN_HEALTH_PROGRESS_TIMEOUT_SECS", cls().limit_seconds, minimum=0, env=env))
+
+
+@dataclass(frozen=True, slots=True)
 class EtcdSettings:
     """`ETCD_*`: where etcd is and how it is talked to (times in seconds; None: see the property of that name)."""
 

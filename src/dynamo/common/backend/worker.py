@@ -418,7 +418,10 @@ class _EngineLife:
             if self._life.is_stopping:
                 return None
             self._served = served = await self._endpoint.start_serving(
-                self._handler(), metrics_labels=config.metrics_labels, health_check_payload=payload
+                self._handler(),
+                metrics_labels=config.metrics_labels,
+                health_check_payload=payload,
+                watch_progress=True,
             )
             if self._publishing is not None:
                 await self._publishing.serve_recovery()

@@ -50,6 +50,10 @@ class ResponseSink(Protocol):
 
     request_bytes: int  # encoded size of the request's body; 0 where nothing was encoded
 
+    @property
+    def response_bytes(self) -> int:
+        """About how many bytes were sent so far. It grows with every item that says something."""
+
     def send_tokens(
         self,
         token_ids: list[int],

@@ -77,6 +77,12 @@ class ServerCore:
         """Requests that were accepted and wait for a place."""
         return len(self._waiting)
 
+    @property
+    def queue_age_seconds(self) -> float:
+        """How long the first of these has been waiting; 0 when nobody waits."""
+        first = next(iter(self._waiting), None)
+        return 0.0 if first is None else perf_counter() - first.arrived
+
     def register(self, path: str, handler: Handler) -> None:
         """Serve `path`. Raises ValueError if it is taken."""
         if path in self._handlers:

@@ -335,12 +335,12 @@ class MemorySink:
     __slots__ = (
         "_credit",
         "_ended",
+        "_object_bytes",
         "_offsets",
         "_waiter",
         "context",
         "failure",
         "request_bytes",
-        "response_bytes",
         "stream",
     )
 
@@ -352,7 +352,7 @@ class MemorySink:
         self.context = context
         self.failure: BaseException | None = None  # what `end` was given
         self.request_bytes = request_bytes
-        self.response_bytes = 0  # of object items; tokens are not encoded here
+        self._object_bytes = 0
         self.stream = MemoryStream(loop, self)
 
     def send_tokens(
@@ -378,8 +378,13 @@ class MemorySink:
         encoded = _encode(envelope)
         cost = len(encoded) // OBJECT_CREDIT_BYTES + 1
         self._credit -= cost
-        self.response_bytes += len(encoded)
+        self._object_bytes += len(encoded)
         self.stream._deliver(StreamItem(0, OBJECT_INDEX, cost, [], None, _decode(encoded)))
+
+    @property
+    def response_bytes(self) -> int:
+        """Of objects, what they would take encoded; tokens are not encoded here, and each counts for one."""
+        return self._object_bytes + self._offsets.total
 
     def has_credit(self) -> bool:
         return self._credit > 0
