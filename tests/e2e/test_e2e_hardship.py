@@ -109,7 +109,7 @@ async def test_a_client_that_reads_again_gets_every_token(stack: Stack, tag: str
 async def test_a_worker_whose_requests_all_stand_still_is_not_ready_and_says_why(
     stack: Stack, tag: str, name: str
 ) -> None:
-    guest = stack.cluster.worker(name, name, DYN_HEALTH_PROGRESS_TIMEOUT_SECS="2")
+    guest = stack.cluster.worker(name, name, DYN_HEALTH_PROGRESS_TIMEOUT_SECS="3")
     guest.wait_ready()
     await until(lambda: name in stack.frontend.models())
 
@@ -123,9 +123,9 @@ async def test_a_worker_whose_requests_all_stand_still_is_not_ready_and_says_why
         await until(lambda: answer()[0] == 503, lambda: f"a 503: {answer()}")
         body = answer()[1]
         assert re.fullmatch(r"1 request\(s\), none of them has had a token for \d+ s", body["reason"])
-        assert (body["status"], body["load"]["running"], body["load"]["silent_seconds"] >= 2) == ("notready", 1, True)
-        assert guest.metric("dynamo_work_handler_silence_seconds") >= 2
-        slow = await ask(stack.port, CHAT, chat(name), headers=script(["say", "x" * 12, 0.25], tag=f"{tag}-slow"))
+        assert (body["status"], body["load"]["running"], body["load"]["silent_seconds"] >= 3) == ("notready", 1, True)
+        assert guest.metric("dynamo_work_handler_silence_seconds") >= 3
+        slow = await ask(stack.port, CHAT, chat(name), headers=script(["say", "x" * 16, 0.25], tag=f"{tag}-slow"))
         assert (slow.status, answer()[0]) == (200, 200)  # one that moves is enough, and the other is still stuck
         stuck.leave()
         await guest.sees("abort", tag)
