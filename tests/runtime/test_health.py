@@ -455,6 +455,8 @@ async def test_an_idle_process_has_no_timer_and_silence_begins_anew() -> None:
     progress = watched(10.0, talker)
     await asyncio.sleep(20)
     progress.left(talker, is_answered=False)  # type: ignore[arg-type]
+    assert progress.trouble() is None
+    await asyncio.sleep(1.5)
     assert (progress._timer, progress.trouble(), progress.silent_seconds, progress.running) == (None, None, 0, 0)
 
 

@@ -54,17 +54,15 @@ class Progress:
         """It has ended; `is_answered`: by itself, and not because its caller gave up."""
         self._running.pop(sink, None)
         self._answered = self._answered or is_answered
-        if not self._running:
-            self.close()
+        if not self._running:  # silence is nobody's fault now; the timer ends by itself, as requests may follow closely
+            self._silent_beats = self._longest_beats = 0
+            self._answered = False
 
     def close(self) -> None:
-        """Stop the timer, as nothing runs: silence is nobody's fault then. Idempotent."""
+        """Stop the timer. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._silent_beats = self._longest_beats = 0
-        self._answered = False
-        self.loop_lag_seconds = 0.0
 
     @property
     def running(self) -> int:
@@ -92,6 +90,10 @@ class Progress:
         self._timer = loop.call_at(self._due, self._beat)
 
     def _beat(self) -> None:
+        if not self._running:
+            self._timer = None
+            self.loop_lag_seconds = 0.0
+            return
         self.loop_lag_seconds = max(0.0, asyncio.get_running_loop().time() - self._due)
         moved, could_speak, longest = self._answered, False, 0
         for sink, mark in self._running.items():
