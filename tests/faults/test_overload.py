@@ -45,10 +45,11 @@ def health(frontend: Frontend) -> dict[str, Any]:
 
 # -- R12 -----------------------------------------------------------------------------------------------------------------
 
-# Capacity is set by the engine's places and not by a processor: two workers run 8 requests each, a request takes a second.
-SLOTS, WORKERS, TOKENS, PACE_SECONDS = 8, 2, 20, 0.05
+# Capacity is set by the engine's places and not by a processor: two workers run 8 requests each, a request takes two
+# seconds. So ten times of it are 80 requests a second, which is little work for a frontend.
+SLOTS, WORKERS, TOKENS, PACE_SECONDS = 8, 2, 20, 0.1
 CAPACITY_PER_SECOND = SLOTS * WORKERS / (TOKENS * PACE_SECONDS)
-SECONDS, WARM_SECONDS = 12.0, 3.0
+SECONDS, WARM_SECONDS = 16.0, 4.0
 ANSWER = "abcdefghijklmnopqrst"
 PRIORITY = "x-dynamo-request-priority"
 
@@ -67,8 +68,8 @@ class Load:
 
     @property
     def slow_refusals(self) -> float:
-        """How much longer than the least a refusal took, of 99 in 100."""
-        return max(0.0, p99(self.refusals) - statistics.median(self.floor))
+        """How much longer than the least a refusal took, of 99 in 100 each: the rest is this machine's own delay."""
+        return max(0.0, p99(self.refusals) - p99(self.floor))
 
 
 async def offer(port: int, model: str, per_second: float, *, seed: int, high: float = 0.0) -> Load:
@@ -107,7 +108,7 @@ async def offer(port: int, model: str, per_second: float, *, seed: int, high: fl
             sent = loop.time()
             await ask(port, "/live")
             load.floor.append(loop.time() - sent)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
 
     looking = loop.create_task(look())
     async with asyncio.TaskGroup() as group:
@@ -170,7 +171,7 @@ async def test_goodput_past_the_knee_is_that_of_the_peak_and_the_rest_is_told_at
         with capsys.disabled():
             print(
                 f"\n  {factor}x: {load.goodput:.1f}/s, {dict(load.statuses)}, refused after "
-                f"{1000 * p99(load.refusals):.0f} ms (p99), /live {1000 * statistics.median(load.floor):.0f} ms (p50)",
+                f"{1000 * p99(load.refusals):.0f} ms (p99), /live {1000 * p99(load.floor):.0f} ms (p99)",
                 end="",
             )
     for load in stages.values():
