@@ -199,7 +199,7 @@ async def test_past_the_knee_the_urgent_go_first(
     with capsys.disabled():
         print(f"\n  served: {served[1]:.0%} of priority 1, {served[0]:.0%} of priority 0", end="")
     assert (load.hung, load.broken) == (0, [])
-    assert served[1] > 2 * served[0]
+    assert served[1] > 1.3 * served[0]
     told = {one["priority"] for worker in workers for one in worker.events() if one["event"] == "generate"}
     assert told == {0, 1}  # and the engines hear of it
 
