@@ -64,6 +64,7 @@ def test_a_silent_engine_is_noticed_on_time() -> None:
     [
         *(934, 1219, 1395, 1420, 1831, 2201, 2937),  # a suspended machine was taken for a silent engine
         *(7291, 7698),  # a worker that had no room was not asked again when the other one was lost
+        *(11398, 18857),  # the simulated wire lost what was sent before the end of a connection, and the end with it
     ],
 )
 def test_seeds_that_found_something_find_nothing(seed: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dynamo.cli.usage import CommandParser, UsageError
+from dynamo.frontend.offload import processors
 
 if TYPE_CHECKING:
     from dynamo.runtime.chaos.plan import Fault
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 EXIT_FINDINGS: Final = 1
+MAX_JOBS: Final = 256
+RUNS_WORTH_A_PROCESS: Final = 50  # a process takes about as long to start as for so many runs
 
 _EPILOG: Final = """\
 Every run is a cluster of its own: frontends, workers, clients and faults drawn from the seed. The same seed is the same
@@ -38,6 +41,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--runs", type=int, default=100, help="how many seeds to run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="how many processes share the runs (default: one per processor)"
+    )
     parser.add_argument("--faults", metavar="KINDS", help="comma list of kinds, or none (default: all)")
     parser.add_argument("--plan", metavar="FILE", type=Path, help="a chaos plan: its faults in place of drawn ones")
     parser.add_argument(
@@ -48,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(list(argv))
     if options.runs < 1:
         raise UsageError(f"--runs must be at least 1, got {options.runs}")
+    if options.jobs is not None and not 1 <= options.jobs <= MAX_JOBS:
+        raise UsageError(f"--jobs must be from 1 to {MAX_JOBS}, got {options.jobs}")
 
     from dynamo.runtime.chaos.plan import plan_text
     from dynamo.simulation import ALL_KINDS, Kind, Outcome, draw, run_scenario, simulate
@@ -72,7 +80,8 @@ def main(argv: Sequence[str]) -> int:
                 print(" ", line)
 
     began = time.perf_counter()
-    report = simulate(options.runs, options.seed, kinds=kinds, on_outcome=show, faults=faults)
+    jobs = options.jobs or min(processors(), -(-options.runs // RUNS_WORTH_A_PROCESS))
+    report = simulate(options.runs, options.seed, kinds=kinds, jobs=jobs, on_outcome=show, faults=faults)
     seconds = time.perf_counter() - began
     if options.json is not None:
         try:

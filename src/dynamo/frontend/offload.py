@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol, TypeVar
 
-__all__ = ["InlineOffload", "Offload", "ThreadOffload"]
+__all__ = ["InlineOffload", "Offload", "ThreadOffload", "processors"]
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class ThreadOffload:
 
     def __init__(self, threads: int = 0) -> None:
         """`threads` 0: one per processor this process may use, at most 8."""
-        count = threads or min(MAX_THREADS, _processors())
+        count = threads or min(MAX_THREADS, processors())
         self._executor = ThreadPoolExecutor(count, thread_name_prefix="dynamo-frontend")
 
     async def __call__(self, work: Callable[[], T]) -> T:
@@ -50,7 +50,8 @@ class ThreadOffload:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _processors() -> int:
+def processors() -> int:
+    """How many processors this process may use."""
     if hasattr(os, "sched_getaffinity"):  # respects taskset and most container limits
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

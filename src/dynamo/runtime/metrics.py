@@ -18,6 +18,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final, Generic, Literal, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ TypedFamily = tuple[Any, ...]
 _INVALID: Final = re.compile(r"[^a-zA-Z0-9_:]")
 
 
+@lru_cache(maxsize=1024)  # the same few names come with every series
 def sanitize(name: str, *, label: bool = False) -> str:
     """`name` as Prometheus accepts it: other characters become `_`, a leading digit gets a `_` before it."""
     cleaned = _INVALID.sub("_", name)

@@ -70,7 +70,7 @@ class Process:
         """What the others see: broken connections at once, the records when the lease lapses."""
         self.is_dead = True
         self.discovery.die()
-        self.cluster.network.crash(self.name)
+        self.cluster.network.kill(self.name)
         asyncio.get_running_loop().call_later(
             self.cluster.lease_seconds, self.cluster.hub.kill, self.discovery.lease_id
         )
@@ -113,8 +113,7 @@ class WorkerProcess(Process):
     def freeze(self, seconds: float) -> None:
         """Neither compute nor answer for a while."""
         self.thawed.clear()
-        for link in self.cluster.network.links_of(self.name):
-            link.hold(seconds)
+        self.cluster.network.freeze(self.name, seconds)
         self.cluster.cut_store(self, seconds)
         asyncio.get_running_loop().call_later(seconds, self.thawed.set)
 

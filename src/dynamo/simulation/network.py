@@ -2,6 +2,11 @@
 
 Each pair of a caller and a worker shares one connection; both directions keep their order, as TCP does. What TCP cannot do
 (a frame twice, missing or out of place) is done to single items all the same, because the offsets must catch it.
+
+The two ends of a connection learn of its end each for itself, as sockets do (`tests/simulation/test_wire.py` holds the real
+ones to it): a process that dies leaves behind what it had sent, and its goodbye after that; one that is frozen hears of
+everything when it thaws; a connection that is reset, or silent for too long, loses what is on its way, and never an end
+of a stream.
 """
 
 from __future__ import annotations
@@ -73,6 +78,7 @@ class Network:
         self._links: dict[tuple[str, str], Link] = {}
         self._process_of: dict[int, str] = {}  # instance id -> worker
         self._gone: set[str] = set()
+        self._frozen_until: dict[str, float] = {}  # by worker
         self.on_open: Callable[[Wire], None] = lambda wire: None
         self.on_item: Callable[[Wire, StreamItem, int], ItemFault | None] = lambda wire, item, number: None
         self.on_breach: Callable[[str], None] = lambda text: None
@@ -89,63 +95,130 @@ class Network:
         found = self._links.get((caller, worker))
         if found is None:
             found = self._links[caller, worker] = Link(self._rng)
+            if (left := self._frozen_until.get(worker, 0.0) - asyncio.get_running_loop().time()) > 0:
+                found.hold(left, is_frozen=True)
         return found
-
-    def links_of(self, process: str) -> list[Link]:
-        """Every connection that begins or ends at a process."""
-        return [link for pair, link in self._links.items() if process in pair]
 
     def all_links(self) -> list[Link]:
         return list(self._links.values())
 
-    def crash(self, process: str) -> None:
-        """The process is gone: its connections break, and nobody listens any more."""
+    def freeze(self, worker: str, seconds: float) -> None:
+        """The worker process stands still: it reads nothing and sends nothing, and its system keeps what arrives."""
+        until = asyncio.get_running_loop().time() + seconds
+        self._frozen_until[worker] = max(until, self._frozen_until.get(worker, 0.0))
+        for (_, end), link in self._links.items():
+            if end == worker:
+                link.hold(seconds, is_frozen=True)
+
+    def kill(self, process: str) -> None:
+        """The process is gone, and its system closes its connections: nobody listens any more."""
         self._gone.add(process)
+        self._frozen_until.pop(process, None)
         for path, server in list(self._servers.items()):
             if isinstance(server, _Server) and server.process == process:
                 del self._servers[path]
-        for link in self.links_of(process):
-            link.lose("the process at the other end was killed")
+        for (caller, worker), link in self._links.items():
+            if process == caller:
+                link.caller_died()
+            elif process == worker:
+                link.worker_died()
+
+
+class _Hold:
+    """Why nothing arrives for a while."""
+
+    __slots__ = ("is_frozen", "pipes")
+
+    def __init__(self, pipes: list[_Pipe], is_frozen: bool) -> None:
+        self.pipes, self.is_frozen = pipes, is_frozen
 
 
 class Link:
-    """One connection: two pipes and the streams on it."""
+    """One connection, and the next one when it is lost: two pipes and the streams on it."""
 
     def __init__(self, rng: random.Random) -> None:
         self.up, self.down = _Pipe(rng), _Pipe(rng)
-        self.wires: OrderedSet[Wire] = OrderedSet()
+        self.wires: OrderedSet[Wire] = OrderedSet()  # of which one end at least is open
         self.is_severed = False  # given up, and there is no way to connect again yet
-        self._holds = 0
+        self.is_connected = False  # as the caller sees it
+        self._holds: list[_Hold] = []
 
-    def hold(self, seconds: float, way: str = "both") -> None:
-        """Nothing arrives for a while ("up", "down" or "both"); afterwards everything does, unless the ends gave up first."""
+    def hold(self, seconds: float, way: str = "both", *, is_frozen: bool = False) -> None:
+        """Nothing arrives for a while ("up", "down" or "both"); afterwards everything does, unless the ends gave up first.
+
+        `is_frozen`: because the worker process stands still. Then only the caller gives up, and connects again if it likes.
+        """
         pipes = [pipe for name, pipe in (("up", self.up), ("down", self.down)) if way in (name, "both")]
         for pipe in pipes:
             pipe.hold()
-        self._holds += 1
+        hold = _Hold(pipes, is_frozen)
+        self._holds.append(hold)
         loop = asyncio.get_running_loop()
-        loop.call_later(seconds, self._heal, pipes)
+        loop.call_later(seconds, self._heal, hold)
         if seconds > PING_LIMIT_SECONDS:
             loop.call_later(PING_LIMIT_SECONDS, self._give_up)
 
+    def connect(self) -> None:
+        """The caller opens a stream."""
+        if not self.is_connected:
+            self.is_connected = True
+            if self._holds:  # the frozen worker's system accepts, and the worker stays silent
+                asyncio.get_running_loop().call_later(PING_LIMIT_SECONDS, self._give_up)
+
     def lose(self, why: str) -> None:
-        """The connection breaks: what was on its way is lost, and both ends know."""
-        self.up.clear()
+        """The connection breaks: what was on its way is lost, and both ends know; a frozen worker knows when it thaws."""
         self.down.clear()
-        for wire in list(self.wires):
-            wire.break_(why)
+        wires = self._caller_lost(why)
+        if any(hold.is_frozen for hold in self._holds):
+            self.up.send(lambda: _abandon_all(wires))  # its system has kept what came before
+        else:
+            self.up.clear()
+            _abandon_all(wires)
+
+    def caller_died(self) -> None:
+        """The caller's process was killed: what it had sent arrives, and then the end of the connection."""
+        self.down.clear()
+        wires = self._caller_lost("the caller was killed")
+        self.up.send(lambda: _abandon_all(wires))
+
+    def worker_died(self) -> None:
+        """The worker's process was killed: what it had sent arrives, and then the end of the connection."""
+        self.up.clear()
+        _abandon_all(list(self.wires))
+        self.down.send(self._hear_of_death)
+        for hold in [hold for hold in self._holds if hold.is_frozen]:
+            self._heal(hold)
+
+    def _hear_of_death(self) -> None:
+        self._caller_lost("the worker was killed")
+
+    def _caller_lost(self, why: str) -> list[Wire]:
+        """The caller's end of every stream is lost; returns them all."""
+        self.is_connected = False
+        wires = list(self.wires)
+        for wire in wires:
+            wire.caller_lost(why)
+        return wires
 
     def _give_up(self) -> None:
         if self._holds:
-            self.is_severed = True
+            self.is_severed = not all(hold.is_frozen for hold in self._holds)
             self.lose("no answer to a ping")
 
-    def _heal(self, pipes: list[_Pipe]) -> None:
-        self._holds -= 1
-        if self._holds == 0:
+    def _heal(self, hold: _Hold) -> None:
+        if hold not in self._holds:
+            return  # it was killed while it was frozen
+        self._holds.remove(hold)
+        if not self._holds:
             self.is_severed = False
-        for pipe in pipes:
+        for pipe in hold.pipes:
             pipe.release()
+
+
+def _abandon_all(wires: list[Wire]) -> None:
+    """The worker's end of these streams learns that nobody is at the other one."""
+    for wire in wires:
+        wire.worker_lost()
 
 
 class _Pipe:
@@ -205,26 +278,40 @@ class Wire:
         self.context = _StopThere(self)
         self.items = 0  # sent by the worker
         self.arrived = 0  # at the caller
-        self.is_over = False
+        self._caller_is_open = self._worker_is_open = True
         self._late: StreamItem | None = None
         stream._sink = cast(MemorySink, self)
         sink.stream = cast(MemoryStream, self)
         link.wires.add(self)
 
-    def break_(self, why: str) -> None:
-        """The connection under this stream is gone; each end learns of it by itself."""
-        self._over()
-        self._stream._lost(Disconnected(f"Stream ended before generation completed ({why})"))
-        self._sink._abandon()
+    def caller_lost(self, why: str) -> None:
+        """The caller learns that the connection is gone."""
+        if self._caller_is_open:
+            self._close_caller()
+            self._stream._lost(Disconnected(f"Stream ended before generation completed ({why})"))
 
-    def _over(self) -> None:
-        self.is_over = True
-        self.link.wires.discard(self)
+    def worker_lost(self) -> None:
+        """The worker learns that nobody is at the other end any more."""
+        if self._worker_is_open:
+            self._close_worker()
+            self._sink._abandon()
+
+    def _close_caller(self) -> None:
+        self._caller_is_open = False
+        self._settle()
+
+    def _close_worker(self) -> None:
+        self._worker_is_open = False
+        self._settle()
+
+    def _settle(self) -> None:
+        if not (self._caller_is_open or self._worker_is_open):
+            self.link.wires.discard(self)
 
     # -- what the worker's sink does to its stream -------------------------------------------------------------------
 
     def _deliver(self, item: StreamItem) -> None:
-        if self.is_over:
+        if not self._worker_is_open:
             return
         self.items += 1
         fault = self._network.on_item(self, item, self.items)
@@ -243,29 +330,33 @@ class Wire:
         self.link.down.send(lambda: self._arrive(item))
 
     def _arrive(self, item: StreamItem) -> None:
-        self.arrived += 1
-        self._stream._deliver(item)
+        if self._caller_is_open:
+            self.arrived += 1
+            self._stream._deliver(item)
 
     def _end(self, record: Any, total: int) -> None:
-        if self.is_over:
+        if not self._worker_is_open:
             return
         if self._late is not None:
             late, self._late = self._late, None
             self._send(late)
+        self._close_worker()
+        self.link.down.send(lambda: self._ended(record, total))
 
-        def arrive() -> None:
-            self._over()
+    def _ended(self, record: Any, total: int) -> None:
+        if self._caller_is_open:
+            self._close_caller()
             self._stream._end(record, total)
-
-        self.link.down.send(arrive)
 
     # -- what the caller's stream does to its sink -------------------------------------------------------------------
 
     def _grant(self, credits: int) -> None:
-        if not self.is_over:
+        if self._caller_is_open:
             self.link.up.send(lambda: self._granted(credits))
 
     def _granted(self, credits: int) -> None:
+        if not self._worker_is_open:
+            return
         self._sink._grant(credits)
         if self._sink._credit > INITIAL_CREDITS:
             self._network.on_breach(
@@ -273,13 +364,17 @@ class Wire:
             )
 
     def _abandon(self) -> None:
-        if not self.is_over:
-            self._over()
-            self.link.up.send(self._sink._abandon)
+        if self._caller_is_open:
+            self._close_caller()
+            self.link.up.send(self.worker_lost)
 
     def stop(self) -> None:
-        if not self.is_over:
-            self.link.up.send(self._sink.context.stop_generating)
+        if self._caller_is_open:
+            self.link.up.send(self._stopped)
+
+    def _stopped(self) -> None:
+        if self._worker_is_open:
+            self._sink.context.stop_generating()
 
 
 class _StopThere:
@@ -330,7 +425,7 @@ class _Client(MemoryClient):
             if link.is_severed:
                 raise CannotConnect(f"{worker} did not answer within {CONNECT_SECONDS:g} s")
         path = instance.transport["mem"]
-        if path not in self._plane._servers:
+        if path not in self._plane._servers and not (link.is_connected and worker in network._gone):
             raise CannotConnect(f"{worker} refused the connection")
         loop = asyncio.get_running_loop()
         encoded = _encode(body)
@@ -340,6 +435,7 @@ class _Client(MemoryClient):
         remote.prompt_tokens = context.prompt_tokens
         sink = MemorySink(loop, remote, len(encoded))
         stream = sink.stream
+        link.connect()
         wire = Wire(network, link, self._process, worker, body, stream, sink)
         link.up.send(lambda: self._dispatch(path, encoded, remote, sink, wire))
         stream._follow(context, (self._streams,))
@@ -349,7 +445,8 @@ class _Client(MemoryClient):
     def _dispatch(self, path: str, encoded: bytes, remote: Context, sink: MemorySink, wire: Wire) -> None:
         server = self._plane._servers.get(path)
         if server is None:
-            wire.break_("nobody listens any more")
+            wire.worker_lost()
+            wire.caller_lost("nobody listens any more")
             return
         try:
             server.core.dispatch(path, _decode(encoded), remote, sink)

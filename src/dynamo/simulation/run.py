@@ -49,6 +49,7 @@ _ITEM_FAULTS: Final = {
 }
 _CLIENT_KINDS: Final = frozenset({Kind.SLOW_CLIENT, Kind.VANISH})
 _ENGINE_KINDS: Final = frozenset({Kind.STALL, Kind.ENGINE_ERROR})
+_CHANCE_ID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _PROMPT: Final = re.compile(rb"<(\d+)>")
 
 
@@ -158,6 +159,7 @@ class _Run(logging.Handler):
             self.trace.append(line)
 
     def breach(self, kind: str, text: str) -> None:
+        text = _CHANCE_ID.sub("<id>", text)  # ids are the one thing that two runs of a seed do not share
         self.note("finding", kind, text)
         self.findings.append(Finding(kind, text))
 

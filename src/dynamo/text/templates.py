@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
+from types import CodeType
 from typing import Any, Final, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
@@ -27,6 +29,9 @@ PLAIN_TEMPLATE: Final = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
+
+
+MAX_COMPILED: Final = 16  # compiling takes milliseconds, and every worker of a model brings the same template
 
 
 class TemplateRejected(InvalidArgument):
@@ -117,11 +122,17 @@ class ChatTemplate:
 
 def _compile(environment: ImmutableSandboxedEnvironment, name: str, source: str) -> Template:
     try:
-        return environment.from_string(source)
+        return Template.from_code(environment, _code(source), environment.make_globals(None))
     except TemplateError as error:
         line = getattr(error, "lineno", None)
         where = f" at line {line}" if line else ""
         raise InvalidArgument(f"the model's chat template {name!r} does not compile{where}: {error}") from error
+
+
+@lru_cache(maxsize=MAX_COMPILED)
+def _code(source: str) -> CodeType:
+    """The program of a template: the same for every environment, as only their `strftime_now` tells them apart."""
+    return _environment(None).compile(source)
 
 
 def _describe(error: Exception) -> str:
