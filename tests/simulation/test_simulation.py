@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from dynamo.frontend import model_admission
 from dynamo.frontend.inference import _Exchange
+from dynamo.frontend.model_admission import ModelAdmission, Urgency
 from dynamo.frontend.surfaces import ChunkWriter
 from dynamo.runtime.request_plane.memory import MemorySink
 from dynamo.simulation import ALL_KINDS, Kind, continuation, draw, run_scenario, shrink, simulate
@@ -29,7 +31,8 @@ def test_no_seed_breaks_a_promise() -> None:
 def test_without_faults_every_request_is_answered_in_full() -> None:
     for seed in range(20):
         outcome = run_scenario(draw(seed, ()))
-        limited = outcome.scenario.engine_slots is not None
+        limits = outcome.scenario.engine_slots, outcome.scenario.model_places, outcome.scenario.queue_age_seconds
+        limited = any(limit is not None for limit in limits)
         assert set(outcome.statuses) <= ({200, 529} if limited else {200}), seed
 
 
@@ -49,6 +52,15 @@ def test_a_seed_is_the_same_run_under_another_hash_seed() -> None:
         env = {**os.environ, "PYTHONHASHSEED": hash_seed}
         told = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         assert told.stdout.split() == here
+
+
+def test_several_processes_tell_what_one_does() -> None:
+    seeds = len(REPLAYED)
+    told: list[str] = []
+    alone = simulate(seeds, REPLAYED.start)
+    shared = simulate(seeds, REPLAYED.start, jobs=2, on_outcome=lambda outcome: told.append(outcome.digest))
+    assert shared.to_json() == alone.to_json()
+    assert told == [run_scenario(draw(seed)).digest for seed in REPLAYED]
 
 
 def test_a_trace_does_not_change_what_it_tells_of() -> None:
@@ -96,10 +108,30 @@ def send_a_token_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ChunkWriter, "write", twice)
 
 
+def take_more_than_there_are_places(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ModelAdmission, "why_not", lambda self, urgency, now: None)
+
+
+def refuse_while_there_is_room(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(model_admission, "_KEPT_FREE", {Urgency.LOW: 2, Urgency.NORMAL: 2})
+
+
 @pytest.mark.parametrize(
     ("put_back", "kind"),
-    [(lose_cancels, "cancel"), (count_credits_twice, "credit"), (send_a_token_twice, "token")],
-    ids=["a lost cancel", "a credit counted twice", "a token sent twice"],
+    [
+        (lose_cancels, "cancel"),
+        (count_credits_twice, "credit"),
+        (send_a_token_twice, "token"),
+        (take_more_than_there_are_places, "overload"),
+        (refuse_while_there_is_room, "overload"),
+    ],
+    ids=[
+        "a lost cancel",
+        "a credit counted twice",
+        "a token sent twice",
+        "more requests than places",
+        "a refusal while there is room",
+    ],
 )
 def test_a_bug_that_is_put_back_is_found_within_200_runs(
     monkeypatch: pytest.MonkeyPatch, put_back: Callable[[pytest.MonkeyPatch], None], kind: str

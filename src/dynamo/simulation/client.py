@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -12,7 +13,7 @@ from dynamo.simulation.scenario import RequestPlan
 
 __all__ = ["Answer", "MalformedAnswer", "Visit", "read_answer"]
 
-_POLL_SECONDS: Final = 1e6  # a client that neither leaves nor says more
+_TEXT: Final = re.compile(rb'"(?:content|text)":"[^"]')  # a first chunk may come without
 
 
 class Visit:
@@ -29,10 +30,13 @@ class Visit:
     ) -> None:
         self.plan = plan
         self.status: int | None = None
+        self.headers: dict[bytes, bytes] = {}
         self.body = b""
         self.chunks = 0
         self.is_complete = False
         self.began_at = asyncio.get_running_loop().time()
+        self.answered_at: float | None = None  # when the headers came
+        self.first_text_at: float | None = None
         self.ended_at: float | None = None
         self.left_at: float | None = None
         self.read_seconds = 0.0  # for each chunk; slow clients only
@@ -96,6 +100,8 @@ class Visit:
             if self.status is not None:
                 self._breach("the answer was started twice")
             self.status = message["status"]
+            self.headers = dict(message["headers"])
+            self.answered_at = asyncio.get_running_loop().time()
             return
         self._take(message.get("body", b""), more=message.get("more_body", False))
         if self.read_seconds and self.left_at is None:
@@ -117,6 +123,8 @@ class Visit:
         self.body += data
         self.is_complete = not more
         self.chunks += 1
+        if self.first_text_at is None and _TEXT.search(data):
+            self.first_text_at = asyncio.get_running_loop().time()
         self._on_chunk(self)
 
     def _breach(self, text: str) -> None:

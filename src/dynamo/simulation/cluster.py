@@ -13,6 +13,7 @@ from dynamo.common.backend.config import WorkerConfig
 from dynamo.common.backend.lifecycle import ShutdownTimes
 from dynamo.common.backend.worker import Worker
 from dynamo.frontend.app import Frontend
+from dynamo.frontend.model_admission import RequestLimit
 from dynamo.frontend.offload import InlineOffload
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.context import Context
@@ -21,6 +22,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.settings import RequestPlaneSettings, RuntimeSettings
 from dynamo.simulation.engine import PrefixEngine, Step
 from dynamo.simulation.network import Network
+from dynamo.simulation.scenario import Scenario
 from dynamo.simulation.store import SimulatedDiscovery
 
 __all__ = ["MODEL", "Cluster", "Conduct", "FrontendProcess", "Process", "WorkerProcess"]
@@ -160,10 +162,14 @@ class WorkerProcess(Process):
 class FrontendProcess(Process):
     """A frontend."""
 
-    def __init__(self, cluster: Cluster, name: str, router_mode: str) -> None:
+    def __init__(self, cluster: Cluster, name: str) -> None:
         super().__init__(cluster, name)
+        scenario = cluster.scenario
+        places = scenario.model_places
         settings = FrontendSettings(
-            router_mode=router_mode,
+            router_mode=scenario.router_mode,
+            max_requests_per_model=None if places is None else RequestLimit(places),
+            max_queue_age_seconds=scenario.queue_age_seconds,
             backend_stream_timeout_seconds=STREAM_TIMEOUT_SECONDS,
             model_cache_dir=Path("/nonexistent"),  # a name-only card has no files
         )
@@ -194,15 +200,14 @@ class Cluster:
 
     def __init__(
         self,
-        seed: int,
+        scenario: Scenario,
         *,
-        engine_slots: int | None,
         pace: Callable[[WorkerProcess, Step], Any],
         tokens_per_chunk: Callable[[Step], int],
         note: Callable[..., None],
         breach: Callable[[str, str], None],
     ) -> None:
-        self._seed = seed
+        self.scenario = scenario
         self.hub = MemoryHub()
         self.pace, self.tokens_per_chunk, self.note, self.breach = pace, tokens_per_chunk, note, breach
         self.conducts: list[Conduct] = []
@@ -212,13 +217,13 @@ class Cluster:
         self.lease_seconds = self.rng("lease").choice((0.0, 3.0, 10.0))
         self.network = Network(
             self.rng("network"),
-            server_settings=RequestPlaneSettings(engine_request_limit=engine_slots, engine_queue_limit=4),
+            server_settings=RequestPlaneSettings(engine_request_limit=scenario.engine_slots, engine_queue_limit=4),
         )
         self.network.on_breach = lambda text: breach("credit", text)
 
     def rng(self, name: str) -> random.Random:
         """Dice of their own for each part, so that taking one fault away does not change the others' luck."""
-        return random.Random(f"{self._seed} {name}")
+        return random.Random(f"{self.scenario.seed} {name}")
 
     async def start_worker(self) -> WorkerProcess:
         worker = WorkerProcess(self, f"worker {len(self.workers)}")
@@ -226,8 +231,8 @@ class Cluster:
         await worker.up()
         return worker
 
-    async def start_frontend(self, router_mode: str) -> FrontendProcess:
-        frontend = FrontendProcess(self, f"frontend {len(self.frontends)}", router_mode)
+    async def start_frontend(self) -> FrontendProcess:
+        frontend = FrontendProcess(self, f"frontend {len(self.frontends)}")
         self.frontends.append(frontend)
         await frontend.up()
         return frontend

@@ -99,6 +99,9 @@ class Network:
                 found.hold(left, is_frozen=True)
         return found
 
+    def links_from(self, caller: str) -> list[Link]:
+        return [link for (end, _), link in self._links.items() if end == caller]
+
     def all_links(self) -> list[Link]:
         return list(self._links.values())
 

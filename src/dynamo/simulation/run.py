@@ -134,9 +134,9 @@ class _Run(logging.Handler):
         self._prompts: dict[int, bytes] = {}
         self._chores: set[asyncio.Task[None]] = set()
         self._items: Counter[int] = Counter()
+        self._dispatched: set[int] = set()  # requests that reached a worker's wire
         self._cluster = Cluster(
-            scenario.seed,
-            engine_slots=scenario.engine_slots,
+            scenario,
             pace=self._pace,
             tokens_per_chunk=lambda step: self._plan_of(bytes(step.prompt)).tokens_per_chunk,
             note=self.note,
@@ -181,7 +181,7 @@ class _Run(logging.Handler):
         for _ in range(scenario.workers):
             await cluster.start_worker()
         for _ in range(scenario.frontends):
-            await cluster.start_frontend(scenario.router_mode)
+            await cluster.start_frontend()
         for frontend in cluster.frontends:
             await self._until_served(frontend)
         for plan in scenario.requests:
@@ -235,6 +235,8 @@ class _Run(logging.Handler):
             body["stream"] = True
             if plan.wants_usage:
                 body["stream_options"] = {"include_usage": True}
+        if plan.priority:
+            body["nvext"] = {"agent_hints": {"priority": plan.priority}}
         self.note("sent", plan.number, frontend.name)
         visit = Visit(
             frontend.frontend.asgi,
@@ -300,6 +302,8 @@ class _Run(logging.Handler):
     def _opened(self, wire: Wire) -> None:
         number = self._plan_of(bytes(wire.body["token_ids"])).number
         self.note("open", number, wire.caller, wire.worker)
+        self._dispatched.add(number)
+        self._check_places(wire.caller)
         for fault in self._take(number, 0, _CLUSTER_KINDS, wire.worker, wire.caller):
             asyncio.get_running_loop().call_soon(self._inflict, fault, wire)
 
@@ -400,7 +404,7 @@ class _Run(logging.Handler):
 
     async def _replace_frontend(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        await self._cluster.start_frontend(self.scenario.router_mode)
+        await self._cluster.start_frontend()
 
     # -- engines and clients -----------------------------------------------------------------------------------------
 
@@ -460,7 +464,11 @@ class _Run(logging.Handler):
         # Inside a stream the status is already sent; the event says what it would have been.
         status = answer.error["code"] if answer.error and visit.status == 200 else visit.status
         kinds = {fault.kind for fault in self.fired}
-        if status == 529 and self.scenario.engine_slots is not None:
+        if visit.status in (503, 529) and not 1 <= int(visit.headers.get(b"retry-after", b"0")) <= 60:
+            self.breach("overload", f"request {visit.plan.number} was refused and not told when to come again")
+        if status == 529 and self.scenario.engine_slots is not None and visit.plan.number in self._dispatched:
+            return
+        if status == 529 and visit.plan.number not in self._dispatched and self._was_crowded(visit):
             return
         if status == 500 and Kind.ENGINE_ERROR not in kinds:
             self.breach("error", f"request {visit.plan.number} failed with 500 though no engine did: {answer.error}")
@@ -468,6 +476,38 @@ class _Run(logging.Handler):
             return
         elif not kinds & LOSSY or self._somebody_was_left():
             self.breach("lost", f"request {visit.plan.number} failed with {status} without a reason: {answer.error}")
+
+    def _was_crowded(self, visit: Visit) -> bool:
+        """Whether its frontend had no room for a request of this urgency when it said so."""
+        places, age = self.scenario.model_places, self.scenario.queue_age_seconds
+        now, priority = visit.answered_at or 0.0, visit.plan.priority
+        others = [
+            other
+            for other in self.visits.values()
+            if other is not visit
+            and other.frontend == visit.frontend
+            and other.began_at <= now
+            and (other.ended_at is None or other.ended_at >= now)
+        ]
+        if places is not None and len(others) >= places - (
+            places // 5 if priority < 0 else 0 if priority else places // 10
+        ):
+            return True
+        patience = None if age is None else age * (0.5 if priority < 0 else 2.0 if priority else 1.0)
+        return patience is not None and any(
+            now - other.began_at > patience and (other.first_text_at is None or other.first_text_at >= now)
+            for other in others
+        )
+
+    def _check_places(self, frontend: str) -> None:
+        """No frontend serves more requests at once than it has places."""
+        if self.scenario.model_places is None:
+            return
+        links = self._cluster.network.links_from(frontend)
+        served = {self._plan_of(bytes(wire.body["token_ids"])).number for link in links for wire in link.wires}
+        served = {number for number in served if not self.visits[number].task.done()}
+        if len(served) > self.scenario.model_places:
+            self.breach("overload", f"{frontend} serves {sorted(served)}, and has {self.scenario.model_places} places")
 
     def _somebody_was_left(self) -> bool:
         """Whether one worker at least was never touched by what happened, and everybody knew of it."""
@@ -550,6 +590,9 @@ class _Run(logging.Handler):
             self._zero(frontend.name, "places taken", frontend.frontend.admission.in_flight)
             self._zero(frontend.name, "exchanges", len(frontend.frontend._in_flight._exchanges))
             self._zero(frontend.name, "calls in flight", _value(frontend.runtime.caller_metrics.inflight_requests))
+            for model in frontend.frontend.models.served():
+                self._zero(frontend.name, "places of the model", model.admission.in_flight)
+                self._zero(frontend.name, "waiting requests", model.admission.waiting)
             for client in frontend.runtime._clients:
                 self._zero(frontend.name, "bookings", sum(client._set._inflight.values()))
             for plane in frontend.runtime._plane_clients.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, Kind
@@ -30,11 +30,12 @@ class RequestPlan:
     wants_usage: bool
     can_push: bool  # the listener offers `dynamo.push`
     body_parts: int
+    priority: int = 0  # what the client says in `nvext`
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One run. `engine_slots` None: no limit."""
+    """One run. A limit that is None is none."""
 
     seed: int
     frontends: int
@@ -44,21 +45,31 @@ class Scenario:
     shuffle: bool
     requests: tuple[RequestPlan, ...]
     faults: tuple[Fault, ...]
+    model_places: int | None = None  # requests that a frontend takes at once
+    queue_age_seconds: float | None = None  # above it a frontend takes no more
 
 
 _ITEM_FAULTS: Final = frozenset({Kind.DUPLICATE, Kind.CUT, Kind.REORDER})
 _LONG_SECONDS: Final = (0.5, 4.0, 30.0)  # shorter than every limit; longer than some; longer than all of them
+CROWDED_PART: Final = 0.25
 _MODES: Final = ("round-robin", "random", "least-loaded", "power-of-two")
 
 
-def draw(seed: int, kinds: Collection[Kind] = ALL_KINDS, *, faults: Sequence[Fault] | None = None) -> Scenario:
-    """The scenario of a seed. The same for every process, whatever its hash seed. `faults`: these in place of its own."""
+def draw(
+    seed: int,
+    kinds: Collection[Kind] = ALL_KINDS,
+    *,
+    faults: Sequence[Fault] | None = None,
+    crowds: bool = True,
+) -> Scenario:
+    """The scenario of a seed. The same for every process, whatever its hash seed. `faults`: these in place of its own.
+    `crowds`: some frontends take few requests; without, a seed is what it was in the first version of this simulation."""
     rng = random.Random(f"scenario {seed}")
     frontends = rng.choice((1, 1, 2))
     requests = tuple(_request(rng, number, frontends) for number in range(rng.randint(2, 8)))
     allowed = sorted(kinds)
     drawn = tuple(_fault(rng, rng.choice(allowed), requests) for _ in range(rng.randint(0, 4))) if allowed else ()
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         frontends=frontends,
         workers=rng.randint(1, 3),
@@ -67,6 +78,20 @@ def draw(seed: int, kinds: Collection[Kind] = ALL_KINDS, *, faults: Sequence[Fau
         shuffle=False,
         requests=requests,
         faults=drawn if faults is None else tuple(faults),
+    )
+    return _crowded(scenario) if crowds else scenario
+
+
+def _crowded(scenario: Scenario) -> Scenario:
+    """Some frontends take few requests, and ask how urgent they are. By dice of its own, so that the rest of a seed stays."""
+    rng = random.Random(f"crowd {scenario.seed}")
+    if rng.random() > CROWDED_PART:
+        return scenario
+    return replace(
+        scenario,
+        requests=tuple(replace(plan, priority=rng.choice((-1, 0, 0, 1))) for plan in scenario.requests),
+        model_places=rng.choice((None, 1, 3, 5, 10)),
+        queue_age_seconds=rng.choice((None, 0.2, 2.0)),
     )
 
 
