@@ -123,7 +123,7 @@ def refuse_while_there_is_room(patch: pytest.MonkeyPatch) -> None:
         (count_credits_twice, "credit"),
         (send_a_token_twice, "token"),
         (take_more_than_there_are_places, "overload"),
-        (refuse_while_there_is_room, "overload"),
+        (refuse_while_there_is_room, "lost"),
     ],
     ids=[
         "a lost cancel",
