@@ -26,13 +26,12 @@ def handler(note: Note, die: Callable[[], None]) -> Handler:
     """Say as many tokens as the body asks for; then die, or wait until nobody listens any more."""
 
     async def handle(body: Any, context: Context, sink: ResponseSink) -> None:
-        note(f"began {body['name']}")
-        sink.send_tokens([1])
-        for _ in range(body["tokens"] - 1):
+        for _ in range(body["tokens"]):
             sink.send_tokens([1])
+        await asyncio.sleep(0)  # what a loop turn says is written at the next one
+        await asyncio.sleep(0)
+        note(f"began {body['name']}")
         if body["dies"]:
-            await asyncio.sleep(0)  # what a loop turn says is written at the next one
-            await asyncio.sleep(0)
             die()
         await context.async_killed_or_stopped()
         note(f"{'killed' if context.is_killed() else 'stopped'} {body['name']}")
