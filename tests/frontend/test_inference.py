@@ -322,6 +322,18 @@ async def test_a_worker_that_fails_before_its_first_token_is_replaced(house: Clu
     assert len(broken.requests) <= 1  # inhibited after its failure
 
 
+@pytest.mark.parametrize("after", [(), ("o",)], ids=["before its first token", "in the middle"])
+async def test_what_one_worker_fails_at_costs_the_next_one_no_turn(tmp_path: Path, after: tuple[str, ...]) -> None:
+    # Not to be had for a request, and no less than well: nobody leaves it out.
+    async with cluster(tmp_path, migration_limit=3) as house:
+        await house.worker(fail(Overloaded(), after=after))
+        good = [await house.worker(say("o", "k")) for _ in range(3)]
+        for _ in range(12):
+            answer = await house.client.chat("hi")
+            assert answer.json["choices"][0]["message"]["content"].endswith("k"), answer.body
+        assert [len(worker.requests) for worker in good] == [4, 4, 4]
+
+
 async def test_a_request_for_a_worker_that_is_not_there_is_the_callers_mistake(house: Cluster) -> None:
     first = await house.worker(say("one"))
     await house.worker(say("two"))

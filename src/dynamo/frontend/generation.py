@@ -476,11 +476,11 @@ class _Choice:
         move = Move(is_ongoing=True)
         self._work.moves.append(move)
         try:
-            self._pick()
+            instance = self._pick()
         except WorkerUnavailable:
             raise lost_by from None  # nobody else is left, and why the last one failed says more
         try:
-            items = await (self._begin() if prefill is None else self._begin_apart(prefill))
+            items = await (self._begin(instance) if prefill is None else self._begin_apart(prefill))
             move.outcome = "cancelled" if context.is_stopped() else "success"
         finally:
             move.seconds = asyncio.get_running_loop().time() - self._lost_at
@@ -494,14 +494,18 @@ class _Choice:
         delta.finish_reason = "length"
         return delta
 
-    async def _begin(self) -> list[StreamItem]:
-        """Open the stream and wait for its first items, trying other workers while nothing has been received."""
+    async def _begin(self, instance: Instance | None = None) -> list[StreamItem]:
+        """Open the stream and wait for its first items, trying other workers while nothing has been received.
+
+        `instance`: whom to ask first. Who was picked is asked: a pick is a turn, and who is left out loses it.
+        """
         context, work = self._context, self._work
         overhead = work.overhead
         move: Move | None = None
         lost_at = 0.0
-        while True:
+        if instance is None:
             instance = self._pick()
+        while True:
             overhead.routed()
             self._tried.append(instance.instance_id)
             self._attempts += 1
@@ -538,7 +542,7 @@ class _Choice:
                 work.instances.append(instance)
                 return items
             try:
-                self._pick()
+                instance = self._pick()
             except WorkerUnavailable:
                 raise last from None  # nobody else is left, and why the last one failed says more
 
