@@ -30,6 +30,9 @@ from typing import Any, Final
 class DynamoException(Exception):
     """Root of every typed error. Raised bare it is treated as `Unknown`."""
 
+    is_reported: bool = False
+    """Whether a peer sent it: `revive` says so. Then the way to that peer is well, whatever the error is about."""
+
 
 class Unknown(DynamoException):
     """An engine failed in a way the framework has no name for. Not retried; the client sees a 500."""
@@ -224,6 +227,23 @@ def rule_of(error: BaseException) -> Rule:
     return RULES[kind_of(error)]
 
 
+_LEAVING: Final = (EngineShutdown, StreamIncomplete)  # what a worker says itself when it should be left alone
+
+
+def inhibits(error: BaseException) -> bool:
+    """Whether the instance is left out for a while. A worker that reports a lost connection lost one of its own."""
+    if not rule_of(error).inhibits:
+        return False
+    return not (isinstance(error, DynamoException) and error.is_reported) or isinstance(error, _LEAVING)
+
+
+def is_answer(error: BaseException) -> bool:
+    """Whether the error shows that the peer can be reached, and serves."""
+    if not (isinstance(error, DynamoException) and error.is_reported):
+        return False
+    return not isinstance(error, (*_LEAVING, WorkerUnavailable))
+
+
 def text_of(error: BaseException) -> str:
     """`"{Kind}: {message}"`, the form operators see."""
     return f"{kind_of(error).__name__}: {error}"
@@ -258,7 +278,9 @@ def describe(error: BaseException, *, _depth: int = 0) -> dict[str, Any]:
 def revive(record: Any, *, _depth: int = 0) -> DynamoException:
     """The exception a wire record stands for; unknown kinds become `Unknown`, unknown keys are ignored."""
     if not isinstance(record, dict):
-        return Unknown(str(record))
+        unknown = Unknown(str(record))
+        unknown.is_reported = True
+        return unknown
     kind = record.get("error_type")
     if isinstance(kind, dict):
         kind = next(iter(kind.values()), None)
@@ -271,6 +293,7 @@ def revive(record: Any, *, _depth: int = 0) -> DynamoException:
         error.args = (message,)
     else:
         error = cls(message)
+    error.is_reported = True
     if isinstance(error, InvalidArgument):
         error.public = record.get("public") is not None
     cause = record.get("caused_by")

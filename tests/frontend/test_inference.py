@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dynamo.errors import (
-    Disconnected,
     EngineShutdown,
     HttpError,
     InvalidArgument,
@@ -313,7 +312,7 @@ async def test_a_stream_that_just_ends_is_an_error_and_not_a_short_answer(house:
 
 
 async def test_a_worker_that_fails_before_its_first_token_is_replaced(house: Cluster) -> None:
-    broken = await house.worker(fail(Disconnected("lost")))
+    broken = await house.worker(fail(EngineShutdown("leaving")))
     good = await house.worker(say("ok"))
     for _ in range(2):
         answer = await house.client.chat("hi")
@@ -679,13 +678,13 @@ async def test_cached_tokens_are_counted_once_for_each_prompt(house: Cluster) ->
 
 async def test_a_sequence_beyond_the_migration_length_is_not_tried_elsewhere(tmp_path: Path) -> None:
     async with cluster(tmp_path, migration_max_seq_len=20) as house:
-        broken = await house.worker(fail(Disconnected("lost")))
+        broken = await house.worker(fail(EngineShutdown("leaving")))
         await house.worker(say("ok"))
         short = [await house.client.completion("short") for _ in range(2)]
         assert [answer.status for answer in short] == [200, 200]
         assert len(broken.requests) == 1
     async with cluster(tmp_path, migration_max_seq_len=20) as house:
-        await house.worker(fail(Disconnected("lost")))
+        await house.worker(fail(EngineShutdown("leaving")))
         await house.worker(say("ok"))
         long = [await house.client.completion("x" * 21) for _ in range(2)]
         assert sorted(answer.status for answer in long) == [200, 503]

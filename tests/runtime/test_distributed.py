@@ -338,7 +338,9 @@ asyncio.run(main())
             with pytest.raises(ValueError, match="Unavailable: Stream ended before generation completed"):
                 await anext(stream)
             with pytest.raises(WorkerUnavailable, match="No workers"):  # quarantined long before its record expires
-                await client.generate(None)
+                client.pick(Context(), only_well=True)
+            with pytest.raises((CannotConnect, ValueError)):  # and asked all the same: there is nobody else
+                await values(client.generate(None))
             while client.instance_ids():
                 await asyncio.sleep(0.01)
             assert time.monotonic() - killed < 2.5

@@ -58,8 +58,8 @@ class Exchange:
                 self._progress.clear()
                 await self._progress.wait()
 
-    async def done(self) -> Exchange:
-        async with asyncio.timeout(10):
+    async def done(self, patience_seconds: float = 10) -> Exchange:
+        async with asyncio.timeout(patience_seconds):
             await self.task
         return self
 

@@ -14,8 +14,9 @@ class Relay:
         self._target_port = target_port
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._flows = asyncio.Event()
-        self._flows.set()
+        self._flows = asyncio.Event()  # from the client to the server
+        self._flows_back = asyncio.Event()
+        self.speak()
         self.port = 0
         self.connections = 0  # so far
 
@@ -50,9 +51,16 @@ class Relay:
     def silence(self) -> None:
         """Accept and read, but pass nothing on: what a peer looks like that is frozen."""
         self._flows.clear()
+        self._flows_back.clear()
+
+    def silence_back(self) -> None:
+        """Pass on what the client says, and nothing of what the server answers."""
+        self._flows_back.clear()
 
     def speak(self) -> None:
+        """Pass everything on, also what was held back."""
         self._flows.set()
+        self._flows_back.set()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -64,8 +72,8 @@ class Relay:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
             try:
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(self._pass(reader, far_writer))
-                    group.create_task(self._pass(far_reader, writer))
+                    group.create_task(self._pass(reader, far_writer, self._flows))
+                    group.create_task(self._pass(far_reader, writer, self._flows_back))
             finally:
                 far_writer.close()
         except (OSError, ExceptionGroup, asyncio.CancelledError):
@@ -73,9 +81,9 @@ class Relay:
         finally:
             writer.transport.abort()
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flows: asyncio.Event) -> None:
         while data := await reader.read(65536):
-            await self._flows.wait()
+            await flows.wait()
             writer.write(data)
             await writer.drain()
         raise ConnectionResetError  # one side ended: so does the other

@@ -10,6 +10,7 @@ A request brings its script as metadata (header `x-dynamo-meta-script`), a JSON 
     ["yield", chunk]          whatever it is
     ["end", reason]           the terminal chunk; without one the stream ends "stop", or "length" at max_tokens
     ["return"]                without a terminal chunk
+    ["stick"]                 as "wait", the first time that any worker comes here; goes on
     ["die", signal]           the process sends itself this signal, the first time that any worker comes here; goes on
 
 A request that another worker had begun to answer (its prompt is longer than `Context.prompt_tokens`) goes on where the
@@ -105,7 +106,9 @@ class ScriptedEngine(LLMEngine):
                                 yield self._chunk(request, token) | {"finish_reason": "length"}
                                 return
                             yield self._chunk(request, token)
-                    case "wait":
+                    case "wait" | "stick":
+                        if verb == "stick" and not self._is_first_here(context):
+                            continue
                         await context.async_killed_or_stopped()
                         self._note("stopped", context, sent=sent)
                         yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
@@ -137,13 +140,17 @@ class ScriptedEngine(LLMEngine):
         self._note("cleanup", None)
 
     def _die_once(self, number: signal.Signals, context: Any) -> None:
+        if self._is_first_here(context):
+            self._note("die", context)
+            os.kill(os.getpid(), number)
+
+    def _is_first_here(self, context: Any) -> bool:
         folder = os.path.dirname(os.environ["SCRIPTED_JOURNAL"])
         try:
             os.close(os.open(os.path.join(folder, f"died-{context.metadata['tag']}"), os.O_CREAT | os.O_EXCL))
         except FileExistsError:
-            return
-        self._note("die", context)
-        os.kill(os.getpid(), number)
+            return False
+        return True
 
     def _chunk(self, request: GenerateRequest, token: int) -> dict[str, Any]:
         chunk: dict[str, Any] = {"token_ids": [token], "index": 0}

@@ -28,9 +28,11 @@ from dynamo.frontend.model_files import ModelFiles
 from dynamo.frontend.models import ModelDirectory, WorkerClient
 from dynamo.frontend.offload import Offload, ThreadOffload
 from dynamo.frontend.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute, Peers
+from dynamo.frontend.pace import Patience
 from dynamo.frontend.preprocess import Preprocessor
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.frontend.shedding import LOAD_TOPIC, BusyThresholdRoute, Shedding
+from dynamo.frontend.stalls import StallWatch
 from dynamo.frontend.surfaces import ChatSurface, CompletionSurface
 from dynamo.protocol.openai.errors import route_not_found
 from dynamo.protocol.records import ModelCard
@@ -82,6 +84,13 @@ class Frontend:
             rng=runtime.rng,
         )
         self._in_flight = InFlight()
+        patience = Patience(
+            settings.stall_floor_seconds,
+            settings.stall_factor,
+            settings.first_token_timeout_seconds,
+            settings.inter_token_timeout_seconds,
+        )
+        self.watch = StallWatch(patience, self.metrics.stalled)
         self._budget = BodyBudget(settings.pending_bodies_limit_bytes)
         self.shedding = Shedding(settings, self.models, self._loads, peers)
         self._probe: asyncio.TimerHandle | None = None
@@ -130,6 +139,7 @@ class Frontend:
         if self._probe is not None:
             self._probe.cancel()
             self._probe = None
+        self.watch.close()
         await self.shedding.aclose()
         await self.models.aclose()
         self._offload.close()
@@ -180,6 +190,7 @@ class Frontend:
             "metrics": self.metrics,
             "preprocessor": Preprocessor(self.settings, self.metrics, self._offload),
             "in_flight": self._in_flight,
+            "watch": self.watch,
             "budget": self._budget,
         }
         chat = ChatSurface(reasoning_field=self.settings.reasoning_field_name)

@@ -226,6 +226,43 @@ def _build(base: FrontendSettings) -> _Parser:
         help="no other worker for a sequence longer than this [DYN_MIGRATION_MAX_SEQ_LEN]",
     )
     where(
+        "--stall-floor-seconds",
+        type=_factor,
+        default=base.stall_floor_seconds,
+        metavar="SECONDS",
+        help="a stream is not taken for stalled before so much silence; 0 never (%(default)s) [DYN_STALL_FLOOR_SECS]",
+    )
+    where(
+        "--stall-factor",
+        type=_factor_of_gap,
+        default=base.stall_factor,
+        metavar="N",
+        help="nor before so many times its own longest gap between tokens (%(default)s) [DYN_STALL_FACTOR]",
+    )
+    where(
+        "--first-token-timeout-seconds",
+        type=_seconds,
+        default=base.first_token_timeout_seconds,
+        metavar="SECONDS",
+        help="a worker that has not said anything by then is left for another; 0 never "
+        "[DYN_HTTP_FIRST_TOKEN_TIMEOUT_SECS]",
+    )
+    where(
+        "--inter-token-timeout-seconds",
+        type=_seconds,
+        default=base.inter_token_timeout_seconds,
+        metavar="SECONDS",
+        help="the same between two tokens [DYN_HTTP_INTER_TOKEN_TIMEOUT_SECS]",
+    )
+    where(
+        "--request-timeout-seconds",
+        type=_seconds,
+        default=base.request_timeout_seconds,
+        metavar="SECONDS",
+        help="a request that has not been answered in full by then ends with 504; 0 never "
+        "[DYN_HTTP_REQUEST_TIMEOUT_SECS]",
+    )
+    where(
         "--enforce-disagg",
         action=argparse.BooleanOptionalAction,
         default=base.enforce_disagg,
@@ -402,6 +439,17 @@ def _request_limit(text: str) -> RequestLimit:
         return RequestLimit.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _factor_of_gap(text: str) -> float:
+    number = _factor(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1: every gap would be a stall")
+    return number
+
+
+def _seconds(text: str) -> float | None:
+    return _factor(text) or None
 
 
 def _part(text: str) -> float:

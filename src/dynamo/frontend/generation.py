@@ -20,11 +20,13 @@ from dynamo.errors import (
     StreamIncomplete,
     Unknown,
     WorkerUnavailable,
+    inhibits,
     revive,
     rule_of,
 )
 from dynamo.frontend.overhead import Overhead
 from dynamo.frontend.parsing import OutputPlan
+from dynamo.frontend.stalls import StallWatch
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.router.migration import Move, continued, tokens_left, why_not
 from dynamo.router.prefill import PrefillAnswer, PrefillRouter, may_go_without
@@ -54,7 +56,7 @@ class GenerationModel(Protocol):
     text: TextModel
     prefill: PrefillRouter | None  # who computes prompts; None: whoever decodes
 
-    def pick(self, context: Context, *, exclude: Sequence[int] = ()) -> Instance: ...
+    def pick(self, context: Context, *, exclude: Sequence[int] = (), only_well: bool = False) -> Instance: ...
 
     @property
     def runtime_data(self) -> Mapping[str, Any]:
@@ -93,6 +95,7 @@ class WorkRequest:
         "reasoning_tokens",
         "retries",
         "running",
+        "watch",
     )
 
     def __init__(
@@ -115,6 +118,7 @@ class WorkRequest:
         self.retries = retries
         self.longest_movable = longest_movable
         self.running: tuple[_Choice, ...] = ()
+        self.watch: StallWatch | None = None  # who looks after its progress; None: nobody
         self.moves: list[Move] = []  # for the metrics; bounded by `retries` and the number of choices
         self.overhead = overhead or Overhead()
         self.prompt_tokens = sum(map(len, prompts))
@@ -197,6 +201,7 @@ class SingleGeneration:
 
     def __init__(self, model: GenerationModel, work: WorkRequest, context: Context) -> None:
         self._choice = work.open_choice(model, context, 0, work.prompts[0])
+        self._choice.watched()
         work.running = (self._choice,)
 
     async def next(self) -> list[Delta] | None:
@@ -248,6 +253,7 @@ async def _fan_out(model: GenerationModel, work: WorkRequest, context: Context) 
                 unlink.append(context.link_child(child))
                 choice = work.open_choice(model, child, index, prompt)
                 choices.append(choice)
+                choice.watched()
                 # Ended and awaited in the `finally` below.
                 tasks.append(asyncio.create_task(pump(choice), name=f"choice {child.id()}"))
         work.running = tuple(choices)
@@ -269,13 +275,14 @@ async def _fan_out(model: GenerationModel, work: WorkRequest, context: Context) 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for choice in choices:
+            choice.close()  # also those whose task never began
 
 
 class _Choice:
     """One choice: its stream, its decoder, and whom it has tried."""
 
     __slots__ = (
-        "_attempts",
         "_body",
         "_context",
         "_decoder",
@@ -286,12 +293,15 @@ class _Choice:
         "_lost_by",
         "_model",
         "_origin",
+        "_pardoned",
         "_prompt",
         "_shed",
         "_silent",
         "_stream",
         "_tried",
         "_work",
+        "attempts",
+        "is_reading",
     )
 
     def __init__(
@@ -306,12 +316,14 @@ class _Choice:
         self._origin = {**_for_choice(work.body, index % work.choices), "token_ids": prompt}
         self._body = self._origin
         self._silent: DynamoException | None = None  # set: the worker was left because it said nothing
+        self._pardoned: DynamoException | None = None  # set: that, and it is not to be left out for it
+        self.is_reading = False  # whether it waits for the worker, or for whoever reads what it said
         self._lost_by: DynamoException | None = None  # why the last worker was given up
         self._lost_at = 0.0
         self._stream: ResponseStream | None = None
         self._tried: list[int] = []  # not to be asked again
         self._shed: set[int] = set()  # of those, who only had no room
-        self._attempts = 0
+        self.attempts = 0
         self._ended = False
         body = self._body
         self._decoder = ChoiceDecoder(
@@ -326,6 +338,7 @@ class _Choice:
         """Everything new, waiting for something to arrive; None once the choice has ended."""
         while not self._ended:
             if self._stream is not None:
+                self.is_reading = True
                 try:
                     items = await self._stream.next_batch()
                     if not items:
@@ -333,6 +346,8 @@ class _Choice:
                 except DynamoException as error:
                     self._lose(error)
                     continue
+                finally:
+                    self.is_reading = False
             elif self._generated and tokens_left(self._origin, len(self._generated)) == 0:
                 return self._complete()
             else:
@@ -382,10 +397,12 @@ class _Choice:
             else:
                 done.set_exception(error)
 
+        self.is_reading = True
         stream.listen(arrived)
         try:
             await done
         finally:
+            self.is_reading = False
             stream.listen(None)
 
     def _said_plainly(self, items: list[StreamItem]) -> tuple[str, int] | None:
@@ -412,19 +429,46 @@ class _Choice:
         silent, self._silent = self._silent, None
         return silent or StreamIncomplete(text)
 
-    def give_up(self, error: DynamoException) -> bool:
-        """Leave a worker that says nothing, with `error`, if another one may go on; whether that is so."""
+    # -- what whoever watches its progress needs (`stalls.Watched`) --------------------------------------------------
+
+    def watched(self) -> None:
+        """From now on, until `close`, its progress is looked after."""
+        if self._work.watch is not None:
+            self._work.watch.add(self)
+
+    @property
+    def request_id(self) -> str:
+        return self._context.id()
+
+    @property
+    def tokens(self) -> int:
+        """How many were generated so far."""
+        return len(self._generated)
+
+    @property
+    def instance_id(self) -> int | None:
+        """The worker whose answer is awaited or read; None between two of them."""
+        return self._tried[-1] if self._stream is not None and self._tried else None
+
+    def give_up(self, error: DynamoException, *, blames_worker: bool = True, is_last: bool = False) -> bool:
+        """Leave a worker that says nothing, with `error`; whether that was done. Not `is_last`: only if another may go on."""
         stream = self._stream
-        if stream is None or self._ended or self._silent is not None:
+        if stream is None or self._ended or self._silent is not None or not (is_last or self._can_move(error)):
+            return False
+        self._silent = error
+        if not blames_worker:
+            self._pardoned = error
+        stream.kill()  # and whoever reads it finds that it has ended
+        return True
+
+    def _can_move(self, error: DynamoException) -> bool:
+        """Whether another worker is there, and may go on after `error`."""
+        if not self._may_move(error) or (self.tokens and self._why_not() is not None):
             return False
         try:
-            if not self._may_move(error) or (self._generated and self._why_not() is not None):
-                return False
-            self._pick()
+            self._model.pick(self._context, exclude=self._tried, only_well=True)
         except DynamoException:
-            return False  # nobody else is there
-        self._silent = error
-        stream.kill()  # and whoever reads it finds that it has ended
+            return False  # nobody else is there, or nobody who is well
         return True
 
     def _may_move(self, error: DynamoException) -> bool:
@@ -433,13 +477,20 @@ class _Choice:
         return (
             rule_of(error).retryable
             and not self._context.is_stopped()
+            and not self._is_late()
             and work.pinned_instance_id is None
-            and self._attempts <= work.retries
+            and self.attempts <= work.retries
         )
+
+    def _is_late(self) -> bool:
+        """Whether the request's own deadline has passed: then its end is nobody's fault, and nobody else need be asked."""
+        deadline = self._context.deadline
+        return deadline is not None and asyncio.get_running_loop().time() >= deadline
 
     def _lose(self, error: DynamoException) -> None:
         """The worker was lost after it had begun to answer. Raises `error` unless another one may go on."""
-        self._blame(error)
+        if inhibits(error):
+            self._blame(self._model.instance(self._tried[-1]), error)
         context = self._context
         if not self._may_move(error):
             raise error
@@ -508,21 +559,21 @@ class _Choice:
         while True:
             overhead.routed()
             self._tried.append(instance.instance_id)
-            self._attempts += 1
+            self.attempts += 1
             try:
                 self._stream = await self._model.open(instance, self._body, context)
                 overhead.dispatched()
+                self.is_reading = True
                 items = await self._stream.next_batch()
                 if not items and not context.is_stopped():
                     raise self._incomplete("the worker ended the stream without a single chunk")
             except DynamoException as error:
+                self.is_reading = False
                 overhead.arrived(failed=True)
                 self._release()
-                rule = rule_of(error)
-                if rule.inhibits:
-                    self._model.inhibit(instance)
+                self._blame(instance, error)
                 self._note_failure(instance.instance_id, error)
-                if not rule.retryable or work.pinned_instance_id is not None or self._attempts > work.retries:
+                if not self._may_move(error):
                     raise
                 logger.info(
                     "request %s: worker %x failed before its first token (%s: %s); trying another",
@@ -538,6 +589,7 @@ class _Choice:
             else:
                 if move is not None:
                     move.outcome, move.seconds = "success", asyncio.get_running_loop().time() - lost_at
+                self.is_reading = False
                 overhead.arrived()
                 work.instances.append(instance)
                 return items
@@ -550,7 +602,10 @@ class _Choice:
         """As `_begin`, with the prompt computed by another worker first."""
         context, work = self._context, self._work
         try:
-            handoff = await prefill.prefill(self._body, context, work.overhead, retries=work.retries)
+            limit = None if work.watch is None else work.watch.patience.first_token_seconds
+            handoff = await prefill.prefill(
+                self._body, context, work.overhead, retries=work.retries, limit_seconds=limit
+            )
         except DynamoException as error:
             if prefill.is_enforced or context.is_stopped() or not may_go_without(error):
                 raise
@@ -578,10 +633,9 @@ class _Choice:
             self._tried = [each for each in self._tried if each not in self._shed]
             self._shed.clear()
 
-    def _blame(self, error: DynamoException) -> None:
-        """The worker was lost mid-stream: the next request need not find out for itself."""
-        instance = self._model.instance(self._tried[-1]) if rule_of(error).inhibits else None
-        if instance is not None:
+    def _blame(self, instance: Instance | None, error: DynamoException) -> None:
+        """The worker was lost: the next request need not find out for itself."""
+        if instance is not None and inhibits(error) and error is not self._pardoned and not self._is_late():
             self._model.inhibit(instance)
 
     def _pick(self) -> Instance:
@@ -667,8 +721,10 @@ class _Choice:
             self._stream = None
 
     def close(self) -> None:
-        """Leave the stream; the worker is told if it had not ended."""
+        """Leave the stream; the worker is told if it had not ended. Idempotent."""
         self._ended = True
+        if self._work.watch is not None:
+            self._work.watch.remove(self)
         self._release()
 
 

@@ -48,6 +48,7 @@ from dynamo.frontend.overhead import PARSE, QUEUE, Overhead, wants_overhead
 from dynamo.frontend.parsed_answers import ParsedChunkWriter, ParsedUnaryAnswer
 from dynamo.frontend.preprocess import Preprocessor
 from dynamo.frontend.settings import KEEP_ALIVE_SECONDS, FrontendSettings
+from dynamo.frontend.stalls import StallWatch
 from dynamo.frontend.surfaces import Answer, ChunkWriter, Surface, UnaryAnswer
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import (
@@ -163,6 +164,7 @@ class InferenceRoute:
         metrics: FrontendMetrics,
         preprocessor: Preprocessor,
         in_flight: InFlight,
+        watch: StallWatch,
         budget: BodyBudget,
     ) -> None:
         self._surface = surface
@@ -172,6 +174,7 @@ class InferenceRoute:
         self._metrics = metrics
         self._preprocessor = preprocessor
         self._exchanges = in_flight._exchanges
+        self._watch = watch
         self._metadata_prefix = settings.metadata_header_prefix.encode()
         self._budget = budget
         self._limits = BodyLimits(settings.json_depth_limit, settings.messages_limit)
@@ -276,8 +279,14 @@ class InferenceRoute:
                 keep_alive_seconds=_keep_alive(self._settings, request),
             )
         work: WorkRequest | None = None
+        expiry: asyncio.TimerHandle | None = None
+        if (limit := self._settings.request_timeout_seconds) is not None:
+            context.deadline = began + limit  # the worker is told, and keeps it itself where its wire can say it
+            late = ResponseTimeout(f"the request was not answered within {limit:g} s")
+            expiry = loop.call_at(context.deadline, exchange.end_with, late)
         try:
             work, text = await self._surface.prepare(self._preprocessor, request, effects, model, overhead)
+            work.watch = self._watch
             answer = Answer(self._surface, request, model, work, context.id(), time.time() - (loop.time() - began))
             if stream is not None:
                 await self._stream(exchange, request, answer, stream, text, began)
@@ -300,6 +309,8 @@ class InferenceRoute:
             if work is not None and work.moves:
                 self._metrics.moved(model.name, work.moves)
             watcher.cancel()
+            if expiry is not None:
+                expiry.cancel()
             if stream is not None:
                 stream.close()
             self._exchanges.pop(exchange, None)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 from dynamo.frontend.overhead import ROUTE, STAGES, Overhead
+from dynamo.frontend.pace import Finding
 from dynamo.router.migration import Move
 from dynamo.runtime.metric_snapshots import absorb
 from dynamo.runtime.metrics import Counter, Gauge, Histogram, MetricsRegistry
@@ -186,6 +187,10 @@ class FrontendMetrics:
         self._shed = registry.counter_vector(
             name("model_shed_total"), "Requests refused before their prompt was looked at", ("model", "reason")
         )
+        stalled = registry.counter_vector(
+            name("stalled_streams_total"), "Choices that left a worker without progress", ("finding",)
+        )
+        self._stalled = {finding: stalled.labels(finding.name.lower()) for finding in Finding}
         self.card_conflicts = registry.counter_vector(
             name("model_card_conflicts_total"), "Workers left out: their card differs from the first", per_model
         )
@@ -305,6 +310,10 @@ class FrontendMetrics:
         for short, value in values.items():
             if value is not None:
                 self._model_gauges[short].labels(name).set(value)
+
+    def stalled(self, finding: Finding) -> None:
+        """A choice left its worker for want of progress."""
+        self._stalled[finding].inc()
 
     def moved(self, model: str, moves: Sequence[Move]) -> None:
         """Count the changes of worker of one request that is over."""

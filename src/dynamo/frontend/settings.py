@@ -106,6 +106,11 @@ class FrontendSettings:
     peek_seconds: float = DEFAULT_PEEK_SECONDS
     keep_alive_seconds: float | None = KEEP_ALIVE_SECONDS
     backend_stream_timeout_seconds: float | None = None
+    stall_floor_seconds: float = 10.0  # no stream is taken for stalled before; 0: none ever is
+    stall_factor: float = 20.0  # nor before this many times its own longest gap between tokens
+    first_token_timeout_seconds: float | None = None  # of each worker that is asked
+    inter_token_timeout_seconds: float | None = None
+    request_timeout_seconds: float | None = None  # from the complete body to the last byte of the answer
     graceful_shutdown_seconds: float = 5.0
     grace_period_seconds: float = 0.0  # not ready, and still taking requests
 
@@ -135,6 +140,9 @@ class FrontendSettings:
         peek_ms = env_float("DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS", default.peek_seconds * 1000, minimum=0, env=env)
         alive_ms = env_float("DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS", KEEP_ALIVE_SECONDS * 1000, minimum=0, env=env)
         inactive = env_float("DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS", 0, minimum=0, env=env)
+        first_token = env_float("DYN_HTTP_FIRST_TOKEN_TIMEOUT_SECS", 0, minimum=0, env=env)
+        inter_token = env_float("DYN_HTTP_INTER_TOKEN_TIMEOUT_SECS", 0, minimum=0, env=env)
+        whole = env_float("DYN_HTTP_REQUEST_TIMEOUT_SECS", 0, minimum=0, env=env)
         cache_bytes = env_int("DYN_TOKENIZER_CACHE_BYTES", default.tokenizer_cache_bytes, minimum=0, env=env)
         return cls(
             http_host=env_str("DYN_HTTP_HOST", default.http_host, env=env) or default.http_host,
@@ -198,6 +206,11 @@ class FrontendSettings:
             keep_alive_seconds=alive_ms / 1000 or None,
             backend_stream_timeout_seconds=inactive or None,
             grace_period_seconds=env_float("DYN_HTTP_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", 0.0, minimum=0, env=env),
+            stall_floor_seconds=env_float("DYN_STALL_FLOOR_SECS", default.stall_floor_seconds, minimum=0, env=env),
+            stall_factor=env_float("DYN_STALL_FACTOR", default.stall_factor, minimum=1, env=env),
+            first_token_timeout_seconds=first_token or None,
+            inter_token_timeout_seconds=inter_token or None,
+            request_timeout_seconds=whole or None,
             graceful_shutdown_seconds=env_float("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", 5.0, minimum=0, env=env),
             context_window=_optional_int("DYN_CONTEXT_WINDOW", minimum=1, env=env),
             max_output_tokens=_optional_int("DYN_MAX_OUTPUT_TOKENS", minimum=1, env=env),

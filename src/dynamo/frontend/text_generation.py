@@ -105,15 +105,20 @@ class _TextChoice(_Choice):
         self._model, self._work, self._context, self._index = model, work, context, index
         self._text_work = work
         self._stream, self._tried, self._ended = None, [], False
-        self._shed, self._attempts = set(), 0
+        self._shed, self.attempts = set(), 0
         number = index % work.choices
         body = work.bodies[index // work.choices]
         if number and body.get("seed") is not None:  # as in `generation`: the same seed twice is the same text twice
             body = {**body, "seed": body["seed"] + number}
         self._origin = self._body = body
         self._prompt, self._generated, self._lost_by, self._lost_at, self._silent = [], [], None, 0.0, None
+        self._pardoned, self.is_reading = None, False
         self._stops = StopStrings(work.stops, include=work.include_stop) if work.stops else None
         self._counted = 0
+
+    @property
+    def tokens(self) -> int:
+        return self._counted
 
     def _why_not(self) -> str | None:
         return "its engine takes text: there is no position to go on from"

@@ -19,9 +19,11 @@ from dynamo.errors import (
     DynamoException,
     InvalidArgument,
     Overloaded,
+    ResponseTimeout,
     StreamIncomplete,
     Unknown,
     WorkerUnavailable,
+    inhibits,
     revive,
     rule_of,
 )
@@ -127,9 +129,16 @@ class PrefillRouter:
         await asyncio.gather(*running, return_exceptions=True)
 
     async def prefill(
-        self, body: Mapping[str, Any], context: Context, stages: Stages, *, retries: int = 0
+        self,
+        body: Mapping[str, Any],
+        context: Context,
+        stages: Stages,
+        *,
+        retries: int = 0,
+        limit_seconds: float | None = None,
     ) -> Handoff | PrefillAnswer:
         """Have the prompt of `body` computed, trying up to `retries` other workers after failures that these may not have.
+        `limit_seconds`: what each of them may take until it has handed over, where that is waited for.
 
         Raises:
             InvalidArgument: the request names a prefill worker that is not there, or the worker refused the request.
@@ -139,6 +148,7 @@ class PrefillRouter:
         tried: list[int] = []
         pinned = (body.get("routing") or {}).get("prefill_worker_id")
         last: DynamoException | None = None
+        late: DynamoException | None = None  # a limit of ours: that is no fault of the way to the worker
         while True:
             try:
                 instance = self._pick(context, pinned, tried)
@@ -147,13 +157,19 @@ class PrefillRouter:
             stages.routed()
             tried.append(instance.instance_id)
             try:
-                return await self._on(instance, body, context, stages)
+                try:
+                    async with asyncio.timeout(limit_seconds):
+                        return await self._on(instance, body, context, stages)
+                except TimeoutError:
+                    if limit_seconds is None:
+                        raise
+                    late = ResponseTimeout(f"the prompt was not computed within {limit_seconds:g} s")
+                    raise late from None
             except DynamoException as error:
                 stages.arrived(failed=True)
-                rule = rule_of(error)
-                if rule.inhibits:
+                if inhibits(error) and error is not late:
                     self.workers.inhibit(instance)
-                if not rule.retryable or pinned is not None or len(tried) > retries or context.is_stopped():
+                if not rule_of(error).retryable or pinned is not None or len(tried) > retries or context.is_stopped():
                     raise
                 logger.info(
                     "request %s: prefill worker %x failed (%s: %s); trying another",
@@ -193,7 +209,8 @@ class PrefillRouter:
     def _pick(self, context: Context, pinned: Any, tried: list[int]) -> Instance:
         if pinned is None:
             try:
-                return self.workers.pick(context, exclude=tried)
+                # Where all are in quarantine the decode workers compute the prompt, if they may.
+                return self.workers.pick(context, exclude=tried, only_well=not self.is_enforced)
             except InvalidArgument as error:  # the direct mode, which chooses nobody
                 raise InvalidArgument(NOT_NAMED) from error
         instance = self.workers.instance(pinned)

@@ -22,7 +22,7 @@ class WorkerClient(Protocol):
 
     def named(self, instance_id: int) -> Instance: ...
 
-    def pick(self, context: Context, *, exclude: Collection[int] = ()) -> Instance: ...
+    def pick(self, context: Context, *, exclude: Collection[int] = (), only_well: bool = False) -> Instance: ...
 
     async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream: ...
 
@@ -85,36 +85,40 @@ class WorkerGroup:
             for endpoint, ids in self._workers.items()
         )
 
-    def pick(self, context: Context, *, exclude: Collection[int] = ()) -> Instance:
-        """The worker the router mode chooses. Raises `WorkerUnavailable` when none is left, `Overloaded` when all that are
-        left are busy."""
+    def pick(self, context: Context, *, exclude: Collection[int] = (), only_well: bool = False) -> Instance:
+        """The worker the router mode chooses; one in quarantine only where there is no other, and never with `only_well`.
+
+        Raises `WorkerUnavailable` when none is left, `Overloaded` when all that are left are busy.
+        """
         if self.busy:
             try:
-                return self._pick(context, self.busy.union(exclude))
+                return self._pick(context, self.busy.union(exclude), only_well)
             except WorkerUnavailable:
-                self._pick(context, exclude)
+                self._pick(context, exclude, only_well)
                 raise Overloaded from None  # and not gone
-        return self._pick(context, exclude)
+        return self._pick(context, exclude, only_well)
 
-    def _pick(self, context: Context, exclude: Collection[int]) -> Instance:
+    def _pick(self, context: Context, exclude: Collection[int], only_well: bool) -> Instance:
         endpoints = self._endpoints
-        if len(endpoints) > 1:  # one model on several endpoints of a namespace: take turns, skip what has nobody
-            self._turn += 1
-            start = self._turn % len(endpoints)
-            endpoints = endpoints[start:] + endpoints[:start]
-        for position, endpoint in enumerate(endpoints):
-            client = self._clients.get(endpoint)
-            if client is None:
-                continue
-            foreign = self._foreign.get(endpoint)
-            if foreign is None:
-                foreign = self._foreign[endpoint] = frozenset(client.instance_ids()) - self._workers[endpoint]
-            try:
-                return client.pick(context, exclude=foreign.union(exclude) if foreign else exclude)
-            except WorkerUnavailable:
-                if position == len(endpoints) - 1:
-                    raise
+        if len(endpoints) == 1:
+            return self._pick_at(endpoints[0], context, exclude, only_well)
+        # One model on several endpoints of a namespace: take turns, skip what has nobody; who is well goes first.
+        self._turn += 1
+        start = self._turn % (len(endpoints) or 1)
+        for careful in (True,) if only_well else (True, False):
+            for endpoint in endpoints[start:] + endpoints[:start]:
+                with contextlib.suppress(WorkerUnavailable):
+                    return self._pick_at(endpoint, context, exclude, careful)
         raise WorkerUnavailable(f"No workers available for model {self.name}")
+
+    def _pick_at(self, endpoint: str, context: Context, exclude: Collection[int], only_well: bool) -> Instance:
+        client = self._clients.get(endpoint)
+        if client is None:
+            raise WorkerUnavailable(f"No workers available for model {self.name}")
+        foreign = self._foreign.get(endpoint)
+        if foreign is None:
+            foreign = self._foreign[endpoint] = frozenset(client.instance_ids()) - self._workers[endpoint]
+        return client.pick(context, exclude=foreign.union(exclude) if foreign else exclude, only_well=only_well)
 
     async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream:
         """Send `body` to `instance` and return its stream."""

@@ -18,6 +18,8 @@ from dynamo.errors import (
     RouterQueueLimitExceeded,
     SelectionServiceError,
     Unknown,
+    inhibits,
+    is_answer,
     revive,
     rule_of,
 )
@@ -133,19 +135,26 @@ class Client:
 
     def inhibit(self, instance_id: int) -> None:
         """Leave an instance out for a while: a request to it failed in a way that another might, too."""
-        self._set.inhibit(instance_id, self._now())
+        if self._set.inhibit(instance_id, self._now()):
+            self._runtime.caller_metrics.quarantines.inc()
+            logger.warning("instance %x of %s is left out for a while", instance_id, self._endpoint.path)
+
+    def count_quarantined(self) -> int:
+        """How many instances are left out, or were and have not answered since."""
+        return len(self._set.quarantine)
 
     # -- calls, as the planes see them ---------------------------------------------------------------------------
 
-    def pick(self, context: Context, *, exclude: Collection[int] = ()) -> Instance:
+    def pick(self, context: Context, *, exclude: Collection[int] = (), only_well: bool = False) -> Instance:
         """The next instance by this client's mode. Raises `WorkerUnavailable` when there is none.
 
+        Instances in quarantine are chosen only where there are no others, and not at all with `only_well`.
         Open it in the same turn of the loop: the load that others see is booked there.
         """
-        return self._set.pick(self._mode, self._now(), exclude)
+        return self._set.pick(self._mode, self._now(), exclude, only_well=only_well)
 
     def named(self, instance_id: int) -> Instance:
-        """One instance by id, inhibited or not. Raises `WorkerUnavailable` naming the id."""
+        """One instance by id, in quarantine or not. Raises `WorkerUnavailable` naming the id."""
         return self._set.named(instance_id)
 
     async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream:
@@ -153,16 +162,33 @@ class Client:
         instance_id = instance.instance_id
         self._set.book(instance_id)
         metrics = self._runtime.caller_metrics
+        if self._set.quarantine and self._set.quarantine.sent(instance_id, self._now()):
+            metrics.probes.inc()
+            logger.info("request %s probes instance %x", context.id(), instance_id)
         metrics.inflight_requests.inc()
         began = perf_counter()  # a loop's own clock stands still within a turn
         try:
             stream = await self._runtime.plane_client(instance).open(instance, body, context)
-        except BaseException:
+        except BaseException as error:
             self._release(instance_id)
+            self._heard(instance_id, error)
             raise
         sent = perf_counter()
         metrics.send_seconds.observe(sent - began)
-        return _BookedStream(stream, lambda: self._release(instance_id), sent, metrics.roundtrip_ttft_seconds)
+        return _BookedStream(
+            stream,
+            lambda: self._release(instance_id),
+            lambda error: self._heard(instance_id, error),
+            sent,
+            metrics.roundtrip_ttft_seconds,
+        )
+
+    def _heard(self, instance_id: int, error: BaseException | None) -> None:
+        """The first thing that came of a request. An answer ends a quarantine, and so does a refusal: it came from there."""
+        if not self._set.quarantine or (error is not None and not is_answer(error)):
+            return
+        if self._set.quarantine.answered(instance_id):
+            logger.info("instance %x of %s answers again", instance_id, self._endpoint.path)
 
     def _release(self, instance_id: int) -> None:
         self._set.release(instance_id)
@@ -217,7 +243,7 @@ class Client:
         return ClientStream(stream, context, annotated, lambda error: self._failed(chosen, error))
 
     def _failed(self, instance: Instance, error: DynamoException) -> None:
-        if rule_of(error).inhibits:
+        if inhibits(error):
             self.inhibit(instance.instance_id)
 
     # -- following the store -------------------------------------------------------------------------------------
@@ -303,12 +329,20 @@ class TransportView:
 class _BookedStream:
     """A stream that gives its booking back when it is closed, and whose first batch is timed."""
 
-    __slots__ = ("_release", "_roundtrip", "_sent", "_stream", "kill", "listen", "next_batch", "stop", "take")
+    __slots__ = ("_heard", "_release", "_roundtrip", "_sent", "_stream", "kill", "listen", "next_batch", "stop", "take")
 
-    def __init__(self, stream: ResponseStream, release: Callable[[], None], sent: float, roundtrip: Histogram) -> None:
-        """`sent`: when the request had left, by `perf_counter`."""
+    def __init__(
+        self,
+        stream: ResponseStream,
+        release: Callable[[], None],
+        heard: Callable[[BaseException | None], None],
+        sent: float,
+        roundtrip: Histogram,
+    ) -> None:
+        """`heard` gets the first thing that comes, an error or None. `sent`: when the request had left, by `perf_counter`."""
         self._stream = stream
         self._release: Callable[[], None] | None = release
+        self._heard = heard
         self._sent, self._roundtrip = sent, roundtrip
         self.next_batch = self._first_batch
         # Bound once: a layer of calls per batch would be paid for every token.
@@ -320,9 +354,13 @@ class _BookedStream:
     async def _first_batch(self) -> list[StreamItem]:
         try:
             batch = await self._stream.next_batch()
+        except DynamoException as error:
+            self._heard(error)
+            raise
         finally:
             self.next_batch = self._stream.next_batch  # from now on nothing stands in between
         if batch:
+            self._heard(None)
             self._roundtrip.observe(perf_counter() - self._sent)
         return batch
 

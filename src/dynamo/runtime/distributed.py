@@ -125,6 +125,7 @@ class DistributedRuntime:
         self._call_home: CallHomeListener | None = None  # made for the first worker that answers by calling home
         self._served: dict[str, ServedEndpoint] = {}
         self._clients: set[Client] = set()
+        self.caller_metrics.quarantined_instances.read_from(self._count_quarantined)
         self._shutting_down: asyncio.Task[None] | None = None
         self._closing: asyncio.Future[None] | None = None
         self._holders = 0
@@ -446,6 +447,10 @@ class DistributedRuntime:
 
     def forget_client(self, client: Client) -> None:
         self._clients.discard(client)
+
+    def _count_quarantined(self) -> int:
+        """Asked by a scrape, which may run in a thread."""
+        return sum(client.count_quarantined() for client in list(self._clients))
 
     # -- choosing ------------------------------------------------------------------------------------------------
 

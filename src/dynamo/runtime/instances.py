@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from dynamo.errors import InvalidArgument, WorkerUnavailable
+from dynamo.runtime.quarantine import Quarantine
 from dynamo.runtime.request_plane.base import Instance
 
 DEFAULT_CUDA_TO_CPU_RATIO: Final = 8.0  # DYN_ENCODER_CUDA_TO_CPU_RATIO
@@ -47,7 +48,7 @@ class RouterMode(StrEnum):
 
 
 class InstanceSet:
-    """The instances of one endpoint: discovered, minus those inhibited for a while after an error."""
+    """The instances of one endpoint: discovered, and of those the ones that are not in quarantine after an error."""
 
     def __init__(
         self,
@@ -57,14 +58,13 @@ class InstanceSet:
         inhibit_seconds: float = DEFAULT_INHIBIT_SECONDS,
         cuda_to_cpu_ratio: float = DEFAULT_CUDA_TO_CPU_RATIO,
     ) -> None:
-        """`endpoint` is "ns/comp/ep", for error texts; `inhibit_seconds` 0 switches inhibition off."""
+        """`endpoint` is "ns/comp/ep", for error texts; `inhibit_seconds` 0 switches the quarantine off."""
         self._endpoint = endpoint
         self._rng = rng
-        self._inhibit_seconds = inhibit_seconds
         self._ratio = cuda_to_cpu_ratio
         self._by_id: dict[int, Instance] = {}
         self._sorted: list[Instance] = []
-        self._inhibited: dict[int, float] = {}  # id -> until
+        self.quarantine = Quarantine(inhibit_seconds)
         self._inflight: dict[int, int] = {}  # id -> streams open; absent: none
         self._last_id = -1  # of the round-robin turn
 
@@ -76,34 +76,30 @@ class InstanceSet:
         return self._sorted
 
     def add(self, instance: Instance) -> None:
-        """An instance appeared or changed; if it was inhibited, that is forgiven."""
+        """An instance appeared or changed; if it was in quarantine, that is forgiven."""
         self._by_id[instance.instance_id] = instance
-        self._inhibited.pop(instance.instance_id, None)
+        self.quarantine.forgive(instance.instance_id)
         self._sort()
 
     def remove(self, instance_id: int) -> None:
         """An instance vanished; absent is fine. Its open streams stay booked until they are released."""
-        self._inhibited.pop(instance_id, None)
+        self.quarantine.forgive(instance_id)
         if self._by_id.pop(instance_id, None) is not None:
             self._sort()
 
     def get(self, instance_id: int) -> Instance | None:
         return self._by_id.get(instance_id)
 
-    def inhibit(self, instance_id: int, now: float) -> None:
-        """Leave an instance out until `now` + the inhibited duration, or until it appears again."""
-        if self._inhibit_seconds > 0 and instance_id in self._by_id:
-            self._inhibited[instance_id] = now + self._inhibit_seconds
+    def inhibit(self, instance_id: int, now: float) -> bool:
+        """A request to it was lost: leave it out for a while, or until it appears again. Whether that is news."""
+        return instance_id in self._by_id and self.quarantine.failed(instance_id, now)
 
     def routable(self, now: float, exclude: Collection[int] = ()) -> Sequence[Instance]:
-        """What may be chosen, by id."""
-        inhibited = self._inhibited
-        if inhibited:
-            for instance_id in [known for known, until in inhibited.items() if until <= now]:
-                del inhibited[instance_id]
-        if not inhibited and not exclude:
+        """What may be chosen, by id: who is well, and whose time has come for a probe."""
+        out = self.quarantine.shut_out(now) if self.quarantine else ()
+        if not out and not exclude:
             return self._sorted
-        return [i for i in self._sorted if i.instance_id not in inhibited and i.instance_id not in exclude]
+        return [i for i in self._sorted if i.instance_id not in out and i.instance_id not in exclude]
 
     # -- load ----------------------------------------------------------------------------------------------------
 
@@ -124,9 +120,15 @@ class InstanceSet:
 
     # -- choosing ------------------------------------------------------------------------------------------------
 
-    def pick(self, mode: RouterMode, now: float, exclude: Collection[int] = ()) -> Instance:
-        """The next instance. Raises `WorkerUnavailable` when there is none."""
+    def pick(self, mode: RouterMode, now: float, exclude: Collection[int] = (), *, only_well: bool = False) -> Instance:
+        """The next instance. Raises `WorkerUnavailable` when there is none.
+
+        Where everybody is in quarantine, one of them is asked all the same: a network that was away for a moment must not
+        cost more than that moment. `only_well`: not so, the caller has another way.
+        """
         found = self.routable(now, exclude)
+        if not found and not only_well:
+            found = [i for i in self._sorted if i.instance_id not in exclude]
         if not found:
             raise WorkerUnavailable(f"No workers available for endpoint {self._endpoint}")
         match mode:
@@ -148,7 +150,7 @@ class InstanceSet:
                 raise InvalidArgument("router mode direct: the request must name the instance that shall serve it")
 
     def named(self, instance_id: int) -> Instance:
-        """One instance by id, inhibited or not. Raises `WorkerUnavailable` naming the id."""
+        """One instance by id, in quarantine or not. Raises `WorkerUnavailable` naming the id."""
         instance = self._by_id.get(instance_id)
         if instance is None:
             raise WorkerUnavailable(f"instance_id={instance_id} not found for endpoint {self._endpoint}")

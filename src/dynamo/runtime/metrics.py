@@ -630,7 +630,15 @@ class WorkHandlerMetrics:
 class CallerMetrics:
     """The caller's side of the request plane. One per process."""
 
-    __slots__ = ("inflight_requests", "queue_seconds", "roundtrip_ttft_seconds", "send_seconds")
+    __slots__ = (
+        "inflight_requests",
+        "probes",
+        "quarantined_instances",
+        "quarantines",
+        "queue_seconds",
+        "roundtrip_ttft_seconds",
+        "send_seconds",
+    )
 
     def __init__(self, registry: MetricsRegistry) -> None:
         def seconds(name: str, help: str, buckets: Sequence[float]) -> Histogram:
@@ -643,6 +651,17 @@ class CallerMetrics:
         )
         self.inflight_requests = registry.gauge(
             "dynamo_request_plane_inflight_requests", "Requests sent and not yet ended", exist_ok=True
+        )
+        self.quarantined_instances = registry.gauge(
+            "dynamo_request_plane_quarantined_instances",
+            "Instances that are left out after a failure, or have not answered since",
+            exist_ok=True,
+        )
+        self.quarantines = registry.counter(
+            "dynamo_request_plane_quarantines_total", "How often an instance was put in quarantine", exist_ok=True
+        )
+        self.probes = registry.counter(
+            "dynamo_request_plane_probes_total", "Requests that tried an instance in quarantine", exist_ok=True
         )
 
 
