@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from dynamo.runtime.request_plane.base import (
     split_tcp,
 )
 from dynamo.runtime.request_plane.core import ServerCore
+from dynamo.runtime.request_plane.mux import client as mux_client
 from dynamo.runtime.request_plane.mux.client import MuxClient, MuxConnection, MuxStream
 from dynamo.runtime.request_plane.mux.frames import (
     HEADER,
@@ -34,6 +36,7 @@ from dynamo.runtime.request_plane.mux.frames import (
     pack,
 )
 from dynamo.runtime.request_plane.mux.server import MuxServerProtocol
+from dynamo.runtime.settings import RequestPlaneSettings
 
 Handler = Callable[[Any, Context, ResponseSink], Awaitable[None]]
 
@@ -58,12 +61,15 @@ class Rig:
 async def rig() -> AsyncIterator[Callable[[Handler], Awaitable[Rig]]]:
     async with contextlib.AsyncExitStack() as stack:
 
-        async def build(handler: Handler) -> Rig:
+        async def build(handler: Handler, **settings: Any) -> Rig:
             core = ServerCore()
             core.register("p", handler)
             connections: set[MuxServerProtocol] = set()
             loop = asyncio.get_running_loop()
-            server = await loop.create_server(lambda: MuxServerProtocol(core, connections=connections), "127.0.0.1", 0)
+            own = RequestPlaneSettings(**settings)
+            server = await loop.create_server(
+                lambda: MuxServerProtocol(core, connections=connections, settings=own), "127.0.0.1", 0
+            )
             client = MuxClient()
 
             async def shut() -> None:
@@ -424,6 +430,54 @@ async def test_a_stream_with_a_gap_is_incomplete_and_never_a_clean_end(gap: str)
             await asyncio.wait_for(drain(stream), 5)
         stream.close()
         await client.close()
+
+
+async def test_a_caller_that_only_listens_is_not_silent(
+    rig: Callable[..., Awaitable[Rig]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A slow stream alone on its connection: something is heard all the time, and there are credits for an hour.
+    monkeypatch.setattr(mux_client, "PING_SECONDS", 0.2)
+    silence = 0.6
+
+    async def drip(body: Any, context: Context, sink: ResponseSink) -> None:
+        ends_at = time.monotonic() + 2.5 * silence
+        while time.monotonic() < ends_at:
+            sink.send_tokens([1])
+            await asyncio.sleep(0.01)
+        sink.send_tokens([2], finish_reason="stop")
+
+    house = await rig(drip, handshake_timeout_seconds=silence, silence_seconds=silence)
+    items = await asyncio.wait_for(drain(await house.call()), 20)
+    assert items[-1].token_ids == [2]
+
+
+@pytest.mark.parametrize("silence_of", ["caller", "worker"])
+async def test_a_process_that_stood_still_takes_nobody_for_silent(
+    rig: Callable[..., Awaitable[Rig]], monkeypatch: pytest.MonkeyPatch, silence_of: str
+) -> None:
+    # Its timers are late, and what the other side said is yet to be read.
+    monkeypatch.setattr(mux_client, "PING_SECONDS", 0.05)
+    settings: dict[str, Any] = (
+        {"handshake_timeout_seconds": 0.4, "silence_seconds": 0.4} if silence_of == "caller" else {}
+    )
+    if silence_of == "worker":
+        monkeypatch.setattr(mux_client, "SILENCE_SECONDS", 0.4)
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(body: Any, context: Context, sink: ResponseSink) -> None:
+        begun.set()
+        await go_on.wait()
+        sink.send_tokens([2], finish_reason="stop")
+
+    house = await rig(wait, **settings)
+    stream = await house.call()
+    await begun.wait()
+    for _ in range(2):
+        time.sleep(1.0)  # noqa: ASYNC251 - the loop stands still, as in a stopped process
+        await asyncio.sleep(0.05)
+    go_on.set()
+    items = await asyncio.wait_for(drain(stream), 20)
+    assert items[-1].token_ids == [2]
 
 
 async def test_a_connection_that_is_lost_before_it_is_used_opens_nothing() -> None:

@@ -316,7 +316,7 @@ class MuxConnection(asyncio.Protocol):
         self._paused = False
         self._failure: str | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._last_heard = self._idle_since = self.loop.time()
+        self._last_heard = self._idle_since = self._tick_at = self.loop.time()
         self._ping_sent = False
         self._secret = None if security is None else security.secret
         self._nonce = "" if self._secret is None else new_nonce()
@@ -334,7 +334,7 @@ class MuxConnection(asyncio.Protocol):
         if self._secret is not None:
             hello.capabilities, hello.auth = [SECRET_CAPABILITY], self._nonce
         transport.write(MAGIC + frame(Kind.HELLO, pack(hello)))
-        self._timer = self.loop.call_later(PING_SECONDS, self._tick)
+        self._watch()
 
     def data_received(self, data: bytes) -> None:
         self._last_heard = self.loop.time()
@@ -578,9 +578,15 @@ class MuxConnection(asyncio.Protocol):
 
     # -- being alive ---------------------------------------------------------------------------------------------
 
+    def _watch(self) -> None:
+        self._tick_at = self.loop.time() + PING_SECONDS
+        self._timer = self.loop.call_at(self._tick_at, self._tick)
+
     def _tick(self) -> None:
         now = self.loop.time()
-        if now - self._last_heard >= SILENCE_SECONDS:
+        # Late by so much: this process stood still, and what the worker said meanwhile may be yet to be read.
+        stood_still = now - self._tick_at >= PING_SECONDS / 2
+        if now - self._last_heard >= SILENCE_SECONDS and not stood_still:
             self._failure = f"silent for {SILENCE_SECONDS:.0f} s"
             if self._transport is not None:
                 self._transport.abort()
@@ -588,9 +594,9 @@ class MuxConnection(asyncio.Protocol):
         if not self._streams and now - self._idle_since >= IDLE_SECONDS:
             self.close()
             return
-        if now - self._last_heard >= PING_SECONDS / 2:
-            self._send(frame(Kind.PING, b"\0" * 8))
-        self._timer = self.loop.call_later(PING_SECONDS, self._tick)
+        # Also where the worker speaks all the time: it wants to hear of us, and a slow stream needs no credits for minutes.
+        self._send(frame(Kind.PING, b"\0" * 8))
+        self._watch()
 
     def close(self) -> None:
         """Leave; streams still open end with `Disconnected`."""

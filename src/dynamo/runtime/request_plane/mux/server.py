@@ -234,7 +234,7 @@ class MuxServerProtocol(asyncio.Protocol):
         self._bodies: dict[int, _PendingBody] = {}
         self._hello: Hello | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._last_heard = self._loop.time()
+        self._last_heard = self._check_at = self._loop.time()
         self._control: list[bytes] = []
         self.out: list[tuple[Any, ...]] = []
         self.flush_scheduled = False
@@ -268,7 +268,7 @@ class MuxServerProtocol(asyncio.Protocol):
         # uvloop's transports implement `asyncio.Transport` without inheriting from it.
         self._transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
-        self._timer = self._loop.call_later(self._settings.handshake_timeout_seconds, self._check_peer)
+        self._watch(self._settings.handshake_timeout_seconds)
 
     def adopt(self, transport: asyncio.Transport, data: bytes) -> None:
         """Take over a connection whose first bytes (`MAGIC` included) were read by the listener."""
@@ -613,21 +613,31 @@ class MuxServerProtocol(asyncio.Protocol):
             self._transport.close()
             self._loop.call_later(GOODBYE_SECONDS, self._transport.abort)  # of what it does not read
 
+    def _watch(self, seconds: float) -> None:
+        """Look in so many seconds whether the caller is still there."""
+        self._check_at = self._loop.time() + seconds
+        self._timer = self._loop.call_at(self._check_at, self._check_peer)
+
     def _check_peer(self) -> None:
+        limit = self._settings.silence_seconds
+        if self._loop.time() - self._check_at >= limit / 4:
+            # Late by so much: this process stood still, and what the caller said meanwhile is yet to be read.
+            self._watch(limit)
+            return
         if self._hello is None or self in self._strangers:
-            limit = self._settings.handshake_timeout_seconds
+            patience = self._settings.handshake_timeout_seconds
             self.refused("handshake_time")
             said = "HELLO" if self._hello is None else "AUTH"
-            self._fail(f"no {said} within {limit:g} s (DYN_TCP_HANDSHAKE_TIMEOUT_SECS)")
+            self._fail(f"no {said} within {patience:g} s (DYN_TCP_HANDSHAKE_TIMEOUT_SECS)")
             return
         silence = self._loop.time() - self._last_heard
-        if silence >= self._settings.silence_seconds:
+        if silence >= limit:
             self.refused("idle")
             logger.warning("a caller was silent for %.0f s; dropping its connection", silence)
             if self._transport is not None:
                 self._transport.abort()
             return
-        self._timer = self._loop.call_later(self._settings.silence_seconds - silence, self._check_peer)
+        self._watch(limit - silence)
 
 
 def _too_large(size: int, limit: int) -> str:
