@@ -24,6 +24,7 @@ from dynamo.runtime.settings import EtcdSettings
 from support.etcd_server import EtcdServer, three_members
 from support.http_client import CHAT, ask, chat
 from support.processes import Cluster, Frontend, Worker
+from support.scenario_table import record
 
 pytestmark = [
     pytest.mark.faults,
@@ -181,6 +182,13 @@ async def test_requests_and_processes_outlive_everything_that_happens_to_etcd(
             f"{len(found.failures)} failures, slowest {found.slowest_seconds:.2f} s; converged after "
             f"{frozen:.2f}, {killed:.2f}, {wiped:.2f} s"
         )
+        counts = {"sent": found.answers + len(found.failures), "lost": len(found.failures)}
+        record(
+            f"R6 etcd frozen {FROZEN_SECONDS:g} s, killed {DOWN_SECONDS:g} s, wiped",
+            **counts,
+            recovery_ms=[1000 * seconds for seconds in (frozen, killed, wiped)],
+            note="recovery: from its return until records and views are as before, for each of the three",
+        )
         assert found.failures == []
         assert not any(process.has_ended for process in (*frontends, *workers[1:], newcomer))
 
@@ -224,6 +232,11 @@ async def test_an_engine_that_blocks_its_loop_keeps_its_lease(etcd: EtcdServer, 
                 assert etcd.versions()[key] == before  # never gone, never written again
                 checks += 1
         say(f"event loop blocked {BLOCKED_SECONDS:g} s: the lease was there in all of {checks} looks")
+        record(
+            f"R7 engine blocks its loop for {BLOCKED_SECONDS:g} s, lease kept",
+            sent=0,
+            note=f"there in all of {checks} looks",
+        )
         assert checks > BLOCKED_SECONDS / 2
         assert await process.wait() == 0
     finally:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -18,6 +21,7 @@ from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.kv_transfer import TransferOptions, check_installed
 from support.http_client import COMPLETIONS, DONE, ask, exchange
 from support.processes import Cluster, Frontend, Worker, get, until
+from support.scenario_table import record
 from support.tiny_model import write_tiny_model
 
 MODEL = "pair"
@@ -199,3 +203,64 @@ async def test_a_prefill_worker_killed_at_any_time_costs_no_answer(stack: Pair, 
     assert doomed.has_ended
     assert "its prompt is computed here" in stack.decode.log
     await freed(stack.decode)
+
+
+# -- R14, at length -----------------------------------------------------------------------------------------------------
+
+ROUNDS = 10
+PHASES = {
+    "after": "the prefill worker is killed after the hand-over",
+    "before": "the prefill worker is dead, and the store still lists it",
+    "during": "the prefill worker dies with the first frame of the transfer",
+    "never": "the decode worker dies before its engine is asked (chaos plan), so nobody fetches the blocks",
+}
+
+
+@pytest.mark.faults
+@pytest.mark.skipif("FAULTS" not in os.environ, reason="make test-faults")
+@pytest.mark.timeout(1800)
+async def test_a_hand_over_that_breaks_at_any_point_costs_no_answer(tmp_path: Path, directory: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[[fault]]\nkind = "crash"\n')
+    numbers = itertools.count()
+    sent, lost, doubled = Counter[str](), Counter[str](), Counter[str]()
+    with Cluster(tmp_path, DYN_MIGRATION_LIMIT="20") as cluster:
+        pair = Pair(cluster, directory)
+
+        async def whole(phase: str, while_it_runs: Callable[[], None] = lambda: None) -> None:
+            """One request; its answer is counted."""
+            prompt = [(n + next(numbers)) % 300 + 12 for n in range(60)]
+            alone = await expected(directory, prompt, 60)
+            sent[phase] += 1
+            async with exchange(pair.frontend.port, COMPLETIONS, completion(prompt, 60, stream=True)) as request:
+                events = [await request.event()]
+                while_it_runs()
+                while events[-1] != DONE and "error" not in events[-1]:
+                    events.append(await request.event())
+            said = ids_of([event for event in events if event != DONE and "error" not in event])
+            lost[phase] += said != alone
+            doubled[phase] += len(said) > len(alone)
+
+        async def until_ended(worker: Worker, phase: str) -> None:
+            worker.wait_ready()
+            for _ in range(100):  # until its turn has come
+                await whole(phase)
+                if worker.has_ended:
+                    return
+            raise AssertionError(f"{worker.name} never had its turn")
+
+        for number in range(ROUNDS):
+            await whole("after", pair.prefill.kill)
+            await whole("before")
+            await until_ended(pair.worker("prefill", f"doomed-{number}", program=DIES_IN_TRANSFER), "during")
+            pair.prefill = pair.worker("prefill", f"prefill-{number}")
+            pair.prefill.wait_ready()
+            chaos = {"DYN_CHAOS": str(plan), "DYN_ALLOW_CHAOS": "1"}
+            await until_ended(pair.worker("decode", f"mortal-{number}", **chaos), "never")
+            await freed(pair.decode)
+            await freed(pair.prefill)  # also of what nobody fetched
+        for phase, what in PHASES.items():
+            note = f"{what}; {ROUNDS} times; no block is held afterwards"
+            record(f"R14 hand-over, {phase}", sent=sent[phase], lost=lost[phase], doubled=doubled[phase], note=note)
+        assert lost.total() == doubled.total() == 0
+        assert min(sent[phase] for phase in PHASES) >= ROUNDS
