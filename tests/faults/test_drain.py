@@ -11,15 +11,17 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dynamo.common.backend.lifecycle import ShutdownTimes
 from support.etcd_server import EtcdServer, free_ports
 from support.http_client import CHAT, ask, chat
-from support.load import Load, load
+from support.load import ALPHABET, Load, load
 from support.processes import SUPPORT, Cluster, Worker, get, until
 from support.scenario_table import record
 from support.serve_command import is_running, left_behind, serve_command
@@ -35,6 +37,8 @@ CLIENTS = 8
 WORKERS = 3
 GRACE_SECONDS = 1.0
 HEARD_SECONDS = 0.5  # a worker that left the store may be asked for so long: the news has to travel
+MARGIN_SECONDS = 3.0  # between the moment a worker should cut its streams and the moment it does, on a loaded machine
+CUT = "streams were still running and were cut"
 LEAVING = "Endpoint unregistered from discovery"
 
 Say = Callable[[str], None]
@@ -87,32 +91,50 @@ def logged_at(worker: Worker, text: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "pace", "timeout"), [("streams end in time", 0.005, 15), ("streams outlive the limit", 0.05, 6)]
+    ("name", "clients", "pace", "timeout", "cut_per_worker"),
+    [("streams end in time", CLIENTS, 0.005, 15, 0), ("streams outlive the limit", 3 * CLIENTS, 0.15, 6, 2)],
 )
 async def test_workers_sent_home_in_turn_cost_nothing(
-    etcd: EtcdServer, tmp_path: Path, say: Say, name: str, pace: float, timeout: int
+    etcd: EtcdServer,
+    tmp_path: Path,
+    say: Say,
+    name: str,
+    clients: int,
+    pace: float,
+    timeout: int,
+    cut_per_worker: int,
 ) -> None:
     env = {
         "ETCD_ENDPOINTS": etcd.url,
         "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": str(GRACE_SECONDS),
         "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": str(timeout),
     }
+    # A stream that has as much before it when its worker is told to end is still there when the rest is cut.
+    certain = ShutdownTimes(GRACE_SECONDS, timeout).streams_until_seconds + MARGIN_SECONDS
     late: list[float] = []
     exits: list[float] = []
+    doomed: set[str] = set()
     with Cluster(tmp_path, "etcd", **env) as cluster:
         frontend = cluster.frontend("frontend")
         everyone = [cluster.worker(f"w{number}", "m", SCRIPTED_DISCOVERY="etcd") for number in range(WORKERS)]
         living = list(everyone)
         await asyncio.to_thread(cluster.wait_ready, frontend, *living)
-        async with load([frontend.port], "m", clients=CLIENTS, pace=pace) as found:
+        async with load([frontend.port], "m", clients=clients, pace=pace) as found:
             for number in range(WORKERS):
                 fresh = cluster.worker(f"w{WORKERS + number}", "m", SCRIPTED_DISCOVERY="etcd")
                 everyone.append(fresh)
                 living.append(fresh)
                 await asyncio.to_thread(cluster.wait_ready, frontend, *living)
                 old = living.pop(0)
-                began = time.monotonic()
-                await answers_asked_after(found, began)
+                if cut_per_worker:
+                    await until(
+                        lambda old=old: len(outliving(old, everyone, pace, certain)) >= cut_per_worker,
+                        lambda old=old: f"streams that outlive {old.name}",
+                        patience=PATIENCE_SECONDS,
+                    )
+                    doomed |= outliving(old, everyone, pace, certain)
+                else:
+                    await answers_asked_after(found, time.monotonic())
                 began = time.monotonic()
                 old.terminate()
                 await until(lambda old=old: old.has_ended, lambda old=old: old.log, patience=PATIENCE_SECONDS)
@@ -126,30 +148,58 @@ async def test_workers_sent_home_in_turn_cost_nothing(
                 ]
             await answers_asked_after(found, time.monotonic())
         left = set(etcd.keys())
-    moves = pauses(everyone)
-    note = f"{WORKERS} workers; gone after {max(exits):.1f} s at most; {len(moves)} answers went on elsewhere; " + (
-        f"{len(late)} came while the news travelled, the last after {1e3 * max(late):.0f} ms"
-        if late
-        else "none came after it left"
+    moves = moves_between(everyone)
+    # Not since the old generator ended: a frontend hears of the cut before that.
+    waits = [1e3 * (each.at - logged_at(each.before, CUT)) for each in moves if CUT in each.before.log]
+    since = " (recovery: from the cut until they do)" if waits else ""
+    note = (
+        f"{WORKERS} workers; gone after {max(exits):.1f} s at most; {len(moves)} answers went on elsewhere{since}; "
+        + (
+            f"{len(late)} came while the news travelled, the last after {1e3 * max(late):.0f} ms"
+            if late
+            else "none came after it left"
+        )
     )
-    recorded(f"R2 SIGTERM to workers in turn, {name}", found, [1e3 * each for each in moves], note, say)
+    recorded(f"R2 SIGTERM to workers in turn, {name}", found, waits, note, say)
     found.check()
     assert max(late, default=0.0) < HEARD_SECONDS
     assert max(exits) < timeout + GRACE_SECONDS
-    assert bool(moves) == (name == "streams outlive the limit")
+    moved = {each.tag for each in moves}
+    assert doomed <= moved if cut_per_worker else not moved
     assert len([key for key in left if "/instances/" in key]) == WORKERS
 
 
-def pauses(workers: list[Worker]) -> list[float]:
-    """How long each moved answer had nobody who computed it."""
-    events = sorted((event for worker in workers for event in worker.events()), key=lambda event: float(event["at"]))
-    ended: dict[str, tuple[float, int]] = {}
+def outliving(worker: Worker, everyone: list[Worker], pace: float, seconds: float) -> set[str]:
+    """Answers that `worker` computes from their first token on and that take at least so long from now."""
+    now, answers = time.monotonic(), {each["tag"]: each for each in worker.events() if each["event"] == "generate"}
+    elsewhere = {each["tag"] for other in everyone if other is not worker for each in other.events()}
+    return {
+        tag
+        for tag, each in answers.items()
+        if each["at"] + pace * len(ALPHABET) > now + seconds and tag not in elsewhere
+    }
+
+
+@dataclass(frozen=True)
+class Move:
+    """An answer that another worker went on with."""
+
+    tag: str
+    before: Worker
+    at: float
+
+
+def moves_between(workers: list[Worker]) -> list[Move]:
+    """Every change of the worker that computes an answer."""
+    named = {worker.name: worker for worker in workers}
+    begun = [event for worker in workers for event in worker.events() if event["event"] == "generate"]
+    owner: dict[str, Worker] = {}
     found = []
-    for event in events:
-        if event["event"] == "finally":
-            ended[event["tag"]] = event["at"], event["pid"]
-        elif event["event"] == "generate" and event["tag"] in ended and ended[event["tag"]][1] != event["pid"]:
-            found.append(event["at"] - ended[event["tag"]][0])
+    for event in sorted(begun, key=lambda event: float(event["at"])):
+        tag, worker = event["tag"], named[event["worker"]]
+        if owner.setdefault(tag, worker) is not worker:
+            found.append(Move(tag, owner[tag], event["at"]))
+            owner[tag] = worker
     return found
 
 
