@@ -1,6 +1,7 @@
-"""Failure scenarios R5, R7, R15 and R18 on real processes, each a row of `docs/faults.md`.
+"""Failure scenarios R5, R7, R15, R17 and R18 on real processes, each a row of `docs/faults.md`.
 
-Workers fail by chaos plans where one can say what is to happen. CHURN is how many workers come and go (200).
+Workers fail by chaos plans where one can say what is to happen. CHURN is how many workers come and go (200), SOAK_MINUTES
+how long the soak is (3), STOPPED_SECONDS for how long a process stands still (24).
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import resource
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,8 +24,8 @@ from typing import Any
 import pytest
 
 from support.etcd_server import EtcdServer
-from support.http_client import CHAT, DONE, ask, chat, script
-from support.judged_load import ANSWER, Tally, load, one
+from support.http_client import CHAT, DONE, Reply, ask, chat, exchange, script
+from support.judged_load import ANSWER, PACE_SECONDS, Tally, load, one
 from support.nursery import Nursery
 from support.processes import Cluster, Frontend, Worker, until
 from support.scenario_table import record
@@ -34,6 +37,7 @@ pytestmark = [
 ]
 
 CHURN = int(os.environ.get("CHURN") or 200)
+SOAK_SECONDS = 60 * float(os.environ.get("SOAK_MINUTES") or 3)
 MODEL = "m"
 
 Say = Callable[[str], None]
@@ -309,7 +313,94 @@ async def test_an_engine_that_yields_rubbish_harms_nobody_else(tmp_path: Path, s
             assert named in worker.log, named
 
 
-# -- R18: no descriptors left -------------------------------------------------------------------
+# -- R17: a soak with cancels and churn -----------------------------------------------------------------------------------
+
+PROBE = Path(__file__).parents[2] / "benchmarks" / "probe.py"
+RSS_SLACK_BYTES = 6 * 1024 * 1024  # between the averages of the second and the last quarter: allocators breathe
+SLACK = {"tasks": 3, "timers": 6, "descriptors": 4}
+
+
+def counts(frontend: Frontend, target: Path) -> dict[str, Any]:
+    """What lives in the frontend."""
+    target.unlink(missing_ok=True)
+    frontend.signal(signal.SIGUSR2)
+    ends_at = time.monotonic() + 60
+    while not target.exists():
+        assert time.monotonic() < ends_at, frontend.log
+        time.sleep(0.02)
+    found: dict[str, Any] = json.loads(target.read_text())
+    return found
+
+
+async def leave_half_way(port: int, rng: random.Random, number: int) -> None:
+    headers = script(["say", ANSWER, PACE_SECONDS], tag=f"leave-{number}")
+    with contextlib.suppress(TimeoutError, OSError, EOFError):
+        async with exchange(port, CHAT, chat(MODEL, stream=True, max_tokens=64), headers=headers) as opened:
+            for _ in range(rng.choice((0, 0, 1, 5, 20))):
+                if not opened.status:
+                    await opened.head()
+                await opened.event()
+            opened.leave(politely=rng.random() < 0.5)
+
+
+async def test_a_soak_with_cancels_and_churn_leaves_nothing_behind(tmp_path: Path, say: Say) -> None:
+    rng = random.Random(17)
+    with cluster_on("file", tmp_path, DYN_MIGRATION_LIMIT="50") as (cluster, _), Nursery(cluster) as nursery:
+        target = tmp_path / "counts.json"
+        frontend = cluster.frontend("frontend", within=[str(PROBE), str(target)])
+        names = (f"w{number}" for number in itertools.count())
+        living = [nursery.worker(next(names), MODEL) for _ in range(4)]
+        await settled(*living)
+        frontend.wait_ready()
+        await until(lambda: frontend.workers(MODEL) == 4)
+        left = churned = 0
+        samples: list[int] = []
+
+        async def leavers() -> None:
+            nonlocal left
+            while time.monotonic() < ends_at:
+                left += 1
+                await leave_half_way(frontend.port, rng, left)
+
+        async with load(frontend.port, MODEL, clients=6, tokens=24, name="first"):
+            await asyncio.sleep(min(10.0, SOAK_SECONDS / 10))
+        before = await asyncio.to_thread(counts, frontend, target)  # what is made once is there, and no request
+        async with load(frontend.port, MODEL, clients=6, tokens=24) as tally:
+            ends_at = time.monotonic() + SOAK_SECONDS
+            async with asyncio.TaskGroup() as group:
+                for _ in range(2):
+                    group.create_task(leavers())
+                while time.monotonic() < ends_at:
+                    fresh = nursery.worker(next(names), MODEL)
+                    await settled(fresh)
+                    living.append(fresh)
+                    (worker := living.pop(0)).signal(signal.SIGKILL if churned % 4 == 0 else signal.SIGTERM)
+                    await worker.ended()
+                    churned += 1
+                    samples.append(frontend.resident_bytes())
+        # The records of the last killed ones run out first, so that the same number of connections is left.
+        await until(lambda: frontend.workers(MODEL) == 4, patience=60)
+        await asyncio.sleep(2)
+        after = await asyncio.to_thread(counts, frontend, target)
+        quarter = max(1, len(samples) // 4)
+        early, late = (
+            sum(part) / len(part) for part in (samples[quarter : 2 * quarter] or samples, samples[-quarter:])
+        )
+        grown = {name: after[name] - before[name] for name in SLACK}
+        record(
+            "R17 soak with cancels and churn",
+            **tally.counts,
+            note=f"{SOAK_SECONDS / 60:g} min, {left} more left half-way, {churned} workers replaced; frontend: RSS "
+            f"{(late - early) / 1e6:+.1f} MB from the second quarter to the last, {grown['tasks']:+d} tasks, "
+            f"{grown['descriptors']:+d} descriptors, {grown['timers']:+d} timers",
+        )
+        say(f"{tally.counts}, {left} left, {churned} replaced; RSS {(late - early) / 1e6:+.1f} MB; {grown}")
+        tally.assert_nothing_noticed()
+        assert all(grown[name] <= most for name, most in SLACK.items()), grown
+        assert late - early < RSS_SLACK_BYTES
+
+
+# -- R18: no descriptors left, and timers that are late -----------------------------------------------------------------
 
 
 @contextmanager
@@ -393,3 +484,86 @@ async def test_a_process_without_descriptors_serves_again_when_it_has_some(tmp_p
         say(f"{role}: {tally.counts}, {refused} of 5 refused meanwhile, back after {back:.0f} ms")
         tally.assert_nothing_noticed()
         assert victim.log.count("Traceback") < 5, victim.log[-3000:]
+
+
+STOPPED_SECONDS = float(os.environ.get("STOPPED_SECONDS") or 24)  # leases last 10 s, pings come every 20 s
+SILENCE_SECONDS = 15  # of a caller, at its worker; 90 unless set
+SERVED_AGAIN_SECONDS = 5.0
+SLOWLY = 0.1
+
+
+@pytest.mark.parametrize("who", ["frontend", "only worker", "one of two workers"])
+async def test_a_process_that_stood_still_for_longer_than_every_timer_goes_on(
+    tmp_path: Path, say: Say, who: str
+) -> None:
+    # A real clock jump needs privileges. To a process that was stopped all timers are late in the same way.
+    with cluster_on("file", tmp_path, DYN_TCP_SILENCE_SECS=str(SILENCE_SECONDS)) as (cluster, _):
+        frontend = cluster.frontend("frontend")
+        workers = [cluster.worker(name, MODEL) for name in ("one", "two")[: 1 + (who == "one of two workers")]]
+        cluster.wait_ready(frontend, *workers)
+        stopped = frontend if who == "frontend" else workers[0]
+        ids = {each["instance_id"] for each in json.loads(frontend.get("/health")[1])["instances"]}
+
+        async def under_way(tag: str, *, stream: bool) -> Reply | None:
+            """An answer, however long it takes; None for no end."""
+            steps, body = script(["say", ANSWER, SLOWLY], tag=tag), chat(MODEL, stream=stream, max_tokens=len(ANSWER))
+            try:
+                async with (
+                    asyncio.timeout(STOPPED_SECONDS + 60),
+                    exchange(frontend.port, CHAT, body, headers=steps) as it,
+                ):
+                    return await it.reply(patience=STOPPED_SECONDS + 60)
+            except TimeoutError:
+                return None
+
+        async with asyncio.TaskGroup() as group:
+            tags = [f"under-way-{number}" for number in range(4)]
+            begun = [group.create_task(under_way(tag, stream=n % 2 == 0)) for n, tag in enumerate(tags)]
+            for tag in tags:
+                await until(lambda tag=tag: any(w.events(tag) for w in workers))
+            stopped.signal(signal.SIGSTOP)
+            try:
+                await asyncio.sleep(STOPPED_SECONDS / 2)
+                meanwhile = [group.create_task(under_way(f"meanwhile-{n}", stream=n % 2 == 0)) for n in range(2)]
+                await asyncio.sleep(STOPPED_SECONDS / 2)
+            finally:
+                stopped.signal(signal.SIGCONT)
+            thawed = time.monotonic()
+            first = Tally(tokens=8)
+            while not first.whole:
+                assert time.monotonic() - thawed < 60, (first.problems, stopped.log[-2000:])
+                await one(first, frontend.port, MODEL, "again", stream=False)
+            back = time.monotonic() - thawed
+        tally = Tally()
+        for number in range(20):
+            await one(tally, frontend.port, MODEL, f"after-{number}", stream=bool(number % 2))
+        await until(lambda: frontend.workers(MODEL) == len(workers))
+        ended = [task.result() for task in (*begun, *meanwhile)]
+        whole = sum(reply is not None and reply.status == 200 and b"error" not in reply.body for reply in ended)
+        hung = sum(reply is None for reply in ended)
+        wrong = [
+            complaint
+            for n, reply in enumerate(ended)
+            if reply is not None and (complaint := well_formed(reply.status, reply.body, stream=n % 2 == 0))
+        ]
+        for reply in ended:
+            if reply is not None and reply.status == 200 and b"error" not in reply.body:
+                tally.judge("under way", reply.text, "said only")
+        after = {each["instance_id"] for each in json.loads(frontend.get("/health")[1])["instances"]}
+        record(
+            f"R18 all timers late at the {who}",
+            sent=20 + len(ended),
+            lost=tally.lost + len(ended) - whole - hung,
+            doubled=tally.doubled,
+            hung=tally.hung + hung,
+            recovery_ms=[1000 * back],
+            note=f"SIGSTOP for {STOPPED_SECONDS:g} s; {len(begun)} requests under way, {len(meanwhile)} sent meanwhile, "
+            f"{whole} of these whole, the others end with a typed error; 20 afterwards; recovery: from SIGCONT to an answer",
+        )
+        say(f"{who}: {whole} of {len(ended)} whole, {hung} hung, {wrong}; back after {back:.2f} s; then {tally.counts}")
+        assert (hung, wrong) == (0, [])
+        assert (tally.lost, tally.doubled, tally.hung) == (0, 0, 0), tally.problems
+        assert tally.whole == 20 + whole
+        assert back < SERVED_AGAIN_SECONDS
+        assert after == ids
+        assert not any(process.has_ended for process in (frontend, *workers))

@@ -207,7 +207,7 @@ async def test_a_prefill_worker_killed_at_any_time_costs_no_answer(stack: Pair, 
 
 # -- R14, at length -----------------------------------------------------------------------------------------------------
 
-ROUNDS = 10
+ROUNDS = int(os.environ.get("HAND_OVERS") or 10)
 PHASES = {
     "after": "the prefill worker is killed after the hand-over",
     "before": "the prefill worker is dead, and the store still lists it",
@@ -247,7 +247,7 @@ async def test_a_hand_over_that_breaks_at_any_point_costs_no_answer(tmp_path: Pa
                 await whole(phase)
                 if worker.has_ended:
                     return
-            raise AssertionError(f"{worker.name} never had its turn")
+            raise AssertionError(f"{worker.name} never had its turn:\n{worker.log}\n{pair.frontend.log}")
 
         for number in range(ROUNDS):
             await whole("after", pair.prefill.kill)

@@ -60,9 +60,9 @@ class Exchange:
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
 
-    async def head(self) -> int:
+    async def head(self, *, patience: float = PATIENCE_SECONDS) -> int:
         """Read the status line and the headers; the status."""
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(patience):
             raw = await self.reader.readuntil(b"\r\n\r\n")
         first, *lines = raw.decode("latin-1").strip().split("\r\n")
         self.status = int(first.split(" ", 2)[1])
@@ -80,16 +80,16 @@ class Exchange:
                     data = line.removeprefix("data: ")
                     return DONE if data == DONE else json.loads(data)
 
-    async def rest(self) -> bytes:
+    async def rest(self, *, patience: float = PATIENCE_SECONDS) -> bytes:
         """What is left, as it comes over the wire; for an answer that was read in part."""
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(patience):
             return await self.reader.read()
 
-    async def reply(self) -> Reply:
+    async def reply(self, *, patience: float = PATIENCE_SECONDS) -> Reply:
         """Read everything; nothing of the body may have been read before."""
         if not self.status:
-            await self.head()
-        rest = await self.rest()
+            await self.head(patience=patience)
+        rest = await self.rest(patience=patience)
         if self.headers.get("transfer-encoding") == "chunked":
             rest = _dechunked(rest)
         return Reply(self.status, self.headers, rest)

@@ -203,9 +203,9 @@ class Cluster:
         for process in reversed(self._processes):
             process.close()
 
-    def frontend(self, name: str, *flags: str, **env: str) -> Frontend:
-        """Start a frontend; `env` adds variables."""
-        argv = [sys.executable, "-m", "dynamo.frontend", *self._discovery]
+    def frontend(self, name: str, *flags: str, within: Sequence[str] = (), **env: str) -> Frontend:
+        """Start a frontend; `env` adds variables. `within`: a program and its arguments that runs it."""
+        argv = [sys.executable, *within, "-m", "dynamo.frontend", *self._discovery]
         return self._start(Frontend, name, [*argv, "--http-host", "127.0.0.1", "--http-port", "0", *flags], env)
 
     def worker(self, name: str, model: str, **env: str) -> Worker:
