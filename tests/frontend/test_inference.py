@@ -321,6 +321,15 @@ async def test_a_worker_that_fails_before_its_first_token_is_replaced(house: Clu
     assert len(broken.requests) <= 1  # inhibited after its failure
 
 
+async def test_models_that_share_an_endpoint_do_not_use_up_each_others_turns(house: Cluster) -> None:
+    await house.worker(model="one")
+    both = [await house.worker(model="two") for _ in range(2)]
+    for _ in range(4):
+        for model in ("one", "two"):
+            assert (await house.client.chat("hi", model=model)).status == 200
+    assert [len(worker.requests) for worker in both] == [2, 2]
+
+
 @pytest.mark.parametrize("after", [(), ("o",)], ids=["before its first token", "in the middle"])
 async def test_what_one_worker_fails_at_costs_the_next_one_no_turn(tmp_path: Path, after: tuple[str, ...]) -> None:
     # Not to be had for a request, and no less than well: nobody leaves it out.

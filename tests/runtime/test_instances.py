@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.errors import InvalidArgument, WorkerUnavailable
-from dynamo.runtime.instances import InstanceSet, RouterMode, decode_instance, encode_instance
+from dynamo.runtime.instances import InstanceSet, RouterMode, Turn, decode_instance, encode_instance
 from dynamo.runtime.request_plane.base import Instance
 
 BALANCING = [mode for mode in RouterMode if mode is not RouterMode.DIRECT]
@@ -52,6 +52,16 @@ def test_every_balancing_mode_reaches_every_instance(mode: RouterMode) -> None:
         seen[chosen] += 1
     assert set(seen) == {1, 2, 3}
     assert min(seen.values()) > 50
+
+
+def test_those_who_share_an_endpoint_each_have_their_own_turn() -> None:
+    # A request of two halves: the first has one to choose from, the second two. With one turn for both, 3 never had its.
+    found, first, second = make(1, 2, 3), Turn(), Turn()
+    seen: Counter[int] = Counter()
+    for _ in range(10):
+        assert found.pick(RouterMode.ROUND_ROBIN, 0, {2, 3}, turn=first).instance_id == 1
+        seen[found.pick(RouterMode.ROUND_ROBIN, 0, {1}, turn=second).instance_id] += 1
+    assert seen == {2: 5, 3: 5}
 
 
 @pytest.mark.parametrize("mode", BALANCING)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from dynamo.errors import Overloaded, WorkerUnavailable
 from dynamo.runtime.context import Context
+from dynamo.runtime.instances import Turn
 from dynamo.runtime.request_plane.base import Instance, ResponseStream
 
 __all__ = ["WorkerClient", "WorkerGroup"]
@@ -22,7 +23,9 @@ class WorkerClient(Protocol):
 
     def named(self, instance_id: int) -> Instance: ...
 
-    def pick(self, context: Context, *, exclude: Collection[int] = (), only_well: bool = False) -> Instance: ...
+    def pick(
+        self, context: Context, *, exclude: Collection[int] = (), only_well: bool = False, turn: Turn | None = None
+    ) -> Instance: ...
 
     async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream: ...
 
@@ -37,12 +40,13 @@ class WorkerGroup:
     Workers of several models and roles may share an endpoint name; one model may stand on several endpoints.
     """
 
-    __slots__ = ("_clients", "_endpoints", "_foreign", "_turn", "_workers", "busy", "name")
+    __slots__ = ("_clients", "_endpoints", "_foreign", "_turn", "_turns", "_workers", "busy", "name")
 
     def __init__(self, name: str, clients: Mapping[str, WorkerClient]) -> None:
         """`name`: for error texts. `clients` by endpoint ("namespace.component.endpoint"); it may change any time."""
         self.name = name
-        self._turn = 0
+        self._turn = 0  # among the endpoints
+        self._turns: dict[str, Turn] = {}  # by endpoint: other models and roles there must not use up ours
         self._clients = clients
         self._foreign: dict[str, frozenset[int]] = {}  # by endpoint; absent: to be found out again
         self._workers: Mapping[str, frozenset[int]] = {}
@@ -56,6 +60,7 @@ class WorkerGroup:
             workers.setdefault(endpoint, set()).add(instance_id)
         self._workers = {path: frozenset(ids) for path, ids in workers.items()}
         self._endpoints = list(self._workers)
+        self._turns = {path: self._turns.get(path) or Turn() for path in self._endpoints}
         self._foreign.clear()
 
     def instances_changed(self, endpoint: str) -> None:
@@ -118,7 +123,8 @@ class WorkerGroup:
         foreign = self._foreign.get(endpoint)
         if foreign is None:
             foreign = self._foreign[endpoint] = frozenset(client.instance_ids()) - self._workers[endpoint]
-        return client.pick(context, exclude=foreign.union(exclude) if foreign else exclude, only_well=only_well)
+        without = foreign.union(exclude) if foreign else exclude
+        return client.pick(context, exclude=without, only_well=only_well, turn=self._turns[endpoint])
 
     async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream:
         """Send `body` to `instance` and return its stream."""

@@ -25,7 +25,7 @@ from dynamo.errors import (
 )
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Put
-from dynamo.runtime.instances import InstanceSet, RouterMode, decode_instance
+from dynamo.runtime.instances import InstanceSet, RouterMode, Turn, decode_instance
 from dynamo.runtime.metrics import Histogram
 from dynamo.runtime.request_plane.base import OBJECT_INDEX, Instance, ResponseStream, StreamItem
 
@@ -145,13 +145,16 @@ class Client:
 
     # -- calls, as the planes see them ---------------------------------------------------------------------------
 
-    def pick(self, context: Context, *, exclude: Collection[int] = (), only_well: bool = False) -> Instance:
+    def pick(
+        self, context: Context, *, exclude: Collection[int] = (), only_well: bool = False, turn: Turn | None = None
+    ) -> Instance:
         """The next instance by this client's mode. Raises `WorkerUnavailable` when there is none.
 
         Instances in quarantine are chosen only where there are no others, and not at all with `only_well`.
+        `turn`: of a caller that always excludes the same ones, such as the other models' workers.
         Open it in the same turn of the loop: the load that others see is booked there.
         """
-        return self._set.pick(self._mode, self._now(), exclude, only_well=only_well)
+        return self._set.pick(self._mode, self._now(), exclude, only_well=only_well, turn=turn)
 
     def named(self, instance_id: int) -> Instance:
         """One instance by id, in quarantine or not. Raises `WorkerUnavailable` naming the id."""

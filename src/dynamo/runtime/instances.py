@@ -47,6 +47,15 @@ class RouterMode(StrEnum):
         raise InvalidArgument(f"unknown router mode {name!r}; use one of {', '.join(mode.value for mode in cls)}")
 
 
+class Turn:
+    """Who was last, where everybody gets the next request in turn. Who shares an endpoint has a turn for itself."""
+
+    __slots__ = ("last_id",)
+
+    def __init__(self) -> None:
+        self.last_id = -1
+
+
 class InstanceSet:
     """The instances of one endpoint: discovered, and of those the ones that are not in quarantine after an error."""
 
@@ -66,7 +75,7 @@ class InstanceSet:
         self._sorted: list[Instance] = []
         self.quarantine = Quarantine(inhibit_seconds)
         self._inflight: dict[int, int] = {}  # id -> streams open; absent: none
-        self._last_id = -1  # of the round-robin turn
+        self._turn = Turn()  # of callers without one of their own
 
     # -- what there is -------------------------------------------------------------------------------------------
 
@@ -120,7 +129,15 @@ class InstanceSet:
 
     # -- choosing ------------------------------------------------------------------------------------------------
 
-    def pick(self, mode: RouterMode, now: float, exclude: Collection[int] = (), *, only_well: bool = False) -> Instance:
+    def pick(
+        self,
+        mode: RouterMode,
+        now: float,
+        exclude: Collection[int] = (),
+        *,
+        only_well: bool = False,
+        turn: Turn | None = None,
+    ) -> Instance:
         """The next instance. Raises `WorkerUnavailable` when there is none.
 
         Where everybody is in quarantine, one of them is asked all the same: a network that was away for a moment must not
@@ -133,8 +150,9 @@ class InstanceSet:
             raise WorkerUnavailable(f"No workers available for endpoint {self._endpoint}")
         match mode:
             case RouterMode.ROUND_ROBIN:
-                chosen = self._after(found, self._last_id)
-                self._last_id = chosen.instance_id
+                turn = turn or self._turn
+                chosen = self._after(found, turn.last_id)
+                turn.last_id = chosen.instance_id
                 return chosen
             case RouterMode.RANDOM:
                 return self._rng.choice(found)
