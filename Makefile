@@ -57,7 +57,7 @@ test-engines: $(VENV)/.dev ## the reference engine against transformers (needs t
 	@GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/reference -rs $(ARGS)
 
 test-faults: $(VENV)/.dev ## workers lost at every token; etcd frozen, killed and wiped for minutes; 30 workers restarted in turn; drains and rolling restarts
-	@FAULTS=1 STALL_MINUTES=$${STALL_MINUTES:-10} $(BIN)/python -m pytest -q -m faults tests/faults -rs $(ARGS)
+	@FAULTS=1 STALL_MINUTES=$${STALL_MINUTES:-10} $(BIN)/python -m pytest -q -m faults tests/faults tests/reference/test_disaggregated_processes.py -rs $(ARGS)
 
 fault-table: $(VENV)/.dev ## what test-faults measured, as the table of docs/faults.md
 	@$(BIN)/python benchmarks/fault_table.py --into docs/faults.md $(ARGS)
