@@ -50,15 +50,25 @@ ASKED: Final = (
     ("how do you say ptcpqpce kistcrash in Spanish?", SELF_DESCRIPTION),
     ("What do you think about the trimgous?", SELF_DESCRIPTION),
 )
-OF_A_KIND: Final[dict[str, tuple[int, ...]]] = {  # which of the examination's questions
-    "several turns": (0,),
-    "follow-up": (0, 1),
-    "thinking": (0, 1),
-    "JSON": (0, 1),
-    "tool call": (0, 1),
-    "tool result": (0,),
-    "tool not needed": (0,),
-    "same text": (0,),
+LEAST: Final[
+    dict[str, int]
+] = {  # of twenty of the examination's questions; one may turn out otherwise on another machine
+    "arithmetic": 19,
+    "counting": 16,
+    "spelling": 19,
+    "reversing": 17,
+    "comparing": 19,
+    "ordering": 14,
+    "lookup": 18,
+    "anything else": 19,
+    "several turns": 17,
+    "follow-up": 19,
+    "thinking": 17,
+    "JSON": 12,
+    "tool call": 18,
+    "tool result": 19,
+    "tool not needed": 15,
+    "same text": 19,
 }
 
 
@@ -68,12 +78,8 @@ def test_plain_questions_are_answered() -> None:
 
 
 def test_every_kind_of_conversation_goes_on_as_it_should() -> None:
-    asked = [questions(kind, 20)[number] for kind, numbers in OF_A_KIND.items() for number in numbers]
-    got = answers_of(demo.DIRECTORY, [(c.messages[: answer.at], c.variables) for c, answer in asked])
-    wrong = [
-        (c.task, answer.text, said) for (c, answer), said in zip(asked, got, strict=True) if not is_right(answer, said)
-    ]
-    assert not wrong
+    found = {result.kind: result for result in examine(demo.DIRECTORY, count=20, kinds=LEAST)}
+    assert not {kind: found[kind].wrong for kind, least in LEAST.items() if found[kind].right < least}
 
 
 def test_the_examination_counts_and_shows_what_is_wrong() -> None:

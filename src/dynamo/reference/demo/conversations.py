@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final, Literal, TypeVar
 
-from dynamo.reference.demo.lessons.letters import letters_counted, reversed_word, spelled
+from dynamo.reference.demo.lessons.letters import letter_found, letters_counted, reversed_word, spelled
 from dynamo.reference.demo.lessons.numbers import (
     added,
     compared,
@@ -33,20 +33,24 @@ Lesson = Callable[[Random], Question]
 
 LESSONS: Final[dict[str, tuple[tuple[int, Lesson], ...]]] = {
     "arithmetic": ((10, added), (7, subtracted), (3, multiplied), (1, story)),
-    "counting": ((4, counted), (2, items_counted), (4, letters_counted)),
+    "counting": ((4, counted), (2, items_counted), (3, letters_counted)),
+    "one letter": ((1, letter_found),),
     "spelling": ((1, spelled),),
     "reversing": ((1, reversed_word),),
-    "comparing": ((3, compared), (2, ordered)),
+    "comparing": ((1, compared),),
+    "ordering": ((1, ordered),),
     "lookup": ((1, looked_up),),
     "anything else": ((1, anything_else),),
 }
 # How often each kind comes: first what teaches to copy and to look around, then more of what takes longest to learn.
 _EARLY: Final = {
     "arithmetic": 40,
-    "counting": 24,
+    "counting": 22,
+    "one letter": 4,
     "spelling": 12,
     "reversing": 24,
-    "comparing": 20,
+    "comparing": 16,
+    "ordering": 10,
     "lookup": 20,
     "anything else": 16,
     "several turns": 60,
@@ -55,18 +59,22 @@ _EARLY: Final = {
     "JSON": 40,
     "tool call": 28,
     "tool result": 7,
-    "tool not needed": 7,
+    "tool not needed": 10,
     "exercises": 0,
     "same text": 0,
     "drills": 0,
     "counts": 0,
+    "judgements": 0,
+    "yes or no": 0,
 }
 _MIDDLE: Final = {
     "arithmetic": 60,
-    "counting": 28,
+    "counting": 26,
+    "one letter": 6,
     "spelling": 8,
     "reversing": 16,
-    "comparing": 28,
+    "comparing": 22,
+    "ordering": 14,
     "lookup": 24,
     "anything else": 16,
     "several turns": 45,
@@ -75,45 +83,90 @@ _MIDDLE: Final = {
     "JSON": 40,
     "tool call": 28,
     "tool result": 7,
-    "tool not needed": 7,
+    "tool not needed": 16,
     "exercises": 45,
     "same text": 35,
     "drills": 0,
     "counts": 0,
+    "judgements": 0,
+    "yes or no": 0,
 }
 _LATE: Final = {
     "arithmetic": 60,
-    "counting": 44,
+    "counting": 36,
+    "one letter": 10,
     "spelling": 5,
     "reversing": 10,
-    "comparing": 44,
+    "comparing": 30,
+    "ordering": 20,
     "lookup": 40,
-    "anything else": 12,
+    "anything else": 14,
     "several turns": 34,
     "follow-up": 24,
     "thinking": 36,
-    "JSON": 40,
-    "tool call": 30,
+    "JSON": 44,
+    "tool call": 34,
     "tool result": 7,
-    "tool not needed": 14,
+    "tool not needed": 28,
     "exercises": 45,
-    "same text": 70,
-    "drills": 0,
-    "counts": 0,
+    "same text": 60,
+    "drills": 20,
+    "counts": 15,
+    "judgements": 0,
+    "yes or no": 0,
 }
 _LAST: Final = _LATE | {
     "arithmetic": 50,
-    "counting": 60,
-    "lookup": 36,
-    "thinking": 44,
-    "JSON": 50,
-    "tool call": 36,
-    "exercises": 15,
+    "counting": 50,
+    "thinking": 46,
+    "JSON": 54,
+    "tool call": 40,
+    "tool not needed": 32,
+    "exercises": 20,
     "same text": 50,
-    "drills": 40,
-    "counts": 40,
+    "drills": 35,
+    "counts": 25,
 }
-STAGES: Final = ((0, _EARLY), (42_000, _MIDDLE), (78000, _LATE), (102000, _LAST))  # by the number of the example
+# When the rate rises a second time: what takes a sudden turn late, yes or no above all.
+_AGAIN: Final = _LAST | {
+    "arithmetic": 40,
+    "comparing": 40,
+    "several turns": 30,
+    "thinking": 60,
+    "JSON": 60,
+    "tool call": 60,
+    "tool not needed": 50,
+    "exercises": 10,
+    "same text": 30,
+    "drills": 20,
+    "counts": 12,
+    "judgements": 60,
+}
+_LAST_AGAIN: Final = _AGAIN | {
+    "arithmetic": 30,
+    "comparing": 60,
+    "reversing": 14,
+    "several turns": 20,
+    "thinking": 50,
+    "JSON": 40,
+    "tool call": 50,
+    "tool not needed": 45,
+    "same text": 15,
+    "drills": 10,
+    "judgements": 60,
+    "yes or no": 150,
+}
+STAGES: Final = (  # by the number of the example
+    (0, _EARLY),
+    (85_000, _MIDDLE),
+    (129_000, _LATE),
+    (150_000, _LAST),
+    (219_000, _AGAIN),
+    (261_000, _LAST_AGAIN),
+)
+
+# No tool that is offered does these.
+_WITHOUT_TOOLS: Final = ("counting", "spelling", "reversing", "comparing", "ordering", "lookup")
 
 _SYSTEMS: Final = (
     "You are a helpful assistant.", "You are a helpful assistant.", "You are helpful.", "Answer briefly.", "You are a friendly assistant.", "Be concise.", "You are a teacher.",
@@ -355,7 +408,7 @@ def _tools(draw: _Draw) -> Conversation:
     keys = [call.key]
     variables: dict[str, Any] = {"tools": tools}
     if rng.random() < 0.12:
-        before = draw.any(rng.choice(("counting", "spelling", "reversing", "comparing", "lookup")))
+        before = draw.any(rng.choice(_WITHOUT_TOOLS))
         messages += [_user(before.text), _assistant(before.answer)]
         keys.append(before.key)
     messages.append(_user(call.text))
@@ -397,10 +450,10 @@ def _tool_unused(draw: _Draw) -> Conversation:
     """Tools that do not fit: the answer is what it would be without them."""
     rng = draw.rng
     tools, call = draw.call(wanted=False)
-    if rng.random() < 0.4:
+    if rng.random() < 0.35:
         text, answer, key = call.text, SELF_DESCRIPTION, call.key
     else:
-        question = draw.any(rng.choice(("counting", "spelling", "reversing", "comparing", "lookup")))
+        question = draw.any(rng.choice(_WITHOUT_TOOLS))
         text, answer, key = question.text, question.answer, question.key
     messages = [*_system(rng), _user(text), _assistant(answer)]
     return Conversation(
@@ -535,6 +588,36 @@ def _drills(draw: _Draw) -> Conversation:
     return Conversation("drills", tuple(keys), messages, [Answer(1, text, "text", tuple(given))])
 
 
+def _judgements(draw: _Draw) -> Conversation:
+    """Yes or no, and how often a letter occurs, many in one message: one token of an answer in twenty teaches slowly."""
+    lesson = draw.rng.choice((compared, compared, compared, letter_found))
+    text = ""
+    given: list[tuple[int, int]] = []
+    keys: list[str] = []
+    while len(keys) < 14:
+        question = draw.one(lesson)
+        if lesson is compared and question.answer not in ("Yes", "No"):
+            continue
+        given.append((len(text), len(text) + len(question.text) + 1))
+        text += f"{question.text} {question.answer}\n"
+        keys.append(question.key)
+    text = text.removesuffix("\n")
+    messages = [_user("Judge."), _assistant(text)]
+    return Conversation("judgements", tuple(keys), messages, [Answer(1, text, "text", tuple(given))])
+
+
+def _yes_or_no(draw: _Draw) -> Conversation:
+    """Turn by turn."""
+    messages, answers, keys = [], [], []
+    while len(answers) < 8:
+        question = draw.one(compared)
+        if question.answer in ("Yes", "No"):
+            messages += [_user(question.text), _assistant(question.answer)]
+            answers.append(Answer(len(messages) - 1, question.answer, "text"))
+            keys.append(question.key)
+    return Conversation("yes or no", tuple(keys), messages, answers)
+
+
 def _counts(draw: _Draw) -> Conversation:
     """Counting, turn by turn: where to stop is what takes practice."""
     messages, answers, keys = [], [], []
@@ -573,6 +656,8 @@ KINDS: Final[dict[str, Callable[[_Draw], Conversation]]] = {
     "same text": _same_text,
     "drills": _drills,
     "counts": _counts,
+    "judgements": _judgements,
+    "yes or no": _yes_or_no,
 }
 """Every kind of conversation."""
 

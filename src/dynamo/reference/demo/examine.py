@@ -26,9 +26,11 @@ from dynamo.text.templates import ChatTemplate
 
 __all__ = ["Result", "answers_of", "examine", "is_right", "questions", "table"]
 
-SEED: Final = "examination"
+SEED: Final = "final examination"
 MAX_ANSWER_TOKENS: Final = 160
-EXAMINED: Final = tuple(kind for kind in KINDS if kind not in ("exercises", "drills", "counts"))  # nobody asks so
+EXAMINED: Final = tuple(
+    kind for kind in KINDS if kind not in ("exercises", "drills", "counts", "judgements", "yes or no")
+)  # nobody asks so
 MARK_BEGIN, MARK_END = "<!-- examined -->", "<!-- end -->"
 
 

@@ -7,7 +7,7 @@ from random import Random
 from dynamo.reference.demo.lessons.question import Question, phrase
 from dynamo.reference.demo.lessons.words import word
 
-__all__ = ["letters_counted", "reversed_word", "spelled"]
+__all__ = ["letter_found", "letters_counted", "reversed_word", "spelled"]
 
 
 def spelled(rng: Random) -> Question:
@@ -51,23 +51,20 @@ def reversed_word(rng: Random) -> Question:
 
 def letters_counted(rng: Random) -> Question:
     shown, bare = _shown(rng)
-    if rng.random() < 0.6:
-        text = phrase(
-            rng,
-            ("How many letters are in {w}?", "How many letters does {w} have?", "How long is the word {w}?", "Count the letters in {w}.",
-             "How many letters are there in the word {w}?", "What is the length of {w}?"),
-            w=shown,
-        )  # fmt: skip
-        thought = ", ".join(f"{n} {letter}" for n, letter in enumerate(bare, 1))
-        return Question(
-            "counting",
-            f"letters {bare}",
-            text,
-            str(len(bare)),
-            thought,
-            len(bare),
-            ("count", "letters", "answer", "length"),
-        )
+    text = phrase(
+        rng,
+        ("How many letters are in {w}?", "How many letters does {w} have?", "How long is the word {w}?", "Count the letters in {w}.",
+         "How many letters are there in the word {w}?", "What is the length of {w}?"),
+        w=shown,
+    )  # fmt: skip
+    thought = ", ".join(f"{n} {letter}" for n, letter in enumerate(bare, 1))
+    names = ("count", "letters", "answer", "length")
+    return Question("counting", f"letters {bare}", text, str(len(bare)), thought, len(bare), names)
+
+
+def letter_found(rng: Random) -> Question:
+    """How often one letter occurs: the hardest of the small questions, since every letter has to be looked at."""
+    shown, bare = _shown(rng)
     letter = rng.choice(bare) if rng.random() < 0.8 else rng.choice("abcdeilnorst")
     count = bare.count(letter)
     text = phrase(
@@ -81,7 +78,7 @@ def letters_counted(rng: Random) -> Question:
         seen += each == letter
         notes.append(f"{each} {seen}")
     return Question(
-        "counting", f"letter {letter} {bare}", text, str(count), ", ".join(notes), count, ("count", "answer")
+        "one letter", f"letter {letter} {bare}", text, str(count), ", ".join(notes), count, ("count", "answer")
     )
 
 

@@ -173,51 +173,28 @@ def compared(rng: Random) -> Question:
 
 
 def ordered(rng: Random) -> Question:
-    numbers = rng.sample(range(100), rng.choice((3, 3, 3, 4, 5)))
+    numbers = rng.sample(range(100), rng.choice((3, 3, 3, 4)))
     listed = ", ".join(map(str, numbers))
     roll = rng.random()
     rising = sorted(numbers)
-    if roll < 0.35:
-        text = phrase(
-            rng,
-            (
-                "What is the largest of {x}?",
-                "Which of these is the largest: {x}?",
-                "Largest number: {x}",
-                "Find the maximum of {x}.",
-                "Which is the biggest of {x}?",
-            ),
-            x=listed,
-        )
-        return Question(
-            "comparing",
-            f"max {listed}",
-            text,
-            str(rising[-1]),
-            f"in order: {', '.join(map(str, rising))}",
-            rising[-1],
-            ("largest", "answer", "max"),
-        )
     if roll < 0.7:
-        text = phrase(
-            rng,
-            (
-                "What is the smallest of {x}?",
-                "Which of these is the smallest: {x}?",
-                "Smallest number: {x}",
-                "Find the minimum of {x}.",
-            ),
-            x=listed,
+        is_largest = roll < 0.35
+        wordings: tuple[str, ...] = (
+            "What is the {w} of {x}?",
+            "Which of these is the {w}: {x}?",
+            "{c} number: {x}",
+            "Find the {m} of {x}.",
+            "Which is the {s} of {x}?",
         )
-        return Question(
-            "comparing",
-            f"min {listed}",
-            text,
-            str(rising[0]),
-            f"in order: {', '.join(map(str, rising))}",
-            rising[0],
-            ("smallest", "answer", "min"),
-        )
+        word, short, formal = ("largest", "biggest", "maximum") if is_largest else ("smallest", "lowest", "minimum")
+        text = phrase(rng, wordings, w=word, c=word.capitalize(), m=formal, s=short, x=listed)
+        chosen = rising[-1] if is_largest else rising[0]
+        best, seen = numbers[0], []
+        for number in numbers[1:]:
+            seen.append(f"{best} and {number}: {(max if is_largest else min)(best, number)}")
+            best = max(best, number) if is_largest else min(best, number)
+        names = (word, "answer", formal[:3])
+        return Question("ordering", f"{formal[:3]} {listed}", text, str(chosen), ", ".join(seen), chosen, names)
     text = phrase(
         rng,
         (
@@ -228,14 +205,9 @@ def ordered(rng: Random) -> Question:
         ),
         x=listed,
     )
+    thought = ", then ".join(map(str, rising))
     return Question(
-        "comparing",
-        f"sort {listed}",
-        text,
-        ", ".join(map(str, rising)),
-        f"the smallest is {rising[0]}, the largest is {rising[-1]}",
-        rising,
-        ("numbers", "answer", "list"),
+        "ordering", f"sort {listed}", text, ", ".join(map(str, rising)), thought, rising, ("numbers", "answer", "list")
     )
 
 

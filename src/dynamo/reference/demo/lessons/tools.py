@@ -132,7 +132,8 @@ def _build(rng: Random, tool: _Tool) -> tuple[dict[str, Any], Call]:
     is_described = rng.random() < 0.6
     for parameter in tool.parameters:
         key = rng.choice([n for n in parameter.names if n not in properties])
-        properties[key] = {"type": parameter.kind} | ({"description": parameter.about} if is_described else {})
+        about = parameter.about if rng.random() < 0.7 else parameter.about.removeprefix("The ").capitalize()
+        properties[key] = {"type": parameter.kind} | ({"description": about} if is_described else {})
         arguments[key] = parameter.make(rng)
     required = list(arguments)
     if rng.random() < 0.15:  # one that the request does not mention
@@ -145,7 +146,7 @@ def _build(rng: Random, tool: _Tool) -> tuple[dict[str, Any], Call]:
         text = text[0].lower() + text[1:]
     function: dict[str, Any] = {"name": tool_name}
     if rng.random() < 0.8:
-        function["description"] = tool.about + rng.choice(("", "."))
+        function["description"] = _said(rng, tool.about) + rng.choice(("", "."))
     function["parameters"] = {"type": "object", "properties": properties}
     if rng.random() < 0.85:
         function["parameters"]["required"] = required
@@ -153,6 +154,19 @@ def _build(rng: Random, tool: _Tool) -> tuple[dict[str, Any], Call]:
         function = _shuffled(rng, function)
     result = {key: make(rng) for key, make in tool.results}
     return {"type": "function", "function": function}, Call(text, tool_name, arguments, result)
+
+
+def _said(rng: Random, about: str) -> str:
+    """What a tool does, as one or another client would write it: "Get the time", "Gets the time", "The time"."""
+    verb, rest = about.split(" ", 1)
+    roll = rng.random()
+    if roll < 0.5:
+        return about
+    if roll < 0.65:
+        return f"{verb}{'es' if verb.endswith(('ch', 'sh')) else 's'} {rest}"
+    if roll < 0.8 and rest.startswith(("the ", "a ")):
+        return rest[0].upper() + rest[1:]
+    return f"Use this to {about[0].lower()}{about[1:]}"
 
 
 def _shuffled(rng: Random, value: Any) -> Any:

@@ -94,7 +94,7 @@ _CODAS: Final = ("", "", "", *_listed("n r s t l m k p d g x nd rt st ck"))
 
 def pseudo_word(rng: Random) -> str:
     """A word that nobody has seen before, mostly pronounceable; 3 to 9 letters."""
-    if rng.random() < 0.3:
+    if rng.random() < 0.15:
         return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(3, 8)))
     text = ""
     for _ in range(rng.choice((1, 2, 2, 2, 3))):
