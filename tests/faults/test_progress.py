@@ -377,13 +377,16 @@ def moved_without_need(workers: list[Worker], stops: list[tuple[str, float, floa
     for event in sorted((event for worker in workers for event in worker.events()), key=lambda one: float(one["at"])):
         if event["event"] == "generate" and not event["tag"].startswith("victim"):
             served.setdefault(event["id"], []).append(event)
+
+    def was_stopped(event: dict[str, Any], earlier: float, later: float) -> bool:
+        return any(name == event["worker"] and begin <= later and earlier <= end for name, begin, end in stops)
+
     return [
-        later["tag"]
+        f"{second['tag']}: at {first['worker']} at {first['at']:.1f}, at {second['worker']} at {second['at']:.1f}; {stops}"
         for turns in served.values()
-        for earlier, later in itertools.pairwise(turns)
-        if not any(
-            name == earlier["worker"] and begin <= later["at"] and earlier["at"] <= end for name, begin, end in stops
-        )
+        for first, second in itertools.pairwise(turns)
+        # A request that was sent to a stopped worker and moved away is begun there, too, for a moment, once it wakes.
+        if not any(was_stopped(one, first["at"], second["at"]) for one in (first, second))
     ]
 
 
