@@ -608,7 +608,9 @@ def _judgements(draw: _Draw) -> Conversation:
 
 def _yes_or_no(draw: _Draw) -> Conversation:
     """Turn by turn."""
-    messages, answers, keys = [], [], []
+    messages: list[dict[str, Any]] = []
+    answers: list[Answer] = []
+    keys: list[str] = []
     while len(answers) < 8:
         question = draw.one(compared)
         if question.answer in ("Yes", "No"):
