@@ -69,3 +69,7 @@ def test_a_silent_engine_is_noticed_on_time() -> None:
 )
 def test_seeds_that_found_something_find_nothing(seed: int) -> None:
     assert [str(finding) for finding in run_scenario(draw(seed, crowds=False)).findings] == []
+
+
+def test_a_machine_suspended_while_the_run_settles_has_not_settled() -> None:
+    assert [str(finding) for finding in run_scenario(draw(18223)).findings] == []

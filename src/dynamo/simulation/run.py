@@ -190,7 +190,7 @@ class _Run(logging.Handler):
         await self._ended([visit.task for visit in self.visits.values()])
         while self._chores:
             await asyncio.wait(set(self._chores))
-        await asyncio.sleep(SETTLE_SECONDS)
+        await self._settle()
         self._check_idle()
         await self._probe()
         await asyncio.sleep(SETTLE_SECONDS)
@@ -201,6 +201,17 @@ class _Run(logging.Handler):
         for visit in self.visits.values():
             self._check_answer(visit)
         self._check_conduct()
+
+    async def _settle(self) -> None:
+        """Wait until whatever is on its way has arrived. While the machine is suspended nothing does: that time does not count."""
+        while True:
+            jumps = self._count_jumps()
+            await asyncio.sleep(SETTLE_SECONDS)
+            if jumps == self._count_jumps():
+                return
+
+    def _count_jumps(self) -> int:
+        return sum(fault.kind is Kind.CLOCK_JUMP for fault in self.fired)
 
     async def _ended(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         if not tasks:
