@@ -39,6 +39,9 @@ class Site:
                     await sink.wait_credit()
                 sink.send_tokens([7] * 64)
                 await asyncio.sleep(0)
+        elif body == "much":  # more in one turn of the loop than any socket takes at once
+            for _ in range(24):
+                sink.send_tokens([7], 0, None, {"engine_data": {"blob": "x" * 1_000_000}})
         elif body == "hold":
             await context.async_killed_or_stopped()
         sink.send_tokens([1], 0, "stop")
@@ -300,6 +303,24 @@ async def test_a_mux_stream_whose_credit_never_comes_gives_its_slot_back() -> No
         assert worker.listener.connections == 1  # only the stream ended
         writer.transport.abort()
         await worker.until_idle()
+
+
+async def test_a_mux_caller_that_gets_much_at_once_is_not_taken_for_one_that_does_not_read() -> None:
+    async with site() as worker:
+        record: dict[str, Any] = dict(worker.listener.transport(PATH))
+        instance = Instance(namespace="ns", component="c", endpoint="e", instance_id=31, **record)
+        client = MuxClient()
+        try:
+            async with asyncio.timeout(PATIENCE):
+                stream = await client.open(instance, "much", Context())
+                tokens = []
+                while batch := await stream.next_batch():
+                    tokens += [token for item in batch for token in item.token_ids]
+                stream.close()
+        finally:
+            await client.close()
+        assert tokens == [7] * 24 + [1]
+        assert not worker.refusals
 
 
 @pytest.mark.parametrize("what", ["pings", "requests"])

@@ -559,6 +559,11 @@ class MuxServerProtocol(asyncio.Protocol):
             return
         parts = self._control
         self._control = []
+        if parts and self.paused:  # these overtake the data; whoever reads neither may not ask for ever more of them
+            self._backlog_bytes += sum([len(part) for part in parts])
+            if self._backlog_bytes > MAX_BACKLOG_BYTES:
+                self._cut("backlog")
+                return
         # Data waits while the socket is full (each stream's credit bounds it); control frames do not.
         if self.out and not self.paused:
             items = self.out.copy()
@@ -568,10 +573,6 @@ class MuxServerProtocol(asyncio.Protocol):
             parts += self._encode(items)
         if parts:
             transport.writelines(parts)
-            if self.paused:  # these overtook the data; whoever reads neither may not ask for ever more of them
-                self._backlog_bytes += sum([len(part) for part in parts])
-                if self._backlog_bytes > MAX_BACKLOG_BYTES:
-                    self._cut("backlog")
 
     def _note_first(self, items: list[tuple[Any, ...]]) -> None:
         """Time the first item of each stream. Here and not where it is made: a token of a stream under way pays nothing."""
