@@ -13,6 +13,7 @@ import pytest
 
 from support.http_client import CHAT, Reply, ask, chat, script
 from support.processes import Cluster, Worker
+from support.scenario_table import record
 
 pytestmark = [
     pytest.mark.faults,
@@ -95,8 +96,16 @@ async def test_a_worker_lost_at_any_token_costs_nothing(
             (died,) = (event["at"] for event in events if event["event"] == "die")
             pauses += [event["at"] - died for event in events if event["event"] == "generate" and event["at"] > died]
             herd.fill()
+        said = f"{number}, {'streamed' if is_streamed else 'unary'}, n={n}"
+        record(
+            f"R1 a worker lost at each token, {said}",
+            sent=len(ANSWER),
+            lost=lost,  # in tokens, and so at least as many as requests
+            doubled=doubled,
+            recovery_ms=[1e3 * pause for pause in pauses],
+            note=f"{len(pauses)} answers went on elsewhere",
+        )
         with capsys.disabled():
-            said = f"{number}, {'streamed' if is_streamed else 'unary'}, n={n}"
             resumed = ""
             if pauses:
                 pauses.sort()
