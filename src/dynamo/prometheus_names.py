@@ -116,6 +116,10 @@ class work_handler_pool:
     PERMIT_WAIT_SECONDS: Final = "permit_wait_seconds"
     NETWORK_TRANSIT_SECONDS: Final = "network_transit_seconds"
     TIME_TO_FIRST_RESPONSE_SECONDS: Final = "time_to_first_response_seconds"
+    QUEUE_AGE_SECONDS: Final = "queue_age_seconds"
+    SILENCE_SECONDS: Final = "silence_seconds"
+    LONGEST_SILENCE_SECONDS: Final = "longest_silence_seconds"
+    EVENT_LOOP_LAG_SECONDS: Final = "event_loop_lag_seconds"
 
 
 class request_plane:
@@ -125,6 +129,9 @@ class request_plane:
     SEND_SECONDS: Final = "send_seconds"
     ROUNDTRIP_TTFT_SECONDS: Final = "roundtrip_ttft_seconds"
     INFLIGHT_REQUESTS: Final = "inflight_requests"
+    QUARANTINED_INSTANCES: Final = "quarantined_instances"
+    QUARANTINES_TOTAL: Final = "quarantines_total"
+    PROBES_TOTAL: Final = "probes_total"
 
 
 class transport:

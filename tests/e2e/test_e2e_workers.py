@@ -224,7 +224,7 @@ async def test_a_worker_out_of_time_cuts_what_still_runs(stack: Stack, tag: str,
     hasty = stack.cluster.worker(f"{name}-hasty", name, DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT="5")
     stack.cluster.wait_ready(stack.frontend, hasty)
     begun, waiting, hung = (f"{tag}-{word}" for word in ("begun", "waiting", "hung"))
-    steps = {begun: [["say", "ab"], ["wait"]], waiting: [["say", "c", 3.0]], hung: [["say", "ab"], ["hang"]]}
+    steps = {begun: [["say", "ab"], ["wait"]], waiting: [["stick"], ["say", "c"]], hung: [["say", "ab"], ["hang"]]}
     requests = {
         each: asyncio.create_task(ask(stack.port, CHAT, chat(name, stream=True), headers=script(*what, tag=each)))
         for each, what in steps.items()
