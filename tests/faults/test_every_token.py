@@ -38,6 +38,10 @@ def choices_of(reply: Reply, is_streamed: bool) -> dict[int, tuple[str, str | No
     return found
 
 
+def _is_dying(worker: Worker) -> bool:
+    return any(event["event"] == "die" for event in worker.events())
+
+
 class Herd:
     """Three workers of one model, always: each that dies is replaced."""
 
@@ -48,8 +52,8 @@ class Herd:
         self.everyone: list[Worker] = []
 
     def fill(self) -> None:
-        """Return when three serve."""
-        self.living = [worker for worker in self.living if not worker.has_ended]
+        """Return when three serve; one that is on its way out does not, however long it takes."""
+        self.living = [worker for worker in self.living if not (worker.has_ended or _is_dying(worker))]
         fresh = []
         while len(self.living) < 3:
             self._started += 1
