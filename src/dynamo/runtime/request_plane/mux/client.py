@@ -397,6 +397,7 @@ class MuxConnection(asyncio.Protocol):
             reason = (
                 f"it hung up before it said anything{'' if exc is None else f' ({handshake_text(exc)})'}; {self._hint}"
             )
+        self._failure = reason  # a request may still come for this connection, and is told the same
         if self.greeting is not None and not self.greeting.done():
             self.greeting.set_exception(CannotConnect(f"{self.address} is not who it should be: {reason}"))
         for stream in streams.values():
