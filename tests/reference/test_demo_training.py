@@ -83,11 +83,15 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(directory: Path) -
     assert after.step == 6
 
 
-def test_the_rate_rises_stays_and_falls() -> None:
+def test_the_rate_rises_stays_and_falls_and_rises_twice_more() -> None:
     from dynamo.reference.demo.train import PEAK_RATE, STEPS, rate_at
 
     rates = [rate_at(step) for step in range(STEPS)]
     assert rates[0] < PEAK_RATE / 10
-    assert rates[60:2200] == pytest.approx([PEAK_RATE] * 2140)
-    assert rates[2255:] == sorted(rates[2255:], reverse=True)
+    assert rates[60:4600] == pytest.approx([PEAK_RATE] * 4540)
+    assert rates[4600:6500] == sorted(rates[4600:6500], reverse=True)
+    for first, level, falls, last in ((6500, 6560, 7150, 8000), (8000, 8060, 8500, STEPS)):
+        assert rates[first] < PEAK_RATE / 10
+        assert rates[level:falls] == pytest.approx([0.6 * PEAK_RATE] * (falls - level))
+        assert rates[falls:last] == sorted(rates[falls:last], reverse=True)
     assert 0 < rates[-1] < PEAK_RATE / 10
