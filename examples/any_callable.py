@@ -18,7 +18,7 @@ async def count_words(messages, temperature=1.0):
 
 
 if __name__ == "__main__":
-    from dynamo.common.backend.callable_engine import engine_class
     from dynamo.common.backend.run import run
+    from dynamo.engines.callable.engine import engine_class
 
     run(engine_class(count_words))

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.common.backend.args import BackendArgumentParser, add_backend_arguments, worker_config_from
-from dynamo.common.backend.config import WorkerConfig
-from dynamo.common.constants import DisaggregationMode
+from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
+from dynamo.contract.config import WorkerConfig
+from dynamo.contract.modes import DisaggregationMode
 
 
 def parse(argv: list[str], env: dict[str, str] | None = None, **defaults: str) -> argparse.Namespace:

@@ -8,10 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.common.backend.agent_context import agent_context_from_request, session_id_from_request
-from dynamo.common.backend.disagg import enforce_prefill_max_tokens, extract_prefill_result, require_prefill_result
-from dynamo.common.backend.dp_rank import forced_dp_rank, validate_global_dp_rank
-from dynamo.common.backend.logprobs import (
+from dynamo.contract.modes import DisaggregationMode
+from dynamo.contract.requests.agent_context import agent_context_from_request, session_id_from_request
+from dynamo.contract.requests.disaggregation import (
+    enforce_prefill_max_tokens,
+    extract_prefill_result,
+    require_prefill_result,
+)
+from dynamo.contract.requests.dp_rank import forced_dp_rank, validate_global_dp_rank
+from dynamo.contract.requests.engine_response import normalize_finish_reason
+from dynamo.contract.requests.logprobs import (
     build_sglang_logprob_kwargs,
     extract_from_completion_output,
     extract_from_sglang_meta,
@@ -19,15 +25,13 @@ from dynamo.common.backend.logprobs import (
     extract_prompt_logprobs_from_sglang_meta,
     parse_logprob_options,
 )
-from dynamo.common.backend.multimodal import (
+from dynamo.contract.requests.multimodal import (
     encoder_terminal_chunk,
     extract_multimodal_kwargs,
     require_encoder_result,
 )
-from dynamo.common.constants import DisaggregationMode
-from dynamo.common.utils.engine_response import normalize_finish_reason
-from dynamo.common.utils.structural_tag import serialize_structural_tag
-from dynamo.common.utils.token_ids import normalize_request_token_ids, token_ids_len, token_ids_to_list
+from dynamo.contract.requests.structural_tag import serialize_structural_tag
+from dynamo.contract.requests.token_ids import normalize_request_token_ids, token_ids_len, token_ids_to_list
 
 DECODE, AGG = DisaggregationMode.DECODE, DisaggregationMode.AGGREGATED
 

@@ -16,8 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from dynamo import prometheus_names as names
-from dynamo.common.backend.lifecycle_metrics import WorkerMetrics
-from dynamo.common.backend.metrics import (
+from dynamo.contract.metrics import (
     EngineMetrics,
     ensure_prometheus_multiproc_dir,
     gather_with_labels,
@@ -25,6 +24,7 @@ from dynamo.common.backend.metrics import (
     register_global_registry,
 )
 from dynamo.runtime.metrics import CallerMetrics, EndpointMetrics, MetricsRegistry, TransportMetrics, WorkHandlerMetrics
+from dynamo.worker.lifecycle_metrics import WorkerMetrics
 
 NAMES: dict[str, Any] = {
     "namespace": "ns",
@@ -193,7 +193,7 @@ def in_process(script: str, **env: str) -> str:
             def __init__(self): self.callbacks = []
             def register_prometheus_expfmt_callback(self, cb): self.callbacks.append(cb)
         handle = Handle()
-        from dynamo.common.backend.metrics import register_global_registry
+        from dynamo.contract.metrics import register_global_registry
         import sys
         assert "prometheus_client" not in sys.modules
     """

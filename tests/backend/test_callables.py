@@ -10,13 +10,13 @@ import pytest
 
 from dynamo.cli.engines import load_engine
 from dynamo.cli.usage import UsageError
-from dynamo.common.backend.callable_engine import CallableEngine, engine_class
-from dynamo.common.backend.callables import Kind, Source, plan_call
-from dynamo.common.backend.config import WorkerConfig
-from dynamo.common.backend.testing import run_conformance, run_raw_conformance
-from dynamo.common.backend.worker import Worker
+from dynamo.contract.config import WorkerConfig
+from dynamo.contract.conformance import run_conformance, run_raw_conformance
+from dynamo.engines.callable.engine import CallableEngine, engine_class
+from dynamo.engines.callable.signature import Kind, Source, plan_call
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.openai.plain_text import conversation_text, cut, read_piece
+from dynamo.worker.worker import Worker
 from support import callables
 from support.asgi_client import Exchange
 from support.frontend_cluster import Cluster, cluster, memory_runtime

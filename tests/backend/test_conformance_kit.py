@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from dynamo.common.backend.engine import EngineConfig, LLMEngine, RawEngine
-from dynamo.common.backend.publisher import PushSource
-from dynamo.common.backend.testing import (
+from dynamo.contract.conformance import (
     FAILURE_NAMES,
     ConformanceFailure,
     cancelling_context,
@@ -19,7 +17,9 @@ from dynamo.common.backend.testing import (
     run_encode_conformance,
     run_raw_conformance,
 )
+from dynamo.contract.engine import EngineConfig, LLMEngine, RawEngine
 from dynamo.runtime.context import Context
+from dynamo.worker.kv_publishing.publisher import PushSource
 
 
 class Honest(LLMEngine):
@@ -173,7 +173,7 @@ TOKEN_BREAKERS: list[type[Honest]] = [
 
 @pytest.fixture
 def _short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo.common.backend.testing.kit.CANCEL_SECONDS", 0.05)
+    monkeypatch.setattr("dynamo.contract.conformance.kit.CANCEL_SECONDS", 0.05)
 
 
 @pytest.mark.usefixtures("_short_limits")

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from dynamo.common.backend import controls
-from dynamo.common.backend.controls import (
+from dynamo.errors import InvalidArgument
+from dynamo.runtime.context import Context
+from dynamo.worker import controls
+from dynamo.worker.controls import (
     PAUSING_CONTROLS,
     RESUMING_CONTROLS,
     AdminRoutes,
@@ -15,9 +17,7 @@ from dynamo.common.backend.controls import (
     checked_names,
     rl_endpoint_name,
 )
-from dynamo.common.backend.lifecycle import AdminGate
-from dynamo.errors import InvalidArgument
-from dynamo.runtime.context import Context
+from dynamo.worker.lifecycle import AdminGate
 
 
 class Engine:

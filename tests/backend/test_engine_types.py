@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dynamo.common.backend as backend
-from dynamo.common.backend import chunks as chunk_module
 from dynamo.common.backend import engine as contract
-from dynamo.common.backend.engine import (
+from dynamo.contract import chunks as chunk_module
+from dynamo.contract.engine import (
     DiffusionEngine,
     EngineConfig,
     ForcedTokenSequenceSpec,
@@ -26,8 +26,8 @@ from dynamo.common.backend.engine import (
     serialize_logits_processor_entries,
     usage,
 )
-from dynamo.common.backend.engine_config import read_engine_config
-from dynamo.common.constants import DisaggregationMode
+from dynamo.contract.engine_config import read_engine_config
+from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import InvalidArgument
 from dynamo.logits_processing import BaseLogitsProcessor
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.common.backend.health_check import (
+from dynamo.contract.health_check import (
     HEALTH_CHECK_KEY,
     bos_token_id_or,
     build_health_check_payload,

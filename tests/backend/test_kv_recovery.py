@@ -11,14 +11,14 @@ import msgspec
 import pytest
 import zmq
 
-from dynamo.common.backend.kv_recovery import KvRecovery
-from dynamo.common.backend.publisher import KvEventPublisher
 from dynamo.errors import InvalidArgument
 from dynamo.kv import block_hashes
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import EVENT_SOURCES, INSTANCES
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.endpoint import Endpoint
+from dynamo.worker.kv_publishing.publisher import KvEventPublisher
+from dynamo.worker.kv_publishing.recovery import KvRecovery
 
 TOKENS = list(range(1, 9))
 

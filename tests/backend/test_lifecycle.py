@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from dynamo.common.backend.lifecycle import (
+from dynamo.contract.modes import DisaggregationMode
+from dynamo.worker.lifecycle import (
     FORCED_EXIT_STATUS,
     TRANSITIONS,
     AdminGate,
@@ -14,7 +15,6 @@ from dynamo.common.backend.lifecycle import (
     ShutdownTimes,
     State,
 )
-from dynamo.common.constants import DisaggregationMode
 
 PAIRS = list(itertools.product(State, Event))
 

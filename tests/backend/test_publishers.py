@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.common.backend.publisher import (
+from dynamo.errors import InvalidArgument
+from dynamo.kv import block_hashes
+from dynamo.worker.kv_publishing.publisher import (
     OUTBOX_MESSAGES,
     ComponentSnapshot,
     KvEventPublisher,
@@ -17,8 +19,6 @@ from dynamo.common.backend.publisher import (
     WorkerMetricsPublisher,
     ZmqSource,
 )
-from dynamo.errors import InvalidArgument
-from dynamo.kv import block_hashes
 
 WORKER = 2**63 + 5
 TOKENS = list(range(1, 33))
@@ -301,7 +301,7 @@ async def test_what_cannot_work_is_refused_at_once(options: dict[str, Any], said
 
 
 async def test_loads_are_sent_on_change_and_the_latest_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo.common.backend.publisher.LOAD_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr("dynamo.worker.kv_publishing.publisher.LOAD_INTERVAL_SECONDS", 0.01)
     endpoint = Endpoint()
     metrics = WorkerMetricsPublisher()
     metrics.publish(kv_used_blocks=1)  # before there is a plane: kept

@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from dynamo.common.backend import hub
-from dynamo.common.backend.config import WorkerConfig
-from dynamo.common.backend.engine_config import EngineConfig
-from dynamo.common.backend.registration import (
+from dynamo.contract.config import WorkerConfig
+from dynamo.contract.engine_config import EngineConfig
+from dynamo.contract.modes import DisaggregationMode
+from dynamo.errors import CannotConnect, InvalidArgument
+from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
+from dynamo.protocol.records import decode_card
+from dynamo.worker import hub
+from dynamo.worker.registration import (
     build_card,
     checked_taints,
     plan_role,
@@ -24,10 +28,6 @@ from dynamo.common.backend.registration import (
     unregister_model,
     update_model_taints,
 )
-from dynamo.common.constants import DisaggregationMode
-from dynamo.errors import CannotConnect, InvalidArgument
-from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
-from dynamo.protocol.records import decode_card
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from dynamo.common.backend.publisher import PushSource
-from dynamo.common.backend.sample_diffusion_engine import PIXEL_PNG, SampleDiffusionEngine
-from dynamo.common.backend.sample_engine import SampleLLMEngine
-from dynamo.common.backend.testing import run_conformance, run_encode_conformance, run_raw_conformance
-from dynamo.common.constants import DisaggregationMode
+from dynamo.contract.conformance import run_conformance, run_encode_conformance, run_raw_conformance
+from dynamo.contract.modes import DisaggregationMode
+from dynamo.engines.sample.diffusion_engine import PIXEL_PNG, SampleDiffusionEngine
+from dynamo.engines.sample.engine import SampleLLMEngine
 from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.context import Context
+from dynamo.worker.kv_publishing.publisher import PushSource
 
 AGG, PREFILL, DECODE, ENCODE = DisaggregationMode
 MEDIA = {"multi_modal_data": {"image": [{"Url": "data:image/png;base64,AA=="}]}, "mm_processor_kwargs": {"a": 1}}

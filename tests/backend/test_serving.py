@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from dynamo.common.backend.engine import EngineConfig, LLMEngine, RawEngine
-from dynamo.common.backend.serving import CHUNKS_PER_TURN, RawServing, TokenServing, wrap_error
-from dynamo.common.constants import DisaggregationMode
+from dynamo.contract.engine import EngineConfig, LLMEngine, RawEngine
+from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import (
     Cancelled,
     CannotConnect,
@@ -27,6 +26,7 @@ from dynamo.errors import (
 )
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.runtime.context import Context
+from dynamo.worker.serving import CHUNKS_PER_TURN, RawServing, TokenServing, wrap_error
 
 
 class ListSink:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from dynamo.common.backend.signals import Deadline, SignalGuard
+from dynamo.worker.signals import Deadline, SignalGuard
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,

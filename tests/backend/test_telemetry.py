@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from dynamo.common.backend import telemetry
-from dynamo.common.backend.telemetry import MAX_GAPS, GenerateSpan, _Gaps, nearest_rank
+from dynamo.contract import telemetry
+from dynamo.contract.telemetry import MAX_GAPS, GenerateSpan, _Gaps, nearest_rank
 from dynamo.runtime.context import Context
 from dynamo.runtime.tracing import NO_SPAN, TraceContext, Tracing, install_tracing, reset_tracing
 

@@ -13,17 +13,9 @@ from typing import Any, Self
 import pytest
 
 from dynamo.common.backend import run as run_module
-from dynamo.common.backend.config import WorkerConfig
-from dynamo.common.backend.engine import EngineConfig, LLMEngine, RawEngine
-from dynamo.common.backend.lifecycle import ShutdownTimes, State
-from dynamo.common.backend.publisher import ComponentSnapshot, PushSource
-from dynamo.common.backend.worker import (
-    Worker,
-    _coerce_disagg_mode,
-    _to_rust_disaggregation_mode,
-    shutdown_times,
-)
-from dynamo.common.constants import DisaggregationMode
+from dynamo.contract.config import WorkerConfig
+from dynamo.contract.engine import EngineConfig, LLMEngine, RawEngine
+from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import CannotConnect, DynamoException, EngineShutdown, InvalidArgument, Unknown
 from dynamo.protocol.model_types import ModelInput, WorkerType
 from dynamo.protocol.records import decode_model_record
@@ -32,6 +24,14 @@ from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.request_plane.base import ResponseStream
+from dynamo.worker.kv_publishing.publisher import ComponentSnapshot, PushSource
+from dynamo.worker.lifecycle import ShutdownTimes, State
+from dynamo.worker.worker import (
+    Worker,
+    _coerce_disagg_mode,
+    _to_rust_disaggregation_mode,
+    shutdown_times,
+)
 
 QUICK = ShutdownTimes(grace_seconds=0.0, timeout_seconds=30)
 PATIENCE = 10.0

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynamo.common.backend.config import RuntimeConfig, WorkerConfig
-from dynamo.common.constants import (
+from dynamo.contract.config import RuntimeConfig, WorkerConfig
+from dynamo.contract.modes import (
     DisaggregationMode,
     NativeDisaggregationMode,
     coerce_disaggregation_mode,

@@ -12,7 +12,7 @@ from dynamo import __version__
 from dynamo.cli.engines import load_engine
 from dynamo.cli.main import COMMANDS, main
 from dynamo.cli.usage import UsageError
-from dynamo.frontend.server import PortInUse
+from dynamo.frontend.http.server import PortInUse
 from support.serve_command import GUIDE_ENGINE
 
 
@@ -71,9 +71,9 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
             "is neither a subclass of LLMEngine or RawEngine nor a function",
         ),
         (["conformance", "guide_engine:argparse"], "is neither a subclass of LLMEngine or RawEngine nor a function"),
-        (["conformance", "dynamo.common.backend.engine:LLMEngine"], "LLMEngine is abstract: it does not implement"),
+        (["conformance", "dynamo.contract.engine:LLMEngine"], "LLMEngine is abstract: it does not implement"),
         (
-            ["conformance", "dynamo.common.backend.sample_diffusion_engine:SampleDiffusionEngine", "--encode"],
+            ["conformance", "dynamo.engines.sample.diffusion_engine:SampleDiffusionEngine", "--encode"],
             "a raw engine has no encode role",
         ),
         (["new", "my backend"], "'my backend' cannot be a package's name"),
@@ -143,7 +143,7 @@ def test_help_imports_nothing_heavy() -> None:
 def test_the_parent_of_the_processes_imports_neither_runtime_nor_frontend() -> None:
     program = "import sys; import dynamo.cli.serve, dynamo.cli.local; print([m for m in sys.modules if m.startswith('dynamo.')])"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert {name.split(".")[1] for name in eval(shown)} == {"cli", "restarts"}
+    assert {name.split(".")[1] for name in eval(shown)} == {"cli", "supervise"}
 
 
 # -- conformance --------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_an_engine_that_keeps_the_contract_ends_with_0(capsys: pytest.CaptureFix
 
 
 def test_a_raw_engine_and_an_encoder_are_judged_by_their_own_kits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["conformance", "dynamo.common.backend.sample_diffusion_engine:SampleDiffusionEngine"]) == 0
+    assert main(["conformance", "dynamo.engines.sample.diffusion_engine:SampleDiffusionEngine"]) == 0
     assert "ok  the config is a raw engine's" in capsys.readouterr().out
     assert main(["conformance", "sample", "--encode", "--", "--disaggregation-mode", "encode", "--delay", "0"]) == 0
     assert "ok  one encode request is served" in capsys.readouterr().out

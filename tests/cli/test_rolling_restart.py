@@ -18,7 +18,7 @@ import pytest
 from dynamo.cli.local import worker_program
 from dynamo.cli.serve import read_options
 from dynamo.cli.usage import UsageError
-from dynamo.restarts import RestartPolicy
+from dynamo.supervise.backoff import RestartPolicy
 from support.load import load
 from support.processes import SUPPORT, until
 from support.serve_command import ServeCommand, is_running, left_behind, serve_command

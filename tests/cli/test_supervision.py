@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.cli.console import Console
-from dynamo.cli.lines import CUT, LineSplitter
 from dynamo.cli.local import programs
-from dynamo.cli.processes import GaveUp, Place, Program, exit_words
 from dynamo.cli.readiness import Address, ready_text
 from dynamo.cli.serve import read_options
-from dynamo.restarts import RestartPolicy
+from dynamo.supervise.backoff import RestartPolicy
+from dynamo.supervise.lines import CUT, LineSplitter
+from dynamo.supervise.process import GaveUp, Place, Program, exit_words
 
 # -- lines --------------------------------------------------------------------------------------------------------------
 

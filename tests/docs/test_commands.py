@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.common.backend.testing import run_conformance
+from dynamo.contract.conformance import run_conformance
 from support.doc_pages import READ, ROOT, Block, Page
 
 PATIENCE_SECONDS = 30.0  # for a loaded machine; nothing waits that long when it works

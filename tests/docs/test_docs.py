@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 import dynamo.frontend.args as frontend_args
-from dynamo.common.backend.args import add_backend_arguments
-from dynamo.common.backend.lifecycle_metrics import WorkerMetrics
-from dynamo.common.backend.publisher import ComponentSnapshot
-from dynamo.common.backend.testing import FAILURE_NAMES
+from dynamo.contract.args import add_backend_arguments
+from dynamo.contract.conformance import FAILURE_NAMES
 from dynamo.errors import RULES
 from dynamo.frontend.metrics import _LOG_BUCKETS, FrontendMetrics
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime import metrics as runtime_metrics
+from dynamo.worker.kv_publishing.publisher import ComponentSnapshot
+from dynamo.worker.lifecycle_metrics import WorkerMetrics
 from support.doc_pages import PAGES, READ, ROOT, code, rows
 
 SOURCE = ROOT / "src" / "dynamo"
@@ -192,7 +192,7 @@ def _attributes(kind: Callable[[runtime_metrics.MetricsRegistry], Any]) -> Itera
 
 def test_no_other_module_registers_metrics() -> None:
     """Else the table above would not see them."""
-    known = {"runtime/metrics.py", "common/backend/lifecycle_metrics.py", "frontend/metrics.py"}
+    known = {"runtime/metrics.py", "worker/lifecycle_metrics.py", "frontend/metrics.py"}
     found = {
         path.relative_to(SOURCE).as_posix()
         for path in SOURCE.rglob("*.py")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.common.backend.testing import run_conformance
+from dynamo.contract.conformance import run_conformance
 from support.processes import Cluster, Frontend, Process
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.common.backend.lifecycle import ShutdownTimes
+from dynamo.worker.lifecycle import ShutdownTimes
 from support.etcd_server import EtcdServer, free_ports
 from support.http_client import CHAT, ask, chat
 from support.load import ALPHABET, Load, load

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dynamo.errors import Overloaded
-from dynamo.frontend.admission import TRANSITIONS, Admission, NotReady, Stage
-from dynamo.frontend.event_stream import EventStream
+from dynamo.frontend.admission.process import TRANSITIONS, Admission, NotReady, Stage
+from dynamo.frontend.http.event_stream import EventStream
 from dynamo.frontend.metrics import FrontendMetrics, log_buckets
 from dynamo.protocol.openai.sse import KEEP_ALIVE
 from dynamo.runtime.metrics import MetricsRegistry

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from dynamo.frontend.server import HttpServer, PortInUse, bind
+from dynamo.frontend.http.server import HttpServer, PortInUse, bind
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, cluster, say

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.server import HttpServer
+from dynamo.frontend.http.server import HttpServer
 from dynamo.runtime import tls as tls_module
 from support.certificates import Authority
 from support.frontend_cluster import Cluster, cluster, say

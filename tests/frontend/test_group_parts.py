@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from dynamo.errors import Overloaded
-from dynamo.frontend.admission import NotReady, Stage
+from dynamo.frontend.admission.process import NotReady, Stage
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.group.messages import (
+from dynamo.frontend.http.group.messages import (
     Gather,
     Gathered,
     Message,
@@ -21,7 +21,7 @@ from dynamo.frontend.group.messages import (
     read,
     write,
 )
-from dynamo.frontend.group.places import Field, Places, SharedAdmission
+from dynamo.frontend.http.group.places import Field, Places, SharedAdmission
 
 
 @pytest.fixture

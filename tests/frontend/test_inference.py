@@ -17,7 +17,7 @@ from dynamo.errors import (
     Unknown,
     WorkerUnavailable,
 )
-from dynamo.frontend.admission import Stage
+from dynamo.frontend.admission.process import Stage
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
@@ -440,7 +440,7 @@ async def test_the_request_id_is_echoed_on_every_kind_of_answer(house: Cluster) 
 
 async def test_the_log_knows_a_request_by_both_ids(house: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     worker = await house.worker()
-    caplog.set_level("INFO", logger="dynamo.frontend.inference")
+    caplog.set_level("INFO", logger="dynamo.frontend.pipeline.inference")
     await house.client.chat("hi", headers={"x-request-id": "mine-1"})
     assert f"request {worker.contexts[0].id()} (x-request-id mine-1) completed" in caplog.text
     await house.client.chat("hi", temperature=9, headers={"x-request-id": "mine-2"})

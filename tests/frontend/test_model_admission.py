@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.frontend.model_admission import (
+from dynamo.frontend.admission.model import (
     DEFAULT_QUEUE_AGE_SECONDS,
     MAX_RETRY_SECONDS,
     AdmissionPolicy,

@@ -11,15 +11,15 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from dynamo.common.backend.registration import build_card, read_model_directory
 from dynamo.errors import CannotConnect, InvalidArgument
-from dynamo.frontend import models
-from dynamo.frontend.cards import CardBook, GroupKey, Scope
-from dynamo.frontend.model_files import ChecksumMismatch, ModelFiles
+from dynamo.frontend.models.cards import CardBook, GroupKey, Scope
+from dynamo.frontend.models.directory import directory as models
+from dynamo.frontend.models.files import ChecksumMismatch, ModelFiles
 from dynamo.protocol.model_types import WorkerType
 from dynamo.protocol.records import ModelCard, ModelRecord
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Delete, Put
 from dynamo.text.model import TextModel
+from dynamo.worker.registration import build_card, read_model_directory
 from support.frontend_cluster import Cluster, cluster, memory_runtime, say
 from support.tiny_model import write_tiny_model
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dynamo.errors import Disconnected
-from dynamo.frontend.overhead import FIRST_TOKEN, PARSE, ROUTE, STAGES, WIRE, WRITE, Overhead
-from dynamo.frontend.server import HttpServer
+from dynamo.frontend.http.server import HttpServer
+from dynamo.frontend.pipeline.overhead import FIRST_TOKEN, PARSE, ROUTE, STAGES, WIRE, WRITE, Overhead
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from support.frontend_cluster import Script, cluster, fail, say

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from dynamo.common.backend.callable_engine import engine_class
-from dynamo.common.backend.worker import Worker
+from dynamo.engines.callable.engine import engine_class
 from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.worker.worker import Worker
 from support.asgi_client import Exchange
 from support.frontend_cluster import Cluster, cluster, memory_runtime, say
 from support.tiny_model import write_tiny_model
@@ -314,7 +314,7 @@ async def test_reasoning_becomes_content_when_that_would_be_empty(house: Cluster
 async def test_a_stream_that_holds_reasoning_back_is_kept_alive_even_where_that_is_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo.frontend.inference.KEEP_ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr("dynamo.frontend.pipeline.inference.KEEP_ALIVE_SECONDS", 0.02)
     async with cluster(tmp_path, keep_alive_seconds=None, peek_seconds=0) as house:
         worker = await house.worker(**parsers())
 

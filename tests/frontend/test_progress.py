@@ -12,7 +12,7 @@ import pytest
 from dynamo.errors import EngineShutdown
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
-from dynamo.simulation.loop import VirtualLoop, run_virtual
+from dynamo.testing.simulation.loop import VirtualLoop, run_virtual
 from support.asgi_client import Exchange
 from support.frontend_cluster import Cluster, Script, cluster, fail, say
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend.structural_tags import structural_tag
+from dynamo.frontend.pipeline.structural_tags import structural_tag
 from dynamo.protocol.openai.requests import parse_chat
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.reference.structural_tag import structural_grammar

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend.server import HttpServer
+from dynamo.frontend.http.server import HttpServer
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, cluster, say

@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
     status_code_conformance,
 )
 
-from dynamo.frontend.server import HttpServer  # noqa: E402
+from dynamo.frontend.http.server import HttpServer  # noqa: E402
 from dynamo.runtime.context import Context  # noqa: E402
 from dynamo.runtime.request_plane.base import ResponseSink  # noqa: E402
 from support.frontend_cluster import cluster  # noqa: E402

@@ -372,7 +372,7 @@ async def test_a_native_caller_that_never_reads_its_stream_or_its_acks_is_cut() 
 
 
 def test_the_limits_of_the_docs_are_those_of_the_listeners() -> None:
-    from dynamo.frontend.connection import LIMITS as FRONTEND
+    from dynamo.frontend.http.connection import LIMITS as FRONTEND
     from dynamo.runtime.status_server import LIMITS as STATUS
 
     documented = Counter(name for row in rows("settings.md", "Limit", "What happens") for name in code(row[0]))

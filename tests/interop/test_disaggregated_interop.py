@@ -27,7 +27,7 @@ FILES = ("--discovery-backend", "file")
 
 PLAIN_IDS = """
 from dynamo.frontend.__main__ import main
-from dynamo.frontend.surfaces import ChatSurface
+from dynamo.frontend.apis.surfaces import ChatSurface
 ChatSurface.id_prefix = ""
 main()
 """

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.common.backend.testing import mock_context
+from dynamo.contract.conformance import mock_context
 from dynamo.errors import InvalidArgument
 from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.kv_transfer import TransferOptions, check_installed

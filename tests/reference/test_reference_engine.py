@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from dynamo.common.backend.chunks import GenerateChunk
-from dynamo.common.backend.publisher import ComponentSnapshot
-from dynamo.common.backend.testing import mock_context, run_conformance
+from dynamo.contract.chunks import GenerateChunk
+from dynamo.contract.conformance import mock_context, run_conformance
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.core import Core
 from dynamo.runtime.context import Context
+from dynamo.worker.kv_publishing.publisher import ComponentSnapshot
 
 SMALL = Options(block_size=4, kv_cache_mb=2, max_num_seqs=8, max_num_batched_tokens=32)
 

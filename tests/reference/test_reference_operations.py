@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamo.common.backend.testing import mock_context
-from dynamo.common.constants import DisaggregationMode
+from dynamo.contract.conformance import mock_context
+from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import WorkerUnavailable
 from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.core import Core

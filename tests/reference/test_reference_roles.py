@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamo.common.backend.chunks import GenerateChunk
-from dynamo.common.backend.testing import mock_context, run_conformance
-from dynamo.common.constants import DisaggregationMode
+from dynamo.contract.chunks import GenerateChunk
+from dynamo.contract.conformance import mock_context, run_conformance
+from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import InvalidArgument
 from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.core import Core

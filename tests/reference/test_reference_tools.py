@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dynamo.common.backend.worker import Worker
 from dynamo.reference.engine import ReferenceEngine
+from dynamo.worker.worker import Worker
 from support.frontend_cluster import Cluster, cluster, memory_runtime
 
 pytest.importorskip("llguidance")

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from dynamo.common.backend.kv_recovery import KvRecovery
-from dynamo.common.backend.publisher import KvEventPublisher
 from dynamo.kv.events import BadEvents, RouterEvent, read_answer, read_events
 from dynamo.router import KvEventFeed
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.endpoint import EndpointEvents
+from dynamo.worker.kv_publishing.publisher import KvEventPublisher
+from dynamo.worker.kv_publishing.recovery import KvRecovery
 
 PATH = "ns.c.generate"
 TOKENS = [1, 2, 3, 4]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dynamo.cli.local import programs
 from dynamo.cli.serve import read_options
 from dynamo.cli.usage import UsageError
-from dynamo.common.backend.args import BackendArgumentParser, add_backend_arguments, worker_config_from
+from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.args import parse_args
 from dynamo.runtime.chaos.admission import Role, admitted, check_real, faults_of

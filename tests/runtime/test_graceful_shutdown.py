@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from dynamo.common.utils import graceful_shutdown as module
-from dynamo.common.utils.graceful_shutdown import (
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.discovery import MemoryDiscovery, MemoryHub
+from dynamo.runtime.request_plane.memory import MemoryPlane
+from dynamo.worker.graceful_shutdown import (
     get_grace_period_seconds,
     graceful_shutdown_with_discovery,
     install_signal_handlers,
 )
-from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.discovery import MemoryDiscovery, MemoryHub
-from dynamo.runtime.request_plane.memory import MemoryPlane
 
 VARIABLE = "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"
 

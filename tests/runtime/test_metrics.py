@@ -253,8 +253,8 @@ def test_a_removed_series_is_gone() -> None:
 def test_the_runtime_leaves_prometheus_client_to_the_engine() -> None:
     # The library decides at import between memory and PROMETHEUS_MULTIPROC_DIR, which engines set in start().
     modules = (
-        "dynamo.runtime.metrics, dynamo.runtime.status_server, dynamo.common.backend.metrics, "
-        "dynamo.common.backend.lifecycle_metrics, dynamo.runtime.health"
+        "dynamo.runtime.metrics, dynamo.runtime.status_server, dynamo.contract.metrics, "
+        "dynamo.worker.lifecycle_metrics, dynamo.runtime.health"
     )
     script = f"import sys, {modules}; sys.exit('prometheus_client' in sys.modules or 'opentelemetry' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from dynamo.errors import ResponseTimeout
-from dynamo.frontend.generation import WorkRequest
-from dynamo.frontend.inference import _Inactivity
-from dynamo.simulation import draw, run_scenario
-from dynamo.simulation.loop import VirtualLoop, run_virtual
+from dynamo.frontend.pipeline.generation import WorkRequest
+from dynamo.frontend.pipeline.inference import _Inactivity
+from dynamo.testing.simulation import draw, run_scenario
+from dynamo.testing.simulation.loop import VirtualLoop, run_virtual
 
 
 class Ended:

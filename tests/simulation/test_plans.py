@@ -8,7 +8,7 @@ import pytest
 
 from dynamo.cli.main import main
 from dynamo.runtime.chaos.plan import Fault, Kind, parse_plan, plan_text
-from dynamo.simulation import draw, run_scenario
+from dynamo.testing.simulation import draw, run_scenario
 
 SEEDS = range(40, 52)
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend import model_admission
-from dynamo.frontend.inference import _Exchange
-from dynamo.frontend.model_admission import ModelAdmission, Urgency
-from dynamo.frontend.surfaces import ChunkWriter
+from dynamo.frontend.admission.model import ModelAdmission, Urgency
+from dynamo.frontend.admission.process import model as model_admission
+from dynamo.frontend.apis.surfaces import ChunkWriter
+from dynamo.frontend.pipeline.inference import _Exchange
 from dynamo.runtime.request_plane.memory import MemorySink
-from dynamo.simulation import ALL_KINDS, Kind, continuation, draw, run_scenario, shrink, simulate
+from dynamo.testing.simulation import ALL_KINDS, Kind, continuation, draw, run_scenario, shrink, simulate
 
 SEEDS = 150
 REPLAYED = range(700, 712)
@@ -44,7 +44,7 @@ def test_a_seed_is_a_run() -> None:
 
 def test_a_seed_is_the_same_run_under_another_hash_seed() -> None:
     code = (
-        "from dynamo.simulation import draw, run_scenario\n"
+        "from dynamo.testing.simulation import draw, run_scenario\n"
         f"print(*(run_scenario(draw(seed)).digest for seed in range({REPLAYED.start}, {REPLAYED.stop})))"
     )
     here = [run_scenario(draw(seed)).digest for seed in REPLAYED]

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dynamo.simulation import NothingWillHappen, OutsideWorld, VirtualLoop, run_virtual
+from dynamo.testing.simulation import NothingWillHappen, OutsideWorld, VirtualLoop, run_virtual
 
 
 def test_a_year_passes_in_no_time() -> None:

@@ -17,8 +17,8 @@ from typing import Self
 import pytest
 
 from dynamo.runtime.request_plane.base import INITIAL_CREDITS, Instance
-from dynamo.simulation.loop import run_virtual
-from dynamo.simulation.network import PING_LIMIT_SECONDS, Network
+from dynamo.testing.simulation.loop import run_virtual
+from dynamo.testing.simulation.network import PING_LIMIT_SECONDS, Network
 from support.processes import PATIENCE_SECONDS, until
 from support.wire_ends import INSTANCE_ID, PATH, call, handler
 

@@ -22,12 +22,12 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, Self
 
-from dynamo.common.backend.config import WorkerConfig
-from dynamo.common.backend.engine import EngineConfig, LLMEngine
-from dynamo.common.backend.run import run
-from dynamo.common.constants import DisaggregationMode
+from dynamo.contract.config import WorkerConfig
+from dynamo.contract.engine import EngineConfig, LLMEngine
+from dynamo.contract.modes import DisaggregationMode
 from dynamo.llm import exceptions
 from dynamo.protocol.model_types import ModelInput
+from dynamo.worker.run import run
 
 PLAN: dict[str, Any] = json.loads(os.environ.get("FAILING_ENGINE", "{}"))
 

@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from dynamo.common.backend.registration import build_card, read_model_directory
 from dynamo.frontend.app import Frontend
-from dynamo.frontend.offload import InlineOffload
+from dynamo.frontend.http.offload import InlineOffload
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.records import ModelCard
 from dynamo.runtime.context import Context
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.worker.registration import build_card, read_model_directory
 from support.asgi_client import AsgiClient
 
 Script = Callable[[Mapping[str, Any], Context, ResponseSink], Awaitable[None]]

@@ -13,9 +13,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
-from dynamo.common.backend.run import run
 from dynamo.llm import HttpError
 from dynamo.llm import exceptions as kinds
+from dynamo.worker.run import run
 
 SENTENCE = "count from 0 to 9"
 FOREVER = 2000  # max_tokens (or somewhat less, where a stream has moved) of an answer that ends when it is cancelled

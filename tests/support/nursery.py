@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Self
 from support.processes import PATIENCE_SECONDS, SCRIPTED_ENGINE, Cluster, Worker
 
 PRELOADED = (
-    "dynamo.common.backend.run",
+    "dynamo.worker.run",
     "dynamo.runtime.request_plane.listener",
     "dynamo.runtime.discovery.etcd",
     "dynamo.runtime.event_plane.zmq",

@@ -216,7 +216,7 @@ class Cluster:
 
     def sample(self, name: str, model: str, *flags: str, **env: str) -> Worker:
         """Start a worker of the sample engine."""
-        argv = [sys.executable, "-m", "dynamo.common.backend.sample_main", *self._discovery]
+        argv = [sys.executable, "-m", "dynamo.engines.sample.main", *self._discovery]
         own = ["--model-name", model, "--component", model]
         return self._worker(name, model, [*argv, *own, *flags], env, self.root / f"{name}.journal")
 

@@ -33,8 +33,8 @@ from typing import Any, Self
 
 from dynamo import errors
 from dynamo.common.backend import EngineConfig, GenerateRequest, LLMEngine, WorkerConfig
-from dynamo.common.backend.run import run
-from dynamo.common.constants import DisaggregationMode
+from dynamo.contract.modes import DisaggregationMode
+from dynamo.worker.run import run
 
 MODEL = os.environ["SCRIPTED_MODEL"]
 NAME = os.environ["SCRIPTED_NAME"]

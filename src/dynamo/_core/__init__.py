@@ -1,8 +1,7 @@
 """The native module's names. Re-exports only; new code imports from where things live."""
 
 from dynamo._core import backend
-from dynamo.common.backend.parsers import get_reasoning_parser_names, get_tool_parser_names
-from dynamo.common.backend.publisher import KvEventPublisher, WorkerMetricsPublisher
+from dynamo.contract.parsers import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.errors import (
     Cancelled,
     CannotConnect,
@@ -26,6 +25,7 @@ from dynamo.runtime import Client, DistributedRuntime, Endpoint
 from dynamo.runtime.context import Context, ContextMetadata
 from dynamo.runtime.log_message import log_message
 from dynamo.runtime.tracing import SpanProxy
+from dynamo.worker.kv_publishing.publisher import KvEventPublisher, WorkerMetricsPublisher
 
 __all__ = [
     "Cancelled",

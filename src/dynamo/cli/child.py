@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from dynamo.cli.usage import EXIT_USAGE, UsageError, split_engine_args
 
 if TYPE_CHECKING:
-    from dynamo.common.backend.config import WorkerConfig
-    from dynamo.common.backend.engine import BaseEngine
+    from dynamo.contract.config import WorkerConfig
+    from dynamo.contract.engine import BaseEngine
 
 __all__ = ["Lifeline", "Reports", "endpoint_path", "main", "on_planes"]
 
@@ -104,8 +104,8 @@ def _be_worker(engine: str, argv: list[str], report: Reports) -> int:
         print(f"dynamo serve: error: {error}", file=sys.stderr)
         return EXIT_USAGE
 
-    from dynamo.common.backend.run import run
     from dynamo.runtime.distributed import DistributedRuntime
+    from dynamo.worker.run import run
 
     path = ""
 

@@ -13,7 +13,7 @@ from dynamo.cli.engines import load_engine
 from dynamo.cli.usage import CommandParser, UsageError, split_engine_args
 
 if TYPE_CHECKING:
-    from dynamo.common.backend.engine import BaseEngine
+    from dynamo.contract.engine import BaseEngine
 
 __all__ = ["engine_factory", "main"]
 
@@ -41,13 +41,13 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(own)
     engine_cls = load_engine(options.engine)
 
-    from dynamo.common.backend.engine import RawEngine
-    from dynamo.common.backend.testing import (
+    from dynamo.contract.conformance import (
         ConformanceFailure,
         run_conformance,
         run_encode_conformance,
         run_raw_conformance,
     )
+    from dynamo.contract.engine import RawEngine
 
     is_raw = issubclass(engine_cls, RawEngine)
     if is_raw and options.encode:

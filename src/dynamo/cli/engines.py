@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Final
 from dynamo.cli.usage import UsageError
 
 if TYPE_CHECKING:
-    from dynamo.common.backend.engine import BaseEngine
+    from dynamo.contract.engine import BaseEngine
 
 __all__ = ["BUILT_IN", "class_path", "load_engine"]
 
 BUILT_IN: Final[dict[str, str]] = {
     "reference": "dynamo.reference.engine:ReferenceEngine",
-    "sample": "dynamo.common.backend.sample_engine:SampleLLMEngine",
+    "sample": "dynamo.engines.sample.engine:SampleLLMEngine",
 }
 """The engines that come with us, by the name a person types."""
 
@@ -58,14 +58,14 @@ def load_engine(engine: str) -> type[BaseEngine]:
     if found is None:
         raise UsageError(f"module {module_name!r} has no {class_name!r}{_suggest(module)}")
 
-    from dynamo.common.backend.engine import LLMEngine, RawEngine
+    from dynamo.contract.engine import LLMEngine, RawEngine
 
     if isinstance(found, type) and issubclass(found, LLMEngine | RawEngine):
         return found
     if isinstance(found, type) or not callable(found):
         raise UsageError(f"{module_name}:{class_name} is neither a subclass of LLMEngine or RawEngine nor a function")
 
-    from dynamo.common.backend.callable_engine import engine_class
+    from dynamo.engines.callable.engine import engine_class
     from dynamo.errors import InvalidArgument
 
     try:
@@ -75,7 +75,7 @@ def load_engine(engine: str) -> type[BaseEngine]:
 
 
 def _suggest(module: object) -> str:
-    from dynamo.common.backend.engine import LLMEngine, RawEngine
+    from dynamo.contract.engine import LLMEngine, RawEngine
 
     name = getattr(module, "__name__", "")
     engines = [

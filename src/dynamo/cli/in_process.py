@@ -15,20 +15,20 @@ from dynamo.cli.hangup import hangups
 from dynamo.cli.local import stopping_signals
 from dynamo.cli.readiness import Address, ready_text, wait_listed
 from dynamo.cli.usage import UsageError
-from dynamo.common.backend.run import event_loop_factory
-from dynamo.common.backend.signals import Deadline
-from dynamo.common.backend.worker import Worker, shutdown_times
 from dynamo.errors import DynamoException, text_of
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.server import HttpServer
+from dynamo.frontend.http.server import HttpServer
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.logging import configure_dynamo_logging
+from dynamo.worker.run import event_loop_factory
+from dynamo.worker.signals import Deadline
+from dynamo.worker.worker import Worker, shutdown_times
 
 if TYPE_CHECKING:
     from dynamo.cli.serve import ServeOptions
-    from dynamo.common.backend.config import WorkerConfig
-    from dynamo.common.backend.engine import BaseEngine
+    from dynamo.contract.config import WorkerConfig
+    from dynamo.contract.engine import BaseEngine
 
 __all__ = ["serve_in_process"]
 

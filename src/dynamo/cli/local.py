@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.cli.console import Console
 from dynamo.cli.hangup import hangups
-from dynamo.cli.processes import GaveUp, Place, Program, exit_words
 from dynamo.cli.readiness import Address, ready_text, wait_listed
-from dynamo.cli.rolling import RollingRestart
 from dynamo.cli.usage import EXIT_USAGE
-from dynamo.restarts import RestartPolicy
+from dynamo.supervise.backoff import RestartPolicy
+from dynamo.supervise.process import GaveUp, Place, Program, exit_words
+from dynamo.supervise.rolling import RollingRestart
 
 if TYPE_CHECKING:
     from dynamo.cli.serve import ServeOptions

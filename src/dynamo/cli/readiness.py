@@ -67,7 +67,9 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            from dynamo.frontend.server import PortInUse  # it has the words; the import is slow and only needed here
+            from dynamo.frontend.http.server import (
+                PortInUse,
+            )  # it has the words; the import is slow and only needed here
 
             raise PlainRefusal(str(PortInUse(port))) from None
         raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None

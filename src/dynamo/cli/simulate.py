@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dynamo.cli.usage import CommandParser, UsageError
-from dynamo.frontend.offload import processors
+from dynamo.frontend.http.offload import processors
 
 if TYPE_CHECKING:
     from dynamo.runtime.chaos.plan import Fault
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"--jobs must be from 1 to {MAX_JOBS}, got {options.jobs}")
 
     from dynamo.runtime.chaos.plan import plan_text
-    from dynamo.simulation import ALL_KINDS, Kind, Outcome, draw, run_scenario, simulate
+    from dynamo.testing.simulation import ALL_KINDS, Kind, Outcome, draw, run_scenario, simulate
 
     kinds = ALL_KINDS
     if options.faults is not None:

@@ -1,5 +1,5 @@
 """What engines share: the backend contract (`common.backend`), constants and small conversions."""
 
-from dynamo.common.constants import DisaggregationMode, EmbeddingTransferMode
+from dynamo.contract.modes import DisaggregationMode, EmbeddingTransferMode
 
 __all__ = ["DisaggregationMode", "EmbeddingTransferMode"]

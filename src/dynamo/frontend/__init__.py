@@ -2,7 +2,7 @@
 
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.server import HttpServer, PortInUse, serve_until_signal
+from dynamo.frontend.http.server import HttpServer, PortInUse, serve_until_signal
 from dynamo.frontend.settings import FrontendSettings
 
 __all__ = ["Frontend", "FrontendSettings", "HttpServer", "PortInUse", "parse_args", "serve_until_signal"]

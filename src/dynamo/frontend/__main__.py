@@ -11,8 +11,8 @@ from socket import socket
 from dynamo.errors import DynamoException
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.loops import event_loop_factory, spare_the_collector
-from dynamo.frontend.server import PortInUse, bind, serve_until_signal
+from dynamo.frontend.http.loops import event_loop_factory, spare_the_collector
+from dynamo.frontend.http.server import PortInUse, bind, serve_until_signal
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.logging import configure_dynamo_logging
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -
     try:
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             if settings.workers > 1:
-                from dynamo.frontend.group.supervisor import Supervisor
+                from dynamo.frontend.http.group.supervisor import Supervisor
 
                 return runner.run(Supervisor(settings, sys.argv[1:] if argv is None else argv, listener).run())
             runner.run(_serve(settings, listener))

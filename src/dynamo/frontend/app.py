@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.routing import BaseRoute, Route, Router
 
-from dynamo.frontend.admission import Admission, Stage
-from dynamo.frontend.asgi import BodyBudget, Receive, Scope, Send, reply, reply_rejected
-from dynamo.frontend.cards import Scope as NamespaceScope
-from dynamo.frontend.inference import InferenceRoute, InFlight
+from dynamo.frontend.admission.model import AdmissionPolicy
+from dynamo.frontend.admission.process import Admission, Stage
+from dynamo.frontend.apis.surfaces import ChatSurface, CompletionSurface
+from dynamo.frontend.http.asgi import BodyBudget, Receive, Scope, Send, reply, reply_rejected
+from dynamo.frontend.http.offload import Offload, ThreadOffload
+from dynamo.frontend.http.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute, Peers
 from dynamo.frontend.metrics import STALL_SECONDS, FrontendMetrics
-from dynamo.frontend.model_admission import AdmissionPolicy
-from dynamo.frontend.model_files import ModelFiles
-from dynamo.frontend.models import ModelDirectory, WorkerClient
-from dynamo.frontend.offload import Offload, ThreadOffload
-from dynamo.frontend.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute, Peers
+from dynamo.frontend.models.cards import Scope as NamespaceScope
+from dynamo.frontend.models.directory import ModelDirectory, WorkerClient
+from dynamo.frontend.models.files import ModelFiles
 from dynamo.frontend.pace import Patience
-from dynamo.frontend.preprocess import Preprocessor
+from dynamo.frontend.pipeline.inference import InferenceRoute, InFlight
+from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.frontend.shedding import LOAD_TOPIC, BusyThresholdRoute, Shedding
 from dynamo.frontend.stalls import StallWatch
-from dynamo.frontend.surfaces import ChatSurface, CompletionSurface
 from dynamo.protocol.openai.errors import route_not_found
 from dynamo.protocol.records import ModelCard
 from dynamo.runtime.event_plane.base import Event

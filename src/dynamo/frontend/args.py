@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.admission.model import RequestLimit
 from dynamo.frontend.metrics import check_buckets
-from dynamo.frontend.model_admission import RequestLimit
 from dynamo.frontend.settings import FrontendSettings, path_variable
 from dynamo.runtime.distributed import DISCOVERY_BACKENDS, REQUEST_PLANES
 from dynamo.text.templates import ChatTemplate

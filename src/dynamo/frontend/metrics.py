@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
-from dynamo.frontend.overhead import ROUTE, STAGES, Overhead
 from dynamo.frontend.pace import Finding
+from dynamo.frontend.pipeline.overhead import ROUTE, STAGES, Overhead
 from dynamo.router.migration import Move
 from dynamo.runtime.metric_snapshots import absorb
 from dynamo.runtime.metrics import Counter, Gauge, Histogram, MetricsRegistry

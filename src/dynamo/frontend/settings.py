@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from dynamo.frontend.model_admission import RequestLimit
+from dynamo.frontend.admission.model import RequestLimit
 from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_MESSAGES
 from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_status
 from dynamo.runtime.settings import env_bool, env_float, env_int, env_str

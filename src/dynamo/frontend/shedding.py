@@ -16,9 +16,9 @@ from typing import Any, Final
 import msgspec
 
 from dynamo.errors import DynamoException
-from dynamo.frontend.asgi import BodyBudget, ClientGone, Receive, Scope, Send, first_headers, read_body, reply
-from dynamo.frontend.models import ModelDirectory, ServedModel
-from dynamo.frontend.operations import Peers
+from dynamo.frontend.http.asgi import BodyBudget, ClientGone, Receive, Scope, Send, first_headers, read_body, reply
+from dynamo.frontend.http.operations import Peers
+from dynamo.frontend.models.directory import ModelDirectory, ServedModel
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.event_plane.base import Event

@@ -1,12 +1,12 @@
 """The guide's names for models and their registration. Re-exports only."""
 
-from dynamo.common.backend.publisher import KvEventPublisher, WorkerMetricsPublisher
-from dynamo.common.backend.registration import fetch_model, register_model, unregister_model, update_model_taints
 from dynamo.errors import HttpError
 from dynamo.protocol.media import MediaDecoder, MediaFetcher
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.runtime.instances import RouterMode
+from dynamo.worker.kv_publishing.publisher import KvEventPublisher, WorkerMetricsPublisher
+from dynamo.worker.registration import fetch_model, register_model, unregister_model, update_model_taints
 
 register_llm = register_model
 unregister_llm = unregister_model

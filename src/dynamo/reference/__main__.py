@@ -1,7 +1,7 @@
 """`python -m dynamo.reference --model DIR`: serve a model with the reference engine."""
 
-from dynamo.common.backend.run import run
 from dynamo.reference.engine import ReferenceEngine
+from dynamo.worker.run import run
 
 __all__ = ["main"]
 

@@ -16,19 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from dynamo.common.backend.args import BackendArgumentParser, add_backend_arguments, worker_config_from
-from dynamo.common.backend.chunks import CompletionUsage, TopLogprob
-from dynamo.common.backend.config import WorkerConfig
-from dynamo.common.backend.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, final_chunk, usage
-from dynamo.common.backend.health_check import build_health_check_payload
-from dynamo.common.backend.publisher import (
-    ComponentSnapshot,
-    KvEventPublisher,
-    KvEventSource,
-    PushSource,
-    SnapshotPublisher,
-)
-from dynamo.common.constants import DisaggregationMode
+from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
+from dynamo.contract.chunks import CompletionUsage, TopLogprob
+from dynamo.contract.config import WorkerConfig
+from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, final_chunk, usage
+from dynamo.contract.health_check import build_health_check_payload
+from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import DynamoException, EngineShutdown, InvalidArgument
 from dynamo.protocol.records import RESUMES_GUIDED
 from dynamo.reference import demo
@@ -42,6 +35,13 @@ from dynamo.reference.request import Job, read_request
 from dynamo.reference.roles import ROLES, DecodeRole, PrefillRole
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.settings import env_str
+from dynamo.worker.kv_publishing.publisher import (
+    ComponentSnapshot,
+    KvEventPublisher,
+    KvEventSource,
+    PushSource,
+    SnapshotPublisher,
+)
 
 if TYPE_CHECKING:
     from dynamo.runtime.endpoint import Endpoint

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from dynamo.common.backend.registration import ModelEndpoint, unregister_model
 from dynamo.errors import DynamoException, EngineShutdown, InvalidArgument, WorkerUnavailable
 from dynamo.protocol.records import slugify
 from dynamo.reference.config import ModelConfig, read_model_config
@@ -21,6 +20,7 @@ from dynamo.reference.core import Core
 from dynamo.reference.loading import check_memory
 from dynamo.reference.lora import Adapter, load_adapter
 from dynamo.reference.weights import Weights, load_weights
+from dynamo.worker.registration import ModelEndpoint, unregister_model
 
 __all__ = ["CONTROLS", "UPDATES", "Operations", "Steps"]
 

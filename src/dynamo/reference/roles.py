@@ -14,9 +14,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
-from dynamo.common.backend.disagg import enforce_prefill_max_tokens, extract_prefill_result, require_prefill_result
-from dynamo.common.backend.health_check import is_probe
-from dynamo.common.constants import DisaggregationMode
+from dynamo.contract.health_check import is_probe
+from dynamo.contract.modes import DisaggregationMode
+from dynamo.contract.requests.disaggregation import (
+    enforce_prefill_max_tokens,
+    extract_prefill_result,
+    require_prefill_result,
+)
 from dynamo.errors import DynamoException, InvalidArgument
 from dynamo.reference.core import Choice
 from dynamo.reference.kv_transfer import KvReceiver, KvSender, Ticket, TransferOptions, make_receiver, make_sender

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dynamo.common.backend.config import WorkerConfig
-from dynamo.common.backend.engine import (
+from dynamo.contract.config import WorkerConfig
+from dynamo.contract.engine import (
     BaseEngine,
     DiffusionEngine,
     EngineConfig,
@@ -19,8 +19,8 @@ from dynamo.common.backend.engine import (
 )
 
 if TYPE_CHECKING:
-    from dynamo.common.backend import telemetry
-    from dynamo.common.backend.worker import Worker
+    from dynamo.contract import telemetry
+    from dynamo.worker.worker import Worker
 
 __all__ = [
     "BaseEngine",
@@ -42,11 +42,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # These two pull in the whole runtime; an engine's unit tests need neither, so they load on first use.
     if name == "Worker":
-        from dynamo.common.backend.worker import Worker
+        from dynamo.worker.worker import Worker
 
         return Worker
     if name == "telemetry":
         import importlib
 
-        return importlib.import_module("dynamo.common.backend.telemetry")
+        return importlib.import_module("dynamo.contract.telemetry")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

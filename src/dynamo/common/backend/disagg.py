@@ -1,37 +1,4 @@
-"""The two halves of disaggregated serving, seen from an engine: prefill hands over, decode takes on."""
+"""Facade: `dynamo.contract.requests.disaggregation` under the path of the guide."""
 
-from __future__ import annotations
-
-from typing import Any, TypeVar, cast
-
-from dynamo.common.constants import DisaggregationMode
-
-__all__ = ["enforce_prefill_max_tokens", "extract_prefill_result", "require_prefill_result"]
-
-RequestT = TypeVar("RequestT", bound=Any)
-
-
-def enforce_prefill_max_tokens(request: RequestT) -> RequestT:
-    """Set `stop_conditions.max_tokens` to 1, in place, and return the request. For prefill workers; not checked here."""
-    stop_conditions = request.get("stop_conditions")
-    if stop_conditions is None:
-        stop_conditions = request["stop_conditions"] = {}
-    stop_conditions["max_tokens"] = 1
-    return request
-
-
-def extract_prefill_result(request: Any) -> dict[str, Any] | None:
-    """What the prefill worker handed over, or None."""
-    result = request.get("prefill_result")
-    return cast("dict[str, Any]", result) if isinstance(result, dict) else None
-
-
-def require_prefill_result(request: Any, mode: DisaggregationMode = DisaggregationMode.DECODE) -> dict[str, Any]:
-    """What the prefill worker handed over. Raises ValueError without it; let canaries (`is_probe`) pass first."""
-    result = extract_prefill_result(request)
-    if result is None:
-        raise ValueError(
-            f"{mode.value} worker received request with no prefill_result; "
-            "route it through a prefill worker, or run this worker with --disaggregation-mode agg"
-        )
-    return result
+from dynamo.contract.requests.disaggregation import *  # noqa: F403
+from dynamo.contract.requests.disaggregation import __all__ as __all__

@@ -1,14 +1,7 @@
-"""`python -m dynamo.common.backend.sample_diffusion_main`: serve the sample image engine."""
+"""Facade: `dynamo.engines.sample.diffusion_main` under the path of the guide."""
 
-from dynamo.common.backend.run import run
-from dynamo.common.backend.sample_diffusion_engine import SampleDiffusionEngine
-
-__all__ = ["main"]
-
-
-def main(argv: list[str] | None = None) -> None:
-    run(SampleDiffusionEngine, argv)
-
+from dynamo.engines.sample.diffusion_main import *  # noqa: F403
+from dynamo.engines.sample.diffusion_main import __all__ as __all__
 
 if __name__ == "__main__":
-    main()
+    main()  # noqa: F405

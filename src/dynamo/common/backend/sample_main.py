@@ -1,14 +1,7 @@
-"""`python -m dynamo.common.backend.sample_main`: serve the sample engine."""
+"""Facade: `dynamo.engines.sample.main` under the path of the guide."""
 
-from dynamo.common.backend.run import run
-from dynamo.common.backend.sample_engine import SampleLLMEngine
-
-__all__ = ["main"]
-
-
-def main(argv: list[str] | None = None) -> None:
-    run(SampleLLMEngine, argv)
-
+from dynamo.engines.sample.main import *  # noqa: F403
+from dynamo.engines.sample.main import __all__ as __all__
 
 if __name__ == "__main__":
-    main()
+    main()  # noqa: F405

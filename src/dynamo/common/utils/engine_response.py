@@ -1,10 +1,4 @@
-"""What engines say at the end of a stream, in the contract's words."""
+"""Facade: `dynamo.contract.requests.engine_response` under the path of the guide."""
 
-from __future__ import annotations
-
-__all__ = ["normalize_finish_reason"]
-
-
-def normalize_finish_reason(finish_reason: str) -> str:
-    """Turn any `abort...` into `cancelled`; leave every other reason alone."""
-    return "cancelled" if finish_reason.startswith("abort") else finish_reason
+from dynamo.contract.requests.engine_response import *  # noqa: F403
+from dynamo.contract.requests.engine_response import __all__ as __all__

@@ -1,30 +1,4 @@
-"""The contract's own judge: run it against your engine, with any test runner or none.
+"""Facade: `dynamo.contract.conformance` under the path of the guide."""
 
-    from dynamo.common.backend.testing import run_conformance
-
-    async def test_my_engine_keeps_the_contract():
-        await run_conformance(lambda: MyEngine(...))
-
-A failure is a `ConformanceFailure` whose `.name` is the broken promise. From the shell: `dynamo conformance
-my_package.engine:MyEngine`.
-"""
-
-from dynamo.common.backend.testing.contexts import cancelling_context, mock_context
-from dynamo.common.backend.testing.failures import FAILURE_NAMES, ConformanceFailure
-from dynamo.common.backend.testing.kit import (
-    EngineFactory,
-    run_conformance,
-    run_encode_conformance,
-    run_raw_conformance,
-)
-
-__all__ = [
-    "FAILURE_NAMES",
-    "ConformanceFailure",
-    "EngineFactory",
-    "cancelling_context",
-    "mock_context",
-    "run_conformance",
-    "run_encode_conformance",
-    "run_raw_conformance",
-]
+from dynamo.contract.conformance import *  # noqa: F403
+from dynamo.contract.conformance import __all__ as __all__

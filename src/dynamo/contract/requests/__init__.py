@@ -1,0 +1,3 @@
+"""Readers of the worker's request and writers of the engine's chunk, one file per subject."""
+
+__all__: list[str] = []

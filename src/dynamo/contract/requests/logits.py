@@ -1,0 +1,89 @@
+"""Logits processors: an engine-neutral description that an integration turns into its own hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dynamo.contract.modes import DisaggregationMode
+from dynamo.logits_processing import BaseLogitsProcessor
+
+__all__ = [
+    "ForcedTokenSequenceSpec",
+    "LogitsProcessorEntry",
+    "LogitsProcessorSpec",
+    "PythonProcessorSpec",
+    "deserialize_logits_processor_entries",
+    "is_generation_stage",
+    "logits_processors_for_request",
+    "serialize_logits_processor_entries",
+]
+
+_FORCED_SEQUENCE: Final = "forced_sequence"
+
+
+@dataclass(frozen=True)
+class ForcedTokenSequenceSpec:
+    """Generate exactly these tokens, then EOS. Plain data: it may cross a process boundary."""
+
+    token_ids: tuple[int, ...]
+    eos_token_id: int
+
+
+@dataclass(frozen=True)
+class PythonProcessorSpec:
+    """A processor built in this process. `factory` is called once per request, so that state is never shared."""
+
+    factory: Callable[[], BaseLogitsProcessor]
+
+
+LogitsProcessorEntry = ForcedTokenSequenceSpec | PythonProcessorSpec
+
+
+@dataclass(frozen=True)
+class LogitsProcessorSpec:
+    """The processors every request of an engine gets, in order."""
+
+    entries: tuple[LogitsProcessorEntry, ...]
+    generation_only: bool = True  # prefill and encode workers skip them: they produce no text of their own
+
+
+def is_generation_stage(mode: DisaggregationMode) -> bool:
+    """Whether a worker of this role produces the text the client sees."""
+    return mode in (DisaggregationMode.AGGREGATED, DisaggregationMode.DECODE)
+
+
+def logits_processors_for_request(
+    spec: LogitsProcessorSpec | None, *, disaggregation_mode: DisaggregationMode
+) -> list[LogitsProcessorEntry]:
+    """The entries that apply on a worker of this role; [] when there are none."""
+    if spec is None or (spec.generation_only and not is_generation_stage(disaggregation_mode)):
+        return []
+    return list(spec.entries)
+
+
+def serialize_logits_processor_entries(entries: Iterable[LogitsProcessorEntry]) -> list[dict[str, Any]]:
+    """The JSON form. Raises TypeError for an entry that only exists in this process."""
+    records = []
+    for entry in entries:
+        if not isinstance(entry, ForcedTokenSequenceSpec):
+            raise TypeError(
+                f"{type(entry).__name__} cannot leave its process; only ForcedTokenSequenceSpec can be serialised"
+            )
+        records.append(
+            {"kind": _FORCED_SEQUENCE, "token_ids": list(entry.token_ids), "eos_token_id": entry.eos_token_id}
+        )
+    return records
+
+
+def deserialize_logits_processor_entries(records: Iterable[Mapping[str, Any]]) -> list[LogitsProcessorEntry]:
+    """Read the JSON form back into equal objects. Raises ValueError for an unknown kind."""
+    entries: list[LogitsProcessorEntry] = []
+    for record in records:
+        kind = record.get("kind")
+        if kind != _FORCED_SEQUENCE:
+            raise ValueError(f"unknown logits processor kind {kind!r}; this version knows {_FORCED_SEQUENCE!r}")
+        token_ids = tuple(int(token_id) for token_id in record["token_ids"])
+        entries.append(ForcedTokenSequenceSpec(token_ids, int(record["eos_token_id"])))
+    return entries

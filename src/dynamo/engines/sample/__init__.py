@@ -1,0 +1,3 @@
+"""The guide's sample engines."""
+
+__all__: list[str] = []

@@ -1,0 +1,143 @@
+"""One server-sent event stream: when HTTP 200 is committed, and what keeps a silent stream alive.
+
+Nothing is sent until the first `write` or until the peek time is over, so that an early error can still be a real HTTP
+status. A timer does both jobs; it creates a task only in the rare case that it has something to send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from dynamo.frontend.http.asgi import Send
+from dynamo.protocol.openai.sse import KEEP_ALIVE
+
+__all__ = ["PUSH_EXTENSION", "EventStream", "Push"]
+
+Push = Callable[[bytes], bool]
+"""The ASGI extension `dynamo.push` of our listener: write one body chunk now, or say False without writing anything."""
+
+PUSH_EXTENSION: Final = "dynamo.push"
+
+_HEADERS: Final = (
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would otherwise collect tokens into 4 KiB
+)
+
+
+class EventStream:
+    """Used by one task; its own timer is the only other sender and the two never interleave."""
+
+    __slots__ = (
+        "_extra",
+        "_keep_alive_seconds",
+        "_last_write",
+        "_late_headers",
+        "_loop",
+        "_push",
+        "_send",
+        "_sending",
+        "_timer",
+        "is_committed",
+    )
+
+    def __init__(
+        self,
+        send: Send,
+        *,
+        push: Push | None = None,
+        extra: tuple[tuple[bytes, bytes], ...] = (),
+        late_headers: Callable[[], tuple[tuple[bytes, bytes], ...]] = tuple,
+        peek_seconds: float,
+        keep_alive_seconds: float | None,
+    ) -> None:
+        """`late_headers` is asked when the headers are sent."""
+        self._push = push
+        self._late_headers = late_headers
+        self._send, self._extra, self._keep_alive_seconds = send, extra, keep_alive_seconds
+        self._loop = asyncio.get_running_loop()
+        self._sending: asyncio.Task[None] | None = None
+        self._last_write = 0.0
+        self.is_committed = False
+        """Whether the status is on its way; from then on an error can only be an event."""
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(peek_seconds, self._tick)
+
+    async def write(self, data: bytes) -> None:
+        """Send `data`, the headers first if need be. Returns when the transport has room for more."""
+        if self._sending is not None:
+            await self._sending  # the timer was a moment earlier
+            self._sending = None
+        if not self.is_committed:
+            self.is_committed = True
+            self._rearm()
+            await self._start()
+        self._last_write = self._loop.time()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    @property
+    def can_push(self) -> bool:
+        """Whether `push` may say True."""
+        return self._push is not None and self.is_committed
+
+    def push(self, data: bytes, now: float) -> bool:
+        """Send `data` without waiting; False when that is not possible now (use `write`): the client reads too slowly,
+        or the server under us has no such way. `now` is the loop's time."""
+        if self._push is None or self._sending is not None or not self.is_committed:
+            return False
+        self._last_write = now
+        return self._push(data)
+
+    async def end(self, data: bytes) -> None:
+        """Send the last bytes and end the response."""
+        self.close()
+        if self._sending is not None:
+            await self._sending
+        if not self.is_committed:
+            self.is_committed = True
+            await self._start()
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+    def close(self) -> None:
+        """Stop the timer; idempotent, for every path."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def settle(self) -> None:
+        """Stop the timer and let what it began to send get out; before anything else is sent in place of a stream."""
+        self.close()
+        if self._sending is not None:
+            await self._sending
+            self._sending = None
+
+    async def _start(self) -> None:
+        headers = [*_HEADERS, *self._extra, *self._late_headers()]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def _rearm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        seconds = self._keep_alive_seconds
+        self._timer = None if seconds is None else self._loop.call_later(seconds, self._tick)
+
+    def _tick(self) -> None:
+        first = not self.is_committed
+        if not first and self._keep_alive_seconds is not None:
+            silent = self._loop.time() - self._last_write
+            if silent < self._keep_alive_seconds:  # data went out meanwhile: look again when it could be due
+                self._timer = self._loop.call_later(self._keep_alive_seconds - silent, self._tick)
+                return
+        self.is_committed = True
+        if self._sending is None or self._sending.done():  # else the client does not read: nothing to keep alive
+            self._sending = self._loop.create_task(
+                self._comment(first), name="frontend: keep-alive"
+            )  # awaited in write
+        self._rearm()
+
+    async def _comment(self, first: bool) -> None:
+        if first:
+            await self._start()
+        self._last_write = self._loop.time()
+        await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})

@@ -1,0 +1,312 @@
+"""One of the processes of a group. Not for people: `python -m dynamo.frontend --workers N` starts it.
+
+It takes connections that the parent accepted, answers for the whole group, and drains when it is told to, or when the
+parent is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from dynamo.errors import DynamoException
+from dynamo.frontend.admission.process import Admission
+from dynamo.frontend.app import Frontend
+from dynamo.frontend.args import parse_args
+from dynamo.frontend.http.group.messages import (
+    Gather,
+    Gathered,
+    Ready,
+    Share,
+    Shared,
+    Snapshot,
+    Standing,
+    Take,
+    read,
+    write,
+)
+from dynamo.frontend.http.group.places import Field, Places, SharedAdmission
+from dynamo.frontend.http.loops import event_loop_factory, spare_the_collector
+from dynamo.frontend.http.server import Connect, HttpServer, serve_until
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.logging import configure_dynamo_logging
+from dynamo.runtime.metric_snapshots import snapshot
+from dynamo.runtime.metrics import MetricsRegistry
+
+__all__ = ["Deliveries", "Peers", "main"]
+
+GATHER_SECONDS: Final = 3.0  # the parent itself waits for a member that does not answer for less
+
+SETTLE_SECONDS: Final = 10.0
+"""How long a new process may load the models that are registered already before it takes connections all the same: without
+this a client would see a model vanish when a process is started again."""
+
+TAKEN_AT_ONCE: Final = 64  # connections in one turn of the loop
+
+
+class Deliveries:
+    """Connections from the parent: each is one byte and one descriptor on a socket, and answered with one byte.
+
+    The parent keeps its copy of a connection until then, so that none is lost with a process that could not take it any more.
+    """
+
+    def __init__(self, source: socket.socket, places: Places, row: int) -> None:
+        self._source, self._places, self._row = source, places, row
+        self._loop = asyncio.get_running_loop()
+        self._connect: Connect | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._open = 0
+        source.setblocking(False)
+
+    def open(self, connect: Connect) -> None:
+        """From now on `connect` is awaited for every connection."""
+        self._connect = connect
+        self._loop.add_reader(self._source, self._take)
+
+    def changed(self, connections: int) -> None:
+        """How many connections are open."""
+        self._open = connections
+        self._report()
+
+    def _report(self) -> None:
+        self._places.set(self._row, Field.OPEN, self._open + len(self._tasks))
+
+    def close(self) -> None:
+        """Take no more; idempotent."""
+        if self._connect is not None:
+            self._connect = None
+            self._loop.remove_reader(self._source)
+            self._source.close()
+
+    def _take(self) -> None:
+        for _ in range(TAKEN_AT_ONCE):
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self._source, 1, 1)
+            except BlockingIOError:
+                return
+            except OSError:
+                data, descriptors = b"", []
+            if not data:  # the parent is gone; the control connection says so, too
+                self.close()
+                return
+            for descriptor in descriptors:
+                self._adopt(socket.socket(fileno=descriptor))
+                with contextlib.suppress(OSError):  # the parent is gone: the next read says so
+                    self._source.send(data)
+
+    def _adopt(self, connection: socket.socket) -> None:
+        assert self._connect is not None
+        connection.setblocking(False)
+        task = self._loop.create_task(self._connect(connection), name="frontend: connection")
+        self._tasks.add(task)  # it ends by itself: in the next turn, or within the limit of a TLS handshake
+        task.add_done_callback(self._connected)
+        self._report()  # before the parent hears that it was taken: it must see the connection somewhere
+
+    def _connected(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._report()
+
+
+class Peers:
+    """The rest of the group as this process sees it: its parent, and through it the others."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        places: Places,
+        row: int,
+        metrics: MetricsRegistry,
+    ) -> None:
+        self._reader, self._writer = reader, writer
+        self._places, self._row = places, row
+        self._metrics = metrics
+        self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
+        self._told: dict[int, asyncio.Future[None]] = {}
+        self._takers: list[Callable[[str, bytes], None]] = []
+        self._number = 0
+        self.standing = Standing(0, places.rows)
+        self.is_orphaned = asyncio.Event()
+
+    def admission(self, limit: int) -> Admission:
+        """Places that all processes share."""
+        return SharedAdmission(limit, self._places, self._row)
+
+    async def gather(self) -> list[bytes]:
+        """The metrics of the whole group, this process's own first. Raises TimeoutError."""
+        own = snapshot(self._metrics)
+        self._number += 1
+        number = self._number
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            write(self._writer, Gather(number, own))
+            async with asyncio.timeout(GATHER_SECONDS):
+                return [own, *await answer]
+        finally:
+            del self._asked[number]
+
+    async def share(self, key: str, value: bytes) -> None:
+        """Tell the others, and those that start later. Raises TimeoutError."""
+        self._number += 1
+        number = self._number
+        told = self._told[number] = asyncio.get_running_loop().create_future()
+        try:
+            write(self._writer, Share(number, key, value))
+            async with asyncio.timeout(GATHER_SECONDS):
+                await told
+        finally:
+            del self._told[number]
+
+    def on_shared(self, take: Callable[[str, bytes], None]) -> None:
+        """Call `take(key, value)` for what others share."""
+        self._takers.append(take)
+
+    def describe(self) -> dict[str, int]:
+        """For `/health`."""
+        return {"serving": self.standing.serving, "configured": self.standing.configured}
+
+    def ready(self) -> None:
+        """Tell the parent that connections are welcome."""
+        write(self._writer, Ready())
+
+    async def run(self) -> None:
+        """Listen to the parent; ends when it is gone."""
+        try:
+            while (message := await read(self._reader)) is not None:
+                match message:
+                    case Take(number):
+                        write(self._writer, Snapshot(number, snapshot(self._metrics)))
+                    case Gathered(number, snapshots):
+                        waiting = self._asked.get(number)
+                        if waiting is not None and not waiting.done():
+                            waiting.set_result(snapshots)
+                    case Share(_, key, value):
+                        for take in self._takers:
+                            take(key, value)
+                    case Shared(number):
+                        told = self._told.get(number)
+                        if told is not None and not told.done():
+                            told.set_result(None)
+                    case Standing():
+                        self.standing = message
+                    case _:
+                        raise RuntimeError(f"a parent does not say {message!r}")
+        finally:
+            self.is_orphaned.set()
+            self._writer.close()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    """What the parent has handed over."""
+
+    control: socket.socket
+    deliveries: socket.socket
+    places: Places
+    row: int
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM, or until the parent is gone; the exit status."""
+    parser = argparse.ArgumentParser("dynamo.frontend.http.group.member")
+    for name in ("control", "deliveries", "places", "row", "rows"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    given = parser.parse_args(argv)
+    settings = parse_args(given.rest[1:], dump=False)  # the first one is "--"
+    os.environ.pop("DYN_SYSTEM_PORT", None)
+    os.environ.update(settings.exported)
+    configure_dynamo_logging()
+    place = _Place(
+        socket.socket(fileno=given.control),
+        socket.socket(fileno=given.deliveries),
+        Places(given.places, given.rows),
+        given.row,
+    )
+    try:
+        spare_the_collector()
+        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+            runner.run(_serve(_share_of(settings, given.rows), place))
+    except DynamoException as error:
+        print(f"Failed to start the frontend: {error}", file=sys.stderr)  # noqa: T201 - the command line's own voice
+        return 1
+    return 0
+
+
+def _share_of(settings: FrontendSettings, processes: int) -> FrontendSettings:
+    """Limits that each process counts for itself are divided: connections are dealt out evenly."""
+    return dataclasses.replace(
+        settings,
+        max_connections=-(-settings.max_connections // processes),
+        pending_bodies_limit_bytes=-(-settings.pending_bodies_limit_bytes // processes),
+        capacity_share=settings.capacity_share / processes,
+    )
+
+
+async def _serve(settings: FrontendSettings, place: _Place) -> None:
+    loop = asyncio.get_running_loop()
+    runtime = DistributedRuntime(
+        loop, settings.discovery_backend, settings.request_plane, event_plane=settings.event_plane
+    )
+    reader, writer = await asyncio.open_unix_connection(sock=place.control)
+    peers = Peers(reader, writer, places=place.places, row=place.row, metrics=runtime.metrics)
+    asked = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, asked.set)
+    try:
+        async with _running(peers.run(), name="frontend: parent") as listening:
+            listening.add_done_callback(lambda _: asked.set())
+            async with Frontend(settings, runtime, peers=peers) as frontend:
+                server = HttpServer(frontend, deliveries=Deliveries(place.deliveries, place.places, place.row))
+
+                async def serving() -> None:
+                    await _settled(frontend, asked)
+                    peers.ready()
+
+                await serve_until(server, asked, serving)
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        await runtime.aclose()
+
+
+async def _settled(frontend: Frontend, asked: asyncio.Event) -> None:
+    """Return when every registered model is loaded, when that takes too long, or when the end was asked for."""
+    models = frontend.models
+    waiting = {
+        asyncio.create_task(models.wait_for(lambda: not models.is_loading), name="frontend: settle"),
+        asyncio.create_task(asked.wait(), name="frontend: end"),
+    }
+    await asyncio.wait(waiting, timeout=SETTLE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+
+
+class _running:
+    """`async with _running(coroutine) as task`: the task is cancelled at the end of the block, and its error raised."""
+
+    def __init__(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
+        self._task = asyncio.get_running_loop().create_task(work, name=name)
+
+    async def __aenter__(self) -> asyncio.Task[None]:
+        return self._task
+
+    async def __aexit__(self, *exc: object) -> None:
+        if not self._task.done():
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        if not self._task.cancelled():
+            self._task.result()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

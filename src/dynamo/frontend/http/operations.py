@@ -1,0 +1,228 @@
+"""The routes of operators and catalogues: health, liveness, metrics, the model list. None of them is hot."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Protocol
+from urllib.parse import unquote_to_bytes
+
+import msgspec
+
+from dynamo.frontend.admission.model import Reason, Urgency
+from dynamo.frontend.admission.process import Admission, Stage
+from dynamo.frontend.http.asgi import Receive, Scope, Send, first_headers, reply, reply_rejected
+from dynamo.frontend.http.offload import Offload
+from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.models.directory import ModelDirectory, ServedModel
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.protocol.openai.errors import model_not_found
+from dynamo.protocol.openai.schema import openapi_json
+from dynamo.runtime.metrics import CONTENT_TYPE
+
+__all__ = ["HealthRoute", "LiveRoute", "MetricsRoute", "ModelsRoute", "OpenApiRoute", "Peers"]
+
+LAG_SECONDS: Final = 1.0  # of the event loop: every stream of the process stood still for that long
+
+
+class Peers(Protocol):
+    """The other processes on the same port, as seen from one of them (`--workers`)."""
+
+    def admission(self, limit: int) -> Admission:
+        """Places that all processes share."""
+
+    async def gather(self) -> list[bytes]:
+        """Snapshots of everybody's metrics, this process's own included. Raises TimeoutError."""
+
+    async def share(self, key: str, value: bytes) -> None:
+        """Tell all processes, also those that start later, what `key` is now. Raises TimeoutError."""
+
+    def on_shared(self, take: Callable[[str, bytes], None]) -> None:
+        """Call `take(key, value)` for what another process shares."""
+
+    def describe(self) -> Mapping[str, int]:
+        """How many processes there are, for `/health`."""
+
+
+def _encode(value: Any) -> bytes:
+    return msgspec.json.encode(value)
+
+
+class HealthRoute:
+    """`/health`: 200 while requests are taken, whatever the models; 503 once draining began.
+
+    A frontend that takes requests is healthy, however much it has to do: what it is short of stands under `degraded`, and
+    what it is doing under `load`. Both are absent when there is nothing to say.
+    """
+
+    def __init__(
+        self, admission: Admission, models: ModelDirectory, metrics: FrontendMetrics, peers: Peers | None = None
+    ) -> None:
+        self._admission, self._models, self._metrics, self._peers = admission, models, metrics, peers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._admission.stage is not Stage.SERVING:
+            body = {
+                "status": "not_ready",
+                "stage": self._admission.stage.value,
+                "message": "Service is not ready",
+            }
+            await reply(send, 503, _encode(body))
+            return
+        instances = self._models.instances()
+        endpoints = sorted({f"dyn://{one['namespace']}.{one['component']}.{one['endpoint']}" for one in instances})
+        healthy: dict[str, Any] = {"status": "healthy", "endpoints": endpoints, "instances": instances}
+        if self._peers is not None:
+            healthy["processes"] = self._peers.describe()
+        now = asyncio.get_running_loop().time()
+        busy = [model for model in self._models.served() if model.admission.in_flight]
+        if busy:
+            healthy["load"] = [_load_of(model, now) for model in busy]
+        if degraded := [*self._loop_trouble(), *filter(None, [_queue_trouble(model, now) for model in busy])]:
+            healthy["degraded"] = degraded
+        await reply(send, 200, _encode(healthy))
+
+    def _loop_trouble(self) -> Iterator[str]:
+        lag = self._metrics.event_loop_lag.value
+        if lag > LAG_SECONDS:
+            yield f"the event loop ran a timer {lag:.1f} s late"
+
+
+def _load_of(model: ServedModel, now: float) -> dict[str, Any]:
+    admission = model.admission
+    return {
+        "model": model.name,
+        "namespace": model.namespace,
+        "in_flight": admission.in_flight,
+        "waiting": admission.waiting,
+        "queue_age_seconds": round(admission.queue_age_seconds(now), 3),
+    }
+
+
+def _queue_trouble(model: ServedModel, now: float) -> str | None:
+    """Why requests of the model are refused now, if they are."""
+    reason = model.admission.why_not(Urgency.NORMAL, now)
+    if reason is None:
+        return None
+    if reason is Reason.QUEUE_AGE:
+        return f"model {model.name}: the oldest of {model.admission.waiting} requests without a token waits for " + (
+            f"{model.admission.queue_age_seconds(now):.0f} s"
+        )
+    return f"model {model.name}: {model.admission.in_flight} request(s) in flight of {model.admission.limit} allowed"
+
+
+class LiveRoute:
+    """`/live`: 200 until the listener is about to close."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._admission.stage is Stage.STOPPING:
+            await reply(send, 503, _encode({"status": "shutting_down", "message": "Service is shutting down"}))
+        else:
+            await reply(send, 200, _encode({"status": "live", "message": "Service is live"}))
+
+
+class MetricsRoute:
+    """`/metrics` of the whole process, or of all that share its port."""
+
+    def __init__(self, metrics: FrontendMetrics, offload: Offload, peers: Peers | None = None) -> None:
+        self._metrics, self._offload, self._peers = metrics, offload, peers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Hundreds of series take a millisecond or two: no stream should wait for a scrape.
+        if self._peers is None:
+            body = await self._offload(self._metrics.expose)
+        else:
+            try:
+                snapshots = await self._peers.gather()
+            except TimeoutError:  # the counters of one process alone would look like a restart
+                await reply(send, 503, _encode({"error": "The other frontend processes did not answer in time"}))
+                return
+            body = await self._offload(lambda: self._metrics.expose_group(snapshots))
+        await reply(send, 200, body, content_type=CONTENT_TYPE.encode())
+
+
+class OpenApiRoute:
+    """`/openapi.json`; built on first use, because most frontends are never asked."""
+
+    def __init__(self) -> None:
+        self._body: bytes | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._body is None:
+            self._body = openapi_json()
+        await reply(send, 200, self._body)
+
+
+_READY = re.compile(r"^(?P<id>.+)/ready$")
+
+
+class ModelsRoute:
+    """`/v1/models`, `/v1/models/{id}` and `/v1/models/{id}/ready`; an id may contain slashes."""
+
+    def __init__(self, models: ModelDirectory, settings: FrontendSettings) -> None:
+        self._models, self._settings = models, settings
+        self._base = settings.paths["models"].rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = _model_id(scope, self._base)
+        anthropic = b"anthropic-version" in first_headers(scope)
+        if not name:
+            await reply(send, 200, _encode(self._list(anthropic)))
+            return
+        ready = _READY.match(name)
+        # A model may itself be called ".../ready": the registered name wins.
+        if ready is not None and not self._models.is_registered(name):
+            body = self._models.readiness(ready["id"])
+            if body is None:
+                await reply_rejected(send, model_not_found())
+            else:
+                await reply(send, 200 if body["ready"] else 503, _encode(body))
+            return
+        found = self._models.lookup(name)
+        if found is None:
+            await reply_rejected(send, model_not_found())
+        else:
+            await reply(send, 200, _encode(self._describe(found, name, anthropic)))
+
+    def _list(self, anthropic: bool) -> Mapping[str, Any]:
+        data = [self._describe(model, model.name, anthropic) for model in self._models.models()]
+        if anthropic:
+            return {
+                "data": data,
+                "has_more": False,
+                "first_id": data[0]["id"] if data else None,
+                "last_id": data[-1]["id"] if data else None,
+            }
+        return {"object": "list", "data": data}
+
+    def _describe(self, model: ServedModel, name: str, anthropic: bool) -> dict[str, Any]:
+        window = self._settings.context_window or model.context_length
+        if anthropic:
+            return {
+                "id": name,
+                "display_name": name,
+                "type": "model",
+                "created_at": model.created_at_text,
+                "max_input_tokens": window,
+            }
+        body: dict[str, Any] = {
+            "id": name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "nvidia",  # what 1.6 says; clients compare it
+            "context_window": window,
+        }
+        if self._settings.max_output_tokens is not None:
+            body["max_output_tokens"] = self._settings.max_output_tokens
+        return body
+
+
+def _model_id(scope: Scope, base: str) -> str:
+    """What stands behind the base path, percent-decoded once."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    path = unquote_to_bytes(raw).decode("utf-8", "replace")
+    return path[len(base) :].strip("/")

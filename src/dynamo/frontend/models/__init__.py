@@ -1,0 +1,3 @@
+"""The models of the cluster: directory, cards, files."""
+
+__all__: list[str] = []

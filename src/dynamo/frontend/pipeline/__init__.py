@@ -1,0 +1,3 @@
+"""From a typed request to the events of its answer."""
+
+__all__: list[str] = []

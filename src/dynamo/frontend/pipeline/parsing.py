@@ -1,0 +1,191 @@
+"""Which parsers read a chat answer: decided once per request, from the request and the model's card.
+
+Most requests have none and never come here again.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dynamo.frontend.pipeline.structural_tags import structural_tag
+from dynamo.protocol.openai.requests import ChatRequest, thinking_mode
+from dynamo.protocol.openai.tool_schema import REQUIRED, forced_choice
+from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.text.detokenizer import Detokenizer
+from dynamo.text.output_parser import OutputParser
+from dynamo.text.reasoning import REASONING_FORMATS, ReasoningParser
+from dynamo.text.tokenizer import Tokenizer
+from dynamo.text.tools import TOOL_FORMATS, NamedCallParser, RequiredCallsParser, ToolFormat, ToolParser
+
+__all__ = ["OutputPlan", "ReasoningCounter", "plan_output", "tell_worker", "warn_of_missing_parsers"]
+
+logger = logging.getLogger(__name__)
+
+PROMPT_TAIL_TOKENS: Final = 16  # of a prompt that came as ids: enough for an opening tag and the white space behind it
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """How every choice of one answer is read."""
+
+    reasoning: Callable[[], ReasoningParser] | None
+    tools: Callable[[], ToolParser] | None
+    only_first_call: bool = False
+    fills_content: bool = False
+    expects_reasoning: bool = False  # the engine reasons before it answers, so guidance must wait for that
+
+    def parser(self) -> OutputParser:
+        """For one choice."""
+        return OutputParser(
+            self.reasoning() if self.reasoning is not None else None,
+            self.tools() if self.tools is not None else None,
+            only_first_call=self.only_first_call,
+            fills_content=self.fills_content,
+        )
+
+    def counter(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> ReasoningCounter:
+        """For one choice; call only with a reasoning parser."""
+        assert self.reasoning is not None
+        return ReasoningCounter(
+            self.reasoning(), Detokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
+        )
+
+
+class ReasoningCounter:
+    """Counts the tokens of a choice that were reasoning: those that came while the parser was inside it.
+
+    The tokens of a closing tag count, those of an opening one do not. The ids go through one by one, because the text of
+    a batch cannot be divided among its tokens; so the count does not depend on the batches.
+    """
+
+    __slots__ = ("_detokenizer", "_parser")
+
+    def __init__(self, parser: ReasoningParser, detokenizer: Detokenizer) -> None:
+        self._parser, self._detokenizer = parser, detokenizer
+
+    def count(self, token_ids: Sequence[int]) -> int:
+        """How many of these, which follow those given before, are reasoning."""
+        parser, detokenize = self._parser, self._detokenizer.push
+        counted = 0
+        for token_id in token_ids:
+            counted += parser.is_inside
+            parser.push(detokenize((token_id,)))
+        return counted
+
+
+def plan_output(
+    request: ChatRequest,
+    config: ModelRuntimeConfig,
+    *,
+    prompt: str | None,
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+) -> OutputPlan | None:
+    """The parsers of this request's answer; None when its text is shown as it comes.
+
+    `prompt` is the text that was tokenised, where it is known.
+    """
+    tools = _tools(request, config)
+    reasoning: Callable[[], ReasoningParser] | None = None
+    expects_reasoning = False
+    form = REASONING_FORMATS.get(config.reasoning_parser or "")
+    if form is not None:
+        mode = thinking_mode(request, default=config.runtime_data.get("default_thinking_mode"))
+        thinking = {"enabled": True, "disabled": False}.get(mode or "")
+        if form.applies(thinking):
+            if prompt is None:
+                prompt = tokenizer.decode(prompt_ids[-PROMPT_TAIL_TOKENS:], skip_special_tokens=False)
+            begins_inside = form.begins_inside(prompt)
+            guides_json = request.guided_json is not None or _guides_json(request)
+            reasoning = functools.partial(form.parser, begins_inside=begins_inside, json_is_content=guides_json)
+            expects_reasoning = begins_inside or thinking is True
+    if tools is None and reasoning is None:
+        return None
+    return OutputPlan(
+        reasoning,
+        tools,
+        only_first_call=request.parallel_tool_calls is False,
+        fills_content=reasoning is not None and request.template_args.get("force_nonempty_content") is True,
+        expects_reasoning=expects_reasoning,
+    )
+
+
+def tell_worker(
+    request: ChatRequest, config: ModelRuntimeConfig, plan: OutputPlan, tokenizer: Tokenizer, body: dict[str, Any]
+) -> None:
+    """Change the worker's request as the parsers need it.
+
+    - A worker that opted in gets a structural tag.
+    - Guidance waits until the engine has reasoned.
+    - The marks reach the parsers, also from a tokenizer that calls them special tokens.
+    - Where a model ends its answer with the token that ends a call, that token is shown.
+    """
+    sampling = body["sampling_options"]
+    marks: tuple[str, ...] = ()
+    if plan.reasoning is not None:
+        marks += REASONING_FORMATS[config.reasoning_parser or ""].marks
+    form = TOOL_FORMATS.get(config.tool_call_parser or "")
+    if plan.tools is not None and form is not None:
+        marks += form.marks
+        _show_ends(form, tokenizer, body["stop_conditions"])
+        if (tag := structural_tag(request, config, form)) is not None:
+            backend = request.guided_decoding_backend
+            sampling["guided_decoding"] = {"structural_tag": tag, **({} if backend is None else {"backend": backend})}
+    if plan.expects_reasoning and sampling["guided_decoding"] is not None:
+        body["require_reasoning"] = True
+    if request.skip_special_tokens is None and any(_is_skipped(tokenizer, mark) for mark in marks):
+        body["output_options"]["skip_special_tokens"] = False
+
+
+def warn_of_missing_parsers(model: str, config: ModelRuntimeConfig) -> None:
+    """Say so in the log when a card asks for a parser that this version does not have."""
+    for what, name, known in (
+        ("tool-call parser", config.tool_call_parser, TOOL_FORMATS),
+        ("reasoning parser", config.reasoning_parser, REASONING_FORMATS),
+    ):
+        if name is not None and name not in known:
+            logger.warning(
+                "model %s asks for the %s %r, which is not in this version: its output is shown as it comes",
+                model,
+                what,
+                name,
+            )
+
+
+def _show_ends(form: ToolFormat, tokenizer: Tokenizer, stops: dict[str, Any]) -> None:
+    hidden = stops["stop_token_ids_hidden"]
+    ends = {tokenizer.token_id(text) for text in form.end_tokens}
+    if hidden and (shown := [token_id for token_id in hidden if token_id in ends]):
+        stops["stop_token_ids_visible"] = shown
+        stops["stop_token_ids_hidden"] = [token_id for token_id in hidden if token_id not in ends] or None
+
+
+def _is_skipped(tokenizer: Tokenizer, mark: str) -> bool:
+    """Whether the mark is one token, and one that does not show."""
+    token_id = tokenizer.token_id(mark)
+    return token_id is not None and not tokenizer.decode([token_id])
+
+
+def _guides_json(request: ChatRequest) -> bool:
+    form = request.response_format
+    return forced_choice(request) is not None or (form is not None and form.type != "text")
+
+
+def _tools(request: ChatRequest, config: ModelRuntimeConfig) -> Callable[[], ToolParser] | None:
+    if not request.tools or request.tool_choice == "none":
+        return None
+    form = TOOL_FORMATS.get(config.tool_call_parser or "")
+    choice = forced_choice(request)
+    if choice is None:
+        return form.parser if form is not None else None
+    native = form.parser if form is not None else None
+
+    def forced() -> ToolParser:
+        own = native() if native is not None else None
+        return RequiredCallsParser(own) if choice == REQUIRED else NamedCallParser(choice, own)
+
+    return forced

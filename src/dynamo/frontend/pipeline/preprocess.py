@@ -1,0 +1,215 @@
+"""From a validated request to work: render, tokenise, check the length, fill in what the worker is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Final
+
+import msgspec
+
+from dynamo.errors import InvalidArgument
+from dynamo.frontend.http.offload import Offload
+from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.models.directory import ServedModel
+from dynamo.frontend.pipeline.generation import DEFAULT_RETRIES, WorkRequest
+from dynamo.frontend.pipeline.overhead import PARSE, QUEUE, TEMPLATE, TOKENISE, Overhead
+from dynamo.frontend.pipeline.parsing import plan_output, tell_worker
+from dynamo.frontend.pipeline.text_generation import text_prompts, text_work
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.headers import HeaderEffects
+from dynamo.protocol.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    finish_preprocessing,
+    raw_prompt,
+    template_messages,
+    template_tools,
+    template_variables,
+    to_worker_fields,
+)
+from dynamo.protocol.openai.tool_schema import forced_choice
+
+__all__ = ["Preprocessor"]
+
+_QUERY: Final = "query_instance_id:"
+
+
+class Preprocessor:
+    """Shared by the routes; keeps no state of a request."""
+
+    def __init__(self, settings: FrontendSettings, metrics: FrontendMetrics, offload: Offload) -> None:
+        self._settings, self._metrics, self._offload = settings, metrics, offload
+
+    async def chat(
+        self, request: ChatRequest, effects: HeaderEffects, model: ServedModel, overhead: Overhead
+    ) -> tuple[WorkRequest, str | None]:
+        """The work, and the text that was tokenised (None when the client sent ids).
+
+        Raises `InvalidArgument` when the template refuses, `RequestRejected` when the prompt is too long.
+        """
+        if model.takes_text:
+            text_only = text_work(request, self._work(request, effects, model, [[]], overhead))
+            self._plan(request, model, text_only, "")
+            return text_only, None
+        began = perf_counter()
+        text: str | None = None
+        ids = request.token_data
+        if ids is None:
+            text = raw_prompt(request)
+            if text is None:
+                overhead.mark(PARSE)
+                text = self._render(request, model)
+                overhead.mark(TEMPLATE)
+            ids = await self._encode(model, text, overhead)
+        work = self._work(request, effects, model, [ids], overhead)
+        self._check_length(work, model, is_chat=True)
+        self._plan(request, model, work, text)
+        self._metrics.preprocess_seconds.observe(perf_counter() - began)
+        return work, text
+
+    async def completion(
+        self, request: CompletionRequest, effects: HeaderEffects, model: ServedModel, overhead: Overhead
+    ) -> tuple[WorkRequest, str | None]:
+        """As `chat`, for a batch of prompts without a template; the text is that of a single prompt."""
+        if model.takes_text:
+            empty: list[list[int]] = [[] for _ in text_prompts(request)]
+            return text_work(request, self._work(request, effects, model, empty, overhead)), None
+        began = perf_counter()
+        sources = request.prompts()
+        prompts = [
+            await self._encode(model, prompt, overhead) if isinstance(prompt, str) else prompt for prompt in sources
+        ]
+        work = self._work(request, effects, model, prompts, overhead)
+        self._check_length(work, model, is_chat=False)
+        self._metrics.preprocess_seconds.observe(perf_counter() - began)
+        only = sources[0] if len(sources) == 1 else None
+        return work, only if isinstance(only, str) else None
+
+    def _plan(self, request: ChatRequest, model: ServedModel, work: WorkRequest, prompt: str | None) -> None:
+        """Choose the parsers of the answer, and tell the worker what follows from them."""
+        config = model.card.runtime_config
+        if config.tool_call_parser is None and config.reasoning_parser is None and forced_choice(request) is None:
+            return
+        tokenizer = model.text.tokenizer
+        plan = work.parsing = plan_output(
+            request, config, prompt=prompt, tokenizer=tokenizer, prompt_ids=work.prompts[0]
+        )
+        if plan is not None and work.body:
+            tell_worker(request, config, plan, tokenizer, work.body)
+
+    def _render(self, request: ChatRequest, model: ServedModel) -> str:
+        began = perf_counter()
+        runtime_data = model.card.runtime_config.runtime_data
+        variables = template_variables(request, default_thinking_mode=runtime_data.get("default_thinking_mode"))
+        if request.response_format is not None:
+            variables["response_format"] = msgspec.to_builtins(request.response_format)
+        if request.tool_choice is not None and request.tool_choice != "auto":
+            variables["tool_choice"] = msgspec.to_builtins(request.tool_choice)
+        config = model.card.runtime_config
+        excludes = self._settings.exclude_tools_when_tool_choice_none and config.exclude_tools_when_tool_choice_none
+        text = model.text.template.render(
+            template_messages(request, config.tool_call_arguments_format),
+            tools=template_tools(request, exclude_when_none=excludes),
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=request.continue_final_message is True,
+            variables=variables,
+        )
+        self._metrics.template_seconds.observe(perf_counter() - began)
+        return text
+
+    async def _encode(self, model: ServedModel, text: str, overhead: Overhead) -> list[int]:
+        overhead.mark(PARSE)
+        began = perf_counter()
+        if "\0" in text:
+            text = text.replace("\0", "")
+        tokenizer = model.text.tokenizer
+        if len(text) <= self._settings.inline_tokenize_characters:
+            ids = tokenizer.encode(text)
+        else:
+            started, ids = await self._offload(_timed(tokenizer.encode_unlocked, text))
+            overhead.mark(QUEUE, started)
+        overhead.mark(TOKENISE)
+        seconds = perf_counter() - began
+        self._metrics.tokenize_seconds.observe(seconds)
+        self._metrics.tokenizer_latency.observe(seconds * 1000)
+        return ids
+
+    def _work(
+        self,
+        request: ChatRequest | CompletionRequest,
+        effects: HeaderEffects,
+        model: ServedModel,
+        prompts: list[list[int]],
+        overhead: Overhead,
+    ) -> WorkRequest:
+        for annotation in request.annotations:
+            if annotation.startswith(_QUERY):
+                raise RequestRejected(501, "The annotation `query_instance_id:` is not in this version")
+        body = finish_preprocessing(to_worker_fields(request), model.text.eos_token_ids)
+        body["model"] = request.model
+        body["mdc_sum"] = model.mdc_sum
+        if body["sampling_options"]["n"] is not None:
+            body["sampling_options"]["n"] = 1  # choices are fanned out into requests of one choice each
+        routing = body["routing"]
+        if model.lora_name is not None:
+            routing["lora_name"] = model.lora_name
+        if (agent := effects.agent_context) is not None:
+            body["agent_context"] = agent
+        pinned = routing.get("backend_instance_id", routing.get("decode_worker_id"))
+        if pinned is None and self._settings.router_mode == "direct":
+            raise InvalidArgument("Invalid request")  # nothing but the client knows where it should go
+        limit = self._settings.migration_limit
+        longest = self._settings.migration_max_seq_len
+        if longest is not None and max(map(len, prompts), default=0) > longest:
+            limit = 0
+        return WorkRequest(
+            body,
+            prompts,
+            n=request.choices_per_prompt,
+            pinned_instance_id=pinned,
+            # The card's 0 is what a native worker writes when nobody asked: it does not mean "give up at once".
+            retries=max(DEFAULT_RETRIES, model.card.migration_limit) if limit is None else limit,
+            longest_movable=longest,
+            overhead=overhead,
+        )
+
+    def _check_length(self, work: WorkRequest, model: ServedModel, *, is_chat: bool) -> None:
+        """Refuse what cannot fit before a worker is bothered; fill in the token limit where a budget defines it."""
+        budget = model.card.runtime_config.runtime_data.get("token_budget")
+        budget = budget if isinstance(budget, dict) else {}
+        limit = model.context_length
+        combined = budget.get("combined_limit")
+        if isinstance(combined, int):
+            limit = combined if limit is None or budget.get("reject_prompt_overflow") else min(limit, combined)
+        longest = max(map(len, work.prompts), default=0)
+        if limit is not None and longest >= limit:
+            raise RequestRejected(
+                400,
+                f"This model's maximum context length is {limit} tokens. However, your messages resulted in {longest} "
+                "tokens. Please reduce the length of the messages.",
+                param="messages" if is_chat else "prompt",
+                code="context_length_exceeded",
+            )
+        if not isinstance(combined, int):
+            return
+        stops = work.body["stop_conditions"]
+        asked = stops["max_tokens"]
+        if asked is None:
+            if not is_chat:
+                stops["max_tokens"] = max(1, combined - longest)
+        elif budget.get("reject_total_overflow") and longest + asked > combined:
+            raise RequestRejected(
+                400,
+                f"This model configuration accepts at most {combined} combined input and output tokens. However, your "
+                f"request has {longest} input tokens and asks for {asked} output tokens ({longest + asked} tokens "
+                "total). Please reduce the input length or requested output length.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+
+def _timed(encode: Callable[[str], list[int]], text: str) -> Callable[[], tuple[float, list[int]]]:
+    """When the work began, and what it gave."""
+    return lambda: (perf_counter(), encode(text))

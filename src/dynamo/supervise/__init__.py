@@ -1,0 +1,3 @@
+"""Child processes: start, backoff, rolling replacement."""
+
+__all__: list[str] = []

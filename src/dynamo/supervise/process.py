@@ -1,0 +1,248 @@
+"""Child processes: one incarnation (`Process`), and a place that is kept filled with one (`Place`).
+
+A child runs in a session of its own, so that Ctrl-C in a terminal reaches only the parent. Its standard input is a
+lifeline: the parent never writes to it, and its end tells the child that the parent is gone, however it went. Its output
+comes back line by line, and what it reports (`child.Reports`) on a pipe of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Self
+
+from dynamo.supervise.backoff import RestartPolicy
+from dynamo.supervise.lines import LineSplitter
+
+__all__ = ["GaveUp", "Place", "Process", "Program", "exit_words"]
+
+READ_BYTES: Final = 64 * 1024
+LAST_LINES: Final = 20
+OUTPUT_AFTER_DEATH_SECONDS: Final = 1.0  # somebody may have left the process group and still hold its output
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What to start. `{report}` in an argument becomes the number of the report pipe."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    stop_seconds: float  # from SIGTERM to SIGKILL
+    inherited: tuple[int, ...] = ()
+    first_env: Mapping[str, str] = field(default_factory=dict)  # more, for the first incarnation only
+
+
+class GaveUp(Exception):
+    """A process cannot be kept running."""
+
+    def __init__(self, name: str, status: int, last_lines: list[str]) -> None:
+        super().__init__(f"{name} {exit_words(status)}")
+        self.name, self.status, self.last_lines = name, status, last_lines
+
+
+class Process:
+    """One running child."""
+
+    def __init__(
+        self,
+        child: asyncio.subprocess.Process,
+        report_pipe: int,
+        *,
+        on_line: Callable[[str], None],
+        on_report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._child = child
+        self._report_pipe = report_pipe
+        self._on_line, self._on_report = on_line, on_report
+        self.pid = child.pid
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+
+    @classmethod
+    async def start(
+        cls, program: Program, *, on_line: Callable[[str], None], on_report: Callable[[dict[str, Any]], None]
+    ) -> Self:
+        """Start it; `follow` must be awaited afterwards. Raises OSError."""
+        report_in, report_out = os.pipe()
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *(part.replace("{report}", str(report_out)) for part in program.argv),
+                env=program.env,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(*program.inherited, report_out),
+            )
+        except BaseException:
+            os.close(report_in)
+            raise
+        finally:
+            os.close(report_out)
+        return cls(child, report_in, on_line=on_line, on_report=on_report)
+
+    async def follow(self) -> int:
+        """Pass on output and reports until the child is dead; its status as `subprocess` gives it (-9: SIGKILL)."""
+        loop = asyncio.get_running_loop()
+        reports = asyncio.StreamReader()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reports), os.fdopen(self._report_pipe, "rb", buffering=0)
+        )
+        assert self._child.stdout is not None
+        readers = {
+            loop.create_task(_read_lines(self._child.stdout, self._take_line), name=f"output of {self.pid}"),
+            loop.create_task(_read_lines(reports, self._take_report), name=f"reports of {self.pid}"),
+        }
+        try:
+            status = await self._child.wait()
+            self.kill()  # what it started and left behind
+            await asyncio.wait(readers, timeout=OUTPUT_AFTER_DEATH_SECONDS)
+        except asyncio.CancelledError:
+            self.kill()
+            await self._child.wait()
+            raise
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.wait(readers)
+            transport.close()
+            if self._child.stdin is not None:
+                self._child.stdin.close()
+        for reader in readers:
+            if not reader.cancelled():
+                reader.result()  # a bug in a callback must not pass unseen
+        return status
+
+    def _take_line(self, line: str) -> None:
+        self.last_lines.append(line)
+        self._on_line(line)
+
+    def _take_report(self, line: str) -> None:
+        self._on_report(json.loads(line))
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        with suppress(ProcessLookupError):
+            self._child.terminate()
+
+    def kill(self) -> None:
+        """End it, and everything it started, now."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # a session leader's group has its own number
+
+
+async def _read_lines(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
+    splitter = LineSplitter()
+    while data := await stream.read(READ_BYTES):
+        for line in splitter.feed(data):
+            take(line)
+    for line in splitter.finish():
+        take(line)
+
+
+class Place:
+    """Keeps one program running: starts it, and starts it again after it died, until `stop`."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        say: Callable[[str], None],
+        on_line: Callable[[str, str], None],
+        on_report: Callable[[Place, dict[str, Any]], None],
+        on_start: Callable[[Place], None] = lambda place: None,
+        policy: RestartPolicy | None = None,
+    ) -> None:
+        self.program = program
+        self.process: Process | None = None
+        self.starts = 0
+        self.was_killed = False
+        self._say, self._on_line, self._on_report, self._on_start = say, on_line, on_report, on_start
+        self._policy = policy or RestartPolicy()
+        self._ready_since: float | None = None
+        self._stopping = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    @property
+    def name(self) -> str:
+        return self.program.name
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the running incarnation was marked ready."""
+        return self._ready_since is not None
+
+    def mark_ready(self) -> None:
+        if self._ready_since is None:
+            self._ready_since = asyncio.get_running_loop().time()
+
+    async def keep(self) -> None:
+        """Return after `stop`. Raises GaveUp."""
+        loop = asyncio.get_running_loop()
+        try:
+            while not self._stopping.is_set():
+                status, last_lines = await self._live()
+                if self._stopping.is_set():
+                    return
+                healthy = None if self._ready_since is None else loop.time() - self._ready_since
+                self._ready_since = None
+                delay = self._policy.after_death(status, healthy_seconds=healthy)
+                if delay is None:
+                    raise GaveUp(self.name, status, last_lines)
+                self._say(f"{self.name} {exit_words(status)}; starting it again in {delay:g} s")
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), delay)
+        finally:
+            self._ended.set()
+
+    async def _live(self) -> tuple[int, list[str]]:
+        program = self.program
+        if self.starts == 0:
+            program = replace(program, env={**program.env, **program.first_env})
+        self.process = process = await Process.start(
+            program,
+            on_line=lambda line: self._on_line(self.name, line),
+            on_report=lambda report: self._on_report(self, report),
+        )
+        self.starts += 1
+        self._on_start(self)
+        try:
+            if self._stopping.is_set():  # asked while it was being started
+                process.terminate()
+            return await process.follow(), list(process.last_lines)
+        finally:
+            self.process = None
+
+    async def stop(self) -> None:
+        """Ask the child to end, end it by force when its time is up, and wait until it has ended."""
+        self._stopping.set()
+        if self.process is not None:
+            self.process.terminate()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), self.program.stop_seconds)
+            return
+        self.kill()
+        await self._ended.wait()
+
+    def kill(self) -> None:
+        """End the child now and do not start another."""
+        self._stopping.set()
+        if self.process is not None:
+            self.was_killed = True
+            self.process.kill()
+
+
+def exit_words(status: int) -> str:
+    """How a status of `subprocess` reads."""
+    if status >= 0:
+        return f"exited with {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"was ended by signal {-status}"

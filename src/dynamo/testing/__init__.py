@@ -1,0 +1,3 @@
+"""Laboratory: simulation of whole clusters."""
+
+__all__: list[str] = []

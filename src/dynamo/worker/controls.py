@@ -1,0 +1,290 @@
+"""Engine controls and updates: what an operator may ask of a running engine over the status server.
+
+`POST /engine/control/<name>` and `/engine/update/<name>` reach the engine as they are. Some controls make the engine
+unable to serve for a while, so they first take the instance out of discovery; their counterparts bring it back. Those
+wait for each other on one lock; all others run in parallel. A refusal is a body with `"status": "error"`, not an HTTP
+status: it is the engine's language, and callers already read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any, Final, Protocol
+
+from dynamo.errors import InvalidArgument
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.settings import env_str
+from dynamo.worker.lifecycle import AdminGate
+from dynamo.worker.registration import checked_taints
+
+__all__ = [
+    "MODEL_TAINTS",
+    "PAUSING_CONTROLS",
+    "RESUMING_CONTROLS",
+    "AdminEngine",
+    "AdminRoutes",
+    "InstanceRecord",
+    "RlDirectory",
+    "checked_names",
+    "rl_endpoint_name",
+]
+
+logger = logging.getLogger(__name__)
+
+PAUSING_CONTROLS: Final = frozenset({"pause_generation", "sleep", "release_memory_occupation"})
+RESUMING_CONTROLS: Final = frozenset({"resume_generation", "wake_up", "resume_memory_occupation"})
+MODEL_TAINTS: Final = "model_taints"  # the framework's own update; it never reaches the engine
+
+CANCEL_SECONDS: Final = 1.0  # for a cancelled control to unwind; shutdown goes on without one that does not
+MAX_NAMES: Final = 256
+
+Body = dict[str, Any]
+Route = Callable[[Any], Awaitable[Body]]
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+class AdminEngine(Protocol):
+    """The part of an engine that is administered.
+
+    An engine may also have `async validate_engine_control(name, body) -> dict | None`, free of side effects: a dict it
+    returns is the answer, and neither discovery nor the engine are touched.
+    """
+
+    async def engine_control(self, name: str, body: Body) -> Body: ...
+
+    async def engine_update(self, name: str, body: Body) -> Body: ...
+
+
+class InstanceRecord(Protocol):
+    """The instance's place in discovery; the runtime's `ServedEndpoint`."""
+
+    async def advertise(self) -> None: ...
+
+    async def withdraw(self) -> None: ...
+
+
+def checked_names(kind: str, names: object) -> list[str]:
+    """What `supported_controls` or `supported_updates` returned, sorted. Raises InvalidArgument naming what is wrong."""
+    if isinstance(names, str | Mapping) or not isinstance(names, Iterable):
+        raise InvalidArgument(f"supported_{kind}s() must return a set of names, got {type(names).__name__}")
+    found = list(names)
+    for name in found:
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+            raise InvalidArgument(f"supported_{kind}s(): {name!r} is no route name (letters, digits and _ . - only)")
+    if kind == "update" and MODEL_TAINTS in found:
+        raise InvalidArgument(f"supported_updates(): {MODEL_TAINTS!r} is reserved for the framework")
+    unique = sorted(set(found))
+    if len(unique) > MAX_NAMES:
+        raise InvalidArgument(f"supported_{kind}s() returned {len(unique)} names, at most {MAX_NAMES}")
+    return unique
+
+
+class AdminRoutes:
+    """The admin routes of one worker. Usable on the event loop only."""
+
+    def __init__(
+        self,
+        engine: AdminEngine,
+        *,
+        controls: Iterable[str],
+        updates: Iterable[str],
+        gate: Callable[[], AdminGate],
+        set_taints: Callable[[list[str]], Awaitable[object]],
+    ) -> None:
+        """`gate` is asked at every call; `set_taints` writes the (checked) taints to discovery."""
+        self._engine = engine
+        self._controls = tuple(controls)
+        self._updates = tuple(updates)
+        self._gate = gate
+        self._set_taints = set_taints
+        self._record: InstanceRecord | None = None
+        self._exclusive = asyncio.Lock()  # held through a pausing or resuming control, the engine's part included
+        self._record_lock = asyncio.Lock()  # held only while discovery is written
+        self._closed = False
+        self._running: set[asyncio.Task[Body]] = set()
+
+    def attach(self, record: InstanceRecord) -> None:
+        """The instance that pausing controls withdraw; before the gate opens."""
+        self._record = record
+
+    def routes(self) -> dict[str, Route]:
+        """Route name below `/engine/` -> handler taking the decoded JSON body, whatever it is."""
+        return {
+            **{f"control/{name}": self._route("control", name) for name in self._controls},
+            **{f"update/{name}": self._route("update", name) for name in self._updates},
+            f"update/{MODEL_TAINTS}": self._route("update", MODEL_TAINTS),
+        }
+
+    async def close(self) -> None:
+        """Refuse new calls, cancel those in flight (they answer "shutting down") and freeze the discovery record.
+
+        When this returns no control can advertise the instance again. Idempotent.
+        """
+        async with self._record_lock:  # an advertisement under way lands before, never after, the final withdrawal
+            self._closed = True
+        if not self._running:
+            return
+        for task in self._running:
+            task.cancel()
+        _, stuck = await asyncio.wait(self._running, timeout=CANCEL_SECONDS)
+        for task in stuck:
+            logger.warning("%s ignores its cancellation; shutting down without it", task.get_name())
+
+    def _route(self, kind: str, name: str) -> Route:
+        async def handle(body: Any) -> Body:
+            return await self._call(kind, name, body)
+
+        return handle
+
+    async def _call(self, kind: str, name: str, body: Any) -> Body:
+        refusal = self._refusal()
+        if refusal is not None:
+            return refusal
+        if not isinstance(body, dict):
+            return _error(f"engine {kind} request body must be a JSON object")
+        # Awaited below, and cancelled by close().
+        task = asyncio.get_running_loop().create_task(self._work(kind, name, body), name=f"engine {kind} {name}")
+        self._running.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if self._closed and task.cancelled() and (current is None or not current.cancelling()):
+                return _unavailable(AdminGate.CLOSED)
+            raise  # the caller is gone, and its control with it
+        finally:
+            self._running.discard(task)
+
+    def _work(self, kind: str, name: str, body: Body) -> Coroutine[Any, Any, Body]:
+        if kind == "update":
+            return self._taint(body) if name == MODEL_TAINTS else self._engine.engine_update(name, body)
+        if name in PAUSING_CONTROLS:
+            return self._pause(name, body)
+        if name in RESUMING_CONTROLS:
+            return self._resume(name, body)
+        return self._direct(name, body)
+
+    async def _direct(self, name: str, body: Body) -> Body:
+        verdict = await self._validate(name, body)
+        return verdict if verdict is not None else await self._engine.engine_control(name, body)
+
+    async def _pause(self, name: str, body: Body) -> Body:
+        async with self._exclusive:
+            verdict = await self._validate(name, body)
+            if verdict is not None:
+                return verdict
+            try:
+                await self._write_record("withdraw")
+            except Exception as error:  # the boundary: becomes the answer
+                logger.warning("engine control %s: discovery unregister failed: %s", name, error)
+                return _error(f"engine control {name}: the instance could not be unregistered, try again ({error})")
+            try:
+                answer = await self._engine.engine_control(name, body)
+            except BaseException:
+                logger.warning("engine control %s failed; the instance stays unregistered until it is resumed", name)
+                raise
+            if _failed(answer):
+                logger.warning(
+                    "engine control %s answered with an error; the instance stays unregistered until it is resumed",
+                    name,
+                )
+            return answer
+
+    async def _resume(self, name: str, body: Body) -> Body:
+        async with self._exclusive:
+            verdict = await self._validate(name, body)
+            if verdict is not None:
+                return verdict
+            answer = await self._engine.engine_control(name, body)
+            if _failed(answer) or (isinstance(answer, Mapping) and answer.get("is_sleeping") is True):
+                return answer
+            try:
+                refusal = await self._write_record("advertise")
+            except Exception as error:  # the boundary: becomes the answer
+                logger.warning("engine control %s: discovery registration failed: %s", name, error)
+                return _error(
+                    f"engine control {name} ran, but the instance could not be registered again; retry ({error})"
+                )
+            return answer if refusal is None else refusal
+
+    async def _write_record(self, verb: str) -> Body | None:
+        """Withdraw or advertise; a body instead when the worker is shutting down. Never cut half-way."""
+
+        async def write() -> Body | None:
+            async with self._record_lock:
+                refusal = self._refusal()
+                if refusal is not None:
+                    return refusal
+                assert self._record is not None  # else the call was refused
+                await (self._record.withdraw() if verb == "withdraw" else self._record.advertise())
+                return None
+
+        # A cancelled control must not leave a write in flight that overtakes the final withdrawal: the write holds the
+        # record lock, which close() takes.
+        return await asyncio.shield(asyncio.ensure_future(write()))
+
+    async def _validate(self, name: str, body: Body) -> Body | None:
+        hook = getattr(self._engine, "validate_engine_control", None)
+        verdict: Body | None = await hook(name, body) if hook is not None else None
+        return verdict
+
+    async def _taint(self, body: Body) -> Body:
+        try:
+            taints = checked_taints(body.get("taints"))
+        except InvalidArgument as error:
+            return _error(str(error))
+        await self._set_taints(taints)
+        return {"status": "ok", "taints": taints}
+
+    def _refusal(self) -> Body | None:
+        gate = AdminGate.CLOSED if self._closed else self._gate()
+        if gate is AdminGate.OPEN and self._record is None:
+            gate = AdminGate.STARTING  # the instance is still on its way into discovery
+        return None if gate is AdminGate.OPEN else _unavailable(gate)
+
+
+def _error(message: str) -> Body:
+    return {"status": "error", "message": message}
+
+
+def _unavailable(gate: AdminGate) -> Body:
+    return _error(f"engine administrative routes are unavailable while the worker is {gate.value}")
+
+
+def _failed(answer: object) -> bool:
+    """Whether an engine's answer says that the control did not work."""
+    if not isinstance(answer, Mapping):
+        return False
+    status = answer.get("status")
+    return (isinstance(status, str) and status.lower() == "error") or answer.get("success") is False
+
+
+# -- the RL directory -------------------------------------------------------------------------------------------------
+
+
+def rl_endpoint_name(serving_endpoint: str, *, env: Mapping[str, str] | None = None) -> str:
+    """The name of the auxiliary endpoint (`DYN_RL_ENDPOINT`, default `rl`). Raises InvalidArgument naming the variable."""
+    name = env_str("DYN_RL_ENDPOINT", "rl", env=os.environ if env is None else env) or "rl"
+    if re.fullmatch(r"[A-Za-z0-9_-]+", name) is None:
+        raise InvalidArgument(f"DYN_RL_ENDPOINT={name!r}: use letters, digits, _ and - only")
+    if name == serving_endpoint:
+        raise InvalidArgument(f"DYN_RL_ENDPOINT={name!r} is the serving endpoint's name; choose another")
+    return name
+
+
+class RlDirectory:
+    """Tells a trainer where the admin routes of this worker are; a runtime `Handler`."""
+
+    def __init__(self, base_url: str, routes: Iterable[str]) -> None:
+        self._answer = {"status": "ok", "base_url": base_url, "routes": sorted(f"/engine/{route}" for route in routes)}
+
+    async def handle(self, body: Any, context: Context, sink: ResponseSink) -> None:
+        method = body.get("method") if isinstance(body, Mapping) else None
+        known = method == "routes"
+        sink.send_object({"data": self._answer if known else _error(f"unsupported method: {method!r}; use 'routes'")})

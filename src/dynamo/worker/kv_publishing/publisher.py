@@ -1,0 +1,481 @@
+"""What an engine tells the router: which KV blocks it holds, and how full it is.
+
+Every `publish...` may be called from any thread, returns at once and never waits for the network: messages go through
+a bounded outbox that the worker's event loop empties. Delivery is at most once; a lost KV event leaves a gap in the
+event ids, which routers notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, assert_never
+
+from dynamo.errors import InvalidArgument
+from dynamo.kv.engine_events import Cleared, EngineEvent, Removed, Stored
+from dynamo.kv.hashing import block_hashes as hash_blocks
+from dynamo.kv.hashing import to_unsigned
+from dynamo.kv.ledger import KvLedger
+from dynamo.runtime.metrics import KvPublisherMetrics
+
+if TYPE_CHECKING:
+    from dynamo.worker.kv_publishing.zmq_source import ZmqEngineEvents
+
+__all__ = [
+    "ComponentSnapshot",
+    "KvEventPublisher",
+    "KvEventSource",
+    "PushSource",
+    "SnapshotPublisher",
+    "WorkerMetricsPublisher",
+    "ZmqSource",
+]
+
+logger = logging.getLogger(__name__)
+
+KV_EVENTS_TOPIC: Final = "kv-events"
+KV_METRICS_TOPIC: Final = "kv_metrics"
+
+MAX_EVENTS_PER_MESSAGE: Final = 128
+MAX_BLOCKS_PER_EVENT: Final = 128
+MAX_BATCHING_TIMEOUT_MS: Final = 15_000
+MAX_SIZE_WARNINGS: Final = 3
+OUTBOX_MESSAGES: Final = 4096
+"""Messages that wait while the event loop is busy. An engine that blocks the loop for seconds fills it; what no longer
+fits is dropped and counted, and the gap in the event ids makes routers ask for a fresh view."""
+
+LOAD_INTERVAL_SECONDS: Final = 0.1  # loads are reported on change, at most this often
+
+
+# -- what the engine declares -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class ComponentSnapshot:
+    """The load of one data-parallel rank at one moment."""
+
+    kv_used_blocks: int
+    kv_total_blocks: int
+    gpu_cache_usage: float  # fraction, 0 to 1
+    dp_rank: int
+    kv_cache_hit_rate: float | None = None  # None: not measured; 0.0: measured, and nothing was found
+
+
+@dataclass(frozen=True)
+class ZmqSource:
+    """The engine publishes KV events on its own ZMQ PUB socket; the worker subscribes there."""
+
+    endpoint: str
+    topic: str = ""
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True)
+class PushSource:
+    """The engine pushes KV events itself: `on_ready(publisher)` is called once, synchronously.
+
+    The engine then drives the publisher from a thread of its own, which must have ended when `cleanup()` returns.
+    """
+
+    on_ready: Callable[[KvEventPublisher], None]
+    dp_rank: int = 0
+
+
+KvEventSource = ZmqSource | PushSource
+
+
+# -- how messages leave -----------------------------------------------------------------------------------------------
+
+
+class EventChannel(Protocol):
+    """One topic of the event plane."""
+
+    def publish(self, payload: Any) -> None:
+        """Send one message; called on the event loop, and must not wait."""
+
+
+class _Outbox:
+    """Carries messages from any thread to the event loop, in order and within a bound."""
+
+    def __init__(self, channel: EventChannel, *, capacity: int = OUTBOX_MESSAGES) -> None:
+        """Must be created on the event loop that owns the channel."""
+        self._channel = channel
+        self._loop = asyncio.get_running_loop()
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._waiting: deque[Any] = deque()
+        self._is_scheduled = False
+        self._is_closed = False
+        self.dropped = 0
+
+    def put(self, payload: Any) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            if len(self._waiting) >= self._capacity:
+                self.dropped += 1
+                is_first = self.dropped == 1
+            else:
+                is_first = False
+                self._waiting.append(payload)
+                if not self._is_scheduled:
+                    self._is_scheduled = True
+                    try:
+                        self._loop.call_soon_threadsafe(self._flush)
+                    except RuntimeError:  # the loop is closed: the process is on its way out
+                        self._is_closed = True
+                        self._waiting.clear()
+        if is_first:
+            logger.warning(
+                "%d event messages wait for a blocked event loop; further ones are dropped and counted", self._capacity
+            )
+
+    def close(self) -> None:
+        """Drop what waits and ignore what comes."""
+        with self._lock:
+            self._is_closed = True
+            self._waiting.clear()
+
+    def _flush(self) -> None:
+        with self._lock:
+            batch = list(self._waiting)
+            self._waiting.clear()
+            self._is_scheduled = False
+        for payload in batch:
+            try:
+                self._channel.publish(payload)
+            except Exception:  # at most once: the next message may get through
+                logger.exception("an event message could not be published")
+
+
+# -- KV events --------------------------------------------------------------------------------------------------------
+
+
+class KvEventPublisher:
+    """Tells routers which blocks one data-parallel rank of this worker holds."""
+
+    def __init__(
+        self,
+        endpoint: Any,
+        worker_id: int | None = None,
+        kv_block_size: int = 0,
+        dp_rank: int = 0,
+        enable_local_indexer: bool = False,
+        zmq_endpoint: str | None = None,
+        zmq_topic: str | None = None,
+        batching_timeout_ms: int | None = None,
+        image_token_id: int | None = None,
+        kv_state_endpoint: str | None = None,
+        video_token_id: int | None = None,
+        *,
+        channel: EventChannel | None = None,
+    ) -> None:
+        """Create it on the worker's event loop. `channel` replaces the endpoint's own (tests, other planes).
+
+        With `zmq_endpoint` the events are those that the engine publishes there (`zmq_topic` "": all of them). Every list
+        leaves at once, so `batching_timeout_ms` is only checked. Raises InvalidArgument for a block size below 1, a
+        timeout above 15 s, and an address that is none.
+        """
+        if kv_block_size < 1:
+            raise InvalidArgument(f"kv_block_size must be at least 1, got {kv_block_size}")
+        if batching_timeout_ms is not None and not 0 <= batching_timeout_ms <= MAX_BATCHING_TIMEOUT_MS:
+            raise InvalidArgument(
+                f"batching_timeout_ms must be in 0..{MAX_BATCHING_TIMEOUT_MS}, got {batching_timeout_ms}"
+            )
+        self._worker_id = endpoint.connection_id() if worker_id is None else worker_id
+        self._block_size = kv_block_size
+        self._dp_rank = dp_rank
+        self._outbox = _Outbox(endpoint.event_channel(KV_EVENTS_TOPIC) if channel is None else channel)
+        self._lock = threading.Lock()  # holds the order of event ids and messages together
+        self._ledger = KvLedger(self._envelope)
+        self._size_warnings = 0
+        self._engine: ZmqEngineEvents | None = None
+        if zmq_endpoint is not None:
+            from dynamo.worker.kv_publishing.zmq_source import ZmqEngineEvents
+
+            metrics = KvPublisherMetrics(endpoint.runtime.metrics)
+            self._engine = ZmqEngineEvents(zmq_endpoint, zmq_topic or "", self.take_engine_events, metrics)
+
+    @property
+    def dropped_messages(self) -> int:
+        """Messages lost because the event loop was busy for too long."""
+        return self._outbox.dropped
+
+    def publish_stored(
+        self,
+        token_ids: Sequence[int],
+        num_block_tokens: Sequence[int],
+        block_hashes: Sequence[int],
+        parent_hash: int | None = None,
+        block_mm_infos: Sequence[Mapping[str, Any] | None] | None = None,
+        lora_name: str | None = None,
+        is_eagle: bool | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        """The engine now holds these blocks, which follow each other and `parent_hash`.
+
+        `token_ids` are the tokens of all blocks in a row (with `is_eagle` one more: the token after them);
+        `num_block_tokens` says how many belong to each; `block_hashes` are the engine's own names, signed or unsigned
+        64 bits. Raises ValueError when the three do not fit together.
+        """
+        self._send(
+            self._stored(
+                token_ids,
+                num_block_tokens,
+                block_hashes,
+                parent_hash=parent_hash,
+                block_mm_infos=block_mm_infos,
+                lora_name=lora_name,
+                is_eagle=bool(is_eagle),
+                cache_salt=cache_salt,
+            )
+        )
+
+    def publish_removed(self, block_hashes: Sequence[int]) -> None:
+        """The engine no longer holds these blocks."""
+        self._send(_removed(block_hashes))
+
+    def publish_batch(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Several changes in order: `{"type": "stored" | "removed", ...}` with the arguments of the methods above.
+
+        The whole list is checked first: ValueError for any of them publishes none of them.
+        """
+        self._send([data for number, event in enumerate(events) for data in self._checked(number, event)])
+
+    def publish_cleared(self) -> None:
+        """The engine holds nothing any more."""
+        self._send(["cleared"])
+
+    def take_engine_events(self, events: Iterable[EngineEvent]) -> None:
+        """Publish what an engine said itself. Raises ValueError for a stored event whose parts do not fit together."""
+        for event in events:
+            match event:
+                case Stored():
+                    pieces = self._stored(
+                        event.token_ids,
+                        [event.block_size] * len(event.block_hashes),
+                        event.block_hashes,
+                        parent_hash=event.parent,
+                        block_mm_infos=event.mm_infos,
+                        lora_name=event.lora_name,
+                        is_eagle=event.is_eagle,
+                        cache_salt=event.cache_salt,
+                    )
+                    self._send(pieces, event.tier)
+                case Removed():
+                    self._send(_removed(event.block_hashes) or [{"removed": {"block_hashes": []}}], event.tier)
+                case Cleared():
+                    self.publish_cleared()
+                case _:
+                    assert_never(event)
+
+    def answer(self, start_event_id: int | None, end_event_id: int | None) -> dict[str, Any]:
+        """What a router that missed something is told; see `KvLedger.answer`. Any thread."""
+        with self._lock:
+            return self._ledger.answer(start_event_id, end_event_id)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """(worker id, data-parallel rank) of its blocks."""
+        return self._worker_id, self._dp_rank
+
+    def shutdown(self) -> None:
+        """Publish nothing more; idempotent. With a ZMQ source: on the event loop."""
+        if self._engine is not None:
+            self._engine.close()
+        self._outbox.close()
+
+    def _checked(self, number: int, event: Mapping[str, Any]) -> list[Any]:
+        arguments = {key: value for key, value in event.items() if key != "type"}
+        arguments["is_eagle"] = bool(arguments.get("is_eagle"))
+        try:
+            match event.get("type"):
+                case "stored":
+                    return self._stored(**arguments)
+                case "removed":
+                    return _removed(event["block_hashes"])
+                case other:
+                    raise ValueError(f"type must be stored or removed, got {other!r}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"events[{number}]: {error}") from error
+
+    def _stored(
+        self,
+        token_ids: Sequence[int],
+        num_block_tokens: Sequence[int],
+        block_hashes: Sequence[int],
+        *,
+        parent_hash: int | None = None,
+        block_mm_infos: Sequence[Mapping[str, Any] | None] | None = None,
+        lora_name: str | None = None,
+        is_eagle: bool = False,
+        cache_salt: str | None = None,
+    ) -> list[Any]:
+        count = len(block_hashes)
+        if len(num_block_tokens) != count:
+            raise ValueError(f"{count} block_hashes but {len(num_block_tokens)} num_block_tokens")
+        if block_mm_infos is not None and len(block_mm_infos) != count:
+            raise ValueError(f"{count} block_hashes but {len(block_mm_infos)} block_mm_infos")
+        if sum(num_block_tokens) + is_eagle > len(token_ids):
+            raise ValueError(f"the blocks need {sum(num_block_tokens) + is_eagle} token_ids, got {len(token_ids)}")
+        names = [to_unsigned(name) for name in block_hashes]
+        parent = None if parent_hash is None else to_unsigned(parent_hash)
+        whole = self._whole_blocks(num_block_tokens)
+        media = {n: info for n, info in enumerate(block_mm_infos or ()) if info}
+        local = hash_blocks(
+            token_ids[: whole * self._block_size + is_eagle],
+            self._block_size,
+            lora_name=lora_name,
+            cache_salt=cache_salt,
+            eagle=is_eagle,
+            mm_hashes={n: [entry["mm_hash"] for entry in info["mm_objects"]] for n, info in media.items()},
+        )
+        blocks = [
+            {"block_hash": names[n], "tokens_hash": local[n], "mm_extra_info": media.get(n)} for n in range(whole)
+        ]
+        pieces = []
+        for start in range(0, whole, MAX_BLOCKS_PER_EVENT):
+            piece = blocks[start : start + MAX_BLOCKS_PER_EVENT]
+            pieces.append({"stored": {"parent_hash": parent, "start_position": None, "blocks": piece}})
+            parent = names[start + len(piece) - 1]
+        return pieces
+
+    def _whole_blocks(self, num_block_tokens: Sequence[int]) -> int:
+        """How many blocks can be published: up to the first one of another size, because those after it hang on it."""
+        for number, tokens in enumerate(num_block_tokens):
+            if tokens != self._block_size:
+                if self._size_warnings < MAX_SIZE_WARNINGS:
+                    self._size_warnings += 1
+                    logger.warning(
+                        "a KV block of %d tokens is not published: this worker registered blocks of %d",
+                        tokens,
+                        self._block_size,
+                    )
+                return number
+        return len(num_block_tokens)
+
+    def _send(self, changes: list[Any], tier: str = "device") -> None:
+        with self._lock:
+            events = [event for data in changes if (event := self._ledger.add(tier, data)) is not None]
+            for start in range(0, len(events), MAX_EVENTS_PER_MESSAGE):
+                self._outbox.put(events[start : start + MAX_EVENTS_PER_MESSAGE])
+
+    def _envelope(self, event_id: int, tier: str, data: Any) -> dict[str, Any]:
+        return {
+            "worker_id": self._worker_id,
+            "storage_tier": tier,
+            "residency_domain": "worker",
+            "event": {"event_id": event_id, "data": data, "dp_rank": self._dp_rank},
+        }
+
+
+def _removed(block_hashes: Sequence[int]) -> list[Any]:
+    names = [to_unsigned(name) for name in block_hashes]
+    return [
+        {"removed": {"block_hashes": names[start : start + MAX_BLOCKS_PER_EVENT]}}
+        for start in range(0, len(names), MAX_BLOCKS_PER_EVENT)
+    ]
+
+
+# -- load -------------------------------------------------------------------------------------------------------------
+
+_Load = tuple[int | None, int | None]  # (active_decode_blocks, kv_used_blocks)
+
+
+class WorkerMetricsPublisher:
+    """Tells routers how busy each data-parallel rank is: on change, at most every 100 ms, always the latest figures."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loads: dict[int, _Load] = {}  # one entry per rank this worker hosts
+        self._sent: dict[int, _Load] = {}
+        self._is_scheduled = False
+        self._is_closed = False
+        self._worker_id = 0
+        self._channel: EventChannel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def create_endpoint(self, endpoint: Any, *, channel: EventChannel | None = None) -> None:
+        """Connect to the event plane; what was published before is sent now."""
+        self._worker_id = endpoint.connection_id()
+        self._channel = endpoint.event_channel(KV_METRICS_TOPIC) if channel is None else channel
+        self._loop = asyncio.get_running_loop()
+        self._flush()
+
+    def publish(
+        self, dp_rank: int | None = None, active_decode_blocks: int | None = None, kv_used_blocks: int | None = None
+    ) -> None:
+        """Set the load of one rank (None: rank 0); figures left None are unknown."""
+        rank, load = dp_rank or 0, (active_decode_blocks, kv_used_blocks)
+        with self._lock:
+            if self._loads.get(rank) == load or self._is_closed:
+                return
+            self._loads[rank] = load
+            if self._is_scheduled or self._loop is None:
+                return
+            self._is_scheduled = True
+            try:
+                self._loop.call_soon_threadsafe(self._flush)
+            except RuntimeError:  # the loop is closed: the process is on its way out
+                self._is_closed = True
+
+    def close(self) -> None:
+        """Send nothing more; call it on the event loop."""
+        with self._lock:
+            self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _flush(self) -> None:
+        with self._lock:
+            if self._is_closed or self._loop is None or self._channel is None:
+                return
+            changed = {rank: load for rank, load in self._loads.items() if self._sent.get(rank) != load}
+            self._sent.update(changed)
+            # While figures keep coming the timer runs and collects them; it stops after an interval without change.
+            self._is_scheduled = bool(changed)
+            if changed:
+                self._timer = self._loop.call_later(LOAD_INTERVAL_SECONDS, self._flush)
+        for rank, (active_decode_blocks, kv_used_blocks) in changed.items():
+            try:
+                self._channel.publish(
+                    {
+                        "worker_id": self._worker_id,
+                        "dp_rank": rank,
+                        "active_decode_blocks": active_decode_blocks,
+                        "active_prefill_tokens": None,
+                        "kv_used_blocks": kv_used_blocks,
+                    }
+                )
+            except Exception:  # the next report may get through
+                logger.exception("a load report could not be published")
+
+
+class SnapshotPublisher:
+    """Turns an engine's snapshots into gauges and into the router's load signal. The worker keeps it until `cleanup`."""
+
+    def __init__(
+        self,
+        write_gauges: Callable[[int, ComponentSnapshot], bool],
+        publish_load: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """`write_gauges(dp_rank, snapshot)` says whether the rank was declared; `publish_load(dp_rank, used_blocks)`."""
+        self._write_gauges = write_gauges
+        self._publish_load = publish_load
+        self._failed_ranks: set[int] = set()
+
+    def publish(self, dp_rank: int, snapshot: ComponentSnapshot) -> None:
+        """Report one rank. The argument says which, whatever the snapshot says; an undeclared rank is dropped."""
+        if not self._write_gauges(dp_rank, snapshot) or self._publish_load is None:
+            return
+        try:
+            self._publish_load(dp_rank, snapshot.kv_used_blocks)
+        except Exception as error:  # the gauges are written; the router's view recovers with the next snapshot
+            level = logging.DEBUG if dp_rank in self._failed_ranks else logging.WARNING
+            self._failed_ranks.add(dp_rank)
+            logger.log(level, "the load of rank %d did not reach the router: %s", dp_rank, error)

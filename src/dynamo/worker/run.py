@@ -1,0 +1,107 @@
+"""From a command line to an exit code: what an engine's `main` calls.
+
+Exit codes: 0 after a graceful shutdown, 1 for an error (named on stderr as `"{Kind}: {message}"`), 2 for bad flags,
+143 when the shutdown took too long and was cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from dynamo.contract.config import WorkerConfig
+from dynamo.contract.engine import BaseEngine
+from dynamo.errors import DynamoException, text_of
+from dynamo.worker.signals import Deadline
+from dynamo.worker.worker import Worker, shutdown_times
+
+__all__ = ["EngineFactory", "event_loop_factory", "run"]
+
+logger = logging.getLogger(__name__)
+
+EngineFactory = Callable[[list[str] | None], Awaitable[tuple[BaseEngine, WorkerConfig]]]
+"""Replaces `from_args`: `await factory(argv)` gives the engine, not started, and the worker's configuration."""
+
+EXIT_FAILED: Final = 1
+
+
+def run(
+    engine_cls: type[BaseEngine],
+    argv: list[str] | None = None,
+    engine_factory: EngineFactory | None = None,
+    *,
+    on_serving: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Serve until a signal; blocks. `argv=None` means `sys.argv[1:]`.
+
+    `on_serving` is awaited beside the worker once its instance is routable.
+
+    Returns after a graceful shutdown. Raises SystemExit(1) when the worker failed; an exception of `from_args` that is
+    none of ours passes through.
+    """
+    runner = asyncio.Runner(loop_factory=event_loop_factory())
+    try:
+        try:
+            runner.run(_start(engine_cls, argv, engine_factory, on_serving))
+        finally:
+            # Waits for whatever the engine left in the loop's executor or in tasks of its own: so again with a limit.
+            with Deadline(shutdown_times().timeout_seconds) as deadline:
+                deadline.arm()
+                runner.close()
+    except DynamoException as error:
+        print(text_of(error), file=sys.stderr)  # noqa: T201 - the last line of a process that failed is for its operator
+        raise SystemExit(EXIT_FAILED) from error
+    _name_what_lingers()
+
+
+async def _start(
+    engine_cls: type[BaseEngine],
+    argv: list[str] | None = None,
+    engine_factory: EngineFactory | None = None,
+    on_serving: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    try:
+        engine, config = await (engine_factory or engine_cls.from_args)(argv)
+    except DynamoException:
+        traceback.print_exc()  # `run` prints one line for these, and an author wants to see where it came from
+        raise
+    worker = Worker(engine, config)
+    if on_serving is None:
+        await worker.run()
+        return
+    listening = asyncio.create_task(_once_serving(worker, on_serving), name="on_serving")
+    try:
+        await worker.run()
+    finally:
+        listening.cancel()
+        await asyncio.wait({listening})
+
+
+async def _once_serving(worker: Worker, on_serving: Callable[[], Awaitable[None]]) -> None:
+    await worker.wait_serving()
+    await on_serving()
+
+
+def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's where it is installed (None: the standard loop)."""
+    try:
+        import uvloop
+    except ImportError:  # optional at run time; there is none for Windows
+        return None
+    return uvloop.new_event_loop
+
+
+def _name_what_lingers() -> None:
+    """A thread that an engine left behind keeps the process alive without a word; give it one."""
+    lingering = [
+        thread.name
+        for thread in threading.enumerate()
+        if not thread.daemon and thread is not threading.main_thread() and thread.is_alive()
+    ]
+    if lingering:
+        logger.warning("the process cannot exit before these threads of the engine do: %s", ", ".join(lingering))
