@@ -1,4 +1,9 @@
 """Facade: `dynamo.worker.graceful_shutdown` under the path of the guide."""
 
+import sys
+
+from dynamo.worker import graceful_shutdown as _room
 from dynamo.worker.graceful_shutdown import *  # noqa: F403
-from dynamo.worker.graceful_shutdown import __all__ as __all__
+
+# The very module, not a copy of its names: authors' tests patch its limits here.
+sys.modules[__name__] = _room
