@@ -31,11 +31,15 @@ serve: $(VENV)/.run ## a frontend and a worker on this machine (ARGS="--http-por
 test: $(VENV)/.dev ## the test suite
 	@$(BIN)/python -m pytest -q -n 2 $(ARGS)
 
-check: $(VENV)/.dev ## format, lint, strict types, import arrows
+check: $(VENV)/.dev ## format, lint, strict types, import arrows, the figures of the house
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_architecture.py
+	@$(BIN)/python tools/house.py --check
+
+house: $(VENV)/.dev ## the figures of the house beside their bars (ARGS="--list classes" names the places)
+	@$(BIN)/python tools/house.py $(ARGS)
 
 format: $(VENV)/.dev ## rewrite the code in the house style
 	@$(BIN)/ruff format .
@@ -68,4 +72,5 @@ test-interop: $(VENV)/.dev ## both systems in one cluster, with the native 1.6.1
 clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
-.PHONY: help serve test check format bench bench-native soak test-fuzz test-faults fault-table test-engines test-interop clean
+
+.PHONY: help serve test check house format bench bench-native soak test-fuzz test-faults fault-table test-engines test-interop clean

@@ -1,0 +1,289 @@
+"""`make house`: the figures of the house, each beside its bar and its ceiling.
+
+A bar is where the figure should be. A ceiling, in `tools/house.toml`, is where it may be today: `--check` fails when a
+figure is above its ceiling, so no figure gets worse. Lower a ceiling when a figure falls (`--tighten` does it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+SOURCE: Final = ROOT / "src" / "dynamo"
+CEILINGS: Final = Path(__file__).with_suffix(".toml")
+
+MAX_PARAMETERS: Final = 6
+MAX_CLASS_LINES: Final = 300
+MAX_ATTRIBUTES: Final = 12
+MAX_FILE_LINES: Final = 600
+PURE_ROOMS: Final = ("kv", "placement", "router")
+TASK_MAKERS: Final = frozenset({"create_task", "ensure_future"})
+
+# First words that are never an imperative.
+NOT_A_VERB: Final = frozenset(
+    """
+    a an the this that these those what which who whom whose where when why how whether if in on at of for from with
+    without after before while as by to into about everything nothing something anything all every each any some no none
+    one two more most it its they their there here and or not only same is are was were be has have had does did may might
+    can must should see
+    """.split()  # noqa: SIM905 - a hundred quoted words would hide the words
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One place that is above a bar."""
+
+    where: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table."""
+
+    name: str
+    value: float
+    bar: str
+    findings: tuple[Finding, ...] = ()
+
+
+class Module:
+    """One source file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = str(path.relative_to(SOURCE))
+        self.text = path.read_text()
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def room(self) -> str:
+        """The first folder, or the module at the top."""
+        return self.name.split("/", maxsplit=1)[0].removesuffix(".py")
+
+    @property
+    def lines(self) -> int:
+        return self.text.count("\n")
+
+    def classes(self) -> Iterator[ast.ClassDef]:
+        return (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
+
+    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        return (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def modules() -> list[Module]:
+    return [Module(path) for path in sorted(SOURCE.rglob("*.py")) if "template" not in path.relative_to(SOURCE).parts]
+
+
+# -- the figures -----------------------------------------------------------------------------------------------------
+
+
+def long_parameter_lists(house: Iterable[Module]) -> Figure:
+    """Count private functions with more parameters than a reader keeps in mind."""
+    found = []
+    for module in house:
+        for function in module.functions():
+            taken = function.args
+            names = [
+                a.arg for a in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs) if a.arg not in {"self", "cls"}
+            ]
+            is_private = function.name.startswith("_") and not function.name.startswith("__")
+            if is_private and len(names) > MAX_PARAMETERS:
+                found.append(Finding(f"{module.name}:{function.lineno}", f"{function.name} takes {len(names)}"))
+    return Figure("private functions with more than 6 parameters", len(found), "0", tuple(found))
+
+
+def large_classes(house: Iterable[Module]) -> Figure:
+    """Count classes outside `testing` that are too long or hold too much."""
+    found = []
+    for module in house:
+        if module.room == "testing":
+            continue
+        for node in module.classes():
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            attributes = _attributes(node)
+            if lines > MAX_CLASS_LINES or len(attributes) > MAX_ATTRIBUTES:
+                found.append(
+                    Finding(f"{module.name}:{node.lineno}", f"{node.name}: {lines} lines, {len(attributes)} attributes")
+                )
+    return Figure("classes over 300 lines or 12 attributes", len(found), "0", tuple(found))
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    """Return the names that instances hold: assigned on `self`, or in `__slots__`. Records declare theirs, and count not."""
+    names: set[str] = set()
+    for inner in ast.walk(node):
+        if (
+            isinstance(inner, ast.Attribute)
+            and isinstance(inner.ctx, ast.Store)
+            and isinstance(inner.value, ast.Name)
+            and inner.value.id == "self"
+        ):
+            names.add(inner.attr)
+        if isinstance(inner, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == "__slots__" for t in inner.targets
+        ):
+            names |= {
+                c.value for c in ast.walk(inner.value) if isinstance(c, ast.Constant) and isinstance(c.value, str)
+            }
+    return names
+
+
+def long_files(house: Iterable[Module]) -> Figure:
+    """Count files over 600 lines."""
+    found = [Finding(m.name, f"{m.lines} lines") for m in house if m.lines > MAX_FILE_LINES]
+    return Figure("files over 600 lines", len(found), "0", tuple(found))
+
+
+def loose_tasks(house: Iterable[Module]) -> Figure:
+    """Count tasks that are made outside `runtime/tasks.py` and no task group."""
+    found = []
+    for module in house:
+        if module.name == "runtime/tasks.py":
+            continue
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TASK_MAKERS:
+                owner = node.func.value
+                if isinstance(owner, ast.Name) and "group" in owner.id.lower():
+                    continue
+                found.append(Finding(f"{module.name}:{node.lineno}", ast.unparse(node.func)))
+    return Figure("loose task creations", len(found), "<= 20", tuple(found))
+
+
+def untyped(house: Iterable[Module]) -> Figure:
+    """Count `Any` per 1,000 lines in the rooms that decide."""
+    lines = any_count = 0
+    found = []
+    for module in house:
+        if module.room in PURE_ROOMS:
+            lines += module.lines
+            here = sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(module.tree))
+            any_count += here
+            if here:
+                found.append(Finding(module.name, f"{here} Any"))
+    return Figure(
+        "Any per 1,000 lines in kv, placement, router", round(1000 * any_count / max(lines, 1), 1), "<= 5", tuple(found)
+    )
+
+
+def nouns_used_twice(house: Iterable[Module]) -> Figure:
+    """Count names that two public classes carry."""
+    places: dict[str, list[str]] = {}
+    for module in house:
+        if module.room in {"testing"}:
+            continue
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module.name)
+    found = [Finding(name, ", ".join(files)) for name, files in sorted(places.items()) if len(files) > 1]
+    return Figure("public class names used twice", len(found), "0", tuple(found))
+
+
+def docstrings_without_verb(house: Iterable[Module]) -> Figure:
+    """Count functions whose docstring begins with a word that is no verb."""
+    found = []
+    for module in house:
+        for function in module.functions():
+            if any(isinstance(d, ast.Name) and "property" in d.id for d in function.decorator_list):
+                continue  # a property is a noun
+            doc = ast.get_docstring(function, clean=True)
+            if doc and not begins_with_verb(doc):
+                found.append(
+                    Finding(f"{module.name}:{function.lineno}", f"{function.name}: {doc.splitlines()[0][:70]}")
+                )
+    return Figure("function docstrings that begin with no verb", len(found), "0", tuple(found))
+
+
+def begins_with_verb(doc: str) -> bool:
+    """Return whether the first word can be an imperative. It errs on the side of the author."""
+    first = doc.split(maxsplit=1)[0].strip("`*_,.:;()\"'")
+    if not first.isalpha() or first.lower() in NOT_A_VERB:
+        return False
+    followed = [*doc.split(maxsplit=2), "", ""][1]
+    return not first.endswith(("ing", "ed")) and followed.lower() not in {
+        "of",
+        "is",
+        "are",
+        "was",
+        "that",
+        "which",
+        "who",
+    }
+
+
+def room_sizes(house: Iterable[Module]) -> Figure:
+    """Compare the room that decides with the one that prepares and renders."""
+    sizes: Counter[str] = Counter()
+    for module in house:
+        sizes[module.room] += module.lines
+        if module.name.startswith("frontend/pipeline/"):
+            sizes["frontend/pipeline"] += module.lines
+    router = sizes["router"] + sizes["placement"]
+    return Figure(
+        "lines of frontend/pipeline over those of router + placement",
+        round(sizes["frontend/pipeline"] / max(router, 1), 2),
+        "< 1",
+        (Finding("router", str(sizes["router"])), Finding("placement", str(sizes["placement"])),
+         Finding("frontend/pipeline", str(sizes["frontend/pipeline"]))),
+    )  # fmt: skip
+
+
+FIGURES: Final[tuple[tuple[str, Callable[[list[Module]], Figure]], ...]] = (
+    ("parameters", long_parameter_lists),
+    ("classes", large_classes),
+    ("files", long_files),
+    ("tasks", loose_tasks),
+    ("any", untyped),
+    ("nouns", nouns_used_twice),
+    ("docstrings", docstrings_without_verb),
+    ("pipeline", room_sizes),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("make house", description="Print the figures of the house.")
+    parser.add_argument("--check", action="store_true", help="fail when a figure is above its ceiling (house.toml)")
+    parser.add_argument("--tighten", action="store_true", help="lower the ceilings to today's figures")
+    parser.add_argument(
+        "--list", metavar="FIGURE", choices=[key for key, _ in FIGURES], help="print each place of one figure"
+    )
+    options = parser.parse_args(argv)
+    house = modules()
+    figures = {key: measure(house) for key, measure in FIGURES}
+    if options.list:
+        for finding in figures[options.list].findings:
+            print(f"{finding.where}: {finding.text}")
+        return 0
+    ceilings = tomllib.loads(CEILINGS.read_text()) if CEILINGS.exists() else {}
+    worse = [key for key, figure in figures.items() if figure.value > ceilings.get(key, float("inf"))]
+    if options.tighten:
+        kept = {key: min(figure.value, ceilings.get(key, figure.value)) for key, figure in figures.items()}
+        lines = ["# Ceilings of `make house`; they only fall.", *(f"{key} = {value:g}" for key, value in kept.items())]
+        CEILINGS.write_text("\n".join(lines) + "\n")
+        ceilings = kept
+    if not options.check or worse:
+        print(f"{'figure':<62} {'now':>8} {'ceiling':>8}  bar")
+        for key, figure in figures.items():
+            print(f"{figure.name:<62} {figure.value:>8g} {ceilings.get(key, 0):>8g}  {figure.bar}")
+    for key in worse:
+        print(f"{figures[key].name}: {figures[key].value:g} is above its ceiling {ceilings[key]:g}; "
+              f"`make house ARGS=\"--list {key}\"` names the places", file=sys.stderr)  # fmt: skip
+    return 1 if options.check and worse else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
