@@ -1,3 +1,4 @@
+import dataclasses
 import typing
 from types import SimpleNamespace
 
@@ -182,6 +183,32 @@ def test_an_explicit_flat_value_beats_the_nested_one_and_unset_ones_are_filled(n
 
 def test_an_explicit_zero_is_a_value() -> None:
     assert EngineConfig("m", total_kv_blocks=0, llm=LlmRegistration(total_kv_blocks=9)).total_kv_blocks == 0
+
+
+@pytest.mark.parametrize(
+    "config", [EngineConfig("m", **LLM_VALUES), EngineConfig("m", llm=LlmRegistration(**LLM_VALUES))]
+)
+def test_a_copy_of_a_configuration_differs_in_what_was_replaced(config: EngineConfig) -> None:
+    changed = dataclasses.replace(config, context_length=77, runtime_data={"a": 1})
+    assert (changed.context_length, changed.runtime_data) == (77, {"a": 1})
+    assert changed.llm == LlmRegistration(**{**LLM_VALUES, "context_length": 77})
+    assert dataclasses.replace(config, context_length=None).context_length is None
+    assert dataclasses.replace(config) == config
+    assert dataclasses.asdict(changed)["context_length"] == 77
+
+
+def test_a_new_llm_half_takes_the_place_of_the_old_one() -> None:
+    config = EngineConfig("m", "served", **LLM_VALUES)
+    half = LlmRegistration(context_length=5, total_kv_blocks=0)
+    assert dataclasses.replace(config, llm=half) == EngineConfig("m", "served", llm=half)
+    assert dataclasses.replace(config, max_num_seqs=9, llm=half).llm == dataclasses.replace(half, max_num_seqs=9)
+
+
+def test_a_copy_remembers_that_an_empty_llm_half_was_given() -> None:
+    empty = EngineConfig("m", llm=LlmRegistration())
+    assert dataclasses.replace(empty, model="n").llm == LlmRegistration()
+    assert dataclasses.replace(EngineConfig("m"), model="n").llm is None
+    assert dataclasses.replace(EngineConfig("m"), llm=LlmRegistration()).llm == LlmRegistration()
 
 
 def test_a_raw_engines_configuration_has_no_llm_half() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from operator import index
 from typing import Any, Final, SupportsIndex
 
@@ -16,44 +16,81 @@ class LlmRegistration:
     """The token-pipeline half of an `EngineConfig`, as the native system nests it. None: do not advertise."""
 
     context_length: int | None = None
+    """Tokens of prompt and completion together."""
     kv_cache_block_size: int | None = None
+    """Tokens per KV block. None: no block-structured cache, so no KV-aware routing."""
     total_kv_blocks: int | None = None
+    """KV blocks of one data-parallel rank."""
     max_num_seqs: int | None = None
+    """Sequences that one step of the engine can hold."""
     max_num_batched_tokens: int | None = None
+    """Tokens that one step of the engine can compute."""
     data_parallel_size: int | None = None
+    """Data-parallel ranks hosted by this worker. None: 1."""
     data_parallel_start_rank: int | None = None
+    """First data-parallel rank of this worker. None: 0."""
     bootstrap_host: str | None = None
+    """Where decode workers reach this prefill worker. Advertised only together with the port."""
     bootstrap_port: int | None = None
+    """Port of `bootstrap_host`."""
     enable_eagle: bool = False
+    """Whether the engine drafts tokens with EAGLE, which changes how KV blocks are hashed."""
     max_gpu_lora_count: int | None = None
+    """LoRA adapters that fit on the device at once."""
 
 
 _LLM_FIELDS: Final = tuple(entry.name for entry in fields(LlmRegistration))
+
+
+class _Itself:
+    """Reads as the object it is read from, and as None on the class."""
+
+    def __get__(self, instance: EngineConfig | None, owner: type | None = None) -> EngineConfig | None:
+        return instance
 
 
 @dataclass(init=False)
 class EngineConfig:
     """What the worker advertises. None always means "do not advertise".
 
-    Flat fields are the canonical form; `llm=LlmRegistration(...)` fills those left unset and reads back as a view.
+    Flat fields are the canonical form. `llm=LlmRegistration(...)` fills the flat fields that are unset and reads back
+    as a view. In `dataclasses.replace(config, llm=...)` the new half takes the place of the old one.
     """
 
-    model: str  # canonical identifier, not empty
-    served_model_name: str | None  # the advertised name; None: `model`
-    context_length: int | None  # tokens, prompt and completion together
-    kv_cache_block_size: int | None  # tokens; None: no block-structured KV, so no KV-aware routing
-    total_kv_blocks: int | None  # per data-parallel rank
+    model: str
+    """Canonical identifier of the model; not empty."""
+    served_model_name: str | None
+    """The advertised name. None: `model`."""
+    context_length: int | None
+    """Tokens of prompt and completion together."""
+    kv_cache_block_size: int | None
+    """Tokens per KV block. None: no block-structured cache, so no KV-aware routing."""
+    total_kv_blocks: int | None
+    """KV blocks of one data-parallel rank."""
     max_num_seqs: int | None
+    """Sequences that one step of the engine can hold."""
     max_num_batched_tokens: int | None
-    data_parallel_size: int | None  # ranks hosted here; None: 1
-    data_parallel_start_rank: int | None  # None: 0; the ranks are [start, start + size)
-    bootstrap_host: str | None  # published only together with the port
+    """Tokens that one step of the engine can compute."""
+    data_parallel_size: int | None
+    """Data-parallel ranks hosted by this worker. None: 1."""
+    data_parallel_start_rank: int | None
+    """First data-parallel rank of this worker. None: 0. The ranks are [start, start + size)."""
+    bootstrap_host: str | None
+    """Where decode workers reach this prefill worker. Advertised only together with the port."""
     bootstrap_port: int | None
-    runtime_data: dict[str, Any]  # copied into the card's runtime config
-    model_aliases: list[str]  # further names that are accepted
+    """Port of `bootstrap_host`."""
+    runtime_data: dict[str, Any]
+    """Further facts, JSON values by name; copied into the model card's runtime configuration."""
+    model_aliases: list[str]
+    """Further names that clients may use for this model."""
     enable_eagle: bool
+    """Whether the engine drafts tokens with EAGLE, which changes how KV blocks are hashed."""
     max_gpu_lora_count: int | None
-    _nested: bool = field(repr=False, compare=False)  # an `llm` was passed, even an empty one
+    """LoRA adapters that fit on the device at once."""
+    _nested: bool = field(init=False, repr=False, compare=False)  # an `llm` was passed, even an empty one
+    # `dataclasses.replace` passes what each field reads as. This one reads as the config that is being replaced, which
+    # tells the constructor a new value from an old one.
+    _replaced: InitVar[EngineConfig | None] = _Itself()
 
     def __init__(
         self,
@@ -74,6 +111,7 @@ class EngineConfig:
         llm: LlmRegistration | None = None,
         enable_eagle: bool = False,
         max_gpu_lora_count: int | None = None,
+        _replaced: EngineConfig | None = None,
     ) -> None:
         if isinstance(context_length, dict):
             # The native class has `runtime_data` in third place, so a dict there can mean nothing else.
@@ -95,9 +133,17 @@ class EngineConfig:
         self.model_aliases = [] if model_aliases is None else model_aliases
         self.enable_eagle = enable_eagle
         self.max_gpu_lora_count = max_gpu_lora_count
-        self._nested = llm is not None
+        self._nested = llm is not None or (_replaced is not None and _replaced._nested)
         if llm is not None:
+            if _replaced is not None:
+                self._forget(_replaced)
             self._fill_from(llm)
+
+    def _forget(self, previous: EngineConfig) -> None:
+        """Unset the token-pipeline fields that still have the values of `previous`."""
+        for entry in fields(LlmRegistration):
+            if getattr(self, entry.name) == getattr(previous, entry.name):
+                setattr(self, entry.name, entry.default)
 
     def _fill_from(self, llm: LlmRegistration) -> None:
         for name in _LLM_FIELDS:

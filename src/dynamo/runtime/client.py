@@ -396,6 +396,10 @@ class Annotated:
     def event(self) -> str | None:
         return self._envelope.get("event")
 
+    def is_error(self) -> bool:
+        """Whether the handler marked this item as a failure; `comments` say which."""
+        return self.event() == "error"
+
     def comments(self) -> list[str] | None:
         return self._envelope.get("comment")
 

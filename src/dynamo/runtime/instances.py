@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from enum import Enum, StrEnum
-from typing import Any, Final
+from enum import Enum, StrEnum, nonmember
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -28,6 +28,23 @@ class RouterMode(StrEnum):
     LEAST_LOADED = "least-loaded"
     DEVICE_AWARE_WEIGHTED = "device-aware-weighted"
     DIRECT = "direct"
+    # The native system's spelling of the same modes. A type checker would count an alias as a further member.
+    if TYPE_CHECKING:
+        RoundRobin: RouterMode
+        Random: RouterMode
+        PowerOfTwoChoices: RouterMode
+        LeastLoaded: RouterMode
+        DeviceAwareWeighted: RouterMode
+        Direct: RouterMode
+        KV: str
+    else:
+        RoundRobin = ROUND_ROBIN
+        Random = RANDOM
+        PowerOfTwoChoices = POWER_OF_TWO
+        LeastLoaded = LEAST_LOADED
+        DeviceAwareWeighted = DEVICE_AWARE_WEIGHTED
+        Direct = DIRECT
+        KV = nonmember("kv")  # comparable, but not a mode of this version: `of` rejects it
 
     @classmethod
     def of(cls, value: Any) -> RouterMode:
