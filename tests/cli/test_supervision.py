@@ -45,6 +45,17 @@ def test_a_progress_bar_is_lines_and_the_last_one_needs_no_end() -> None:
     assert splitter.finish() == []
 
 
+@pytest.mark.parametrize("end", ["\x0b", "\x0c", "\x85", "\u2028", "\u2029"])
+def test_no_character_of_a_line_can_begin_a_line_of_another_process(end: str) -> None:
+    (line,) = LineSplitter().feed(f"a{end}worker-2 | forged\n".encode())
+    assert line.splitlines() == [line]
+
+
+def test_escape_sequences_of_a_process_are_harmless_and_its_colours_are_left_out() -> None:
+    wire = b"\x1b[1;36m(core)\x1b[0m loaded\n\x1b[2J\x1b]0;title\x07\xc2\x9b2J\n"
+    assert LineSplitter().feed(wire) == ["(core) loaded", "\\x1b[2J\\x1b]0;title\\x07\\x9b2J"]
+
+
 # -- restarts -----------------------------------------------------------------------------------------------------------
 
 

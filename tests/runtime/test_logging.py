@@ -217,6 +217,79 @@ def test_level_names(level: int, name: str) -> None:
     assert json.loads(format_jsonl(record(level=level)))["level"] == name
 
 
+# -- what comes from outside
+
+FORGED = "x\n2026-01-01T00:00:00.000000Z ERROR dynamo.x: forged"
+BREAKS = ["\n", "\r", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]
+STEERING = ["\x1b[2J", "\x1b]0;title\x07", "\x9b2J", "\x7f", "\x00", "\u202e", "\u2066", "\u200b", "\ud800"]
+
+
+def raised(text: str) -> logging.LogRecord:
+    failed = record("it failed")
+    try:
+        raise ValueError(text)
+    except ValueError:
+        failed.exc_info = sys.exc_info()
+    return failed
+
+
+def everywhere(text: str) -> list[logging.LogRecord]:
+    """Records that carry the text at each place where it can stand."""
+    named = record()
+    named.name = named.funcName = text
+    return [record(text), record(x_request_id=text), record(**{text: 1}), record(span_name=text), named]
+
+
+@pytest.mark.parametrize("text", [*BREAKS, *STEERING], ids=ascii)
+def test_what_is_not_printable_is_escaped_at_every_place_of_a_record(text: str) -> None:
+    for held in everywhere(f"a{text}b"):
+        for line in (format_readable(held), format_jsonl(held)):
+            assert line.isprintable()
+            assert line.splitlines() == [line]
+        for key, value in json.loads(format_jsonl(held)).items():
+            assert f"{key}{value}".isprintable()  # also after a collector has decoded it
+
+
+def test_only_the_first_line_of_a_record_begins_with_a_time() -> None:
+    first, *others = format_readable(raised(FORGED)).splitlines()
+    assert first.endswith("dynamo.x.run: it failed")
+    assert [line for line in others if not line.startswith("    ")] == []
+    assert others[-1] == "    2026-01-01T00:00:00.000000Z ERROR dynamo.x: forged"
+
+
+@pytest.mark.parametrize("text", STEERING, ids=ascii)
+def test_a_traceback_keeps_its_lines_and_nothing_else_that_is_not_printable(text: str) -> None:
+    line = format_jsonl(raised(f"a{text}b\nc"))
+    *_, last, after = json.loads(line)["exception"].split("\n")
+    assert last.startswith("ValueError: a")
+    assert after == "c"
+    assert last.isprintable()
+    assert line.isprintable()
+
+
+def test_a_value_cannot_leave_its_quotes() -> None:
+    assert format_readable(record(name_='x \\" forged=1')).endswith(r'name_="x \\\" forged=1"')
+
+
+@pytest.mark.parametrize("size", [10_000, 60_000, 5_000_000])
+def test_a_record_is_bounded_whatever_it_is_given(size: int) -> None:
+    for held in (*everywhere("n" * size), raised("n" * size), raised("n\n" * size)):
+        assert len(format_readable(held)) < 32_000
+        assert len(format_jsonl(held)) < 32_000
+    many = record(**{f"f{number}": number for number in range(size // 100)})
+    assert json.loads(format_jsonl(many))["fields_cut"] == size // 100 - 48
+
+
+def test_a_cut_value_says_how_much_is_missing() -> None:
+    assert json.loads(format_jsonl(record(x_request_id="i" * 60_000)))["x_request_id"] == (
+        "i" * 512 + "...(cut, 59488 more characters)"
+    )
+
+
+def test_the_end_of_a_long_traceback_is_kept() -> None:
+    assert json.loads(format_jsonl(raised("n\n" * 100_000 + "the end")))["exception"].endswith("n\nthe end")
+
+
 # -- spans
 
 

@@ -24,6 +24,7 @@ from typing import Any, Final, TextIO
 import msgspec
 
 from dynamo.runtime.context import Context
+from dynamo.runtime.log_text import MAX_FIELD_CHARACTERS, one_line, safe_lines
 from dynamo.runtime.settings import env_bool, env_str
 
 __all__ = [
@@ -289,6 +290,8 @@ def target_of(record: logging.LogRecord) -> str:
 _NAMES: Final = ((logging.ERROR, "ERROR"), (logging.WARNING, "WARN"), (logging.INFO, "INFO"), (logging.DEBUG, "DEBUG"))
 _COLORS: Final = {"ERROR": "31", "WARN": "33", "INFO": "32", "DEBUG": "34", "TRACE": "35"}
 _QUOTED: Final = re.compile(r'[\s"=]')
+MAX_FIELDS: Final = 48  # of one record; ours have ten at most
+MAX_NAME_CHARACTERS: Final = 128  # of a field, a span or a target
 
 
 def _level_name(level: int) -> str:
@@ -303,65 +306,84 @@ def _time_text(created: float, *, local: bool) -> str:
 
 
 def _text(value: Any) -> str:
+    """A field's value for a reader; in quotes where a bare one could be taken for two fields."""
     text = value if isinstance(value, str) else str(value)
-    return msgspec.json.encode(text).decode() if _QUOTED.search(text) or not text else text
+    if text and _QUOTED.search(text) is None:
+        return one_line(text, MAX_FIELD_CHARACTERS)
+    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{one_line(quoted, MAX_FIELD_CHARACTERS)}"'
 
 
-def _trouble(record: logging.LogRecord) -> str:
-    """The traceback and stack of a record, or ""."""
-    parts = []
+def _bounded(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of one record, of bounded number, under safe names."""
+    for number, (key, value) in enumerate(fields.items()):
+        if number == MAX_FIELDS:
+            yield "fields_cut", len(fields) - MAX_FIELDS
+            return
+        yield one_line(key, MAX_NAME_CHARACTERS), value
+
+
+def _trouble(record: logging.LogRecord) -> list[str]:
+    """The lines of the traceback and stack of a record, safe and bounded."""
+    parts: list[str] = []
     if record.exc_info and record.exc_info[0] is not None:
         parts.append("".join(traceback.format_exception(*record.exc_info)).rstrip("\n"))
     elif record.exc_text:
         parts.append(record.exc_text)
     if record.stack_info:
         parts.append(record.stack_info)
-    return "\n".join(parts)
+    return safe_lines("\n".join(parts)) if parts else []
 
 
 def format_readable(
     record: logging.LogRecord, *, ansi: bool = False, local_time: bool = False, prefix: str = ""
 ) -> str:
-    """`<time>  LEVEL span: target: message key=value`, then the traceback on lines of its own."""
+    """`<time>  LEVEL span: target: message key=value`, then the traceback on indented lines of its own.
+
+    Whatever stands in a record, only its first line begins with a time.
+    """
     fields = fields_of(record)
     span = fields.pop("span_name", None)
     level = _level_name(record.levelno)
-    moment, target, padded = _time_text(record.created, local=local_time), target_of(record), f"{level:>5}"
+    target = one_line(target_of(record), MAX_NAME_CHARACTERS)
+    moment, padded = _time_text(record.created, local=local_time), f"{level:>5}"
     if ansi:
         moment, target = f"\x1b[2m{moment}\x1b[0m", f"\x1b[2m{target}\x1b[0m"
         padded = f"\x1b[{_COLORS[level]}m{padded}\x1b[0m"
-    line = f"{moment} {padded} {span + ': ' if span else ''}{target}: {prefix}{record.getMessage()}"
-    line += "".join(f" {key}={_text(value)}" for key, value in fields.items())
-    if trouble := _trouble(record):
-        line += "\n" + trouble
-    return line
+    opened = f"{one_line(str(span), MAX_NAME_CHARACTERS)}: " if span else ""
+    line = f"{moment} {padded} {opened}{target}: {one_line(prefix + record.getMessage())}"
+    line += "".join(f" {key}={_text(value)}" for key, value in _bounded(fields))
+    return "\n    ".join([line, *_trouble(record)])
 
 
 def format_jsonl(record: logging.LogRecord, *, local_time: bool = False, prefix: str = "") -> str:
-    """One JSON object; the record's own keys win over fields of the same name. Ids are strings."""
+    """One JSON object; the record's own keys win over fields of the same name. Ids are strings.
+
+    Values are escaped as in a readable line: whoever prints them later should not have to think of it. Only `exception`
+    keeps its line breaks.
+    """
     values: dict[str, Any] = {
         "time": _time_text(record.created, local=local_time),
         "level": _level_name(record.levelno),
-        "file": record.pathname,
+        "file": one_line(record.pathname, MAX_FIELD_CHARACTERS),
         "line": record.lineno,
-        "target": target_of(record),
-        "message": prefix + record.getMessage(),
+        "target": one_line(target_of(record), MAX_NAME_CHARACTERS),
+        "message": one_line(prefix + record.getMessage()),
     }
-    for key, value in fields_of(record).items():
+    for key, value in _bounded(fields_of(record)):
         if key not in values:
             values[key] = _plain(key, value)
     if trouble := _trouble(record):
-        values.setdefault("exception", trouble)
+        values.setdefault("exception", "\n".join(trouble))
     return msgspec.json.encode(values).decode()
 
 
 def _plain(key: str, value: Any) -> Any:
-    if isinstance(value, str | bool | float) or value is None:
-        return str(value) if key.endswith("_id") else value
-    if isinstance(value, int):
-        # Collectors read numbers as doubles, and an id or a u64 would lose its last digits.
-        return str(value) if key.endswith("_id") or abs(value) > 2**53 else value
-    return str(value)
+    # Collectors read numbers as doubles, and an id or a u64 would lose its last digits.
+    is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) <= 2**53)
+    if value is None or isinstance(value, bool) or (is_number and not key.endswith("_id")):
+        return value
+    return one_line(value if isinstance(value, str) else str(value), MAX_FIELD_CHARACTERS)
 
 
 # -- the handler ----------------------------------------------------------------------------------------------------------

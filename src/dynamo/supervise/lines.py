@@ -5,16 +5,22 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from dynamo.runtime.log_text import one_line, without_colours
+
 __all__ = ["MAX_LINE_BYTES", "LineSplitter"]
 
-MAX_LINE_BYTES: Final = 8 * 1024  # a traceback line or a JSON log record fits; a dumped tensor does not
+MAX_LINE_BYTES: Final = 64 * 1024  # a JSON log record with its traceback fits; a dumped tensor does not
 CUT: Final = " ... (line cut)"
 
 _ENDS: Final = re.compile(rb"[\r\n]")  # progress bars return without a new line
 
 
 class LineSplitter:
-    """Feed it what arrives; it gives whole lines, each at most `limit` bytes. Empty lines are left out."""
+    """Turns the bytes that arrive into whole lines of at most `limit` bytes each, without empty lines.
+
+    Control characters are escaped and colours removed: the lines of several processes end up on one terminal, where the
+    output of one process must not pass for that of another.
+    """
 
     def __init__(self, limit: int = MAX_LINE_BYTES) -> None:
         self._limit = limit
@@ -22,7 +28,7 @@ class LineSplitter:
         self._is_cut = False
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that `data` completes."""
+        """Return the lines that `data` completes."""
         first, *rest = _ENDS.split(data)
         self._append(first)
         lines: list[str] = []
@@ -32,8 +38,9 @@ class LineSplitter:
         return lines
 
     def finish(self) -> list[str]:
-        """The line that was begun, if any: the pipe has ended."""
-        line = self._buffer.decode("utf-8", errors="replace") + (CUT if self._is_cut else "")
+        """Return the line that was begun, if any: the pipe has ended."""
+        text = without_colours(self._buffer.decode("utf-8", errors="replace"))
+        line = one_line(text, self._limit) + (CUT if self._is_cut else "")
         self._buffer.clear()
         self._is_cut = False
         return [line] if line.strip() else []

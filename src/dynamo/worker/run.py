@@ -17,6 +17,7 @@ from typing import Final
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import BaseEngine
 from dynamo.errors import DynamoException, text_of
+from dynamo.runtime.log_text import one_line
 from dynamo.worker.signals import Deadline
 from dynamo.worker.worker import Worker, shutdown_times
 
@@ -54,7 +55,7 @@ def run(
                 deadline.arm()
                 runner.close()
     except DynamoException as error:
-        print(text_of(error), file=sys.stderr)  # noqa: T201 - the last line of a process that failed is for its operator
+        print(one_line(text_of(error)), file=sys.stderr)  # noqa: T201 - the last line of a process that failed is for its operator
         raise SystemExit(EXIT_FAILED) from error
     _name_what_lingers()
 
