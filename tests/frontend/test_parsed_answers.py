@@ -555,3 +555,20 @@ async def test_a_model_that_takes_text_is_parsed_too(house: Cluster, monkeypatch
         worker.request_stop()
         await running
         await runtime.aclose()
+
+
+# -- earlier turns -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("reasoning", "kept"), [("qwen3", "<think>\n2 and 2\n</think>\n\n"), (None, "")])
+async def test_earlier_reasoning_and_calls_reach_the_prompt(house: Cluster, reasoning: str | None, kept: str) -> None:
+    worker = await house.worker(**parsers(None, reasoning))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    assert (await house.client.chat("", messages=messages)).status == 200
+    prompt = bytes(worker.requests[0]["token_ids"]).decode()
+    assert prompt == f"user: 2+2?\nassistant: {kept}4\nassistant: \nassistant: "

@@ -214,12 +214,12 @@ CHAT_ROWS: Final[list[tuple[dict[str, Any], str, str]]] = [
     ),
     (
         {"messages": calls("[1]")},
-        "messages[1].tool_calls[0].function.arguments must be a JSON string that decodes to an object",
+        "messages[1].tool_calls[0].function.arguments must be a JSON string that decodes to an object, or that object",
         "messages[1].tool_calls[0].function.arguments",
     ),
     (
         {"messages": calls("{" * 5000)},
-        "messages[1].tool_calls[0].function.arguments must be a JSON string that decodes to an object",
+        "messages[1].tool_calls[0].function.arguments must be a JSON string that decodes to an object, or that object",
         "messages[1].tool_calls[0].function.arguments",
     ),
     (

@@ -131,6 +131,15 @@ def test_arguments_of_earlier_calls_become_objects_when_the_template_wants_them(
     assert request.messages == messages
 
 
+@pytest.mark.parametrize("spelling", ['{"x": ["é", 1]}', {"x": ["é", 1]}])
+def test_arguments_sent_as_an_object_are_those_sent_as_text(spelling: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": spelling}}
+    request = chat(messages=[{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}])
+    for form, expected in (("json_string", '{"x": ["é", 1]}'), ("json_object", {"x": ["é", 1]})):
+        assert template_messages(request, form)[1]["tool_calls"][0]["function"]["arguments"] == expected
+    assert request.messages[1]["tool_calls"][0]["function"]["arguments"] == spelling
+
+
 @pytest.mark.parametrize(
     ("fields", "mode"),
     [

@@ -69,7 +69,7 @@ def test_the_clock_is_an_argument() -> None:
         ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
         (["a", "b"], "a\nb"),
         ("plain", "plain"),
-        (None, "None"),
+        (None, ""),
         ([], "[]"),
     ],
 )

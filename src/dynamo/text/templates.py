@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from types import CodeType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dynamo.errors import InvalidArgument
+from dynamo.text.messages import TemplateTraits, ThinkMarks, readable_messages, traits_of
 
 __all__ = ["PLAIN_TEMPLATE", "ChatTemplate", "TemplateRejected"]
 
@@ -40,6 +41,13 @@ class TemplateRejected(InvalidArgument):
     def __init__(self, detail: str) -> None:
         super().__init__(f"Invalid request: the model's chat template does not accept these messages: {detail}")
         self.detail = detail
+
+
+class _Program(NamedTuple):
+    """One compiled template."""
+
+    template: Template
+    traits: TemplateTraits
 
 
 class ChatTemplate:
@@ -66,10 +74,12 @@ class ChatTemplate:
         """
         environment = _environment(now)
         sources = {"default": source} if isinstance(source, str) else source
-        self._named = {name: _compile(environment, name, text) for name, text in sources.items()}
+        self._named = {
+            name: _Program(_compile(environment, name, text), traits_of(text)) for name, text in sources.items()
+        }
         if not self._named:
             raise InvalidArgument("the model's list of chat templates is empty")
-        self._default = self._named.get("default") or (
+        self._default: _Program | None = self._named.get("default") or (
             next(iter(self._named.values())) if len(self._named) == 1 else None
         )
         self._constants: dict[str, Any] = dict(special_tokens or {})
@@ -85,6 +95,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        think_marks: ThinkMarks | None = None,
         variables: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> str:
@@ -94,18 +105,20 @@ class ChatTemplate:
         not replaced.
 
         A content list of text parts only is joined with newlines first. No tools (None or empty) is `None` in the
-        template. `continue_final_message` ends the prompt with the last message's text, so that the answer goes on
+        template. `think_marks` are the tags around the model's reasoning: see `messages.readable_messages`, which also
+        says what becomes of null members. `continue_final_message` ends the prompt with the last message's text, so that the answer goes on
         from it; it excludes the generation prompt, which is then left out.
 
         Raises:
             TemplateRejected: the template refused, or cannot work with these messages.
         """
-        template = (self._named.get("tool_use") if tools else None) or self._default
-        if template is None:
+        program = (self._named.get("tool_use") if tools else None) or self._default
+        if program is None:
             raise TemplateRejected(f"it has only named templates ({', '.join(self._named)}) and none is the default")
         messages = [_with_joined_text(message) for message in messages]
+        messages = readable_messages(messages, program.traits, think_marks)
         try:
-            prompt = template.render(
+            prompt = program.template.render(
                 {
                     **self._constants,
                     "tools": tools or None,

@@ -17,11 +17,11 @@ from dynamo.protocol.openai.tool_schema import REQUIRED, forced_choice
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.text.detokenizer import Detokenizer
 from dynamo.text.output_parser import OutputParser
-from dynamo.text.reasoning import REASONING_FORMATS, ReasoningParser
+from dynamo.text.reasoning import DEFAULT_MARKS, REASONING_FORMATS, ReasoningParser
 from dynamo.text.tokenizer import Tokenizer
 from dynamo.text.tools import TOOL_FORMATS, NamedCallParser, RequiredCallsParser, ToolFormat, ToolParser
 
-__all__ = ["OutputPlan", "ReasoningCounter", "plan_output", "tell_worker", "warn_of_missing_parsers"]
+__all__ = ["OutputPlan", "ReasoningCounter", "plan_output", "tell_worker", "think_marks", "warn_of_missing_parsers"]
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,15 @@ def tell_worker(
         body["require_reasoning"] = True
     if request.skip_special_tokens is None and any(_is_skipped(tokenizer, mark) for mark in marks):
         body["output_options"]["skip_special_tokens"] = False
+
+
+def think_marks(config: ModelRuntimeConfig, tokenizer: Tokenizer) -> tuple[str, str] | None:
+    """Return the tags around the model's reasoning; None for a model without reasoning."""
+    form = REASONING_FORMATS.get(config.reasoning_parser or "")
+    opening, closing = form.marks if form is not None else DEFAULT_MARKS
+    if form is None and (tokenizer.token_id(opening) is None or tokenizer.token_id(closing) is None):
+        return None
+    return opening, closing
 
 
 def warn_of_missing_parsers(model: str, config: ModelRuntimeConfig) -> None:

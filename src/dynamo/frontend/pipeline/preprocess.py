@@ -14,7 +14,7 @@ from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.directory import ServedModel
 from dynamo.frontend.pipeline.generation import DEFAULT_RETRIES, WorkRequest
 from dynamo.frontend.pipeline.overhead import PARSE, QUEUE, TEMPLATE, TOKENISE, Overhead
-from dynamo.frontend.pipeline.parsing import plan_output, tell_worker
+from dynamo.frontend.pipeline.parsing import plan_output, tell_worker, think_marks
 from dynamo.frontend.pipeline.text_generation import text_prompts, text_work
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
@@ -114,6 +114,7 @@ class Preprocessor:
             tools=template_tools(request, exclude_when_none=excludes),
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=request.continue_final_message is True,
+            think_marks=think_marks(config, model.text.tokenizer),
             variables=variables,
         )
         self._metrics.template_seconds.observe(perf_counter() - began)

@@ -6,6 +6,7 @@ two halves itself where its own checks, service and model ready, stand between t
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -148,21 +149,34 @@ def template_tools(request: ChatRequest, *, exclude_when_none: bool = True) -> l
 
 
 def template_messages(request: ChatRequest, arguments_format: str) -> list[JsonObject]:
-    """The messages to render. With the format "json_object" the arguments of earlier calls are objects, not their text."""
-    if arguments_format != "json_object":
+    """Return the messages to render, the arguments of earlier calls in one form, however the client wrote them.
+
+    That form is an object with the format "json_object", and JSON text otherwise.
+    """
+    wants_object = arguments_format == "json_object"
+    if not any(_needs_other_arguments(message, wants_object) for message in request.messages):
         return request.messages
-    return [_with_decoded_arguments(message) for message in request.messages]
+    return [_with_arguments(message, wants_object) for message in request.messages]
 
 
-def _with_decoded_arguments(message: JsonObject) -> JsonObject:
-    calls = message.get("tool_calls")
-    if not calls:
+def _needs_other_arguments(message: JsonObject, wants_object: bool) -> bool:
+    calls = message.get("tool_calls") or ()
+    return any(isinstance(call["function"]["arguments"], dict) is not wants_object for call in calls)
+
+
+def _with_arguments(message: JsonObject, wants_object: bool) -> JsonObject:
+    if not _needs_other_arguments(message, wants_object):
         return message
-    decoded = []
-    for call in calls:
+    calls = []
+    for call in message["tool_calls"]:
         function = call["function"]
-        decoded.append({**call, "function": {**function, "arguments": msgspec.json.decode(function["arguments"])}})
-    return {**message, "tool_calls": decoded}
+        arguments = function["arguments"]
+        if wants_object and isinstance(arguments, str):
+            arguments = msgspec.json.decode(arguments)
+        elif not wants_object and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)  # spaced as models write it
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls}
 
 
 def raw_prompt(request: ChatRequest) -> str | None:

@@ -81,7 +81,7 @@ class UserMessage(Struct, tag_field="role", tag="user"):
 
 class CalledFunction(Struct):
     name: str
-    arguments: str  # a JSON string that decodes to an object
+    arguments: str | JsonObject  # a JSON string that decodes to an object, or (lenient) that object
 
 
 class ToolCall(Struct):

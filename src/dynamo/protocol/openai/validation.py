@@ -292,8 +292,9 @@ def _check_messages(messages: list[JsonObject]) -> None:
             continue
         for number, call in enumerate(message.tool_calls):
             where = f"messages[{position}].tool_calls[{number}].function.arguments"
-            if not isinstance(_loads(call.function.arguments), dict):
-                _invalid(f"{where} must be a JSON string that decodes to an object", where)
+            arguments = call.function.arguments
+            if isinstance(arguments, str) and not isinstance(_loads(arguments), dict):
+                _invalid(f"{where} must be a JSON string that decodes to an object, or that object", where)
 
 
 def _check_tools(tools: list[JsonObject]) -> None:

@@ -11,7 +11,11 @@ from dynamo.text.markers import WHITE_SPACE
 from dynamo.text.reasoning.base import ReasoningParser
 from dynamo.text.reasoning.think import CLOSING, OPENING, ThinkParser
 
-__all__ = ["REASONING_FORMATS", "ReasoningFormat", "ReasoningParser", "ThinkParser"]
+__all__ = ["DEFAULT_MARKS", "REASONING_FORMATS", "ReasoningFormat", "ReasoningParser", "ThinkParser"]
+
+
+DEFAULT_MARKS: Final = (OPENING, CLOSING)
+"""The tags of a model whose card names no reasoning parser, if its vocabulary has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,7 @@ class ReasoningFormat:
     starts_inside: bool = False  # the first token is reasoning, with or without an opening tag
     needs_thinking: bool = False  # nothing is parsed unless the request switches thinking on
     heeds_off: bool = False  # nothing is parsed when the request switches thinking off
-    marks: tuple[str, ...] = (OPENING, CLOSING)  # must stand in the text, also where they are special tokens
+    marks: tuple[str, str] = (OPENING, CLOSING)  # must stand in the text, also where they are special tokens
 
     def applies(self, thinking: bool | None) -> bool:
         """Whether to parse. `thinking` is what the request (or the model's default) says; None: nothing."""
