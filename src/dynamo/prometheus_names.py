@@ -120,6 +120,8 @@ class work_handler_pool:
     SILENCE_SECONDS: Final = "silence_seconds"
     LONGEST_SILENCE_SECONDS: Final = "longest_silence_seconds"
     EVENT_LOOP_LAG_SECONDS: Final = "event_loop_lag_seconds"
+    EVENT_LOOP_BLOCKS_TOTAL: Final = "event_loop_blocks_total"
+    EVENT_LOOP_BLOCKED_SECONDS_TOTAL: Final = "event_loop_blocked_seconds_total"
 
 
 class request_plane:

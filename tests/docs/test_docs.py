@@ -21,6 +21,7 @@ from dynamo.errors import RULES
 from dynamo.frontend.metrics import _LOG_BUCKETS, FrontendMetrics
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime import metrics as runtime_metrics
+from dynamo.runtime.loop_watchdog import LoopBlockMetrics
 from dynamo.worker.kv_publishing.publisher import ComponentSnapshot
 from dynamo.worker.lifecycle_metrics import WorkerMetrics
 from support.doc_pages import PAGES, READ, ROOT, code, rows
@@ -143,6 +144,7 @@ def registered() -> dict[str, tuple[str, list[str]]]:
     runtime_metrics.register_uptime(registry, "1")
     runtime_metrics.CallerMetrics(registry)
     runtime_metrics.WorkHandlerMetrics(registry)
+    LoopBlockMetrics(registry)
     runtime_metrics.RefusalMetrics(registry, "dynamo_transport_tcp_refusals_total", ["idle"])
     runtime_metrics.RefusalMetrics(registry, "dynamo_system_refusals_total", ["idle"])
     if is_used("TransportMetrics"):
@@ -192,7 +194,12 @@ def _attributes(kind: Callable[[runtime_metrics.MetricsRegistry], Any]) -> Itera
 
 def test_no_other_module_registers_metrics() -> None:
     """Else the table above would not see them."""
-    known = {"runtime/metrics.py", "worker/lifecycle_metrics.py", "frontend/metrics.py"}
+    known = {
+        "runtime/metrics.py",
+        "runtime/loop_watchdog.py",
+        "worker/lifecycle_metrics.py",
+        "frontend/metrics.py",
+    }
     found = {
         path.relative_to(SOURCE).as_posix()
         for path in SOURCE.rglob("*.py")

@@ -366,7 +366,8 @@ def test_whoever_is_not_ready_says_why_and_whoever_is_has_nothing_to_say() -> No
 def test_work_that_stands_still_is_a_reason_whatever_was_told(told: bool | None) -> None:
     health, trouble, load = state(starting_ready=told), [""], {"running": 2.0}
     health.register(PATH)
-    health.watch(lambda: trouble[0] or None, lambda: load)
+    health.add_trouble(lambda: trouble[0] or None)
+    health.add_detail("load", lambda: load)
     before = health.body()
     trouble[0] = "2 request(s), none of them has had a token for 63 s"
     after = health.body()

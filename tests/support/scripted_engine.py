@@ -11,6 +11,7 @@ A request brings its script as metadata (header `x-dynamo-meta-script`), a JSON 
     ["end", reason]           the terminal chunk; without one the stream ends "stop", or "length" at max_tokens
     ["return"]                without a terminal chunk
     ["stick"]                 as "wait", the first time that any worker comes here; goes on
+    ["block", path]           blocks the event loop until this file exists
     ["die", signal]           the process sends itself this signal, the first time that any worker comes here; goes on
 
 A request that another worker had begun to answer (its prompt is longer than `Context.prompt_tokens`) goes on where the
@@ -115,6 +116,8 @@ class ScriptedEngine(LLMEngine):
                         return
                     case "hang":
                         await asyncio.Event().wait()
+                    case "block":
+                        _block_until(operands[0])
                     case "die":
                         self._die_once(signal.Signals[operands[0]], context)
                     case "raise":
@@ -170,6 +173,11 @@ class ScriptedEngine(LLMEngine):
 def _endless(text: bytes) -> Any:
     while True:
         yield from text
+
+
+def _block_until(path: str) -> None:
+    while not os.path.exists(path):
+        time.sleep(0.01)  # the block
 
 
 def _failure(kind: str | int, message: str) -> BaseException:

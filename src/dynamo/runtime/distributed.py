@@ -19,6 +19,7 @@ from dynamo.runtime.endpoint import Endpoint, ServedEndpoint
 from dynamo.runtime.event_plane.base import EventPlane
 from dynamo.runtime.event_plane.memory import shared_event_plane
 from dynamo.runtime.health import HealthState
+from dynamo.runtime.loop_watchdog import LoopWatchdog
 from dynamo.runtime.metrics import (
     CallerMetrics,
     EventPlaneMetrics,
@@ -41,6 +42,7 @@ from dynamo.runtime.settings import (
     RequestPlaneSettings,
     RuntimeSettings,
     SystemSettings,
+    WatchdogSettings,
 )
 from dynamo.runtime.status_server import EngineRoute, StatusServer
 
@@ -111,8 +113,11 @@ class DistributedRuntime:
         self.canary_settings = CanarySettings.from_env()
         self.health = HealthState(starting_ready=system.starting_ready, canary_enabled=self.canary_settings.enabled)
         self.progress = Progress(ProgressSettings.from_env().limit_seconds)
-        self.health.watch(self.progress.trouble, self._load)
         self.status_server = StatusServer(self.health, self.metrics, settings=system)
+        # Under a memory plane of its own (a simulation) time does not pass as it does for a thread.
+        self._watchdog = None if memory_plane is not None else self._make_watchdog()
+        self.health.add_trouble(self.progress.trouble)
+        self.health.add_detail("load", self._load)
         self._starting: asyncio.Task[None] | None = None
         self._server: RequestPlaneServer | None = None
         self._core: ServerCore | None = None
@@ -236,6 +241,8 @@ class DistributedRuntime:
             if self._server is not None:
                 await self._server.close()
             self.progress.close()
+            if self._watchdog is not None:
+                self._watchdog.close()
             await self.status_server.close()
             if self._starting is not None:
                 self._starting.cancel()  # a store that does not answer must not delay the end
@@ -301,6 +308,8 @@ class DistributedRuntime:
                 server, core = self._make_server()
                 await server.start()
                 self._server, self._core = server, core
+                if self._watchdog is not None:
+                    self._watchdog.start()
                 _expose(core, self.metrics, self._plane_settings, self.progress)
             return self._server
 
@@ -321,6 +330,16 @@ class DistributedRuntime:
             return server, server.core
         listener = Listener(settings=self._plane_settings, refused=refusals.count, security=self.plane_security)
         return listener, listener.core
+
+    def _make_watchdog(self) -> LoopWatchdog:
+        watchdog = LoopWatchdog(
+            self.metrics,
+            WatchdogSettings.from_env().threshold_seconds,
+            answer_probes=self.status_server.answer_while_blocked,
+        )
+        self.health.add_trouble(watchdog.trouble)
+        self.health.add_detail("last_block", watchdog.describe_last_block)
+        return watchdog
 
     def _load(self) -> dict[str, float]:
         """What `/health` says of the work under way; nothing where there is none."""

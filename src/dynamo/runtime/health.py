@@ -47,8 +47,8 @@ class HealthState:
         self._reasons: dict[str, str] = {}  # by path: why it is not
         self._probed: set[str] = set()
         self._shutting_down = False
-        self._trouble: Callable[[], str | None] = _no_trouble
-        self._load: Callable[[], Mapping[str, float]] = dict
+        self._troubles: list[Callable[[], str | None]] = []
+        self._details: dict[str, Callable[[], Mapping[str, Any] | None]] = {}
 
     @property
     def canary_enabled(self) -> bool:
@@ -81,12 +81,13 @@ class HealthState:
         else:
             self._reasons[path] = f"{path}: {reason}"
 
-    def watch(self, trouble: Callable[[], str | None], load: Callable[[], Mapping[str, float]]) -> None:
-        """From now on the process is also not ready while `trouble()` says why; `load()` is shown beside it.
+    def add_trouble(self, trouble: Callable[[], str | None]) -> None:
+        """Make the process not ready while `trouble()` returns a reason; it is called at every probe, in any thread."""
+        self._troubles.append(trouble)
 
-        Both are asked at every probe. An empty load is not shown.
-        """
-        self._trouble, self._load = trouble, load
+    def add_detail(self, name: str, detail: Callable[[], Mapping[str, Any] | None]) -> None:
+        """Show what `detail()` returns as member `name` of the answer; an empty mapping or None is left out."""
+        self._details[name] = detail
 
     def is_ready(self, path: str) -> bool:
         return self._ready.get(path, False)
@@ -107,20 +108,20 @@ class HealthState:
         """Why the process is not ready; None: it is."""
         if self._shutting_down:
             return "the process is shutting down"
-        trouble = self._trouble()
-        if trouble is not None:
-            return trouble
+        for trouble in self._troubles:
+            if (found := trouble()) is not None:
+                return found
         if self._probed or self._told is None:
             if not self._ready:
                 return "no endpoint is served yet"
-            deciding = self._probed or self._ready.keys()
+            deciding = tuple(self._probed or self._ready)
             return next((self._reasons[path] for path in deciding if not self._ready[path]), None)
         return None if self._told else "the process was reported not ready, or has not been reported ready yet"
 
     def body(self) -> dict[str, Any]:
         """What `/health` and `/live` answer. Endpoints go by their last name; of two equal names the worse one shows."""
         endpoints: dict[str, bool] = {}
-        for path, ready in self._ready.items():
+        for path, ready in tuple(self._ready.items()):
             name = path.rpartition(".")[2]
             endpoints[name] = endpoints.get(name, True) and ready
         uptime = self._clock() - self._began
@@ -133,13 +134,10 @@ class HealthState:
         }
         if reason is not None:
             body["reason"] = reason
-        if load := self._load():
-            body["load"] = dict(load)
+        for name, detail in self._details.items():
+            if found := detail():
+                body[name] = dict(found)
         return body
-
-
-def _no_trouble() -> None:
-    return None
 
 
 def _word(ready: bool) -> str:

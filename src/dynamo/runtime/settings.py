@@ -276,6 +276,20 @@ class ProgressSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class WatchdogSettings:
+    """When a callback that blocks the event loop is reported."""
+
+    threshold_seconds: float = 1.0  # a stream that pauses for a second is seen by its reader; 0: never
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> WatchdogSettings:
+        """The settings of this process."""
+        default = cls()
+        seconds = env_float("DYN_LOOP_BLOCK_THRESHOLD_SECS", default.threshold_seconds, minimum=0, env=env)
+        return cls(threshold_seconds=seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class EtcdSettings:
     """`ETCD_*`: where etcd is and how it is talked to (times in seconds; None: see the property of that name)."""
 

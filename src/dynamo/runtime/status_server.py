@@ -10,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import socket
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +23,7 @@ from urllib.parse import quote, unquote
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.addresses import WILDCARDS, detect_host
+from dynamo.runtime.blocked_probes import BlockedProbes
 from dynamo.runtime.health import HealthState
 from dynamo.runtime.metrics import MetricsRegistry, RefusalMetrics
 from dynamo.runtime.settings import SystemSettings
@@ -110,6 +114,7 @@ class StatusServer:
         self._port = 0
         self._connections: set[_Connection] = set()
         self._refusals: RefusalMetrics | None = None
+        self._blocked_probes: BlockedProbes | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -129,6 +134,11 @@ class StatusServer:
                 "set DYN_SYSTEM_PORT to a free port, 0 for any, or -1 for none"
             ) from error
         self._port = self._server.sockets[0].getsockname()[1]
+        self._blocked_probes = BlockedProbes(
+            [socket.socket(fileno=os.dup(each.fileno())) for each in self._server.sockets],
+            (self._settings.health_path, self._settings.live_path),
+            self._health.body,
+        )
         logger.info("status server on %s", self.url)
 
     async def close(self) -> None:
@@ -136,11 +146,21 @@ class StatusServer:
         server, self._server = self._server, None
         if server is None:
             return
+        if self._blocked_probes is not None:
+            self._blocked_probes.close()
         server.close()
         tasks = {task for connection in list(self._connections) if (task := connection.abandon()) is not None}
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
         await server.wait_closed()
+
+    def answer_while_blocked(self, is_blocked: Callable[[], bool], seconds: float) -> None:
+        """Answer probes in the calling thread for about `seconds`: for a watchdog of a blocked event loop."""
+        probes = self._blocked_probes
+        if probes is None:
+            time.sleep(seconds)
+        else:
+            probes.answer(is_blocked, seconds)
 
     @property
     def port(self) -> int:
