@@ -57,6 +57,9 @@ soak: $(VENV)/.dev ## 100,000 requests, 5 % of them left half-way, and whether a
 test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2000 for each operation)
 	@FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-500} $(BIN)/python -m pytest -q -m fuzz tests/hostile -rs $(ARGS)
 
+test-fresh: $(VENV)/.dev ## what `dynamo new` prints, typed into fresh environments (pip downloads the requirements)
+	@FRESH=1 $(BIN)/python -m pytest -q -m fresh tests/cli/test_new_package.py -rs $(ARGS)
+
 test-engines: $(VENV)/.dev ## the reference engine against transformers (needs the `engines` extra), and guided decoding at length
 	@GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/reference -rs $(ARGS)
 
@@ -73,4 +76,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test check house format bench bench-native soak test-fuzz test-faults fault-table test-engines test-interop clean
+.PHONY: help serve test check house format bench bench-native soak test-fresh test-fuzz test-faults fault-table test-engines test-interop clean

@@ -13,11 +13,12 @@ from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
 from typing import Final, Self
 
+from dynamo.cli.installation import Installation
 from dynamo.cli.usage import CommandParser, UsageError
 
 __all__ = ["Names", "main", "rendered"]
 
-SUFFIX: Final = ".tmpl"  # keeps what is no Python yet away from linters and type checkers
+SUFFIX: Final = ".tmpl"  # keeps what is not yet Python away from linters and type checkers
 MAX_NAME: Final = 64
 
 # A name that an index, a shell and a file system all take: words of letters and digits, joined by one separator.
@@ -27,7 +28,8 @@ _RESERVED: Final = frozenset({"dynamo", "test", "tests", "main", "engine"})
 _EPILOG: Final = """\
 example:
   dynamo new my-backend
-  cd my-backend && pip install -e ".[dev]" && pytest
+
+The command prints the steps that install the package and run its tests.
 """
 
 
@@ -41,7 +43,7 @@ class Names:
 
     @classmethod
     def of(cls, name: str) -> Self:
-        """Raises UsageError with what a name may be."""
+        """Derive module and class. Raises UsageError with what a name may be."""
         if len(name) > MAX_NAME or not _NAME.fullmatch(name):
             raise UsageError(
                 f"{name!r} cannot be a package's name; use up to {MAX_NAME} letters and digits, in words joined by -, "
@@ -56,7 +58,7 @@ class Names:
 
 
 def main(argv: list[str]) -> int:
-    """Write the package; the exit status."""
+    """Write the package and return the exit status."""
     parser = CommandParser(
         "dynamo new", description="Write a backend's package: engine, command, tests, README.", epilog=_EPILOG
     )
@@ -64,12 +66,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dir", type=Path, default=Path(), metavar="D", help="where to put it (default: here)")
     parser.add_argument("--force", action="store_true", help="overwrite the files of an earlier one")
     options = parser.parse_args(argv)
-    names = Names.of(options.name)
+    names, installation = Names.of(options.name), Installation.find()
     root: Path = options.dir / names.name
     try:
         if not options.force and root.exists() and (not root.is_dir() or any(root.iterdir())):
             raise UsageError(f"{root} exists already; use another name, or --force to overwrite the files in it")
-        for path, text in rendered(names).items():
+        for path, text in rendered(names, installation).items():
             target = root / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
@@ -79,16 +81,24 @@ def main(argv: list[str]) -> int:
     print(f"""
 Next:
   cd {shlex.quote(str(root))}
-  pip install -e ".[dev]"
+  python3 -m venv .venv
+  . .venv/bin/activate
+  {_pip_install(installation)}
   pytest
   dynamo serve my-model --engine {names.module}.engine:{names.engine}
 Then make {PurePosixPath("src", names.module, "engine.py")} yours; README.md says where to begin.""")
     return 0
 
 
-def rendered(names: Names) -> Mapping[PurePosixPath, str]:
-    """Every file of the package: its path below the root, and its text."""
-    values = {"@@name@@": names.name, "@@module@@": names.module, "@@class@@": names.engine}
+def rendered(names: Names, installation: Installation) -> Mapping[PurePosixPath, str]:
+    """Fill in every file of the package: its path below the root, and its text."""
+    values = {
+        "@@name@@": names.name,
+        "@@module@@": names.module,
+        "@@class@@": names.engine,
+        "@@version@@": installation.version,
+        "@@pip_install@@": _pip_install(installation),
+    }
     found: dict[PurePosixPath, str] = {}
     for path, text in _templates(files("dynamo.cli") / "template", PurePosixPath()):
         for mark, value in values.items():
@@ -97,6 +107,15 @@ def rendered(names: Names) -> Mapping[PurePosixPath, str]:
         parts[-1] = ".gitignore" if parts[-1] == "gitignore" else parts[-1]
         found[PurePosixPath(*parts)] = text
     return found
+
+
+def _pip_install(installation: Installation) -> str:
+    """Write the one command that installs the package, its tools and the `dynamo` it needs.
+
+    The requirement in pyproject.toml names no path, so that it holds on every machine. pip takes the candidate that the
+    same command names.
+    """
+    return " ".join(part for part in ("pip install", installation.pip_arguments, '-e ".[dev]"') if part)
 
 
 def _templates(folder: Traversable, at: PurePosixPath) -> Iterator[tuple[PurePosixPath, str]]:

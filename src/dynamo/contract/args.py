@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Unpack
 
 from dynamo.contract.config import (
     DEFAULT_COMPONENT,
@@ -28,6 +28,7 @@ from dynamo.contract.config import (
     DEFAULT_ENDPOINT_TYPES,
     RESPONSE_PLANES,
     WorkerConfig,
+    WorkerFields,
     check_structural_tag,
 )
 from dynamo.contract.modes import DisaggregationMode, parse_disaggregation_mode
@@ -87,16 +88,16 @@ def worker_config_from(
     model_name: str = "",
     served_model_name: str | None = None,
     environ: MutableMapping[str, str] | None = None,
-    **overrides: Any,
+    **overrides: Unpack[WorkerFields],
 ) -> WorkerConfig:
-    """The `WorkerConfig` of parsed arguments; `overrides` are fields of it and win over the command line.
+    """Make the `WorkerConfig` of parsed arguments. `overrides` are fields of it and win over the command line.
 
     Flags that configure the runtime rather than the worker (TLS, request limits) are written to the environment
     (`environ`, the process's own by default), where the runtime reads them.
     """
     _check_chaos(args)
-    overrides = {**_split_endpoint(args.endpoint), **overrides}
-    config = WorkerConfig.from_runtime_config(args, model_name, served_model_name, **overrides)
+    merged: WorkerFields = {**_split_endpoint(args.endpoint), **overrides}
+    config = WorkerConfig.from_runtime_config(args, model_name, served_model_name, **merged)
     _export(args, os.environ if environ is None else environ)
     if args.dump_config_to:
         _dump(config, args)
@@ -478,12 +479,11 @@ def _endpoint(text: str) -> str:
     return ENDPOINT_SCHEME + ".".join(_name(part) for part in parts)
 
 
-def _split_endpoint(endpoint: str) -> dict[str, str]:
-    if not endpoint.startswith(ENDPOINT_SCHEME):
+def _split_endpoint(text: str) -> WorkerFields:
+    if not text.startswith(ENDPOINT_SCHEME):
         return {}
-    return dict(
-        zip(("namespace", "component", "endpoint"), endpoint.removeprefix(ENDPOINT_SCHEME).split("."), strict=True)
-    )
+    namespace, component, endpoint = text.removeprefix(ENDPOINT_SCHEME).split(".")
+    return {"namespace": namespace, "component": component, "endpoint": endpoint}
 
 
 def _endpoint_types(text: str) -> str:

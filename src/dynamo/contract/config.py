@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypedDict, Unpack
 
 from dynamo.contract.health_check import parse_health_check_payload_cli
 from dynamo.contract.modes import DisaggregationMode, coerce_disaggregation_mode
@@ -18,6 +18,7 @@ __all__ = [
     "RESPONSE_PLANES",
     "RuntimeConfig",
     "WorkerConfig",
+    "WorkerFields",
 ]
 
 DEFAULT_COMPONENT: Final = "backend"
@@ -32,42 +33,112 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
+class _Overrides(TypedDict, total=False):
+    """The fields of `WorkerConfig` without those that are parameters of `from_runtime_config`."""
+
+    namespace: str
+    component: str
+    endpoint: str
+    endpoint_types: str
+    discovery_backend: str
+    request_plane: str
+    event_plane: str | None
+    use_kv_events: bool
+    custom_jinja_template: str | None
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+    exclude_tools_when_tool_choice_none: bool
+    enable_local_indexer: bool
+    enable_kv_routing: bool
+    metrics_labels: list[tuple[str, str]]
+    disaggregation_mode: DisaggregationMode
+    health_check_payload: dict[str, Any] | None
+    structural_tag_mode: str
+    structural_tag_scope: str
+    structural_tag_schema: str
+    route_to_encoder: bool
+    media_decoder: Any
+    media_fetcher: Any
+    kv_state_endpoint: str | None
+    default_thinking_mode: str | None
+    structural_tag: dict[str, Any] | None
+    response_plane: str
+    enable_rl: bool
+
+
+class WorkerFields(_Overrides, total=False):
+    """The fields of `WorkerConfig` but the two model names, as keywords of a function that makes one."""
+
+    model_input: ModelInput
+
+
 @dataclass
 class WorkerConfig:
     """Everything a `Worker` needs to know beside its engine. Positions are API: new fields are keyword-only."""
 
     namespace: str
+    """The deployment this worker belongs to."""
     component: str = DEFAULT_COMPONENT
+    """Name shared by the replicas of this worker."""
     endpoint: str = DEFAULT_ENDPOINT
-    model_name: str = ""  # HF id or local path; empty: a name-only card
+    """Name of the endpoint that serves `generate`."""
+    model_name: str = ""
+    """Model directory or name. It brings tokenizer and chat template. Empty: the card has a name only."""
     served_model_name: str | None = None
+    """The name clients use. None: what `EngineConfig` names."""
     model_input: ModelInput = ModelInput.Tokens
-    endpoint_types: str = DEFAULT_ENDPOINT_TYPES  # comma list
+    """What the engine receives: tokens, or for a `RawEngine` text or tensors."""
+    endpoint_types: str = DEFAULT_ENDPOINT_TYPES
+    """OpenAI surfaces to serve, a comma list."""
     discovery_backend: str = "etcd"
+    """Where workers and frontends find each other: etcd, file, kubernetes, mem, or auto."""
     request_plane: str = "tcp"
-    event_plane: str | None = None  # None: zmq
-    use_kv_events: bool = False  # deprecated and without effect
-    custom_jinja_template: str | None = None  # path; the frontend renders it
+    """How requests travel: tcp or nats."""
+    event_plane: str | None = None
+    """How KV events and load reports travel: zmq or nats. None: zmq."""
+    use_kv_events: bool = False
+    """Deprecated and without effect."""
+    custom_jinja_template: str | None = None
+    """Path of a chat template that replaces the model's own; the frontend renders it."""
     tool_call_parser: str | None = None
+    """Name of the parser that the frontend applies to tool calls."""
     reasoning_parser: str | None = None
+    """Name of the parser that the frontend applies to reasoning."""
     exclude_tools_when_tool_choice_none: bool = True
-    enable_local_indexer: bool = True  # forced off for decode and encode
-    enable_kv_routing: bool = True  # false: no KV events and no snapshots leave this worker
+    """Keep the tools out of the prompt when the client sends `tool_choice: none`."""
+    enable_local_indexer: bool = True
+    """Let routers recover lost KV events from this worker. Forced off for decode and encode workers."""
+    enable_kv_routing: bool = True
+    """False: no KV events and no load snapshots leave this worker."""
     metrics_labels: list[tuple[str, str]] = field(default_factory=list)
+    """Labels added to every metric of the endpoint."""
     disaggregation_mode: DisaggregationMode = DisaggregationMode.AGGREGATED
-    health_check_payload: dict[str, Any] | None = None  # the operator's canary; wins over the engine's
+    """Role of this worker."""
+    health_check_payload: dict[str, Any] | None = None
+    """The operator's canary request; wins over the engine's."""
     structural_tag_mode: str = "off"
+    """Constrain tool calls with structural tags: off or on."""
     structural_tag_scope: str = "auto"
+    """When the tag applies: auto or always."""
     structural_tag_schema: str = "auto"
-    route_to_encoder: bool = False  # multimodal requests go to an encode worker first; agg and prefill only
+    """How strictly arguments follow their schema: auto or strict."""
+    route_to_encoder: bool = False
+    """Send multimodal requests through an encode worker first. Only for the roles agg and prefill."""
     media_decoder: Any = None
+    """A `MediaDecoder`: media that the frontend decodes for this worker."""
     media_fetcher: Any = None
-    kv_state_endpoint: str | None = None  # None: the serving endpoint owns the KV state
+    """A `MediaFetcher`: how the frontend fetches media for this worker."""
+    kv_state_endpoint: str | None = None
+    """Endpoint that owns the KV state. None: the serving endpoint."""
     default_thinking_mode: str | None = None
+    """Whether a request thinks when it does not choose: enabled or disabled."""
     _: KW_ONLY
     structural_tag: dict[str, Any] | None = None
+    """The newer form of the three `structural_tag_*` fields."""
     response_plane: str = "tcp"
+    """How answers travel on the native wire: tcp or quic."""
     enable_rl: bool = False
+    """Serve the reinforcement-learning discovery endpoint."""
 
     def __post_init__(self) -> None:
         self.disaggregation_mode = coerce_disaggregation_mode(self.disaggregation_mode)
@@ -79,7 +150,7 @@ class WorkerConfig:
 
     @property
     def local_indexer_enabled(self) -> bool:
-        """Whether this worker answers KV-recovery queries: decode and encode workers hold nothing worth asking for."""
+        """Return whether this worker answers KV-recovery queries; decode and encode workers own no KV state."""
         return self.enable_local_indexer and self.disaggregation_mode in (
             DisaggregationMode.AGGREGATED,
             DisaggregationMode.PREFILL,
@@ -92,9 +163,9 @@ class WorkerConfig:
         model_name: str,
         served_model_name: str | None = None,
         model_input: ModelInput | None = None,
-        **overrides: Any,
+        **overrides: Unpack[_Overrides],
     ) -> Self:
-        """Read the attributes of a parsed command line (ours or another system's). `overrides` win over all of it.
+        """Read the attributes of a parsed command line (ours or another system's). `overrides` win over all of them.
 
         `namespace`, `discovery_backend`, `request_plane` and `event_plane` must exist (AttributeError otherwise);
         everything else falls back to the field's default.
@@ -192,10 +263,14 @@ class RuntimeConfig:
     """Overrides of the runtime's environment; a field left None leaves its variable alone."""
 
     discovery_backend: str | None = None
+    """Where workers and frontends find each other."""
     request_plane: str | None = None
+    """How requests travel."""
     event_plane: str | None = None
+    """How KV events and load reports travel."""
     _: KW_ONLY
     response_plane: str | None = None
+    """How answers travel on the native wire: tcp or quic."""
 
     def __post_init__(self) -> None:
         if self.response_plane is not None and self.response_plane not in RESPONSE_PLANES:
