@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from dynamo.protocol.openai.shapes import ChatRequest, CompletionRequest, NvExt
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import ResponseSink
 from support.frontend_cluster import cluster, say
 
 ROUTES: dict[str, tuple[dict[str, Any], type[Any]]] = {
@@ -145,3 +147,73 @@ async def test_conversations_and_depth_beyond_the_settings_are_a_400_and_counted
         assert (answer.status, "DYN_HTTP_JSON_DEPTH_LIMIT" in json.loads(answer.body)["message"]) == (400, True)
         for limit in ("messages", "json_depth"):
             assert house.metric("dynamo_frontend_refusals_total", limit=limit) == 1
+
+
+def chained_references(count: int) -> dict[str, Any]:
+    definitions: dict[str, Any] = {f"a{number}": {"$ref": f"#/$defs/a{number + 1}"} for number in range(count)}
+    return {"type": "object", "$ref": "#/$defs/a0", "$defs": {**definitions, f"a{count}": {"type": "integer"}}}
+
+
+def tool_with(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+RULES = "\n".join(["start: r0", *(f"r{number}: r{number + 1}" for number in range(4000)), 'r4000: "x"'])
+KILLERS = {
+    "guided_grammar": ({"guided_grammar": RULES}, "guided_rules", "DYN_GUIDED_MAX_RULES", "guided_grammar"),
+    "guided_regex": (
+        {"guided_regex": "(" * 501 + ")" * 501},
+        "guided_brackets",
+        "DYN_GUIDED_MAX_BRACKETS",
+        "guided_regex",
+    ),
+    "guided_json": (
+        {"guided_json": chained_references(3000)},
+        "guided_references",
+        "DYN_GUIDED_MAX_REFERENCES",
+        "guided_json",
+    ),
+    "guided_json as text": (
+        {"guided_json": json.dumps(chained_references(3000))},
+        "guided_references",
+        "DYN_GUIDED_MAX_REFERENCES",
+        "guided_json",
+    ),
+    "response_format": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "s", "schema": chained_references(3000)},
+            }
+        },
+        "guided_references",
+        "DYN_GUIDED_MAX_REFERENCES",
+        "guided_json",
+    ),
+    "forced tools": (
+        {"tools": [tool_with(chained_references(3000))], "tool_choice": "required"},
+        "guided_references",
+        "DYN_GUIDED_MAX_REFERENCES",
+        "guided_json",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KILLERS)
+async def test_a_grammar_that_would_kill_a_worker_never_reaches_one(tmp_path: Path, name: str) -> None:
+    more, limit, variable, param = KILLERS[name]
+    seen: list[Any] = []
+
+    async def remember(body: Any, context: Context, sink: ResponseSink) -> None:
+        seen.append(body)
+        sink.send_tokens([], finish_reason="stop")
+
+    async with cluster(tmp_path) as house:
+        await house.worker(remember)
+        answer = await house.client.call(
+            "POST", "/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "hi"}], **more}
+        )
+        error = json.loads(answer.body)
+        assert (answer.status, error["error"]["param"], variable in error["message"]) == (400, param, True)
+        assert house.metric("dynamo_frontend_refusals_total", limit=limit) == 1
+    assert seen == []

@@ -6,10 +6,12 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from dynamo.frontend.admission.model import RequestLimit
+from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, GuidedLimits
 from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_MESSAGES
 from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_status
 from dynamo.runtime.settings import env_bool, env_float, env_int, env_str
@@ -103,6 +105,7 @@ class FrontendSettings:
     write_stall_seconds: float = 60.0
     json_depth_limit: int = MAX_DEPTH
     messages_limit: int = MAX_MESSAGES
+    guided: GuidedLimits = DEFAULT_GUIDED_LIMITS
     peek_seconds: float = DEFAULT_PEEK_SECONDS
     keep_alive_seconds: float | None = KEEP_ALIVE_SECONDS
     backend_stream_timeout_seconds: float | None = None
@@ -198,6 +201,7 @@ class FrontendSettings:
             json_depth_limit=min(
                 env_int("DYN_HTTP_JSON_DEPTH_LIMIT", default.json_depth_limit, minimum=4, env=env), DEPTH_CEILING
             ),
+            guided=GuidedLimits.read(partial(env_int, minimum=1, env=env)),
             messages_limit=env_int("DYN_HTTP_MESSAGES_LIMIT", default.messages_limit, minimum=1, env=env),
             idle_connection_seconds=env_int(
                 "DYN_HTTP_IDLE_CONNECTION_SECS", default.idle_connection_seconds, minimum=1, env=env

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,12 @@ from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest,
 from dynamo.contract.health_check import build_health_check_payload
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import DynamoException, EngineShutdown, InvalidArgument
+from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.protocol.records import RESUMES_GUIDED
 from dynamo.reference import demo
 from dynamo.reference.blocks import BlockEvent, BlocksStored
 from dynamo.reference.core import Choice, Core, Emission, Failure
+from dynamo.reference.guided import COMPILE_SECONDS
 from dynamo.reference.kv_transfer import TRANSPORTS, Ticket, TransferOptions, check_installed
 from dynamo.reference.loading import Options, load_core
 from dynamo.reference.operations import CONTROLS, UPDATES, Operations
@@ -34,7 +36,8 @@ from dynamo.reference.preparing import Preparation
 from dynamo.reference.request import Job, read_request
 from dynamo.reference.roles import ROLES, DecodeRole, PrefillRole
 from dynamo.runtime.context import Context, on_loop
-from dynamo.runtime.settings import env_str
+from dynamo.runtime.metrics import TypedFamily
+from dynamo.runtime.settings import env_float, env_int, env_str
 from dynamo.worker.kv_publishing.publisher import (
     ComponentSnapshot,
     KvEventPublisher,
@@ -54,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 Command = Callable[[Core], None]  # something to do between two steps
 
+GUIDED_REFUSALS: Final = "reference_guided_refused_total"
 IDLE_SECONDS: Final = 5.0  # an idle thread looks this often whether it is still wanted; everything else wakes it
 
 
@@ -106,6 +110,8 @@ class ReferenceEngine(LLMEngine):
                 max_num_batched_tokens=args.max_num_batched_tokens,
                 prefix_caching=not args.no_prefix_caching,
                 max_loras=args.max_loras,
+                guided=GuidedLimits.read(partial(env_int, minimum=1)),
+                guided_compile_seconds=env_float("DYN_GUIDED_COMPILE_SECS", COMPILE_SECONDS, minimum=0.01),
             )
             transfer = TransferOptions(
                 args.kv_transfer,
@@ -138,7 +144,9 @@ class ReferenceEngine(LLMEngine):
         if self._is_closed:  # cleaned up while the model was read
             raise EngineShutdown("this engine was cleaned up while it started")
         await self._take_role(core)
-        self._preparation = Preparation(self._directory, core.limits)
+        self._preparation = Preparation(
+            self._directory, core.limits, compile_seconds=self._options.guided_compile_seconds
+        )
         self._steps = StepThread(core, asyncio.get_running_loop(), self._publish, self._fail)
         self._operations = Operations(
             self._directory,
@@ -175,6 +183,8 @@ class ReferenceEngine(LLMEngine):
         if decode is not None and ticket is not None:
             job = decode.continued(job, request, ticket)
         if job.needs_steering and self._preparation is not None:
+            if job.guided is not None:
+                await self._preparation.compile(job.guided)
             job = await asyncio.to_thread(self._preparation.prepare, job)
         stream = _Stream(job)
         self._streams.setdefault(context.id(), []).append(stream)
@@ -260,6 +270,8 @@ class ReferenceEngine(LLMEngine):
             await self._prefill.close()
         if self._decode is not None:
             await self._decode.close()
+        if self._preparation is not None:
+            self._preparation.close()
         if steps is not None:
             await asyncio.to_thread(steps.close)
             steps.answer_nobody(closing)
@@ -299,6 +311,12 @@ class ReferenceEngine(LLMEngine):
         role = self._prefill or self._decode
         if role is not None:
             metrics.register_prometheus_typed_callback(partial(role.metrics, metrics.auto_labels))
+        metrics.register_prometheus_typed_callback(partial(self._refusals, metrics.auto_labels))
+
+    def _refusals(self, labels: Mapping[str, str]) -> list[TypedFamily]:
+        counts = {} if self._preparation is None else self._preparation.refusals
+        samples = [(GUIDED_REFUSALS, [*labels.items(), ("reason", reason)], count) for reason, count in counts.items()]
+        return [(GUIDED_REFUSALS, "Requests refused for their grammar, by why", "counter", samples)]
 
     # -- what the worker asks for -------------------------------------------------------------------------------------
 

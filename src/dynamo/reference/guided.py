@@ -1,14 +1,14 @@
 """Guided decoding: from the request's `guided_decoding` to the tokens that may come next, through llguidance.
 
-A grammar is compiled once and copied for every choice (`Guides.guide`, slow: not for the event loop). A `Guide` then
-follows one choice: `allowed` before a token is drawn, `accept` after it.
+A grammar is tried in a process of its own (`guided_trial`), compiled once and copied for every choice (`Guides.guide`,
+slow: not for the event loop). A `Guide` then follows one choice: `allowed` before a token is drawn, `accept` after it.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,21 +18,23 @@ import numpy as np
 import numpy.typing as npt
 
 from dynamo.errors import InvalidArgument
+from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, GuidedLimits, find_excess
+from dynamo.reference.guided_trial import GrammarRefused, GrammarTrial
 from dynamo.reference.structural_tag import WHITESPACE, structural_grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["FIELD", "Guide", "GuideSpec", "Guides", "Mask", "read_guide"]
+__all__ = ["COMPILE_SECONDS", "FIELD", "Guide", "GuideSpec", "Guides", "Mask", "read_guide"]
 
 Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 Mask = npt.NDArray[np.bool_]
 
 FIELD: Final = "sampling_options.guided_decoding"
 KINDS: Final[tuple[Kind, ...]] = ("json", "regex", "choice", "grammar", "structural_tag")
-MAX_TEXT_CHARS: Final = 1_000_000  # of a schema or grammar; llguidance bounds what it makes of it
-MAX_DEPTH: Final = 500  # brackets in a grammar: its reader recurses
 MAX_COMPILED: Final = 64  # grammars kept; a tenth of a megabyte each, as a rule
+MAX_REFUSED: Final = 256  # refusals remembered, by hash: a grammar that ends its compiler is tried once
+COMPILE_SECONDS: Final = 2.0  # of CPU; the largest schemas in use take a tenth of it
 MAX_COMPLAINT_CHARS: Final = 300
 
 
@@ -45,8 +47,8 @@ class GuideSpec:
     whitespace: str | None = None  # a regex; for `json` only
 
 
-def read_guide(value: Any) -> GuideSpec | None:
-    """The request's `guided_decoding`, checked as far as that is quick. Raises InvalidArgument naming the member."""
+def read_guide(value: Any, limits: GuidedLimits = DEFAULT_GUIDED_LIMITS) -> GuideSpec | None:
+    """Read the request's `guided_decoding`, checked as far as that is quick. Raises InvalidArgument naming the member."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -60,18 +62,15 @@ def read_guide(value: Any) -> GuideSpec | None:
     if not given:
         return None
     kind = given[0]
-    text = _text_of(kind, value[kind])
-    if len(text) > MAX_TEXT_CHARS:
-        raise InvalidArgument(f"{FIELD}.{kind} has {len(text)} characters, at most {MAX_TEXT_CHARS}")
-    return GuideSpec(kind, text, whitespace)
+    if (excess := find_excess(value, limits)) is not None:
+        raise InvalidArgument(f"{FIELD}.{excess.member} {excess.detail}")
+    return GuideSpec(kind, _text_of(kind, value[kind]), whitespace)
 
 
 def _text_of(kind: Kind, value: Any) -> str:
     if kind in ("regex", "grammar"):
         if not isinstance(value, str):
             raise _wrong(kind, f"must be a string, got {type(value).__name__}")
-        if kind == "grammar" and _depth(value) > MAX_DEPTH:
-            raise _wrong(kind, f"nests more than {MAX_DEPTH} brackets")
         return value
     if kind == "choice":
         if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
@@ -88,17 +87,6 @@ def _text_of(kind: Kind, value: Any) -> str:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise _wrong(kind, f"is not JSON: {error}") from error
-
-
-def _depth(text: str) -> int:
-    deepest = depth = 0
-    for char in text:
-        if char in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif char in ")]}":
-            depth -= 1
-    return deepest
 
 
 def _wrong(kind: Kind, what: str) -> InvalidArgument:
@@ -145,25 +133,82 @@ class Guide:
 class Guides:
     """Compiles grammars for one model's vocabulary, and keeps those it has compiled. Safe from several threads."""
 
-    def __init__(self, directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Reads nothing yet: `tokenizer.json` in `directory` is read when the first grammar needs it."""
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        compile_seconds: float = COMPILE_SECONDS,
+    ) -> None:
+        """Read nothing yet: `tokenizer.json` in `directory` is read when the first grammar needs it.
+
+        `compile_seconds`: of CPU that one grammar may take.
+        """
         self._directory, self._vocab_size, self._eos = directory, vocab_size, list(eos_token_ids)
-        self._lock = threading.Lock()  # held while compiling: a crowd with one schema compiles it once
+        self._compile_seconds = compile_seconds
+        self._compiling = threading.Lock()  # held while compiling: a crowd with one schema compiles it once
+        self._lock = threading.Lock()  # of the two maps; never held for long
         self._tokenizer: LLTokenizer | None = None
+        self._trial: GrammarTrial | None = None
         self._markers: dict[str, int] = {}  # special tokens by their text
         self._compiled: OrderedDict[GuideSpec, Guide] = OrderedDict()
+        self._refused: OrderedDict[int, GrammarRefused] = OrderedDict()  # by hash of the spec
+        self.refusals = Counter({"invalid": 0, "crash": 0, "timeout": 0})
 
     def guide(self, spec: GuideSpec) -> Guide:
-        """A guide at the start of `spec`. Takes from a millisecond to a second: not for the event loop.
+        """Return a guide at the start of `spec`. Takes from a millisecond to seconds: not for the event loop.
 
-        Raises InvalidArgument naming the member that cannot be compiled, or what the worker lacks.
+        Raises:
+            InvalidArgument: naming the member that cannot be compiled, or what the worker lacks.
+            WorkerUnavailable: grammars cannot be tried on this machine now.
         """
+        try:
+            if (guide := self._known(spec)) is not None:
+                return guide
+            with self._compiling:
+                if (guide := self._known(spec)) is not None:
+                    return guide
+                guide = self._compile(spec)
+        except GrammarRefused as error:
+            self.refusals[error.kind] += 1
+            with self._lock:
+                self._refused[hash(spec)] = error
+                if len(self._refused) > MAX_REFUSED:
+                    self._refused.popitem(last=False)
+            raise _wrong(spec.kind, str(error)) from error
         with self._lock:
+            self._compiled[spec] = guide
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return guide.copy()
+
+    def has(self, spec: GuideSpec) -> bool:
+        """Whether `guide` answers at once."""
+        return spec in self._compiled or hash(spec) in self._refused
+
+    def close(self) -> None:
+        """End the process that tries grammars."""
+        if self._trial is not None:
+            self._trial.close()
+
+    @property
+    def trial_process_id(self) -> int | None:
+        """The process that tries grammars now; None before the first grammar and after `close`."""
+        return None if self._trial is None else self._trial.process_id
+
+    @property
+    def trials(self) -> int:
+        """How many grammars were tried."""
+        return 0 if self._trial is None else self._trial.count
+
+    def _known(self, spec: GuideSpec) -> Guide | None:
+        with self._lock:
+            if (refusal := self._refused.get(hash(spec))) is not None:
+                raise refusal
             guide = self._compiled.get(spec)
             if guide is None:
-                guide = self._compiled[spec] = self._compile(spec)
-                if len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
+                return None
             self._compiled.move_to_end(spec)
             return guide.copy()
 
@@ -174,28 +219,26 @@ class Guides:
             raise InvalidArgument(
                 f"{FIELD} needs the extra `guided` on the worker: pip install 'dynamo-unified[guided]'"
             ) from error
-        tokenizer = self._load_tokenizer()
-        matcher_type = llguidance.LLMatcher
-        try:
-            if spec.kind == "json":
-                options = {"whitespace_pattern": spec.whitespace or WHITESPACE}
-                grammar = matcher_type.grammar_from_json_schema(spec.text, overrides=options)  # type: ignore[arg-type]
-            elif spec.kind == "structural_tag":
-                grammar = matcher_type.grammar_from_lark(structural_grammar(json.loads(spec.text), self._markers))
-            else:
-                grammar = llguidance.grammar_from(spec.kind, spec.text)
-        except ValueError as error:
-            raise _wrong(spec.kind, f"cannot be compiled: {error}") from error
+        tokenizer, trial = self._load_tokenizer()
+        if spec.kind == "structural_tag":
+            try:
+                form, text = "lark", structural_grammar(json.loads(spec.text), self._markers)
+            except (ValueError, RecursionError) as error:
+                raise GrammarRefused(f"cannot be compiled: {error}", kind="invalid") from error
+        else:
+            form, text = spec.kind, spec.text
+        # What compiled in the child cannot come here, but what ended the child never gets here: so compile twice.
+        grammar = trial.run(form, text, (spec.whitespace or WHITESPACE) if spec.kind == "json" else None)
         # Quiet: complaints are the caller's, not this process's stderr.
-        matcher = matcher_type(tokenizer, grammar, log_level=0)
+        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise _wrong(spec.kind, f"cannot be compiled: {matcher.get_error()}")
+            raise GrammarRefused(f"cannot be compiled: {matcher.get_error()}", kind="invalid")
         return Guide(matcher, vocab_size=self._vocab_size, own_eos=tokenizer.eos_tokens, kind=spec.kind)
 
-    def _load_tokenizer(self) -> LLTokenizer:
+    def _load_tokenizer(self) -> tuple[LLTokenizer, GrammarTrial]:
         import llguidance
 
-        if self._tokenizer is None:
+        if self._tokenizer is None or self._trial is None:
             path = self._directory / "tokenizer.json"
             try:
                 text = path.read_text(encoding="utf-8")
@@ -203,13 +246,14 @@ class Guides:
                 entries = [(str(entry["content"]), int(entry["id"])) for entry in added]
                 highest = max((token for _, token in entries), default=0)
                 # A tokenizer may know more than the model and less: the mask is cut or filled to the model's size.
-                tokenizer = llguidance.LLTokenizer(
-                    text, n_vocab=max(self._vocab_size, highest + 1), eos_token=self._eos or None
-                )
+                size = max(self._vocab_size, highest + 1)
+                trial = GrammarTrial(text, n_vocab=size, eos=self._eos, cpu_seconds=self._compile_seconds)
+                trial.start()  # it reads the same file meanwhile
+                tokenizer = llguidance.LLTokenizer(text, n_vocab=size, eos_token=self._eos or None)
             except OSError as error:
                 raise InvalidArgument(f"{FIELD} needs {path.name} in the model's directory on the worker") from error
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise InvalidArgument(f"{FIELD}: the model's {path.name} cannot be used: {error}") from error
             self._markers = {text: token for text, token in entries if tokenizer.is_special_token(token)}
-            self._tokenizer = tokenizer
-        return self._tokenizer
+            self._tokenizer, self._trial = tokenizer, trial
+        return self._tokenizer, self._trial

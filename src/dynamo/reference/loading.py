@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from dynamo.errors import EngineShutdown, InvalidArgument
+from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, GuidedLimits
 from dynamo.reference.config import ModelConfig, read_model_config
 from dynamo.reference.core import Core
+from dynamo.reference.guided import COMPILE_SECONDS
 from dynamo.reference.model import Model
 from dynamo.reference.weights import load_weights, weight_bytes
 
@@ -34,6 +36,8 @@ class Options:
     max_num_batched_tokens: int = 512  # longer steps mean fewer of them, and streams that wait longer for their token
     prefix_caching: bool = True
     max_loras: int = 8  # adapters loaded at once
+    guided: GuidedLimits = DEFAULT_GUIDED_LIMITS
+    guided_compile_seconds: float = COMPILE_SECONDS  # of CPU, for one grammar
 
     def __post_init__(self) -> None:
         if self.max_loras < 0:
@@ -59,7 +63,7 @@ def load_core(directory: Path, options: Options, *, available_bytes: int | None 
     config = read_model_config(directory)
     blocks, context_length = plan_cache(config, options)
     check_memory(config, weights=True, cache_tokens=blocks * options.block_size, available_bytes=available_bytes)
-    return Core(
+    core = Core(
         Model(config, load_weights(directory, config)),
         blocks=blocks,
         block_size=options.block_size,
@@ -68,6 +72,8 @@ def load_core(directory: Path, options: Options, *, available_bytes: int | None 
         max_step_tokens=options.max_num_batched_tokens,
         prefix_caching=options.prefix_caching,
     )
+    core.limits = replace(core.limits, guided=options.guided)
+    return core
 
 
 def plan_cache(config: ModelConfig, options: Options) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dynamo.errors import InvalidArgument
+from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, GuidedLimits
 from dynamo.reference.blocks import PrefixKey
 from dynamo.reference.config import NO_DEFAULTS, SamplingDefaults
 from dynamo.reference.guided import GuideSpec, read_guide
@@ -42,6 +43,7 @@ class Limits:
     context_length: int  # prompt and completion together
     eos_token_ids: tuple[int, ...]  # the model's, for a request that names none
     defaults: SamplingDefaults = NO_DEFAULTS  # the model's, for options that a request leaves open
+    guided: GuidedLimits = DEFAULT_GUIDED_LIMITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ def read_request(
         key=PrefixKey(cache_salt=routing.text("cache_salt"), lora_name=None if adapter is None else adapter.name),
         prompt_logprobs=prompt_logprobs,
         produced=0 if prompt_tokens is None else max(len(prompt) - prompt_tokens, 0),
-        guided=read_guide(sampling.get("guided_decoding")),
+        guided=read_guide(sampling.get("guided_decoding"), limits.guided),
         thinking_tokens=None if thinking is None else stops.integer("max_thinking_tokens", 0, 0, 2**31 - 1),
         adapter=adapter,
         awaits_thoughts=request.get("require_reasoning") is True and not extra.get("reasoning_ended"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -17,6 +17,7 @@ from dynamo.frontend.pipeline.overhead import PARSE, QUEUE, TEMPLATE, TOKENISE, 
 from dynamo.frontend.pipeline.parsing import plan_output, tell_worker, think_marks
 from dynamo.frontend.pipeline.text_generation import text_prompts, text_work
 from dynamo.frontend.settings import FrontendSettings
+from dynamo.protocol.guided_limits import find_excess
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.requests import (
@@ -98,6 +99,7 @@ class Preprocessor:
         )
         if plan is not None and work.body:
             tell_worker(request, config, plan, tokenizer, work.body)
+            self._check_guided(work.body)
 
     def _render(self, request: ChatRequest, model: ServedModel) -> str:
         began = perf_counter()
@@ -149,6 +151,7 @@ class Preprocessor:
             if annotation.startswith(_QUERY):
                 raise RequestRejected(501, "The annotation `query_instance_id:` is not in this version")
         body = finish_preprocessing(to_worker_fields(request), model.text.eos_token_ids)
+        self._check_guided(body)
         body["model"] = request.model
         body["mdc_sum"] = model.mdc_sum
         if body["sampling_options"]["n"] is not None:
@@ -174,6 +177,16 @@ class Preprocessor:
             retries=max(DEFAULT_RETRIES, model.card.migration_limit) if limit is None else limit,
             longest_movable=longest,
             overhead=overhead,
+        )
+
+    def _check_guided(self, body: dict[str, Any]) -> None:
+        """Refuse a grammar or schema that could end a worker's compiler."""
+        guided = body["sampling_options"]["guided_decoding"]
+        if guided is None or (excess := find_excess(guided, self._settings.guided)) is None:
+            return
+        self._metrics.refused(excess.limit)
+        raise RequestRejected(
+            400, f"Validation: guided decoding: `{excess.member}` {excess.detail}", param=f"guided_{excess.member}"
         )
 
     def _check_length(self, work: WorkRequest, model: ServedModel, *, is_chat: bool) -> None:
