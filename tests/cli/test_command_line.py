@@ -43,11 +43,11 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "no command given; use one of serve, new, conformance"),
+        ([], "no command given; use one of serve, chat, new, conformance"),
         (["serv"], "there is no command 'serv'"),
         (
             ["serve", "--engine", "nope"],
-            "there is no engine 'nope'; use one of reference, sample, or module:Class or module:function",
+            "there is no engine 'nope'; use one of reference, sample, or module:Class, module:function",
         ),
         (["serve", "--engine", "a b:C"], "there is no engine 'a b:C'"),
         (["serve", "--workers", "0"], "--workers 0 is out of range; use 1 to 256"),
@@ -61,6 +61,10 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["serve", "--", "--discovery-backend", "etcd"], "--discovery-backend etcd needs more than this machine"),
         (["serve", "--", "--event-plane=nats"], "--event-plane nats needs more than this machine"),
         (["serve", "a", "b"], "unrecognized arguments: b"),
+        (["serve", "--wokers", "2"], "unrecognized arguments: --wokers; did you mean --workers?"),
+        (["serve", "--engine", "refrence"], "there is no engine 'refrence'; did you mean reference?"),
+        (["serve", "--engine", "nothing_here.py:answer"], "there is no file nothing_here.py"),
+        (["srve"], "there is no command 'srve'; did you mean serve?"),
         (["serve", "test-model"], "there is no directory test-model; the reference engine serves a model's directory"),
         (["conformance", "nope:Engine"], "there is no module 'nope'"),
         (["conformance", "guide_engine.sub:Engine"], "there is no module 'guide_engine.sub'"),

@@ -95,11 +95,11 @@ def _be_frontend(listener: int, argv: list[str]) -> int:
     return frontend_main(argv, listener=socket.socket(fileno=listener))
 
 
-def _be_worker(engine: str, argv: list[str], report: Reports) -> int:
-    from dynamo.cli.engines import load_engine
+def _be_worker(engine_spec: str, argv: list[str], report: Reports) -> int:
+    from dynamo.cli.engines import load_engine, source_directory
 
     try:
-        engine_cls = load_engine(engine)
+        engine_cls = load_engine(engine_spec)
     except UsageError as error:
         print(f"dynamo serve: error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -114,7 +114,7 @@ def _be_worker(engine: str, argv: list[str], report: Reports) -> int:
         engine, config = await engine_cls.from_args(args)
         config = on_planes(config, discovery="file", requests="tcp")
         path = endpoint_path(config)
-        report("configured", endpoint=path, surfaces=config.endpoint_types)
+        report("configured", endpoint=path, surfaces=config.endpoint_types, sources=source_directory(engine_spec))
         return engine, config
 
     async def serving() -> None:

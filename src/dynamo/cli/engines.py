@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import os
+import importlib.util
 import sys
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from dynamo.cli.usage import UsageError
+from dynamo.cli.usage import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from dynamo.contract.engine import BaseEngine
 
-__all__ = ["BUILT_IN", "class_path", "load_engine"]
+__all__ = ["BUILT_IN", "class_path", "load_engine", "source_directory"]
 
 BUILT_IN: Final[dict[str, str]] = {
     "reference": "dynamo.reference.engine:ReferenceEngine",
@@ -24,36 +26,33 @@ EXTRAS: Final = frozenset({"reference"})  # built-in engines that need the extra
 
 
 def class_path(engine: str) -> str:
-    """`module:Class` (or `module:function`) of a name or of a path; imports nothing. Raises UsageError for what can be neither."""
+    """Return `module:Class`, `module:function` or `file.py:function` for a name or a path; imports nothing.
+
+    Raises UsageError for a text that can be none of them, or for a file that is not there.
+    """
     path = BUILT_IN.get(engine, engine)
-    module, colon, name = path.partition(":")
-    if colon and name.isidentifier() and all(part.isidentifier() for part in module.split(".")):
-        return path
+    module, colon, name = path.rpartition(":")
+    if colon and name.isidentifier():
+        if module.endswith(".py"):
+            if not Path(module).expanduser().is_file():
+                raise UsageError(f"there is no file {module}")
+            return path
+        if all(part.isidentifier() for part in module.split(".")):
+            return path
     raise UsageError(
-        f"there is no engine {engine!r}; use one of {', '.join(sorted(BUILT_IN))}, or module:Class or module:function for "
-        "one of your own"
+        f"there is no engine {engine!r}{did_you_mean(engine, BUILT_IN)}; use one of {', '.join(sorted(BUILT_IN))}, or "
+        "module:Class, module:function or file.py:function for one of your own"
     )
 
 
 def load_engine(engine: str) -> type[BaseEngine]:
-    """Import an engine class, also from the current directory; a function becomes one (`callable_engine`).
+    """Import an engine class, also from the current directory; a function becomes one (`engines.callable`).
 
     Raises UsageError that says which of module, class, base class and signature is wrong. What the module itself raises
     passes.
     """
-    module_name, _, class_name = class_path(engine).partition(":")
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            hint = f"; try: pip install 'dynamo-unified[{engine}]'" if engine in EXTRAS else ""
-            raise UsageError(f"module {module_name!r} needs {error.name!r}, which is not installed{hint}") from error
-        raise UsageError(
-            f"there is no module {error.name!r}; is its package installed, or the current directory the right one?"
-        ) from error
+    module_name, _, class_name = class_path(engine).rpartition(":")
+    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import(engine, module_name)
     found = getattr(module, class_name, None)
     if found is None:
         raise UsageError(f"module {module_name!r} has no {class_name!r}{_suggest(module)}")
@@ -72,6 +71,48 @@ def load_engine(engine: str) -> type[BaseEngine]:
         return engine_class(found, class_name)
     except InvalidArgument as error:
         raise UsageError(f"{module_name}:{error}") from error
+
+
+def source_directory(engine: str) -> str:
+    """Return the directory of the file that defines an engine which `load_engine` has imported; "" for a built-in one."""
+    if engine in BUILT_IN:
+        return ""
+    module_name = class_path(engine).rpartition(":")[0]
+    if module_name.endswith(".py"):
+        return str(Path(module_name).expanduser().absolute().parent)
+    file = sys.modules[module_name].__file__
+    return str(Path(file).absolute().parent) if file else ""
+
+
+def _import(engine: str, module_name: str) -> ModuleType:
+    _search_in(Path.cwd())
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            hint = f"; try: pip install 'dynamo-unified[{engine}]'" if engine in EXTRAS else ""
+            raise UsageError(f"module {module_name!r} needs {error.name!r}, which is not installed{hint}") from error
+        raise UsageError(
+            f"there is no module {error.name!r}; is its package installed, or the current directory the right one?"
+        ) from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Import one file under the name of its stem; modules beside it can be imported, too."""
+    path = path.expanduser().absolute()
+    _search_in(path.parent)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickles look a class's module up by its name
+    spec.loader.exec_module(module)
+    return module
+
+
+def _search_in(directory: Path) -> None:
+    if str(directory) not in sys.path and (directory != Path.cwd() or "" not in sys.path):
+        sys.path.insert(0, str(directory))
 
 
 def _suggest(module: object) -> str:

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.cli.console import Console
 from dynamo.cli.hangup import hangups
-from dynamo.cli.readiness import Address, ready_text, wait_listed
+from dynamo.cli.readiness import (
+    POLL_SECONDS,
+    PROGRESS_SECONDS,
+    Address,
+    WorkerRefused,
+    ready_text,
+    takes_requests,
+    wait_listed,
+)
+from dynamo.cli.reload import watch_sources
 from dynamo.cli.usage import EXIT_USAGE
 from dynamo.supervise.backoff import RestartPolicy
 from dynamo.supervise.process import GaveUp, Place, Program, exit_words
@@ -49,6 +58,9 @@ class LocalCluster:
         self._failure: GaveUp | None = None
         self._killed_by: signal.Signals | None = None
         self._endpoints: dict[str, str] = {}
+        self._served: dict[str, tuple[str, int]] = {}  # worker -> (model, instance id) that it reported last
+        self._sources: Path | None = None  # where the engine's files are, once a worker has imported them
+        self._sources_known = asyncio.Event()
         self._surfaces = ""
         self._is_table_shown = False
         self._is_announced = False
@@ -91,6 +103,7 @@ class LocalCluster:
                 beside = [
                     group.create_task(self._watch_frontend(), name="readiness"),
                     group.create_task(self._restart.run(), name="rolling restart"),
+                    group.create_task(self._reload(), name="reload"),
                 ]
                 await self._stop.wait()
                 for task in beside:
@@ -105,7 +118,7 @@ class LocalCluster:
 
     def _asked_to_restart(self) -> None:
         if not self._stop.is_set():
-            self._restart.request()
+            self._restart.request("SIGHUP")
 
     def _terminal_gone(self) -> None:
         if not self._stop.is_set():
@@ -185,10 +198,14 @@ class LocalCluster:
             case "configured":
                 self._endpoints[place.name] = report["endpoint"]
                 self._surfaces = report["surfaces"]
+                if self._options.reload and self._sources is None and report.get("sources"):
+                    self._sources = Path(report["sources"])
+                    self._sources_known.set()
                 self._show_table(report["endpoint"])
             case "serving":
                 if not self._restart.heard(place, report):
                     place.mark_ready()
+                self._served[place.name] = report["model"], report["instance_id"]
                 again = " again" if place.starts > 1 else ""
                 pid = place.process.pid if place.process is not None else 0
                 self._console.say(
@@ -217,11 +234,42 @@ class LocalCluster:
                 self._address, self._console, waits_for=self._missing, on_answer=self._frontend.mark_ready
             )
             if not self._is_announced:
+                await self._all_taken()
                 self._is_announced = True
                 self._console.say("Ready", strong=True)
                 self._console.say(ready_text(self._address, models[0], self._surfaces))
             else:
                 self._console.say(f"frontend serves again at {self._address.url}")
+
+    async def _all_taken(self) -> None:
+        """Wait until the frontend sends requests to every worker that was asked for."""
+        loop = asyncio.get_running_loop()
+        begun = reported_at = loop.time()
+        for worker in self.workers:
+            while not await self._is_taken(worker):
+                if loop.time() - reported_at >= PROGRESS_SECONDS:
+                    reported_at = loop.time()
+                    self._console.say(f"waiting for {worker.name} ({reported_at - begun:.0f} s)")
+                await asyncio.sleep(POLL_SECONDS)
+
+    async def _is_taken(self, worker: Place) -> bool:
+        if worker.name not in self._served:
+            return False
+        try:
+            return await takes_requests(self._address, *self._served[worker.name])
+        except WorkerRefused as refusal:
+            self._console.complain(f"the frontend refuses {worker.name} ({refusal}); the other workers serve")
+            return True  # it will not change its mind: the card of the worker differs
+
+    async def _reload(self) -> None:
+        await self._sources_known.wait()
+        assert self._sources is not None
+        self._console.say(f"replacing the workers when a Python file below {self._sources} changes")
+        await watch_sources(self._sources, self._sources_changed)
+
+    def _sources_changed(self, what: str) -> None:
+        if not self._stop.is_set():
+            self._restart.request(what)
 
     def _missing(self) -> str:
         loading = [worker.name for worker in self.workers if not worker.is_ready]
@@ -247,6 +295,7 @@ def _frontend_program(options: ServeOptions, listener: int, store: Path, environ
     arguments = _child(
         *("frontend", stop_seconds, "--listener", str(listener), "--"),
         *("--http-host", options.http_host, "--http-port", str(options.http_port)),
+        *options.frontend_args,
         *(() if options.frontend_workers is None else ("--workers", str(options.frontend_workers))),
     )
     return Program("frontend", arguments, env, stop_seconds, (listener,))

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from dynamo import __version__
-from dynamo.cli.usage import EXIT_USAGE, PlainRefusal, UsageError
+from dynamo.cli.usage import EXIT_USAGE, PlainRefusal, UsageError, did_you_mean
 
 __all__ = ["main"]
 
 COMMANDS: Final = {
     # name: (module with `main(argv) -> int`, what it does)
     "serve": ("dynamo.cli.serve", "start a frontend and workers on this machine, ready for curl"),
+    "chat": ("dynamo.cli.chat", "talk to a served model in the terminal"),
     "new": ("dynamo.cli.new", "write the package of a new backend, with tests that pass"),
     "conformance": ("dynamo.cli.conformance", "hold an engine to the contract and name what it breaks"),
     "simulate": ("dynamo.cli.simulate", "run clusters under virtual time with seeded faults"),
@@ -37,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dynamo {__version__}")
         return 0
     if not args or args[0] not in COMMANDS:
-        said = f"there is no command {args[0]!r}" if args else "no command given"
-        print(f"dynamo: error: {said}; use one of {', '.join(COMMANDS)} (see dynamo --help)", file=sys.stderr)
+        problem = f"there is no command {args[0]!r}{did_you_mean(args[0], COMMANDS)}" if args else "no command given"
+        print(f"dynamo: error: {problem}; use one of {', '.join(COMMANDS)} (see dynamo --help)", file=sys.stderr)
         return EXIT_USAGE
     module = importlib.import_module(COMMANDS[args[0]][0])
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import math
 import os
@@ -16,6 +17,7 @@ from typing import Final
 from dynamo.cli.console import Console
 from dynamo.cli.engines import BUILT_IN, class_path
 from dynamo.cli.readiness import Address, bind
+from dynamo.cli.serve_config import ConfigFile, read_config
 from dynamo.cli.usage import CommandParser, UsageError, split_engine_args
 
 __all__ = ["ServeOptions", "main", "read_options"]
@@ -24,14 +26,23 @@ DEFAULT_REPLACE_SECONDS: Final = 1800.0  # half an hour to load a model, as the 
 DEFAULT_ENGINE: Final = "reference"  # without a model it serves the one that comes with it
 MAX_WORKERS: Final = 256  # a slip of the keyboard should not start ten thousand processes
 MAX_FRONTEND_WORKERS: Final = 64  # as the frontend itself says
+DEFAULT_HOST: Final = "127.0.0.1"  # nothing is open to a network before somebody asks for it
+ROUTER_MODES: Final = ("round-robin", "random", "power-of-two", "least-loaded", "direct", "device-aware-weighted")
 
 _EPILOG: Final = f"""\
 Without a MODEL and an engine, the small demonstration model is served that comes with this package. A MODEL without an
 engine is the directory of a Llama, Qwen2 or Qwen3 model.
 
-engines: {", ".join(sorted(BUILT_IN))}, or module:Class or module:function (also from the current directory). A function
-that takes messages, prompt or token_ids and yields text or token ids is an engine. Everything after -- goes to the
-engine's from_args unchanged. The frontend reads its variables as always (DYN_ROUTER_MODE, DYN_TLS_CERT_PATH, ...).
+engines: {", ".join(sorted(BUILT_IN))}, or module:Class, module:function (also from the current directory) or
+file.py:function. A function that takes messages, prompt or token_ids and yields text or token ids is an engine.
+Everything after -- goes to the engine's from_args unchanged. The frontend reads its variables as always
+(DYN_TLS_CERT_PATH, DYN_HTTP_BODY_LIMIT_MB, ...).
+
+Only this machine can connect, unless --host names an address of a network (0.0.0.0: all of them).
+
+--config FILE is a TOML file: the options above as keys (workers = 2), flags of the frontend in a table [frontend-args]
+(max-requests-in-flight = 100), and those of the engine in [engine-args]. The command line wins over the file, and the file
+over the environment.
 
 A process that dies is started again. Ctrl-C lets requests in flight end; a second one does not. Exit status: 0 after a
 clean stop, 2 for an error of use, else that of the process that could not be kept running.
@@ -42,7 +53,7 @@ was served goes on. The frontend stays as it is.
 
 example:
   dynamo serve ~/models/Qwen3-0.6B
-  dynamo serve --engine app:answer
+  dynamo serve --engine app.py:answer --reload
   dynamo serve --engine my_backend.engine:MyEngine --workers 2 --http-port 9000 -- --delay 0.02
 """
 
@@ -61,6 +72,8 @@ class ServeOptions:
     frontend_workers: int | None = None  # None: as DYN_FRONTEND_WORKERS says
     replace_seconds: float = DEFAULT_REPLACE_SECONDS
     chaos: Path | None = None  # a plan of faults on purpose, allowed
+    frontend_args: tuple[str, ...] = ()
+    reload: bool = False  # replace the workers when the engine's files change
 
 
 def main(argv: list[str]) -> int:
@@ -80,8 +93,63 @@ def main(argv: list[str]) -> int:
 
 
 def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
-    """The command line over the environment. Raises UsageError; leaves as argparse does for `--help`."""
+    """Merge the command line, the configuration file and the environment, in this order of precedence.
+
+    Raises UsageError; leaves as argparse does for `--help`.
+    """
     own, engine_args = split_engine_args(argv)
+    parser = _parser(env)
+    file = _config_file(parser, own)
+    parser.set_defaults(**{name.replace("-", "_"): value for name, value in file.options.items()})
+    given = parser.parse_args(own)
+    engine_args = [*file.engine_args, *engine_args]
+    if not 1 <= given.workers <= MAX_WORKERS:
+        raise UsageError(f"--workers {given.workers} is out of range; use 1 to {MAX_WORKERS}")
+    if given.frontend_workers is not None and not 1 <= given.frontend_workers <= MAX_FRONTEND_WORKERS:
+        raise UsageError(
+            f"--frontend-workers {given.frontend_workers} is out of range; use 1 to {MAX_FRONTEND_WORKERS}"
+        )
+    if given.in_process and (given.frontend_workers or 1) > 1:
+        raise UsageError("--frontend-workers has no meaning with --in-process: that is one process")
+    if not 0 < given.replace_timeout < math.inf:
+        raise UsageError(f"--replace-timeout {given.replace_timeout:g} is out of range; use seconds above 0")
+    if given.in_process and given.store is not None:
+        raise UsageError("--store has no meaning with --in-process: one process finds itself in memory")
+    if given.engine is None and given.model is not None and not Path(given.model).expanduser().is_dir():
+        raise UsageError(
+            f"there is no directory {given.model}; the {DEFAULT_ENGINE} engine serves a model's directory. To serve a name "
+            "without a model, add --engine sample"
+        )
+    engine = given.engine or DEFAULT_ENGINE
+    class_path(engine)
+    _check_planes(engine_args)
+    model_args = [] if given.model is None else ["--model-name", given.model]
+    if given.reload and engine in BUILT_IN:
+        raise UsageError(
+            f"--reload watches the files of your own engine, and {engine} comes with this package; add --engine"
+        )
+    if given.reload and given.in_process:
+        raise UsageError("--reload replaces worker processes, and --in-process has none")
+    if given.in_process and (given.router_mode or file.frontend_args):
+        raise UsageError("--router-mode and [frontend-args] have no meaning with --in-process: there is one worker")
+    router = ("--router-mode", given.router_mode) if given.router_mode else ()
+    return ServeOptions(
+        engine=engine,
+        engine_args=(*model_args, *engine_args),
+        workers=given.workers,
+        http_host=given.http_host,
+        http_port=_port(str(given.http_port)),
+        store=given.store,
+        in_process=given.in_process,
+        frontend_workers=given.frontend_workers,
+        replace_seconds=given.replace_timeout,
+        chaos=_chaos(given.chaos, given.allow_chaos, engine_args, env, is_one_process=given.in_process),
+        frontend_args=(*file.frontend_args, *router),
+        reload=given.reload,
+    )
+
+
+def _parser(env: Mapping[str, str]) -> CommandParser:
     parser = CommandParser(
         "dynamo serve",
         description="Start a frontend and workers on this machine. No service is needed.",
@@ -92,16 +160,30 @@ def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
     parser.add_argument("--engine", metavar="NAME|module:NAME", help=f"the engine (default: {DEFAULT_ENGINE})")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="how many workers (default: 1)")
     parser.add_argument(
+        "--host",
         "--http-host",
-        default=env.get("DYN_HTTP_HOST", "").strip() or "0.0.0.0",
+        dest="http_host",
+        default=env.get("DYN_HTTP_HOST", "").strip() or DEFAULT_HOST,
         metavar="HOST",
-        help="address the frontend listens on (default: %(default)s) [DYN_HTTP_HOST]",
+        help="address the frontend listens on; 0.0.0.0 opens it to the network (default: %(default)s) [DYN_HTTP_HOST]",
     )
     parser.add_argument(
+        "--port",
         "--http-port",
+        dest="http_port",
         default=env.get("DYN_HTTP_PORT", "").strip() or "8000",
         metavar="PORT",
         help="its port; 0 takes any free one (default: %(default)s) [DYN_HTTP_PORT]",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with these options (see below)")
+    parser.add_argument(
+        "--router-mode",
+        choices=ROUTER_MODES,
+        metavar="MODE",
+        help=f"how a worker is chosen: {', '.join(ROUTER_MODES)} (default: round-robin) [DYN_ROUTER_MODE]",
+    )
+    parser.add_argument(
+        "--reload", action="store_true", help="replace the workers, one by one, when the engine's Python files change"
     )
     parser.add_argument(
         "--store",
@@ -124,45 +206,50 @@ def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
     )
     parser.add_argument("--in-process", action="store_true", help="all of it in one process, over memory")
     parser.add_argument(
-        "--chaos", type=Path, metavar="FILE", help="break as this plan says (TOML); needs --allow-chaos too [DYN_CHAOS]"
+        "--chaos",
+        type=Path,
+        metavar="FILE",
+        help="inject the faults of this plan (TOML); needs --allow-chaos, too [DYN_CHAOS]",
     )
     parser.add_argument(
-        "--allow-chaos", action="store_true", help="yes, these processes may fail on purpose [DYN_ALLOW_CHAOS]"
+        "--allow-chaos", action="store_true", help="permit fault injection in these processes [DYN_ALLOW_CHAOS]"
     )
-    given = parser.parse_args(own)
-    if not 1 <= given.workers <= MAX_WORKERS:
-        raise UsageError(f"--workers {given.workers} is out of range; use 1 to {MAX_WORKERS}")
-    if given.frontend_workers is not None and not 1 <= given.frontend_workers <= MAX_FRONTEND_WORKERS:
-        raise UsageError(
-            f"--frontend-workers {given.frontend_workers} is out of range; use 1 to {MAX_FRONTEND_WORKERS}"
-        )
-    if given.in_process and (given.frontend_workers or 1) > 1:
-        raise UsageError("--frontend-workers has no meaning with --in-process: that is one process")
-    if not 0 < given.replace_timeout < math.inf:
-        raise UsageError(f"--replace-timeout {given.replace_timeout:g} is out of range; use seconds above 0")
-    if given.in_process and given.store is not None:
-        raise UsageError("--store has no meaning with --in-process: one process finds itself in memory")
-    if given.engine is None and given.model is not None and not Path(given.model).expanduser().is_dir():
-        raise UsageError(
-            f"there is no directory {given.model}; the {DEFAULT_ENGINE} engine serves a model's directory. To serve a name "
-            "without a model, add --engine sample"
-        )
-    engine = given.engine or DEFAULT_ENGINE
-    class_path(engine)
-    _check_planes(engine_args)
-    model_args = [] if given.model is None else ["--model-name", given.model]
-    return ServeOptions(
-        engine=engine,
-        engine_args=(*model_args, *engine_args),
-        workers=given.workers,
-        http_host=given.http_host,
-        http_port=_port(given.http_port),
-        store=given.store,
-        in_process=given.in_process,
-        frontend_workers=given.frontend_workers,
-        replace_seconds=given.replace_timeout,
-        chaos=_chaos(given.chaos, given.allow_chaos, engine_args, env, is_one_process=given.in_process),
-    )
+    return parser
+
+
+def _config_file(parser: CommandParser, own: list[str]) -> ConfigFile:
+    """Read the file that `--config` names, before the other options: it sets their defaults."""
+    finder = CommandParser("dynamo serve", add_help=False)
+    finder.add_argument("--config", type=Path)
+    path = finder.parse_known_args(own)[0].config
+    if path is None:
+        return ConfigFile({}, (), ())
+    actions = {
+        name.removeprefix("--"): action
+        for action in parser._actions
+        for name in (action.option_strings or [action.dest])
+        if action.dest not in {"help", "config"}
+    }
+    file = read_config(path, actions.keys())
+    options = {actions[name].dest: _converted(path, name, value, actions[name]) for name, value in file.options.items()}
+    return ConfigFile(options, file.frontend_args, file.engine_args)
+
+
+def _converted(path: Path, name: str, value: object, action: argparse.Action) -> object:
+    """Return the value of one key as its flag would give it. Raises UsageError."""
+    if isinstance(action, argparse._StoreTrueAction) or isinstance(value, bool):
+        if not (isinstance(action, argparse._StoreTrueAction) and isinstance(value, bool)):
+            wanted = "true or false" if isinstance(action, argparse._StoreTrueAction) else "a value, not true or false"
+            raise UsageError(f"--config {path}: {name} must be {wanted}")
+        return value
+    kind = action.type if callable(action.type) else str
+    try:
+        converted: object = kind(str(value))
+    except (TypeError, ValueError):
+        raise UsageError(f"--config {path}: {name} = {value!r} is not a valid value") from None
+    if action.choices is not None and converted not in action.choices:
+        raise UsageError(f"--config {path}: {name} = {value!r} is not one of {', '.join(map(str, action.choices))}")
+    return converted
 
 
 def _chaos(

@@ -68,12 +68,12 @@ class RollingRestart:
         self._is_running = False
         self._applicant: _Applicant | None = None
 
-    def request(self) -> None:
+    def request(self, reason: str) -> None:
         """Restart all workers; during a restart: once more after it, however often this is called."""
         if self._is_running:
-            self._say("SIGHUP: one restart more follows the one under way")
+            self._say(f"{reason}: one restart more follows the one under way")
         else:
-            self._say(f"SIGHUP: replacing {', '.join(worker.name for worker in self._workforce.workers)}")
+            self._say(f"{reason}: replacing {', '.join(worker.name for worker in self._workforce.workers)}")
         self._requested.set()
 
     def heard(self, place: Place, report: Mapping[str, Any]) -> bool:

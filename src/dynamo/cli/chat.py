@@ -1,0 +1,200 @@
+"""`dynamo chat`: talk to a served model in the terminal. Only the standard library; any OpenAI-compatible server will do."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any, Final, TextIO
+from urllib.parse import SplitResult, urlsplit
+
+from dynamo.cli.usage import CommandParser, UsageError, did_you_mean
+
+__all__ = ["ChatClient", "ServerError", "main"]
+
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+CONNECT_SECONDS: Final = 5.0
+READ_SECONDS: Final = 600.0  # a long prompt on a slow machine
+MAX_LINE_BYTES: Final = 1 << 20
+EXIT_FAILED: Final = 1
+
+_COMMANDS: Final = {"/reset": "forget the conversation", "/quit": "leave (also Ctrl-D)", "/help": "show these commands"}
+
+
+class ServerError(Exception):
+    """The server did not answer, or answered with an error; the message is for a person."""
+
+
+class ChatClient:
+    """Asks one server over HTTP."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        """Raises UsageError for a URL that is not HTTP."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise UsageError(f"{url!r} is not an HTTP address; write for example {DEFAULT_URL}")
+        self._parts: SplitResult = parts
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def models(self) -> list[str]:
+        """Return the names of the models that are served. Raises ServerError."""
+        with closing(self._connect()) as connection:
+            answer = self._request(connection, "GET", "/v1/models")
+            return [str(model["id"]) for model in json.loads(answer.read())["data"]]
+
+    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the delta of each chunk of one chat answer. Raises ServerError, also in the middle."""
+        with closing(self._connect()) as connection:
+            answer = self._request(connection, "POST", "/v1/chat/completions", {**body, "stream": True})
+            while line := answer.readline(MAX_LINE_BYTES):
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise ServerError(_error_text(chunk))
+                for choice in chunk.get("choices", ()):
+                    yield choice.get("delta") or {}
+            raise ServerError("the connection ended before the answer did")
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        return kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_SECONDS)
+
+    def _request(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> http.client.HTTPResponse:
+        try:
+            connection.connect()
+            connection.sock.settimeout(READ_SECONDS)
+            content = None if body is None else json.dumps(body).encode()
+            connection.request(method, self._base + path, content, self._headers)
+            answer = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(
+                f"no answer from {self._parts.geturl()}: {error or type(error).__name__}; is it running? `dynamo serve` starts one"
+            ) from error
+        if answer.status != 200:
+            raise ServerError(f"{answer.status}: {_error_text(_json(answer.read(MAX_LINE_BYTES)))}")
+        return answer
+
+
+def main(argv: list[str]) -> int:
+    """Hold a conversation, or ask once; the exit status."""
+    parser = CommandParser(
+        "dynamo chat",
+        description="Talk to a served model in the terminal.",
+        usage="dynamo chat [MESSAGE ...] [options]",
+        epilog="Without a MESSAGE it asks for one after the other and keeps the conversation; /help lists its commands.\n"
+        "A MESSAGE of - is read from standard input.\n\nexample:\n  dynamo chat What is 27 + 15?",
+    )
+    parser.add_argument("message", nargs="*", metavar="MESSAGE", help="ask this, print the answer and leave")
+    parser.add_argument("--url", default=DEFAULT_URL, help="the server (default: %(default)s)")
+    parser.add_argument("--model", help="which model (default: the only one, or the first)")
+    parser.add_argument("--system", metavar="TEXT", help="instructions that come before the conversation")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="at most so many tokens per answer")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the server's)")
+    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY", help="[OPENAI_API_KEY]")
+    options = parser.parse_args(argv)
+    client = ChatClient(options.url, options.api_key)
+    try:
+        body: dict[str, Any] = {"model": _model(client, options.model)}
+        if options.max_tokens is not None:
+            body["max_tokens"] = options.max_tokens
+        if options.temperature is not None:
+            body["temperature"] = options.temperature
+        messages = [] if options.system is None else [{"role": "system", "content": options.system}]
+        if options.message:
+            text = sys.stdin.read() if options.message == ["-"] else " ".join(options.message)
+            _ask(client, body, [*messages, {"role": "user", "content": text}], sys.stdout)
+            return 0
+        return _converse(client, body, messages)
+    except ServerError as error:
+        print(f"dynamo chat: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _model(client: ChatClient, asked: str | None) -> str:
+    served = client.models()
+    if not served:
+        raise ServerError("the server has no model yet; try again when a worker is ready")
+    if asked is not None and asked not in served:
+        raise UsageError(f"--model {asked!r} is not served{did_you_mean(asked, served)}; there is {', '.join(served)}")
+    return asked or served[0]
+
+
+def _converse(client: ChatClient, body: dict[str, Any], messages: list[dict[str, str]]) -> int:
+    print(f"{body['model']} (/help lists the commands)", file=sys.stderr)
+    first = len(messages)
+    while True:
+        try:
+            text = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return 0
+        if text.startswith("/"):
+            if text == "/quit":
+                return 0
+            if text == "/reset":
+                del messages[first:]
+            elif text == "/help":
+                print("\n".join(f"{name:8}{what}" for name, what in _COMMANDS.items()))
+            else:
+                print(f"there is no command {text}{did_you_mean(text, _COMMANDS)}; /help lists them")
+            continue
+        if not text:
+            continue
+        messages.append({"role": "user", "content": text})
+        try:
+            messages.append({"role": "assistant", "content": _ask(client, body, messages, sys.stdout)})
+        except ServerError as error:
+            print(f"dynamo chat: {error}", file=sys.stderr)
+            messages.pop()
+        except KeyboardInterrupt:  # ends this answer, and the worker's work on it, but not the conversation
+            print(" [stopped]")
+            messages.pop()
+
+
+def _ask(client: ChatClient, body: dict[str, Any], messages: list[dict[str, str]], out: TextIO) -> str:
+    """Print one answer as it comes, thoughts dimmed on a terminal; return its text."""
+    said: list[str] = []
+    is_thinking = False
+    dim, plain = ("\x1b[2m", "\x1b[0m") if out.isatty() and not os.environ.get("NO_COLOR") else ("", "")
+    try:
+        for delta in client.stream({**body, "messages": messages}):
+            thought = delta.get("reasoning_content") or delta.get("reasoning")
+            if thought:
+                out.write(thought if is_thinking else dim + thought)
+                is_thinking = True
+            if text := delta.get("content"):
+                out.write(f"{plain}\n{text}" if is_thinking else text)
+                is_thinking = False
+                said.append(text)
+            out.flush()
+    finally:
+        if said or is_thinking:
+            out.write(plain + "\n" if is_thinking else "\n")
+            out.flush()
+    return "".join(said)
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode("utf-8", "replace")[:500]
+
+
+def _error_text(body: Any) -> str:
+    if isinstance(body, dict):
+        error = body.get("error")
+        return str((error.get("message") if isinstance(error, dict) else error) or body.get("message") or body)
+    return str(body)

@@ -1,0 +1,121 @@
+"""`dynamo serve --config FILE` and `--reload`: what a file may say, and what is seen of a change."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dynamo.cli.reload import changed_files, source_times
+from dynamo.cli.serve import read_options
+from dynamo.cli.usage import UsageError
+from support.serve_command import serve_command
+
+
+def written(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "serve.toml"
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+def test_a_file_gives_the_options_the_flags_of_the_frontend_and_those_of_the_engine(tmp_path: Path) -> None:
+    argv = written(
+        tmp_path,
+        'engine = "sample"\nworkers = 3\nport = 9001\nhost = "::1"\n'
+        '[frontend-args]\nrouter-mode = "random"\nmax_requests_in_flight = 7\nignore-unsupported-fields = true\n'
+        '[engine-args]\nmodel-name = "m"\ndelay = 0.5\nlist = ["a", "b"]\n',
+    )
+    options = read_options(argv, {})
+    assert (options.engine, options.workers, options.http_port, options.http_host) == ("sample", 3, 9001, "::1")
+    assert options.frontend_args == (
+        *("--router-mode", "random", "--max-requests-in-flight", "7", "--ignore-unsupported-fields"),
+    )
+    assert options.engine_args == ("--model-name", "m", "--delay", "0.5", "--list", "a", "--list", "b")
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_environment(tmp_path: Path) -> None:
+    argv = written(tmp_path, 'engine = "sample"\nworkers = 3\nport = 9001\n')
+    env = {"DYN_HTTP_PORT": "7000", "DYN_HTTP_HOST": "127.0.0.9"}
+    options = read_options([*argv, "--workers", "5"], env)
+    assert (options.workers, options.http_port, options.http_host) == (5, 9001, "127.0.0.9")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("worker = 2", "there is no option 'worker'; did you mean workers?"),
+        ("workers = [1]", "workers must be a single value"),
+        ("workers = true", "workers must be a value, not true or false"),
+        ('workers = "many"', "workers = 'many' is not a valid value"),
+        ("in-process = 1", "in-process must be true or false"),
+        ('router-mode = "kindest"', "router-mode = 'kindest' is not one of round-robin"),
+        ("frontend-args = 3", "frontend-args must be a table: write [frontend-args]"),
+        ("[engine-args]\nflag = false", "[engine-args] flag must be a text, a number, true, or a list of these"),
+        ("[engine-args", "is not valid TOML"),
+        ("workers = 0", "--workers 0 is out of range"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        read_options(written(tmp_path, text), {})
+    assert words in str(refusal.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nothing\.toml cannot be read: No such file"):
+        read_options(["--config", str(tmp_path / "nothing.toml")], {})
+
+
+def test_only_this_machine_can_connect_unless_a_host_is_named() -> None:
+    assert read_options([], {}).http_host == "127.0.0.1"
+    assert read_options(["--host", "0.0.0.0"], {}).http_host == "0.0.0.0"
+
+
+# -- reload ---------------------------------------------------------------------------------------------------------------
+
+
+def test_changes_of_python_files_are_seen_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("app.py", "lib/part.py", "notes.txt", ".git/hook.py", "env/pyvenv.cfg", "env/deep.py", "dist/old.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    before = source_times(tmp_path)
+    assert sorted(before) == ["app.py", "lib/part.py"]
+    os.utime(tmp_path / "app.py", ns=(1, 1))
+    (tmp_path / "lib/part.py").unlink()
+    (tmp_path / "new.py").write_text("")
+    assert changed_files(before, source_times(tmp_path)) == ["app.py", "lib/part.py", "new.py"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--reload"], "reference comes with this package"),
+        (["--engine", "app:answer", "--reload", "--in-process"], "--in-process has none"),
+    ],
+)
+def test_reload_without_anything_to_watch_is_refused(argv: list[str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        read_options(argv, {})
+
+
+SHOUT = """
+async def shout(messages):
+    for word in messages[-1]["content"].split():
+        yield word.{how}() + " "
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_written_file_replaces_every_worker(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(SHOUT.format(how="upper"))
+    here = ("--engine", "app.py:shout", "--reload", "--workers", "2", "--host", "127.0.0.1", "--port", "0")
+    with serve_command(tmp_path, *here) as command:
+        command.patience = 120.0
+        command.wait_ready()
+        assert command.out.count("serves dynamo.backend.generate") == 2  # Ready means: all workers that were asked for
+        assert command.ask("shout") == "HI "
+        (tmp_path / "app.py").write_text(SHOUT.format(how="lower"))
+        command.wait_for(lambda: "all 2 workers were replaced" in command.out, "the new version")
+        assert command.ask("shout") == "hi "
+        assert "app.py changed: replacing worker-1, worker-2" in command.out
