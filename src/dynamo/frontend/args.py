@@ -309,6 +309,12 @@ def _build(base: FrontendSettings) -> _Parser:
         help="leave tools out of the prompt [DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE]",
     )
     text(
+        "--allow-control-tokens-in-text",
+        action=argparse.BooleanOptionalAction,
+        default=base.allow_control_tokens_in_text,
+        help="let messages spell control tokens such as <|im_end|> [DYN_ALLOW_CONTROL_TOKENS_IN_TEXT]",
+    )
+    text(
         "--reasoning-field-name",
         choices=REASONING_FIELDS,
         default=base.reasoning_field_name,

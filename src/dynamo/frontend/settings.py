@@ -124,6 +124,7 @@ class FrontendSettings:
     force_include_usage: bool = False
     exclude_tools_when_tool_choice_none: bool = True
     custom_jinja_template: str | None = None
+    allow_control_tokens_in_text: bool = False  # a message may spell the tokens that end a turn
     reasoning_field_name: str = "reasoning_content"
     streaming_tool_dispatch: bool = False
     streaming_reasoning_dispatch: bool = False
@@ -221,6 +222,7 @@ class FrontendSettings:
             ignore_unsupported_fields=env_bool("DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS", env=env),
             disable_nvext=env_bool("DYN_DISABLE_FRONTEND_NVEXT", env=env),
             force_include_usage=env_bool("DYN_ENABLE_FORCE_INCLUDE_USAGE", env=env),
+            allow_control_tokens_in_text=env_bool("DYN_ALLOW_CONTROL_TOKENS_IN_TEXT", env=env),
             exclude_tools_when_tool_choice_none=env_bool("DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE", True, env=env),
             reasoning_field_name=env_str("DYN_REASONING_FIELD_NAME", default.reasoning_field_name, env=env)
             or default.reasoning_field_name,

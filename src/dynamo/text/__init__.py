@@ -1,6 +1,7 @@
 """Text to tokens and back: tokenizers, chat templates, streaming detokenisation, stop conditions. Pure: no I/O but
 reading a model's files, no clock, no environment."""
 
+from dynamo.text.control_tokens import ControlTokens, RenderedPrompt
 from dynamo.text.decoder import ChoiceDecoder
 from dynamo.text.detokenizer import Detokenizer
 from dynamo.text.model import TextModel, load_text_model
@@ -16,8 +17,10 @@ __all__ = [
     "CachedTokenizer",
     "ChatTemplate",
     "ChoiceDecoder",
+    "ControlTokens",
     "Detokenizer",
     "JsonTokenizer",
+    "RenderedPrompt",
     "StopStrings",
     "TemplateRejected",
     "TextModel",

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.openai.responses import ChatLogprobs
+from dynamo.text.control_tokens import ControlTokens
 from dynamo.text.prefix_cache import CachedTokenizer
 from dynamo.text.templates import PLAIN_TEMPLATE, ChatTemplate
 from dynamo.text.tokenizer import (
@@ -38,6 +39,7 @@ class TextModel:
     eos_token_ids: tuple[int, ...]  # every id that ends an answer, in the order found
     context_length: int | None = None  # tokens; None: the files do not say
     generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the author's sampling defaults
+    control_tokens: ControlTokens | None = None  # None: the tokenizer has none
     has_chat_template: bool = False  # False: `template` is the plain one, because the model brings none
     logprob_pieces: ChatLogprobs = dataclasses.field(init=False, compare=False, repr=False)
 
@@ -82,6 +84,7 @@ def load_text_model(
         eos_token_ids=_eos_token_ids(generation, config, loaded.eos_token, loaded),
         context_length=_context_length(config, tokenizer_config),
         generation_config=generation,
+        control_tokens=ControlTokens.of(loaded),
         has_chat_template=source is not None,
     )
 

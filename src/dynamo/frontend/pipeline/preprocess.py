@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ from dynamo.protocol.openai.requests import (
     to_worker_fields,
 )
 from dynamo.protocol.openai.tool_schema import forced_choice
+from dynamo.text.control_tokens import Guarded, RenderedPrompt
 
 __all__ = ["Preprocessor"]
 
@@ -61,9 +63,12 @@ class Preprocessor:
             text = raw_prompt(request)
             if text is None:
                 overhead.mark(PARSE)
-                text = self._render(request, model)
+                prompt = self._render(request, model)
+                text = prompt.text
                 overhead.mark(TEMPLATE)
-            ids = await self._encode(model, text, overhead)
+            else:
+                prompt = RenderedPrompt(text)
+            ids = await self._encode(model, prompt, overhead)
         work = self._work(request, effects, model, [ids], overhead)
         self._check_length(work, model, is_chat=True)
         self._plan(request, model, work, text)
@@ -80,7 +85,8 @@ class Preprocessor:
         began = perf_counter()
         sources = request.prompts()
         prompts = [
-            await self._encode(model, prompt, overhead) if isinstance(prompt, str) else prompt for prompt in sources
+            await self._encode(model, RenderedPrompt(prompt), overhead) if isinstance(prompt, str) else prompt
+            for prompt in sources
         ]
         work = self._work(request, effects, model, prompts, overhead)
         self._check_length(work, model, is_chat=False)
@@ -101,7 +107,7 @@ class Preprocessor:
             tell_worker(request, config, plan, tokenizer, work.body)
             self._check_guided(work.body)
 
-    def _render(self, request: ChatRequest, model: ServedModel) -> str:
+    def _render(self, request: ChatRequest, model: ServedModel) -> RenderedPrompt:
         began = perf_counter()
         runtime_data = model.card.runtime_config.runtime_data
         variables = template_variables(request, default_thinking_mode=runtime_data.get("default_thinking_mode"))
@@ -111,27 +117,31 @@ class Preprocessor:
             variables["tool_choice"] = msgspec.to_builtins(request.tool_choice)
         config = model.card.runtime_config
         excludes = self._settings.exclude_tools_when_tool_choice_none and config.exclude_tools_when_tool_choice_none
+        messages = template_messages(request, config.tool_call_arguments_format)
+        tools = template_tools(request, exclude_when_none=excludes)
+        guarded: Guarded | None = None
+        if model.text.control_tokens is not None and not self._settings.allow_control_tokens_in_text:
+            guarded = model.text.control_tokens.guard(messages, tools, variables)
         text = model.text.template.render(
-            template_messages(request, config.tool_call_arguments_format),
-            tools=template_tools(request, exclude_when_none=excludes),
+            messages if guarded is None else guarded.messages,
+            tools=tools if guarded is None else guarded.tools,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=request.continue_final_message is True,
             think_marks=think_marks(config, model.text.tokenizer),
-            variables=variables,
+            variables=variables if guarded is None else guarded.variables,
         )
+        prompt = RenderedPrompt(text) if guarded is None else guarded.restore(text)
         self._metrics.template_seconds.observe(perf_counter() - began)
-        return text
+        return prompt
 
-    async def _encode(self, model: ServedModel, text: str, overhead: Overhead) -> list[int]:
+    async def _encode(self, model: ServedModel, prompt: RenderedPrompt, overhead: Overhead) -> list[int]:
         overhead.mark(PARSE)
         began = perf_counter()
-        if "\0" in text:
-            text = text.replace("\0", "")
-        tokenizer = model.text.tokenizer
-        if len(text) <= self._settings.inline_tokenize_characters:
-            ids = tokenizer.encode(text)
+        encode = _encoder(model, prompt)
+        if len(prompt.text) <= self._settings.inline_tokenize_characters:
+            ids = encode()
         else:
-            started, ids = await self._offload(_timed(tokenizer.encode_unlocked, text))
+            started, ids = await self._offload(_timed(encode))
             overhead.mark(QUEUE, started)
         overhead.mark(TOKENISE)
         seconds = perf_counter() - began
@@ -224,6 +234,14 @@ class Preprocessor:
             )
 
 
-def _timed(encode: Callable[[str], list[int]], text: str) -> Callable[[], tuple[float, list[int]]]:
+def _encoder(model: ServedModel, prompt: RenderedPrompt) -> Callable[[], list[int]]:
+    """Return the work of tokenising this prompt."""
+    tokenizer, control = model.text.tokenizer, model.text.control_tokens
+    if prompt.cuts and control is not None:
+        return partial(control.encode, tokenizer, prompt)
+    return partial(tokenizer.encode_unlocked, prompt.text.replace("\0", "") if "\0" in prompt.text else prompt.text)
+
+
+def _timed(encode: Callable[[], list[int]]) -> Callable[[], tuple[float, list[int]]]:
     """When the work began, and what it gave."""
-    return lambda: (perf_counter(), encode(text))
+    return lambda: (perf_counter(), encode())
