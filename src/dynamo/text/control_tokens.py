@@ -99,10 +99,12 @@ def _trie_pattern(tokens: list[str]) -> str:
         return "(?!)"  # matches nowhere
     if "" in tokens or len(tokens) == 1:
         return re.escape(tokens[0])
-    groups = {first: [token[1:] for token in group] for first, group in groupby(tokens, key=itemgetter(0))}
+    groups: dict[str, list[str]] = {
+        first: [token[1:] for token in group] for first, group in groupby(tokens, key=itemgetter(0))
+    }
     if len(groups) == 1:
-        ((first, rest),) = groups.items()
-        return re.escape(first) + _trie_pattern(rest)
+        first = tokens[0][0]
+        return re.escape(first) + _trie_pattern(groups[first])
     return "(?:" + "|".join(re.escape(first) + _trie_pattern(rest) for first, rest in groups.items()) + ")"
 
 
