@@ -311,7 +311,7 @@ def _add_tls(flags: _Flags) -> None:
 
 def _add_chaos(flags: _Flags) -> None:
     flags.add("--chaos", "DYN_CHAOS", None, "break as this plan says (TOML); needs --allow-chaos too", read=_chaos)
-    flags.switch("--allow-chaos", "DYN_ALLOW_CHAOS", None, "yes, this process may fail on purpose")
+    flags.switch("--allow-chaos", "DYN_ALLOW_CHAOS", None, "permit fault injection in this process")
     flags.add("--chaos-name", "DYN_CHAOS_NAME", None, "what this process is called in the plan (default: worker)")
 
 

@@ -17,13 +17,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.routing import BaseRoute, Route, Router
+from starlette.types import ASGIApp
 
 from dynamo.frontend.admission.model import AdmissionPolicy
 from dynamo.frontend.admission.process import Admission, Stage
 from dynamo.frontend.apis.surfaces import ChatSurface, CompletionSurface
-from dynamo.frontend.http.asgi import BodyBudget, Receive, Scope, Send, reply, reply_rejected
+from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply, reply_rejected
 from dynamo.frontend.http.offload import Offload, ThreadOffload
 from dynamo.frontend.http.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute, Peers
+from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePage, ScriptRoute
 from dynamo.frontend.metrics import STALL_SECONDS, FrontendMetrics
 from dynamo.frontend.models.cards import Scope as NamespaceScope
 from dynamo.frontend.models.directory import ModelDirectory, WorkerClient
@@ -94,7 +96,9 @@ class Frontend:
         self._budget = BodyBudget(settings.pending_bodies_limit_bytes)
         self.shedding = Shedding(settings, self.models, self._loads, peers)
         self._probe: asyncio.TimerHandle | None = None
-        self.asgi = Router(routes=self._routes(), redirect_slashes=False, default=_unmatched)
+        self.asgi = _with_cors(
+            Router(routes=self._routes(), redirect_slashes=False, default=_unmatched), settings.cors_origins
+        )
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -204,8 +208,25 @@ class Frontend:
             _Endpoint(paths["live"], LiveRoute(self.admission), "GET"),
             _Endpoint(paths["metrics"], MetricsRoute(self.metrics, self._offload, self._peers), "GET"),
             _Endpoint("/openapi.json", OpenApiRoute(), "GET"),
+            *self._pages(),
             *self._admin_routes(),
         ]
+
+    def _pages(self) -> Sequence[BaseRoute]:
+        """Return the pages for people."""
+        paths = self.settings.paths
+        links = (
+            (DOCS_PATH, "the API, to read and to try"),
+            (paths["models"], "the models as JSON"),
+            (paths["health"], "whether requests are taken, and by which workers"),
+            (paths["metrics"], "metrics for Prometheus"),
+        )
+        home = HomePage(lambda: [model.name for model in self.models.models()], paths["chat"], links)
+        return (
+            _Endpoint("/", home, "GET"),
+            _Endpoint(DOCS_PATH, DocsPage(), "GET"),
+            _Endpoint(SCRIPT_PATH, ScriptRoute(), "GET"),
+        )
 
     def _admin_routes(self) -> Sequence[BaseRoute]:
         if self.settings.disable_admin_api:
@@ -213,6 +234,28 @@ class Frontend:
         return (
             _Endpoint("/busy_threshold", BusyThresholdRoute(self.shedding, self.models, self._budget), "GET", "POST"),
         )
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return the app as browsers' pages of these origins may call it; unchanged where there are none."""
+    if not origins:
+        return app
+    from starlette.middleware.cors import CORSMiddleware
+
+    async def visible(scope: Scope, receive: Receive, send: Send) -> None:
+        # A whole answer that is written past `send` would miss the headers that the middleware adds there.
+        extensions = {name: it for name, it in (scope.get("extensions") or {}).items() if name != RESPOND_EXTENSION}
+        await app({**scope, "extensions": extensions}, receive, send)
+
+    any_origin = "*" in origins
+    return CORSMiddleware(
+        visible,
+        allow_origins=["*"] if any_origin else list(origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],  # client libraries add headers of their own
+        allow_credentials=not any_origin,
+        expose_headers=["x-request-id", "retry-after", "server-timing"],
+    )
 
 
 class _Endpoint(Route):

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, NoReturn
+from urllib.parse import urlsplit
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.admission.model import RequestLimit
@@ -123,6 +124,8 @@ def parse_args(
     }
     if "nats_tls_insecure" in given:
         exported["NATS_TLS_INSECURE"] = "1" if given.pop("nats_tls_insecure") else "0"
+    if "cors_origins" in given:
+        given["cors_origins"] = tuple(given["cors_origins"])
     settings = dataclasses.replace(base, **given, exported=exported)
     _check(parser, settings)
     try:
@@ -365,6 +368,15 @@ def _build(base: FrontendSettings) -> _Parser:
     )
 
     other = parser.add_argument_group("other").add_argument
+    other(
+        "--cors-origin",
+        dest="cors_origins",
+        action="append",
+        type=_origin,
+        default=argparse.SUPPRESS,
+        metavar="URL",
+        help="let web pages of this origin call the API (repeatable; * for any, without credentials) [DYN_CORS_ORIGINS]",
+    )
     other("--metrics-prefix", default=base.metrics_prefix, help="(%(default)s) [DYN_METRICS_PREFIX]")
     other(
         "--chaos",
@@ -376,7 +388,7 @@ def _build(base: FrontendSettings) -> _Parser:
         "--allow-chaos",
         action=argparse.BooleanOptionalAction,
         default=base.allow_chaos,
-        help="yes, this process may fail on purpose [DYN_ALLOW_CHAOS]",
+        help="permit fault injection in this process [DYN_ALLOW_CHAOS]",
     )
     other(
         "--chaos-name",
@@ -484,6 +496,11 @@ def _at_least(text: str, minimum: int) -> int:
 
 def _check(parser: _Parser, settings: FrontendSettings) -> None:
     _check_places(parser, settings)
+    for origin in settings.cors_origins:  # from the environment: argparse judges only the flag
+        try:
+            _origin(origin)
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"DYN_CORS_ORIGINS: {error}")
     if settings.reasoning_field_name not in REASONING_FIELDS:  # from the environment: argparse judges only the flag
         parser.error(f"DYN_REASONING_FIELD_NAME must be one of {', '.join(REASONING_FIELDS)}")
     if settings.router_mode == "kv":
@@ -509,6 +526,16 @@ def _check(parser: _Parser, settings: FrontendSettings) -> None:
             ChatTemplate(Path(settings.custom_jinja_template).read_text(encoding="utf-8"))
         except (InvalidArgument, OSError, UnicodeDecodeError) as error:
             parser.error(f"--chat-template {settings.custom_jinja_template}: {error}")
+
+
+def _origin(text: str) -> str:
+    """Check an origin as browsers send it: scheme, host and port, and nothing behind."""
+    parts = urlsplit(text)
+    if text != "*" and (
+        parts.scheme not in {"http", "https"} or not parts.netloc or text.rstrip("/") != text or parts.path
+    ):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an origin; write for example https://app.example.com, or *")
+    return text
 
 
 def _check_chaos(parser: _Parser, settings: FrontendSettings) -> None:

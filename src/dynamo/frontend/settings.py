@@ -88,6 +88,7 @@ class FrontendSettings:
     active_prefill_tokens_threshold: int | None = None
     active_prefill_tokens_threshold_frac: float | None = None  # of `max_num_batched_tokens`
     disable_admin_api: bool = False
+    cors_origins: tuple[str, ...] = ()  # pages of these origins may call; "*": of any, without credentials
     max_requests_in_flight: int = DEFAULT_MAX_REQUESTS_IN_FLIGHT
     max_requests_per_model: RequestLimit | None = None  # off: an engine's own queue is a legitimate place to wait
     max_queue_age_seconds: float | None = None  # None: see `model_admission`; 0: off
@@ -176,6 +177,7 @@ class FrontendSettings:
             active_prefill_tokens_threshold=_optional_int("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD", minimum=0, env=env),
             active_prefill_tokens_threshold_frac=_optional_float("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC", env=env),
             disable_admin_api=env_bool("DYN_DISABLE_FRONTEND_ADMIN_API", env=env),
+            cors_origins=tuple(filter(None, map(str.strip, (env_str("DYN_CORS_ORIGINS", env=env) or "").split(",")))),
             max_requests_in_flight=env_int(
                 "DYN_HTTP_MAX_REQUESTS_IN_FLIGHT", default.max_requests_in_flight, minimum=1, env=env
             ),
