@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 
 from dynamo.errors import CannotConnect, InvalidArgument
+from dynamo.frontend.models import directory as models
 from dynamo.frontend.models.cards import CardBook, GroupKey, Scope
-from dynamo.frontend.models.directory import directory as models
 from dynamo.frontend.models.files import ChecksumMismatch, ModelFiles
 from dynamo.protocol.model_types import WorkerType
 from dynamo.protocol.records import ModelCard, ModelRecord

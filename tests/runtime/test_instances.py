@@ -1,124 +1,47 @@
-"""The instance set: who may be chosen, and who is."""
+"""The instances of an endpoint: records, health, load, and records that claim the same id."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from enum import Enum
+import logging
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dynamo.errors import InvalidArgument, WorkerUnavailable
-from dynamo.runtime.instances import InstanceSet, RouterMode, Turn, decode_instance, encode_instance
+from dynamo.errors import WorkerUnavailable
+from dynamo.runtime.instances import InstanceSet, decode_instance, encode_instance
 from dynamo.runtime.request_plane.base import Instance
 
-BALANCING = [mode for mode in RouterMode if mode is not RouterMode.DIRECT]
+FOREIGN = "v1/instances/ns/c/e/foreign"
 
 
-def instance(instance_id: int, device: str | None = "cuda") -> Instance:
+def instance(instance_id: int, address: str = "127.0.0.1:1") -> Instance:
     return Instance(
         namespace="ns",
         component="c",
         endpoint="e",
         instance_id=instance_id,
-        transport={"tcp": f"127.0.0.1:1/{instance_id:x}/ns/c/e"},
-        device_type=device,
+        transport={"tcp": f"{address}/{instance_id:x}/ns/c/e"},
+        device_type="cuda",
     )
 
 
-def make(*ids: int, seed: int = 0, inhibit_seconds: float = 5.0) -> InstanceSet:
-    found = InstanceSet("ns/c/e", rng=random.Random(seed), inhibit_seconds=inhibit_seconds)
+def add(found: InstanceSet, record: Instance) -> None:
+    found.put(f"v1/instances/{record.key}", record)
+
+
+def make(*ids: int, inhibit_seconds: float = 5.0) -> InstanceSet:
+    found = InstanceSet("ns.c.e", inhibit_seconds=inhibit_seconds)
     for instance_id in ids:
-        found.add(instance(instance_id))
+        add(found, instance(instance_id))
     return found
 
 
-@pytest.mark.parametrize("mode", list(RouterMode))
-def test_without_instances_every_mode_says_so(mode: RouterMode) -> None:
-    with pytest.raises(WorkerUnavailable, match=r"^No workers available for endpoint ns/c/e$"):
-        make().pick(mode, 0)
+def healthy(found: InstanceSet, now: float) -> list[int]:
+    return [each.instance_id for each in found.candidates(now) if not each.is_circuit_open]
 
 
-@pytest.mark.parametrize("mode", BALANCING)
-def test_every_balancing_mode_reaches_every_instance(mode: RouterMode) -> None:
-    found = make(1, 2, 3)
-    seen: Counter[int] = Counter()
-    for _ in range(300):
-        chosen = found.pick(mode, 0).instance_id
-        found.book(chosen)
-        seen[chosen] += 1
-    assert set(seen) == {1, 2, 3}
-    assert min(seen.values()) > 50
-
-
-def test_those_who_share_an_endpoint_each_have_their_own_turn() -> None:
-    # A request of two halves: the first has one to choose from, the second two. With one turn for both, 3 never had its.
-    found, first, second = make(1, 2, 3), Turn(), Turn()
-    seen: Counter[int] = Counter()
-    for _ in range(10):
-        assert found.pick(RouterMode.ROUND_ROBIN, 0, {2, 3}, turn=first).instance_id == 1
-        seen[found.pick(RouterMode.ROUND_ROBIN, 0, {1}, turn=second).instance_id] += 1
-    assert seen == {2: 5, 3: 5}
-
-
-@pytest.mark.parametrize("mode", BALANCING)
-@given(seed=st.integers(), down=st.sets(st.integers(1, 6)), exclude=st.sets(st.integers(1, 6)))
-def test_no_mode_picks_an_excluded_instance_or_one_in_quarantine_while_there_are_others(
-    mode: RouterMode, seed: int, down: set[int], exclude: set[int]
-) -> None:
-    found = make(1, 2, 3, 4, 5, 6, seed=seed)
-    for instance_id in down:
-        found.inhibit(instance_id, 0)
-    allowed = {1, 2, 3, 4, 5, 6} - down - exclude
-    if not allowed:
-        with pytest.raises(WorkerUnavailable):
-            found.pick(mode, 1, exclude, only_well=True)
-        return
-    for _ in range(12):
-        assert found.pick(mode, 1, exclude).instance_id in allowed
-
-
-def test_round_robin_takes_turns_and_survives_comings_and_goings() -> None:
-    found = make(10, 30, 50)
-    assert [found.pick(RouterMode.ROUND_ROBIN, 0).instance_id for _ in range(4)] == [10, 30, 50, 10]
-    found.add(instance(20))
-    found.remove(30)
-    assert [found.pick(RouterMode.ROUND_ROBIN, 0).instance_id for _ in range(4)] == [20, 50, 10, 20]
-
-
-def test_least_loaded_takes_the_fewest_open_streams() -> None:
-    found = make(1, 2, 3)
-    for instance_id in (1, 1, 2, 3, 3):
-        found.book(instance_id)
-    assert found.pick(RouterMode.LEAST_LOADED, 0).instance_id == 2
-    found.release(1)
-    found.release(1)
-    assert found.pick(RouterMode.LEAST_LOADED, 0).instance_id == 1
-
-
-def test_power_of_two_never_takes_the_busiest_of_three() -> None:
-    found = make(1, 2, 3)
-    found.book(2)
-    assert {found.pick(RouterMode.POWER_OF_TWO, 0).instance_id for _ in range(50)} == {1, 3}
-
-
-def test_device_aware_gives_a_gpu_eight_times_the_streams_of_a_cpu() -> None:
-    found = InstanceSet("ns/c/e", rng=random.Random(1))
-    found.add(instance(1, "cuda"))
-    found.add(instance(2, "cpu"))
-    for _ in range(90):
-        found.book(found.pick(RouterMode.DEVICE_AWARE_WEIGHTED, 0).instance_id)
-    assert (found.inflight(1), found.inflight(2)) == (80, 10)
-
-
-def test_direct_needs_a_name_unless_one_is_left() -> None:
-    found = make(1, 2)
-    with pytest.raises(InvalidArgument, match="name the instance"):
-        found.pick(RouterMode.DIRECT, 0)
-    assert found.pick(RouterMode.DIRECT, 0, exclude={1}).instance_id == 2
+def test_an_instance_is_found_by_its_name_and_an_unknown_one_is_named() -> None:
+    found = make(1)
     assert found.named(1).instance_id == 1
     with pytest.raises(WorkerUnavailable, match=r"^instance_id=7 not found for endpoint ns/c/e$"):
         found.named(7)
@@ -128,63 +51,68 @@ def test_an_inhibited_instance_returns_after_its_time_or_when_it_appears_again()
     found = make(1, 2)
     found.inhibit(1, now=100.0)
     found.inhibit(2, now=100.0)
-    assert [i.instance_id for i in found.routable(104.9)] == []
+    assert healthy(found, 104.9) == []
     assert [i.instance_id for i in found.discovered] == [1, 2]
-    found.add(instance(2))
-    assert [i.instance_id for i in found.routable(104.9)] == [2]
-    assert [i.instance_id for i in found.routable(105.0)] == [1, 2]
+    add(found, instance(2))
+    assert healthy(found, 104.9) == [2]
+    assert healthy(found, 105.0) == [1, 2]
 
 
 def test_inhibition_can_be_switched_off_and_ignores_strangers() -> None:
     found = make(1, inhibit_seconds=0)
     found.inhibit(1, now=0)
     found.inhibit(99, now=0)
-    assert len(found.routable(0)) == 1
+    assert healthy(found, 0) == [1]
 
 
 def test_load_of_a_removed_instance_is_forgotten_with_its_last_stream() -> None:
     found = make(1)
-    found.book(1)
-    found.remove(1)
-    assert found.inflight(1) == 1
-    found.release(1)
-    found.release(1)
-    assert found.inflight(1) == 0
+    booking = found.book(1)
+    found.remove(f"v1/instances/{instance(1).key}")
+    assert found.loads.in_flight(1) == 1
+    booking.release()
+    booking.release()
+    assert found.loads.in_flight(1) == 0
 
 
-def test_the_same_seed_makes_the_same_choices() -> None:
-    def choices(seed: int) -> list[int]:
-        found = make(1, 2, 3, 4, seed=seed)
-        return [found.pick(RouterMode.RANDOM, 0).instance_id for _ in range(20)]
-
-    assert choices(7) == choices(7) != choices(8)
-
-
-class Foreign(Enum):
-    RoundRobin = 1
-    PowerOfTwoChoices = 2
-    DeviceAwareWeighted = 3
+def test_candidates_are_the_members_with_their_device_and_load() -> None:
+    found = make(3, 1, 2)
+    found.book(2)
+    (one, two) = found.candidates(0.0, members={1, 2}, busy={1})
+    assert (one.key, one.device, one.in_flight, one.is_busy) == (("ns.c.e", 1), "cuda", 0, True)
+    assert (two.key, two.in_flight, two.is_busy) == (("ns.c.e", 2), 1, False)
 
 
-@pytest.mark.parametrize(
-    ("value", "mode"),
-    [
-        ("round-robin", RouterMode.ROUND_ROBIN),
-        ("ROUND_ROBIN", RouterMode.ROUND_ROBIN),
-        (RouterMode.RANDOM, RouterMode.RANDOM),
-        (Foreign.RoundRobin, RouterMode.ROUND_ROBIN),
-        (Foreign.PowerOfTwoChoices, RouterMode.POWER_OF_TWO),
-        (Foreign.DeviceAwareWeighted, RouterMode.DEVICE_AWARE_WEIGHTED),
-    ],
-)
-def test_a_mode_is_understood_in_every_spelling(value: object, mode: RouterMode) -> None:
-    assert RouterMode.of(value) is mode
+@pytest.mark.parametrize("foreign_first", [True, False])
+def test_of_two_records_of_one_id_the_one_under_its_own_key_is_used(
+    foreign_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, foreign, found = instance(1), instance(1, "10.0.0.9:9"), make()
+    records = [(FOREIGN, foreign), (f"v1/instances/{own.key}", own)]
+    for key, record in records if foreign_first else reversed(records):
+        found.put(key, record)
+    found.put(FOREIGN, foreign)  # once is enough for the log
+    assert found.named(1) is own
+    assert [each.instance_id for each in found.discovered] == [1]
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "2 records of ns.c.e claim instance id 1" in caplog.text
+    found.remove(FOREIGN)
+    assert found.named(1) is own
 
 
-@pytest.mark.parametrize("value", ["", "kv", "fastest", 3])
-def test_an_unknown_mode_names_those_there_are(value: object) -> None:
-    with pytest.raises(InvalidArgument, match="round-robin"):
-        RouterMode.of(value)
+def test_a_collision_ends_at_the_record_behind_which_a_worker_lives() -> None:
+    own, foreign, found = instance(1), instance(1, "10.0.0.9:9"), make()
+    found.put(f"v1/instances/{own.key}", own)
+    assert not found.use_next_record(own)  # there is no other
+    found.put(FOREIGN, foreign)
+    assert found.use_next_record(own)
+    assert found.named(1) is foreign
+    assert found.use_next_record(own)  # the failure of an older attempt changes nothing
+    assert found.named(1) is foreign
+    found.remove(FOREIGN)
+    assert found.named(1) is own
+    found.remove(f"v1/instances/{own.key}")
+    assert not found.discovered
 
 
 def test_a_record_has_the_native_members_in_the_native_order() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from dynamo.frontend.admission import model as model_admission
 from dynamo.frontend.admission.model import ModelAdmission, Urgency
-from dynamo.frontend.admission.process import model as model_admission
 from dynamo.frontend.apis.surfaces import ChunkWriter
 from dynamo.frontend.pipeline.inference import _Exchange
 from dynamo.runtime.request_plane.memory import MemorySink

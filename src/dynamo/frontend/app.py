@@ -36,6 +36,7 @@ from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.frontend.shedding import LOAD_TOPIC, BusyThresholdRoute, Shedding
 from dynamo.frontend.stalls import StallWatch
+from dynamo.placement import Policy, RouterMode, policy_for
 from dynamo.protocol.openai.errors import route_not_found
 from dynamo.protocol.records import ModelCard
 from dynamo.runtime.event_plane.base import Event
@@ -79,6 +80,7 @@ class Frontend:
             self._load,
             scope=NamespaceScope(settings.namespace, settings.namespace_prefix),
             metrics=self.metrics,
+            placement=self._placement_policy,
             enforce_disagg=settings.enforce_disagg,
             policy=AdmissionPolicy(
                 settings.max_requests_per_model, settings.max_queue_age_seconds, settings.capacity_share
@@ -164,7 +166,11 @@ class Frontend:
     # -- parts -------------------------------------------------------------------------------------------------------
 
     async def _connect(self, endpoint: str) -> WorkerClient:
-        return await self._runtime.endpoint(endpoint).client(self.settings.router_mode)
+        return await self._runtime.endpoint(endpoint).client()
+
+    def _placement_policy(self) -> Policy:
+        ratio = self._runtime.settings.cuda_to_cpu_ratio
+        return policy_for(RouterMode.of(self.settings.router_mode), rng=self._runtime.rng, cuda_to_cpu_ratio=ratio)
 
     def _loads(self, endpoint: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
         return self._runtime.events.subscribe(self._runtime.endpoint(endpoint).event_scope, LOAD_TOPIC)

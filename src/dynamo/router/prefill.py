@@ -23,13 +23,13 @@ from dynamo.errors import (
     StreamIncomplete,
     Unknown,
     WorkerUnavailable,
-    inhibits,
     revive,
     rule_of,
 )
+from dynamo.placement import PlacementRequest, WorkerKey
 from dynamo.protocol.finish import LENGTH, EngineFailed, normalise
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.router.workers import WorkerGroup
+from dynamo.router.pool import ChosenWorker, WorkerPool
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamItem
 
@@ -107,7 +107,7 @@ class Handoff:
 class PrefillRouter:
     """The prefill workers of one model in one namespace."""
 
-    def __init__(self, workers: WorkerGroup, *, enforced: bool = False, rng: random.Random | None = None) -> None:
+    def __init__(self, workers: WorkerPool, *, enforced: bool = False, rng: random.Random | None = None) -> None:
         """`enforced`: a prompt that no prefill worker can take fails, instead of being computed where it is decoded."""
         self.workers = workers
         self.is_enforced = enforced
@@ -145,21 +145,22 @@ class PrefillRouter:
             Unknown: the worker did not hand anything over.
             DynamoException: why the last worker failed; `may_go_without` tells whether decoding alone makes sense.
         """
-        tried: list[int] = []
+        tried: list[WorkerKey] = []
         pinned = (body.get("routing") or {}).get("prefill_worker_id")
         last: DynamoException | None = None
         late: DynamoException | None = None  # a limit of ours: that is no fault of the way to the worker
         while True:
             try:
-                instance = self._pick(context, pinned, tried)
+                worker = self._choose(body, pinned, tried)
             except WorkerUnavailable as error:
                 raise last or error from None  # why the last one failed says more
             stages.routed()
-            tried.append(instance.instance_id)
+            instance = worker.instance
+            tried.append(worker.key)
             try:
                 try:
                     async with asyncio.timeout(limit_seconds):
-                        return await self._on(instance, body, context, stages)
+                        return await self._on(worker, body, context, stages)
                 except TimeoutError:
                     if limit_seconds is None:
                         raise
@@ -167,8 +168,8 @@ class PrefillRouter:
                     raise late from None
             except DynamoException as error:
                 stages.arrived(failed=True)
-                if inhibits(error) and error is not late:
-                    self.workers.inhibit(instance)
+                if error is not late:
+                    worker.record_failure(error)
                 if not rule_of(error).retryable or pinned is not None or len(tried) > retries or context.is_stopped():
                     raise
                 logger.info(
@@ -206,26 +207,30 @@ class PrefillRouter:
                 failure,
             )
 
-    def _pick(self, context: Context, pinned: Any, tried: list[int]) -> Instance:
-        if pinned is None:
-            try:
-                # Where all are in quarantine the decode workers compute the prompt, if they may.
-                return self.workers.pick(context, exclude=tried, only_well=not self.is_enforced)
-            except InvalidArgument as error:  # the direct mode, which chooses nobody
+    def _choose(self, body: Mapping[str, Any], pinned: Any, tried: list[WorkerKey]) -> ChosenWorker:
+        request = PlacementRequest(
+            token_ids=body.get("token_ids") or (),
+            pinned_instance_id=pinned,
+            excluded=tried,
+            # Where all circuits are open the decode workers compute the prompt, if they may.
+            healthy_only=not self.is_enforced,
+        )
+        try:
+            return self.workers.choose(request)
+        except InvalidArgument as error:
+            if pinned is None:  # the direct mode, which chooses nothing
                 raise InvalidArgument(NOT_NAMED) from error
-        instance = self.workers.instance(pinned)
-        if instance is None:
-            raise InvalidArgument("Invalid request")  # an unknown worker id is the caller's mistake
-        return instance
+            raise
 
     async def _on(
-        self, instance: Instance, body: Mapping[str, Any], context: Context, stages: Stages
+        self, worker: ChosenWorker, body: Mapping[str, Any], context: Context, stages: Stages
     ) -> Handoff | PrefillAnswer:
+        instance = worker.instance
         request = _prefill_request(body, instance.instance_id)
         bootstrap = self._bootstrap(instance.instance_id, body)
         if bootstrap is not None:
             request["bootstrap_info"] = bootstrap
-        stream = await self.workers.open(instance, request, context)
+        stream = await worker.open(request, context)
         stages.dispatched()
         if bootstrap is not None:
             # Awaited in aclose(), and by whoever reads the decode's first items.
@@ -278,11 +283,9 @@ class PrefillRouter:
 
 
 class Decoders(Protocol):
-    """Who continues; a `WorkerGroup`."""
+    """The workers that continue: a `WorkerPool`."""
 
-    def pick(self, context: Context) -> Instance: ...
-
-    async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream: ...
+    def choose(self, request: PlacementRequest) -> ChosenWorker: ...
 
 
 async def _hand_over(handoff: Handoff, workers: Decoders, context: Context) -> None:
@@ -291,7 +294,7 @@ async def _hand_over(handoff: Handoff, workers: Decoders, context: Context) -> N
     own = context.detached(context.id())  # a worker does not even begin a request that is cancelled already
     try:
         async with asyncio.timeout(HAND_OVER_SECONDS):
-            stream = await workers.open(workers.pick(own), body, own)
+            stream = await workers.choose(PlacementRequest()).open(body, own)
             try:
                 while await stream.next_batch():
                     pass

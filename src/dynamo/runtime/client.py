@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Container, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,14 +18,16 @@ from dynamo.errors import (
     RouterQueueLimitExceeded,
     SelectionServiceError,
     Unknown,
+    WorkerUnavailable,
     inhibits,
     is_answer,
     revive,
     rule_of,
 )
+from dynamo.placement import Booking, Candidate, Placement, PlacementRequest, Policy, RouterMode, place, policy_for
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Put
-from dynamo.runtime.instances import InstanceSet, RouterMode, Turn, decode_instance
+from dynamo.runtime.instances import InstanceSet, decode_instance
 from dynamo.runtime.metrics import Histogram
 from dynamo.runtime.request_plane.base import OBJECT_INDEX, Instance, ResponseStream, StreamItem
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WATCH_RETRY_SECONDS: Final = 1.0
+
+_ANY: Final = PlacementRequest()
 
 OnChange = Callable[[], None]
 
@@ -49,11 +53,10 @@ class Client:
         self._mode = mode or RouterMode.RANDOM
         settings = self._runtime.settings
         self._set = InstanceSet(
-            endpoint.path.replace(".", "/"),
-            rng=self._runtime.rng,
+            endpoint.path,
             inhibit_seconds=settings.inhibit_seconds,
-            cuda_to_cpu_ratio=settings.cuda_to_cpu_ratio,
         )
+        self._policies: dict[RouterMode, Policy] = {}  # made on first use: most clients need one
         self._prefix = f"{INSTANCES}/{endpoint.namespace}/{endpoint.component}/{endpoint.name}"
         self._listeners: dict[object, OnChange] = {}
         self._changed = asyncio.Event()
@@ -137,24 +140,42 @@ class Client:
         """Leave an instance out for a while: a request to it failed in a way that another might, too."""
         if self._set.inhibit(instance_id, self._now()):
             self._runtime.caller_metrics.quarantines.inc()
-            logger.warning("instance %x of %s is left out for a while", instance_id, self._endpoint.path)
+            logger.warning(
+                "quarantined instance %x of %s for %.1f s",
+                instance_id,
+                self._endpoint.path,
+                self._runtime.settings.inhibit_seconds,
+            )
 
     def count_quarantined(self) -> int:
         """How many instances are left out, or were and have not answered since."""
-        return len(self._set.quarantine)
+        return len(self._set.breaker)
 
     # -- calls, as the planes see them ---------------------------------------------------------------------------
 
-    def pick(
-        self, context: Context, *, exclude: Collection[int] = (), only_well: bool = False, turn: Turn | None = None
-    ) -> Instance:
-        """The next instance by this client's mode. Raises `WorkerUnavailable` when there is none.
+    def candidates(self, *, members: Container[int] | None = None, busy: Container[int] = ()) -> list[Candidate]:
+        """Return what a choice is made from, by id. `members`: only these ids; `busy`: the ids that are full."""
+        return self._set.candidates(self._now(), members=members, busy=busy)
 
-        Instances in quarantine are chosen only where there are no others, and not at all with `only_well`.
-        `turn`: of a caller that always excludes the same ones, such as the other models' workers.
-        Open it in the same turn of the loop: the load that others see is booked there.
+    def pick(self, context: Context, *, exclude: Collection[int] = (), healthy_only: bool = False) -> Instance:
+        """Return the next instance by this client's mode. Raises `WorkerUnavailable` when there is none.
+
+        An instance with an open circuit is chosen only where there is no other, and never with `healthy_only`.
+        Open the instance in the same turn of the loop: the load that others see is booked there.
         """
-        return self._set.pick(self._mode, self._now(), exclude, only_well=only_well, turn=turn)
+        path = self._endpoint.path
+        excluded = [(path, instance_id) for instance_id in exclude]
+        request = PlacementRequest(excluded=excluded, healthy_only=healthy_only)
+        return self._set.named(self._place(self._mode, request).candidate.instance_id)
+
+    def _place(self, mode: RouterMode, request: PlacementRequest) -> Placement:
+        policy = self._policies.get(mode)
+        if policy is None:
+            policy = self._policies[mode] = policy_for(
+                mode, rng=self._runtime.rng, cuda_to_cpu_ratio=self._runtime.settings.cuda_to_cpu_ratio
+            )
+        now = self._now()
+        return place(policy, request, self._set.candidates(now), now, scope=self._set.scope)
 
     def named(self, instance_id: int) -> Instance:
         """One instance by id, in quarantine or not. Raises `WorkerUnavailable` naming the id."""
@@ -163,9 +184,9 @@ class Client:
     async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream:
         """Send a request to one instance; close the stream on every path. Errors are those of the request plane."""
         instance_id = instance.instance_id
-        self._set.book(instance_id)
+        booking = self._set.book(instance_id)
         metrics = self._runtime.caller_metrics
-        if self._set.quarantine and self._set.quarantine.sent(instance_id, self._now()):
+        if self._set.breaker and self._set.breaker.record_request(instance_id, self._now()):
             metrics.probes.inc()
             logger.info("request %s probes instance %x", context.id(), instance_id)
         metrics.inflight_requests.inc()
@@ -173,29 +194,41 @@ class Client:
         try:
             stream = await self._runtime.plane_client(instance).open(instance, body, context)
         except BaseException as error:
-            self._release(instance_id)
-            self._heard(instance_id, error)
+            self._release(booking)
+            self._on_first_sign(instance_id, error)
             raise
         sent = perf_counter()
         metrics.send_seconds.observe(sent - began)
         return _BookedStream(
             stream,
-            lambda: self._release(instance_id),
-            lambda error: self._heard(instance_id, error),
+            lambda: self._release(booking),
+            lambda error: self._on_first_sign(instance_id, error),
             sent,
             metrics.roundtrip_ttft_seconds,
         )
 
-    def _heard(self, instance_id: int, error: BaseException | None) -> None:
-        """The first thing that came of a request. An answer ends a quarantine, and so does a refusal: it came from there."""
-        if not self._set.quarantine or (error is not None and not is_answer(error)):
+    def record_failure(self, instance: Instance, error: DynamoException) -> bool:
+        """Leave an instance out for a while if `error` tells something about the way to it.
+
+        Return True when another record of the same id took the instance's place instead: then the id may be tried again.
+        """
+        is_lost = inhibits(error)
+        if (is_lost or isinstance(error, WorkerUnavailable)) and self._set.use_next_record(instance):
+            return True
+        if is_lost:
+            self.inhibit(instance.instance_id)
+        return False
+
+    def _on_first_sign(self, instance_id: int, error: BaseException | None) -> None:
+        """Take the first thing that came of a request. An answer closes a circuit, and so does a refusal of the worker."""
+        if not self._set.breaker or (error is not None and not is_answer(error)):
             return
-        if self._set.quarantine.answered(instance_id):
+        if self._set.breaker.record_answer(instance_id):
             logger.info("instance %x of %s answers again", instance_id, self._endpoint.path)
 
-    def _release(self, instance_id: int) -> None:
-        self._set.release(instance_id)
-        self._runtime.caller_metrics.inflight_requests.dec()
+    def _release(self, booking: Booking) -> None:
+        if booking.release():
+            self._runtime.caller_metrics.inflight_requests.dec()
 
     # -- calls, as users make them -------------------------------------------------------------------------------
 
@@ -237,28 +270,31 @@ class Client:
         chosen: Instance | None = None
         try:
             await self.start()
-            chosen = self._set.named(instance_id) if mode is None else self._set.pick(mode, self._now())
+            chosen = self._choose(mode, instance_id)
             stream = await self.open(chosen, request, context)
         except DynamoException as error:
             if chosen is not None:
-                self._failed(chosen, error)
+                self.record_failure(chosen, error)
             raise _prefixed(error) from error
-        return ClientStream(stream, context, annotated, lambda error: self._failed(chosen, error))
+        return ClientStream(stream, context, annotated, lambda error: self._on_failure(chosen, error))
 
-    def _failed(self, instance: Instance, error: DynamoException) -> None:
-        if inhibits(error):
-            self.inhibit(instance.instance_id)
+    def _choose(self, mode: RouterMode | None, instance_id: int) -> Instance:
+        if mode is not None:
+            instance_id = self._place(mode, _ANY).candidate.instance_id
+        return self._set.named(instance_id)
+
+    def _on_failure(self, instance: Instance, error: DynamoException) -> None:
+        self.record_failure(instance, error)
 
     # -- following the store -------------------------------------------------------------------------------------
 
     async def _watch(self, ready: asyncio.Future[None]) -> None:
-        ids: dict[str, int] = {}  # key -> the instance it told of
         while True:
             try:
                 await self._runtime.start()
                 async with self._runtime.discovery.watch(self._prefix) as changes:
                     async for batch in changes:
-                        self._apply(batch, ids)
+                        self._apply(batch)
                         if not ready.done():
                             ready.set_result(None)
                 return  # the store was closed: the runtime is going away
@@ -273,22 +309,18 @@ class Client:
                     ready.set_exception(CannotConnect(f"the client of {self._endpoint.path} was closed"))
                 raise
 
-    def _apply(self, batch: list[Change], ids: dict[str, int]) -> None:
+    def _apply(self, batch: list[Change]) -> None:
         for change in batch:
-            known = ids.get(change.key)
-            if isinstance(change, Put):
-                try:
-                    instance = decode_instance(change.value)
-                except msgspec.MsgspecError as error:
-                    logger.warning("ignoring the record of %s, which is no instance: %s", change.key, error)
-                    continue  # what was known of this key stays
-                if known is not None and known != instance.instance_id:
-                    self._set.remove(known)
-                ids[change.key] = instance.instance_id
-                self._set.add(instance)
-            elif known is not None:
-                del ids[change.key]
-                self._set.remove(known)
+            if not isinstance(change, Put):
+                self._set.remove(change.key)
+                continue
+            try:
+                instance = decode_instance(change.value)
+            except msgspec.MsgspecError as error:
+                # What was known of this key stays.
+                logger.warning("ignored the record of %s, which is not a valid instance: %s", change.key, error)
+                continue
+            self._set.put(change.key, instance)
         self._changed.set()
         for callback in list(self._listeners.values()):
             callback()

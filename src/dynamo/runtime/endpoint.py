@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from dynamo.errors import DynamoException, EngineShutdown, WorkerUnavailable
+from dynamo.placement import RouterMode
 from dynamo.runtime.client import Client
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS
 from dynamo.runtime.event_plane.base import EventPublisher, Scope
 from dynamo.runtime.handler import PythonHandler, serve_python, serve_python_stream
 from dynamo.runtime.health import Canary
-from dynamo.runtime.instances import RouterMode, encode_instance
+from dynamo.runtime.instances import encode_instance
 from dynamo.runtime.logging import enter_request_span
 from dynamo.runtime.metrics import EndpointMetrics, TypedFamily
 from dynamo.runtime.progress import Progress

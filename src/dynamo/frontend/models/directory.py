@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -23,10 +22,11 @@ from dynamo.frontend.admission.model import AdmissionPolicy, ModelAdmission
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.cards import CardBook, CardEntry, Group, GroupKey, Scope
 from dynamo.frontend.pipeline.parsing import warn_of_missing_parsers
+from dynamo.placement import Policy
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
 from dynamo.protocol.records import UNREADABLE, ModelCard
+from dynamo.router.pool import WorkerClient, WorkerPool
 from dynamo.router.prefill import PrefillRouter
-from dynamo.router.workers import WorkerClient, WorkerGroup
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Delete, Discovery, Put
 from dynamo.text.model import TextModel
 
@@ -51,7 +51,7 @@ Load = Callable[[ModelCard], Awaitable[TextModel]]
 """From a card to its tokenizer and template. Raises `DynamoException`; it is called again after a while."""
 
 
-class ServedModel(WorkerGroup):
+class ServedModel(WorkerPool):
     """A model that can answer: its text side and its workers. One per (model, namespace, role)."""
 
     __slots__ = (
@@ -69,10 +69,16 @@ class ServedModel(WorkerGroup):
     )
 
     def __init__(
-        self, group: Group, text: TextModel, clients: Mapping[str, WorkerClient], policy: AdmissionPolicy
+        self,
+        group: Group,
+        text: TextModel,
+        clients: Mapping[str, WorkerClient],
+        *,
+        placement: Policy,
+        admission: AdmissionPolicy,
     ) -> None:
-        super().__init__(group.key.model, clients)
-        self.admission = ModelAdmission(group.key.model, policy)
+        super().__init__(group.key.model, clients, placement)
+        self.admission = ModelAdmission(group.key.model, admission)
         self.namespace = group.key.namespace
         self.text = text
         self.created = int(time.time())
@@ -125,14 +131,16 @@ class ModelDirectory:
         *,
         scope: Scope,
         metrics: FrontendMetrics,
+        placement: Callable[[], Policy],
         enforce_disagg: bool = False,
         policy: AdmissionPolicy | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """`enforce_disagg`: prompts of a disaggregated model are computed by prefill workers or not at all. `policy`: how
+        """`placement` makes the policy of one group of workers. `enforce_disagg`: prompts of a disaggregated model are computed by prefill workers or not at all. `policy`: how
         many requests each model takes."""
         self._discovery, self._connect, self._load, self._metrics = discovery, connect, load, metrics
         self._scope = scope
+        self._placement = placement
         self._enforce_disagg, self._rng = enforce_disagg, rng
         self._policy = policy or AdmissionPolicy()
         self._book = CardBook(scope)
@@ -400,7 +408,7 @@ class ModelDirectory:
             return
         self._complain(group)
         if router is None:
-            workers = WorkerGroup(key.model, self._clients)
+            workers = WorkerPool(key.model, self._clients, self._placement())
             router = self._prefill[place] = PrefillRouter(workers, enforced=self._enforce_disagg, rng=self._rng)
         router.set_members({(entry.endpoint, entry.instance_id): entry.card.runtime_config for entry in group.accepted})
         self._reach(group)
@@ -470,7 +478,9 @@ class ModelDirectory:
         self._loading.pop(key, None)
         if group is None:
             return
-        served = self._served[key] = ServedModel(group, text, self._clients, self._policy)
+        served = self._served[key] = ServedModel(
+            group, text, self._clients, placement=self._placement(), admission=self._policy
+        )
         self._gauges(served)
         if served.admission.ignores_factor:
             logger.warning(
@@ -527,15 +537,8 @@ class ModelDirectory:
                 if self._clients.setdefault(endpoint, client) is not client:  # another group was faster
                     await client.close()
                     continue
-                client.on_change(partial(self._instances_changed, endpoint))
+                client.on_change(self._index)
                 self._index()
-
-    def _instances_changed(self, endpoint: str) -> None:
-        for served in self._served.values():
-            served.instances_changed(endpoint)
-        for router in self._prefill.values():
-            router.workers.instances_changed(endpoint)
-        self._index()
 
     def _part_from_idle(self) -> None:
         """Close the clients of endpoints that serve nothing any more; streams in flight go on."""

@@ -20,15 +20,16 @@ from dynamo.errors import (
     StreamIncomplete,
     Unknown,
     WorkerUnavailable,
-    inhibits,
     revive,
     rule_of,
 )
 from dynamo.frontend.pipeline.overhead import Overhead
 from dynamo.frontend.pipeline.parsing import OutputPlan
 from dynamo.frontend.stalls import StallWatch
+from dynamo.placement import PlacementRequest, WorkerKey
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.router.migration import Move, continued, tokens_left, why_not
+from dynamo.router.pool import ChosenWorker
 from dynamo.router.prefill import PrefillAnswer, PrefillRouter, may_go_without
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamItem
@@ -56,17 +57,11 @@ class GenerationModel(Protocol):
     text: TextModel
     prefill: PrefillRouter | None  # who computes prompts; None: whoever decodes
 
-    def pick(self, context: Context, *, exclude: Sequence[int] = (), only_well: bool = False) -> Instance: ...
+    def choose(self, request: PlacementRequest) -> ChosenWorker: ...
 
     @property
     def runtime_data(self) -> Mapping[str, Any]:
         """What the engine said about itself when it registered."""
-
-    def instance(self, instance_id: int) -> Instance | None: ...
-
-    async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream: ...
-
-    def inhibit(self, instance: Instance) -> None: ...
 
 
 class WorkRequest:
@@ -300,6 +295,7 @@ class _Choice:
         "_stream",
         "_tried",
         "_work",
+        "_worker",
         "attempts",
         "is_reading",
     )
@@ -321,8 +317,9 @@ class _Choice:
         self._lost_by: DynamoException | None = None  # why the last worker was given up
         self._lost_at = 0.0
         self._stream: ResponseStream | None = None
-        self._tried: list[int] = []  # not to be asked again
-        self._shed: set[int] = set()  # of those, who only had no room
+        self._worker: ChosenWorker | None = None
+        self._tried: list[WorkerKey] = []  # not to be asked again
+        self._shed: set[WorkerKey] = set()  # of those, who only had no room
         self.attempts = 0
         self._ended = False
         body = self._body
@@ -448,7 +445,7 @@ class _Choice:
     @property
     def instance_id(self) -> int | None:
         """The worker whose answer is awaited or read; None between two of them."""
-        return self._tried[-1] if self._stream is not None and self._tried else None
+        return self._worker.instance.instance_id if self._stream is not None and self._worker is not None else None
 
     def give_up(self, error: DynamoException, *, blames_worker: bool = True, is_last: bool = False) -> bool:
         """Leave a worker that says nothing, with `error`; whether that was done. Not `is_last`: only if another may go on."""
@@ -466,7 +463,7 @@ class _Choice:
         if not self._may_move(error) or (self.tokens and self._why_not() is not None):
             return False
         try:
-            self._model.pick(self._context, exclude=self._tried, only_well=True)
+            self._model.choose(PlacementRequest(excluded=self._tried, healthy_only=True))
         except DynamoException:
             return False  # nobody else is there, or nobody who is well
         return True
@@ -489,8 +486,7 @@ class _Choice:
 
     def _lose(self, error: DynamoException) -> None:
         """The worker was lost after it had begun to answer. Raises `error` unless another one may go on."""
-        if inhibits(error):
-            self._blame(self._model.instance(self._tried[-1]), error)
+        self._blame(self._worker, error)
         context = self._context
         if not self._may_move(error):
             raise error
@@ -501,13 +497,14 @@ class _Choice:
         logger.warning(
             "request %s: worker %x was lost after %d tokens (%s: %s); going on at another",
             context.id(),
-            self._tried[-1],
+            self._lost_id,
             len(self._generated),
             type(error).__name__,
             error,
         )
         self._release()
-        self._note_failure(self._tried[-1], error)
+        if self._worker is not None:
+            self._note_failure(self._worker.key, error)
         self._lost_by, self._lost_at = error, asyncio.get_running_loop().time()
 
     def _why_not(self) -> str | None:
@@ -527,11 +524,11 @@ class _Choice:
         move = Move(is_ongoing=True)
         self._work.moves.append(move)
         try:
-            instance = self._pick()
+            worker = self._pick()
         except WorkerUnavailable:
             raise lost_by from None  # nobody else is left, and why the last one failed says more
         try:
-            items = await (self._begin(instance) if prefill is None else self._begin_apart(prefill))
+            items = await (self._begin(worker) if prefill is None else self._begin_apart(prefill))
             move.outcome = "cancelled" if context.is_stopped() else "success"
         finally:
             move.seconds = asyncio.get_running_loop().time() - self._lost_at
@@ -545,23 +542,25 @@ class _Choice:
         delta.finish_reason = "length"
         return delta
 
-    async def _begin(self, instance: Instance | None = None) -> list[StreamItem]:
+    async def _begin(self, worker: ChosenWorker | None = None) -> list[StreamItem]:
         """Open the stream and wait for its first items, trying other workers while nothing has been received.
 
-        `instance`: whom to ask first. Who was picked is asked: a pick is a turn, and who is left out loses it.
+        `worker`: must be one returned by `_pick`: picking advances the round-robin cursor.
         """
         context, work = self._context, self._work
         overhead = work.overhead
         move: Move | None = None
         lost_at = 0.0
-        if instance is None:
-            instance = self._pick()
+        if worker is None:
+            worker = self._pick()
         while True:
             overhead.routed()
-            self._tried.append(instance.instance_id)
+            instance = worker.instance
+            self._worker = worker
+            self._tried.append(worker.key)
             self.attempts += 1
             try:
-                self._stream = await self._model.open(instance, self._body, context)
+                self._stream = await worker.open(self._body, context)
                 overhead.dispatched()
                 self.is_reading = True
                 items = await self._stream.next_batch()
@@ -571,8 +570,8 @@ class _Choice:
                 self.is_reading = False
                 overhead.arrived(failed=True)
                 self._release()
-                self._blame(instance, error)
-                self._note_failure(instance.instance_id, error)
+                self._blame(worker, error)
+                self._note_failure(worker.key, error)
                 if not self._may_move(error):
                     raise
                 logger.info(
@@ -594,7 +593,7 @@ class _Choice:
                 work.instances.append(instance)
                 return items
             try:
-                instance = self._pick()
+                worker = self._pick()
             except WorkerUnavailable:
                 raise last from None  # nobody else is left, and why the last one failed says more
 
@@ -625,27 +624,34 @@ class _Choice:
             return []
         return await handoff.beside(self._begin())
 
-    def _note_failure(self, instance_id: int, error: DynamoException) -> None:
+    def _note_failure(self, key: WorkerKey, error: DynamoException) -> None:
         """A worker that sheds is not a worker that failed: when another one is lost, it may be asked again."""
         if isinstance(error, Overloaded):
-            self._shed.add(instance_id)
+            self._shed.add(key)
         elif self._shed:
             self._tried = [each for each in self._tried if each not in self._shed]
             self._shed.clear()
 
-    def _blame(self, instance: Instance | None, error: DynamoException) -> None:
+    def _blame(self, worker: ChosenWorker | None, error: DynamoException) -> None:
         """The worker was lost: the next request need not find out for itself."""
-        if instance is not None and inhibits(error) and error is not self._pardoned and not self._is_late():
-            self._model.inhibit(instance)
+        if worker is None or error is self._pardoned or self._is_late():
+            return
+        if worker.record_failure(error):
+            self._tried = [key for key in self._tried if key != worker.key]
 
-    def _pick(self) -> Instance:
-        pinned = self._work.pinned_instance_id
-        if pinned is None:
-            return self._model.pick(self._context, exclude=self._tried)
-        instance = self._model.instance(pinned)
-        if instance is None:
-            raise InvalidArgument("Invalid request")  # an unknown worker id is the caller's mistake
-        return instance
+    @property
+    def _lost_id(self) -> int:
+        return 0 if self._worker is None else self._worker.instance.instance_id
+
+    def _pick(self) -> ChosenWorker:
+        work = self._work
+        return self._model.choose(
+            PlacementRequest(
+                token_ids=self._body.get("token_ids") or (),
+                pinned_instance_id=work.pinned_instance_id,
+                excluded=self._tried,
+            )
+        )
 
     def _absorb(self, items: list[StreamItem]) -> Delta:
         """Decode a batch."""

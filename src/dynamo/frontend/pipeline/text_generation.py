@@ -104,7 +104,7 @@ class _TextChoice(_Choice):
         # Not the base's: that one makes a decoder of token ids.
         self._model, self._work, self._context, self._index = model, work, context, index
         self._text_work = work
-        self._stream, self._tried, self._ended = None, [], False
+        self._stream, self._worker, self._tried, self._ended = None, None, [], False
         self._shed, self.attempts = set(), 0
         number = index % work.choices
         body = work.bodies[index // work.choices]

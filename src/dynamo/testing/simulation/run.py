@@ -612,7 +612,7 @@ class _Run(logging.Handler):
                 self._zero(frontend.name, "places of the model", model.admission.in_flight)
                 self._zero(frontend.name, "waiting requests", model.admission.waiting)
             for client in frontend.runtime._clients:
-                self._zero(frontend.name, "bookings", sum(client._set._inflight.values()))
+                self._zero(frontend.name, "bookings", client._set.loads.total)
             for plane in frontend.runtime._plane_clients.values():
                 self._zero(frontend.name, "open streams", len(plane._streams))  # type: ignore[attr-defined]
         for worker in self._cluster.living_workers:

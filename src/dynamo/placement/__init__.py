@@ -1,0 +1,21 @@
+"""Which worker serves a request: a pure decision over candidate records. No I/O: time and chance are arguments."""
+
+from dynamo.placement.candidates import Candidate, Placement, PlacementRequest, Reason, WorkerKey, place
+from dynamo.placement.circuit_breaker import CircuitBreaker
+from dynamo.placement.load import Booking, LoadBook
+from dynamo.placement.policies import Policy, RouterMode, policy_for
+
+__all__ = [
+    "Booking",
+    "Candidate",
+    "CircuitBreaker",
+    "LoadBook",
+    "Placement",
+    "PlacementRequest",
+    "Policy",
+    "Reason",
+    "RouterMode",
+    "WorkerKey",
+    "place",
+    "policy_for",
+]

@@ -1,0 +1,118 @@
+"""What a choice is made from, what it gives, and the one function through which every choice goes.
+
+`place` decides what every policy has in common: a pinned worker is taken as it is, excluded workers never, busy workers and
+workers with an open circuit only by the rules below. A `Policy` chooses among what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final, Protocol
+
+import msgspec
+
+from dynamo.errors import InvalidArgument, Overloaded, WorkerUnavailable
+
+__all__ = ["Candidate", "Placement", "PlacementRequest", "Policy", "Reason", "WorkerKey", "place"]
+
+WorkerKey = tuple[str, int]
+"""(endpoint, instance id). One process may serve a model on several endpoints under one id."""
+
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """One worker as a choice sees it. The record is made for one choice and knows nothing of the way to the worker."""
+
+    instance_id: int
+    endpoint: str = ""  # "namespace.component.endpoint"
+    device: str | None = None
+    in_flight: int = 0  # streams that this process has open there
+    is_busy: bool = False  # its reported load exceeds a threshold
+    is_circuit_open: bool = False  # it failed a moment ago
+
+    @property
+    def key(self) -> WorkerKey:
+        return self.endpoint, self.instance_id
+
+
+class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
+    """What a choice may look at of a request."""
+
+    token_ids: Sequence[int] = ()
+    lora_name: str | None = None
+    pinned_instance_id: int | None = None  # the request names its worker
+    priority: int = 0
+    excluded: Collection[WorkerKey] = ()  # workers that this request has tried
+    healthy_only: bool = False  # the caller has another way: no worker with an open circuit
+
+
+class Reason(msgspec.Struct, frozen=True, gc=False):
+    """One fact that decided a choice."""
+
+    code: str  # a word of a fixed set, such as "turn" or "fewest_in_flight"
+    value: float | None = None
+
+    def __str__(self) -> str:
+        return self.code if self.value is None else f"{self.code}={self.value:g}"
+
+
+class Placement(msgspec.Struct, frozen=True, gc=False):
+    """The worker that was chosen, and why."""
+
+    candidate: Candidate
+    policy: str
+    reasons: tuple[Reason, ...] = ()
+
+    def __str__(self) -> str:
+        why = ", ".join(map(str, self.reasons))
+        return f"{self.candidate.instance_id:x} by {self.policy}" + (f" ({why})" if why else "")
+
+
+class Policy(Protocol):
+    """Chooses one of several workers. `dynamo.placement.policies` has one file for each."""
+
+    def choose(self, request: PlacementRequest, candidates: Sequence[Candidate], now: float) -> Placement:
+        """Choose one of `candidates`: at least one, in the order of `Candidate.instance_id` within each endpoint.
+
+        A call counts as a turn. `now` is the time of the caller's clock in seconds; it never goes backwards.
+        Raises `InvalidArgument` for a request that the policy cannot place.
+        """
+        ...
+
+
+_PINNED: Final = (Reason("pinned"),)
+_ALL_CIRCUITS_OPEN: Final = Reason("all_circuits_open")
+
+
+def place(
+    policy: Policy, request: PlacementRequest, candidates: Sequence[Candidate], now: float, *, scope: str
+) -> Placement:
+    """Choose the worker of `request`. `scope` names the group in errors, such as "model m".
+
+    A worker with an open circuit is chosen only where no other worker is left, as a network that was away for a moment must
+    not cost more than that moment; never with `healthy_only`.
+
+    Raises:
+        InvalidArgument: the request names a worker that is not there, or the policy cannot place the request.
+        WorkerUnavailable: no worker is left.
+        Overloaded: every worker that is left is busy.
+    """
+    if request.pinned_instance_id is not None:
+        for candidate in candidates:
+            if candidate.instance_id == request.pinned_instance_id:
+                return Placement(candidate, "pinned", _PINNED)
+        raise InvalidArgument("Invalid request")  # the native text for an unknown worker id
+    excluded = request.excluded
+    left = [each for each in candidates if each.key not in excluded] if excluded else candidates
+    healthy = [each for each in left if not each.is_circuit_open]
+    if request.healthy_only:
+        left = healthy
+    if not left:
+        raise WorkerUnavailable(f"No workers available for {scope}")
+    eligible = [each for each in healthy if not each.is_busy]
+    if eligible:
+        return policy.choose(request, eligible, now)
+    eligible = [each for each in left if not each.is_busy]
+    if not eligible:
+        raise Overloaded
+    placement = policy.choose(request, eligible, now)
+    return msgspec.structs.replace(placement, reasons=(*placement.reasons, _ALL_CIRCUITS_OPEN))

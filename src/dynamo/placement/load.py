@@ -1,0 +1,56 @@
+"""How many streams are open at each worker. Pure.
+
+A booking is released exactly once, however many paths release it, so a count can neither leak nor fall below the truth.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Booking", "LoadBook"]
+
+
+class LoadBook:
+    """Open streams by worker id. Bounded by the streams in flight."""
+
+    __slots__ = ("_in_flight",)
+
+    def __init__(self) -> None:
+        self._in_flight: dict[int, int] = {}  # absent: none
+
+    def book(self, instance_id: int) -> Booking:
+        """Count one stream. Book before awaiting, or two requests of one turn of the loop see the same load."""
+        self._in_flight[instance_id] = self._in_flight.get(instance_id, 0) + 1
+        return Booking(self, instance_id)
+
+    def in_flight(self, instance_id: int) -> int:
+        """Return how many streams are open at one worker."""
+        return self._in_flight.get(instance_id, 0)
+
+    @property
+    def total(self) -> int:
+        """How many streams are open at all workers together, also at those that have vanished."""
+        return sum(self._in_flight.values())
+
+    def _release(self, instance_id: int) -> None:
+        left = self._in_flight[instance_id] - 1
+        if left:
+            self._in_flight[instance_id] = left
+        else:
+            del self._in_flight[instance_id]
+
+
+class Booking:
+    """One stream of a `LoadBook`."""
+
+    __slots__ = ("_book", "_instance_id")
+
+    def __init__(self, book: LoadBook, instance_id: int) -> None:
+        self._book: LoadBook | None = book
+        self._instance_id = instance_id
+
+    def release(self) -> bool:
+        """Give the booking back; return whether this call did, as only the first one does."""
+        book, self._book = self._book, None
+        if book is None:
+            return False
+        book._release(self._instance_id)
+        return True

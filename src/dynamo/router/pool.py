@@ -1,0 +1,138 @@
+"""The workers that registered one model in one role: who is a member, which of them is chosen, and the way to each.
+
+Every choice of a worker goes through `WorkerPool.choose`: the members' candidate records, the policy's choice, the instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from dynamo.errors import DynamoException, WorkerUnavailable
+from dynamo.placement import Candidate, Placement, PlacementRequest, Policy, WorkerKey, place
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import Instance, ResponseStream
+
+__all__ = ["ChosenWorker", "WorkerClient", "WorkerPool"]
+
+
+class WorkerClient(Protocol):
+    """What is needed of `dynamo.runtime.Client`: the instances of one endpoint, and a way to each."""
+
+    def instance_ids(self) -> list[int]: ...
+
+    def on_change(self, callback: Callable[[], None]) -> Callable[[], None]: ...
+
+    def candidates(self, *, members: Container[int] | None = None, busy: Container[int] = ()) -> list[Candidate]: ...
+
+    def named(self, instance_id: int) -> Instance: ...
+
+    async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream: ...
+
+    def record_failure(self, instance: Instance, error: DynamoException) -> bool: ...
+
+    async def close(self) -> None: ...
+
+
+class ChosenWorker(NamedTuple):
+    """A worker that was chosen for one attempt of a request."""
+
+    placement: Placement
+    instance: Instance
+    client: WorkerClient
+
+    @property
+    def key(self) -> WorkerKey:
+        return self.placement.candidate.key
+
+    async def open(self, body: Any, context: Context) -> ResponseStream:
+        """Send `body` there and return its stream. Errors are those of the request plane."""
+        return await self.client.open(self.instance, body, context)
+
+    def record_failure(self, error: DynamoException) -> bool:
+        """Leave the worker out for a while if `error` tells something about the way to it.
+
+        Return True when another discovery record of the same id took its place instead: then the id may be tried again.
+        """
+        return self.client.record_failure(self.instance, error)
+
+
+class WorkerPool:
+    """The members of one model and role, restricted to what their endpoints' clients have discovered.
+
+    Workers of several models and roles may share an endpoint name; one model may stand on several endpoints.
+    """
+
+    __slots__ = ("_clients", "_members", "_policy", "busy", "name")
+
+    def __init__(self, name: str, clients: Mapping[str, WorkerClient], policy: Policy) -> None:
+        """`name`: for error texts. `clients` by endpoint ("namespace.component.endpoint"); it may change any time.
+        `policy`: of this pool alone, as it keeps the pool's turn."""
+        self.name = name
+        self._clients = clients
+        self._policy = policy
+        self._members: Mapping[str, frozenset[int]] = {}  # instance ids by endpoint
+        self.busy: frozenset[int] = frozenset()  # members whose reported load exceeds a threshold
+
+    def set_members(self, members: Iterable[WorkerKey]) -> None:
+        """Take over the members: (endpoint, instance id) pairs."""
+        found: dict[str, set[int]] = {}
+        for endpoint, instance_id in members:
+            found.setdefault(endpoint, set()).add(instance_id)
+        self._members = {endpoint: frozenset(ids) for endpoint, ids in found.items()}
+
+    @property
+    def workers(self) -> int:
+        """How many members there are, reachable or not."""
+        return sum(map(len, self._members.values()))
+
+    @property
+    def endpoints(self) -> Collection[str]:
+        """Where the members are: "namespace.component.endpoint"."""
+        return self._members.keys()
+
+    @property
+    def member_ids(self) -> frozenset[int]:
+        """The instance ids of the members, reachable or not."""
+        return frozenset().union(*self._members.values())
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether an instance stands behind one of the members: a card may come first, or stay a moment longer."""
+        return any(
+            endpoint in self._clients and not ids.isdisjoint(self._clients[endpoint].instance_ids())
+            for endpoint, ids in self._members.items()
+        )
+
+    def choose(self, request: PlacementRequest) -> ChosenWorker:
+        """Choose the worker of one attempt. Open it in the same turn of the loop: that is where its load is booked.
+
+        Raises:
+            InvalidArgument: the request names a worker that is not a member, or the policy cannot place the request.
+            WorkerUnavailable: no member is left.
+            Overloaded: every member that is left is busy.
+        """
+        now = asyncio.get_running_loop().time()
+        placement = place(self._policy, request, self.candidates(), now, scope=f"model {self.name}")
+        endpoint, instance_id = placement.candidate.key
+        client = self._clients[endpoint]
+        return ChosenWorker(placement, client.named(instance_id), client)
+
+    def candidates(self) -> list[Candidate]:
+        """Return the members that discovery lists, as a policy sees them."""
+        found: list[Candidate] = []
+        for endpoint, ids in self._members.items():
+            if (client := self._clients.get(endpoint)) is not None:
+                found += client.candidates(members=ids, busy=self.busy)
+        return found
+
+    def instance(self, instance_id: int) -> Instance | None:
+        """Return the member with this id; None when there is no such member or discovery does not list it."""
+        for endpoint, ids in self._members.items():
+            client = self._clients.get(endpoint)
+            if instance_id in ids and client is not None:
+                with contextlib.suppress(WorkerUnavailable):  # its card is there, its instance is not
+                    return client.named(instance_id)
+        return None
