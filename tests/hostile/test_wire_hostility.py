@@ -9,14 +9,17 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
+from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, ResponseSink
+from dynamo.runtime.request_plane.core import STARTS_PER_TURN
 from dynamo.runtime.request_plane.listener import LIMITS, Listener
-from dynamo.runtime.request_plane.mux import MAGIC, MuxClient
-from dynamo.runtime.request_plane.mux.frames import HEADER, Hello, Kind, Open, frame, pack
+from dynamo.runtime.request_plane.mux import MAGIC, MuxClient, MuxServerProtocol
+from dynamo.runtime.request_plane.mux.frames import HEADER, Hello, Kind, Open, fragments, frame, pack
 from dynamo.runtime.settings import RequestPlaneSettings
 from support.doc_pages import code, rows
 from support.native_caller import native_caller, request_frame, two_part
@@ -368,6 +371,137 @@ async def test_a_native_caller_that_never_reads_its_stream_or_its_acks_is_cut() 
                         await asyncio.sleep(0.001)
             writer.transport.abort()
         await worker.until_idle()
+        await worker.serves()
+
+
+# -- shares ----------------------------------------------------------------------------------------------------------------
+
+
+def sent_by(transport: Mock) -> bytes:
+    parts = [call.args[0] for call in transport.write.call_args_list]
+    parts += [b"".join(call.args[0]) for call in transport.writelines.call_args_list]
+    return b"".join(parts)
+
+
+def mux_connection(worker: Site) -> tuple[MuxServerProtocol, Mock]:
+    """A connection whose bytes are handed over by the test, so that nothing depends on the network."""
+    transport = Mock(spec=asyncio.Transport)
+    transport.is_closing.return_value = False
+    connection = MuxServerProtocol(worker.listener._mux)
+    connection.connection_made(transport)
+    connection.data_received(HELLO)
+    return connection, transport
+
+
+async def test_a_flood_on_one_connection_delays_a_request_of_another_by_two_turns() -> None:
+    async with site() as worker:
+        flooding, flooding_transport = mux_connection(worker)
+        other, _ = mux_connection(worker)
+        flood = b"".join([mux_request("hold", stream_id=n) for n in range(1, 5001)])
+        flooding.data_received(flood)
+        other.data_received(frame(Kind.OPEN, pack((Open(path=PATH, id="other"), pack("hold"))), stream_id=1))
+        while not any(context.id() == "other" for context in worker.contexts):
+            await asyncio.sleep(0)
+        assert len(worker.contexts) <= 2 * STARTS_PER_TURN + 1
+        assert flooding_transport.pause_reading.called  # the rest of the flood waits in the kernel
+        while len(worker.contexts) < 5001:
+            await asyncio.sleep(0)
+        reading = (flooding_transport.pause_reading.call_count, flooding_transport.resume_reading.call_count)
+        assert reading == (5000 // 64, 1)
+        for connection in (flooding, other):
+            connection.connection_lost(None)
+
+
+async def test_a_full_queue_takes_a_place_from_the_connection_that_has_most() -> None:
+    async with site(engine_request_limit=1, engine_queue_limit=4) as worker:
+        flooding, flooding_transport = mux_connection(worker)
+        other, other_transport = mux_connection(worker)
+        flooding.data_received(b"".join([mux_request("hold", stream_id=n) for n in range(1, 12)]))
+        other.data_received(mux_request("hold") + mux_request("hold", stream_id=2) + mux_request("hold", stream_id=3))
+        await asyncio.sleep(0)
+        assert (worker.listener.core.running, worker.listener.core.queued) == (1, 4)
+        assert sent_by(flooding_transport).count(b"worker at capacity") == 6 + 2
+        assert sent_by(other_transport).count(b"worker at capacity") == 1  # each has two of the four places
+        for connection in (flooding, other):
+            connection.connection_lost(None)
+
+
+async def test_half_sent_requests_are_bounded_per_connection_and_give_way_to_a_connection_with_fewer() -> None:
+    async with site(pending_bytes=100_000, connection_pending_bytes=70_000, max_message_bytes=60_000) as worker:
+        half_sent = [
+            frame(Kind.OPEN, pack((Open(path=PATH, id="r", size=50_000), None)), stream_id=n)
+            + frame(Kind.BODY, bytes(30_000), stream_id=n)
+            for n in (1, 2, 3)
+        ]
+        first, first_transport = mux_connection(worker)
+        first.data_received(b"".join(half_sent))
+        await asyncio.sleep(0)
+        assert sent_by(first_transport).count(b"DYN_TCP_CONNECTION_BODIES_LIMIT_MB") == 1
+        assert worker.listener.pending.used == 60_000
+        second, second_transport = mux_connection(worker)
+        second.data_received(half_sent[0])
+        third, third_transport = mux_connection(worker)
+        third.data_received(half_sent[0])
+        await asyncio.sleep(0)
+        assert worker.listener.pending.used == 90_000  # one of the first's made room for the third's
+        assert sent_by(first_transport).count(b"DYN_TCP_CONNECTION_BODIES_LIMIT_MB") == 2
+        assert b"DYN_TCP" not in sent_by(second_transport) + sent_by(third_transport)
+        assert worker.refusals == {"pending_bodies": 2}
+        for connection in (first, second, third):
+            connection.connection_lost(None)
+        assert worker.listener.pending.used == 0
+
+
+@pytest.mark.parametrize("wire", ["mux", "native"])
+async def test_a_body_that_expands_beyond_its_limit_is_declined_before_it_is_decoded(wire: str) -> None:
+    count = 4 * 1024 * 1024
+    body = b"\xdd" + struct.pack(">I", count) + b"\x90" * count  # 4 MiB of empty arrays: 300 MiB of lists
+    async with site() as worker:
+        if wire == "mux":
+            opened = frame(Kind.OPEN, pack((Open(path=PATH, id="r", size=len(body)), None)), stream_id=1)
+            reader, writer = await worker.connect()
+            writer.write(HELLO + opened + b"".join(fragments(Kind.BODY, body, 1)))
+            async with asyncio.timeout(PATIENCE):
+                await reader.readuntil(b"DYN_TCP_MAX_DECODED_MB")
+            writer.transport.abort()
+        else:
+            async with native_caller(worker.listener.address) as caller:
+                payload, _ = caller.payload("x")
+                (header_bytes,) = struct.unpack_from(">Q", payload)
+                raw = request_frame(PATH, {}, two_part(payload[24 : 24 + header_bytes], body))
+                reader, writer = await worker.connect()
+                writer.write(raw)
+                async with asyncio.timeout(PATIENCE):
+                    await reader.readuntil(b"DYN_TCP_MAX_DECODED_MB")
+                writer.transport.abort()
+        assert (worker.contexts, worker.refusals) == ([], {"decoded_size": 1})
+        await worker.until_idle()
+        await worker.serves()
+
+
+async def test_a_native_caller_gets_its_answer_only_at_its_own_address(caplog: pytest.LogCaptureFixture) -> None:
+    async with site() as worker:
+        async with native_caller(worker.listener.address) as caller:
+            elsewhere = "192.0.2.7:80"  # of the documentation network: nothing may be sent there
+            payloads = []
+            for _ in range(300):
+                payload, _ = caller.payload("x")
+                (header_bytes,) = struct.unpack_from(">Q", payload)
+                control = msgspec.json.decode(payload[24 : 24 + header_bytes])
+                info = msgspec.json.decode(control["connection_info"]["info"])
+                control["connection_info"]["info"] = msgspec.json.encode(info | {"address": elsewhere}).decode()
+                body = payload[24 + header_bytes :]
+                payloads.append(request_frame(PATH, {}, two_part(msgspec.json.encode(control), body)))
+            answers = await worker.send(b"".join(payloads))
+        assert answers.count(b"DYN_TCP_CALL_HOME_NETWORKS allows further networks") == 300
+        assert (worker.contexts, worker.refusals) == ([], {"call_home": 300})
+        assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+        await worker.until_idle()
+        await worker.serves()
+
+
+async def test_answers_are_brought_to_the_networks_that_were_allowed() -> None:
+    async with site(call_home_networks=("127.0.0.0/8",)) as worker:
         await worker.serves()
 
 

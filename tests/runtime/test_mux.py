@@ -35,7 +35,7 @@ from dynamo.runtime.request_plane.mux.frames import (
     items_frames,
     pack,
 )
-from dynamo.runtime.request_plane.mux.server import MuxServerProtocol
+from dynamo.runtime.request_plane.mux.server import MuxHost, MuxServerProtocol
 from dynamo.runtime.settings import RequestPlaneSettings
 
 Handler = Callable[[Any, Context, ResponseSink], Awaitable[None]]
@@ -64,12 +64,10 @@ async def rig() -> AsyncIterator[Callable[[Handler], Awaitable[Rig]]]:
         async def build(handler: Handler, **settings: Any) -> Rig:
             core = ServerCore()
             core.register("p", handler)
-            connections: set[MuxServerProtocol] = set()
+            host = MuxHost.of(core, RequestPlaneSettings(**settings))
+            connections = host.connections
             loop = asyncio.get_running_loop()
-            own = RequestPlaneSettings(**settings)
-            server = await loop.create_server(
-                lambda: MuxServerProtocol(core, connections=connections, settings=own), "127.0.0.1", 0
-            )
+            server = await loop.create_server(lambda: MuxServerProtocol(host), "127.0.0.1", 0)
             client = MuxClient()
 
             async def shut() -> None:

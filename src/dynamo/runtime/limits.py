@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Protocol
 
-__all__ = ["PendingBytes", "Refused", "uncounted", "within_descriptors"]
+__all__ = ["BodyHolder", "PendingBytes", "Refused", "uncounted", "within_descriptors"]
 
 logger = logging.getLogger(__name__)
 
@@ -17,19 +18,46 @@ def uncounted(limit: str) -> None:
     """A `Refused` for listeners without a metrics registry."""
 
 
+class BodyHolder(Protocol):
+    """A connection on which requests are still arriving."""
+
+    def shed_body(self) -> None:
+        """Decline a request that is still arriving and give its bytes back, because another connection needs the room."""
+
+
 class PendingBytes:
-    """How much the requests that are still arriving may hold together, over all connections of a listener."""
+    """How much the requests that are still arriving may hold, over all connections of a listener and for each of them.
 
-    __slots__ = ("limit", "used")
+    A connection can use the whole room while it is alone. Once the room is used up, a connection below the average gets
+    what it needs from the one that holds most, so nobody can keep others out with requests that never end.
+    """
 
-    def __init__(self, limit: int) -> None:
+    __slots__ = ("_held", "connection_limit", "limit", "used")
+
+    def __init__(self, limit: int, connection_limit: int | None = None) -> None:
         self.limit, self.used = limit, 0
+        self.connection_limit = limit if connection_limit is None else connection_limit
+        self._held: dict[BodyHolder, int] = {}
 
-    def take(self, count: int) -> bool:
+    def take(self, holder: BodyHolder, count: int) -> bool:
         """Whether there was room; nothing is taken otherwise. A negative count gives back."""
-        if count > 0 and self.used + count > self.limit:
-            return False
+        held = self._held.get(holder, 0) + count
+        if count > 0:
+            if held > self.connection_limit:
+                return False
+            while self.used + count > self.limit:
+                if held * (len(self._held) + (holder not in self._held)) > self.limit:
+                    return False  # already above the average: this also saves the search below
+                largest = max(self._held, key=self._held.__getitem__)
+                before = self.used
+                largest.shed_body()
+                if self.used >= before:
+                    return False
         self.used += count
+        if held:
+            self._held[holder] = held
+        else:
+            self._held.pop(holder, None)
         return True
 
 

@@ -115,10 +115,18 @@ class RequestPlaneSettings:
     message_timeout_seconds: float = 30.0  # from the first byte of a request to its last
     idle_seconds: float = 600.0  # of a native connection; its callers close theirs after 300 s
     silence_seconds: float = 90.0  # of a mux connection, whose callers ping every 20 s
-    pending_bytes: int = 1024 * 1024 * 1024  # of all requests that are still arriving
+    pending_bytes: int = 256 * 1024 * 1024  # of all requests that are still arriving
+    connection_pending_bytes: int = 64 * 1024 * 1024  # of those on one connection; one message always fits
+    max_decoded_bytes: int = 256 * 1024 * 1024  # of one request in memory, counted before it is decoded
+    call_home_networks: tuple[str, ...] = ()  # beyond a native caller's own address; "any": no check
     max_streams: int = 16_384  # of one mux connection; more is declined per stream
     write_stall_seconds: float = 60.0  # how long a caller may read nothing of what waits for it
     credit_stall_seconds: float = 300.0  # the same for one stream; longer than a frontend bears with its own client
+
+    @property
+    def largest_connection_pending_bytes(self) -> int:
+        """What the requests that arrive on one connection may hold: at least one message always fits."""
+        return max(self.connection_pending_bytes, self.max_message_bytes)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RequestPlaneSettings:
@@ -173,7 +181,16 @@ class RequestPlaneSettings:
             ),
             idle_seconds=env_float("DYN_TCP_IDLE_CONNECTION_SECS", default.idle_seconds, minimum=1, env=env),
             silence_seconds=env_float("DYN_TCP_SILENCE_SECS", default.silence_seconds, minimum=1, env=env),
-            pending_bytes=env_int("DYN_TCP_PENDING_BODIES_LIMIT_MB", 1024, minimum=1, env=env) * 1024 * 1024,
+            pending_bytes=env_int("DYN_TCP_PENDING_BODIES_LIMIT_MB", 256, minimum=1, env=env) * 1024 * 1024,
+            connection_pending_bytes=env_int("DYN_TCP_CONNECTION_BODIES_LIMIT_MB", 64, minimum=1, env=env)
+            * 1024
+            * 1024,
+            max_decoded_bytes=env_int("DYN_TCP_MAX_DECODED_MB", 256, minimum=1, env=env) * 1024 * 1024,
+            call_home_networks=tuple(
+                each.strip()
+                for each in (env_str("DYN_TCP_CALL_HOME_NETWORKS", env=env) or "").split(",")
+                if each.strip()
+            ),
             max_streams=env_int("DYN_TCP_MAX_STREAMS", default.max_streams, minimum=1, env=env),
             write_stall_seconds=env_float(
                 "DYN_TCP_WRITE_STALL_SECS", default.write_stall_seconds, minimum=0.1, env=env

@@ -17,7 +17,7 @@ from dynamo.runtime.chaos.director import Director, Visit
 from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, Kind
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Handler, ResponseSink
-from dynamo.runtime.request_plane.mux.server import MuxSink
+from dynamo.runtime.request_plane.mux.sink import MuxSink
 
 __all__ = ["EngineFailed", "WorkerChaos"]
 
@@ -163,7 +163,7 @@ class _Sink:
 
     def __init__(self, sink: ResponseSink, chaos: WorkerChaos, visit: Visit) -> None:
         self._sink, self._chaos, self._visit = sink, chaos, visit
-        self._out = sink.connection.out if isinstance(sink, MuxSink) else None
+        self._outbox = sink.outbox if isinstance(sink, MuxSink) else None
         self._late: Any = None  # an item that waits for its successor
 
     def __getattr__(self, name: str) -> Any:
@@ -187,13 +187,13 @@ class _Sink:
 
     @property
     def _length(self) -> int:
-        return 0 if self._out is None else len(self._out)
+        return 0 if self._outbox is None else len(self._outbox.items)
 
     def _sent(self, before: int) -> None:
         if self._sink.ended:
             return  # nothing was sent: the caller has left
         kinds = self._chaos.item_faults(self._visit, self._sink)
-        if self._out is None or len(self._out) == before:
+        if self._outbox is None or len(self._outbox.items) == before:
             for kind in kinds:
                 _cannot(kind)
             return
@@ -201,16 +201,16 @@ class _Sink:
         for kind in kinds:
             match kind:
                 case Kind.CUT:
-                    self._out.pop()
+                    self._outbox.items.pop()
                 case Kind.DUPLICATE:
-                    self._out.append(self._out[-1])
+                    self._outbox.items.append(self._outbox.items[-1])
                 case Kind.REORDER:
-                    held = self._out.pop()
+                    held = self._outbox.items.pop()
             break  # one thing at a time can happen to an item
         self._let_go()
         self._late = held
 
     def _let_go(self) -> None:
         late, self._late = self._late, None
-        if late is not None and self._out is not None:
-            self._out.append(late)
+        if late is not None and self._outbox is not None:
+            self._outbox.items.append(late)

@@ -1,7 +1,8 @@
 """What a worker does with a request, whichever wire it came in on: look up, admit, run, end.
 
-One core serves every listener of a process, so the limits hold over all wires together. Admission is first come,
-first served: a request starts at once only when nobody waits.
+One core serves every listener of a process, so the limits hold over all wires together. Requests of one connection start
+in the order of their arrival, and connections take turns: a connection that opens thousands of requests at once delays those
+of another one by a turn of the event loop, and not by thousands of requests.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from time import perf_counter
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from dynamo.errors import (
 )
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.base import Handler, ResponseSink
+from dynamo.runtime.request_plane.fair_queue import FairQueue
 from dynamo.runtime.settings import RequestPlaneSettings
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,10 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_SECONDS: Final = 5.0
 """How long `close` waits for handlers whose context was killed before it cancels them, and again after that: an engine
 that ignores both would otherwise hold the process for ever."""
+
+STARTS_PER_TURN: Final = 64
+"""Requests that start in one turn of the event loop. The first step of each runs in the next turn, so this is how long
+everything else of the process waits for them: a few milliseconds."""
 
 AT_CAPACITY: Final = "Server overloaded: worker at capacity"
 
@@ -49,7 +55,8 @@ class ServerCore:
         self._handlers: dict[str, Handler] = {}
         self.stream_paths: set[str] = set()  # whose body is a `RequestStream`: bidirectional endpoints
         self._running: dict[asyncio.Task[None], _Request] = {}
-        self._waiting: dict[_Request, Callable[[], None]] = {}  # in order of arrival; value: forgets `on_cancel`
+        self._waiting: FairQueue[_Request] = FairQueue()
+        self._starts_left = STARTS_PER_TURN
         self._closed = False
         self.rejected_total = 0
         self._waited: Callable[[float], object] = _ignore
@@ -79,9 +86,9 @@ class ServerCore:
 
     @property
     def queue_age_seconds(self) -> float:
-        """How long the first of these has been waiting; 0 when nobody waits."""
-        first = next(iter(self._waiting), None)
-        return 0.0 if first is None else perf_counter() - first.arrived
+        """How long the oldest of these has been waiting; 0 when the queue is empty."""
+        arrived = min((request.arrived for request in self._waiting.first_of_each_line()), default=None)
+        return 0.0 if arrived is None else perf_counter() - arrived
 
     def register(self, path: str, handler: Handler) -> None:
         """Serve `path`. Raises ValueError if it is taken."""
@@ -98,8 +105,13 @@ class ServerCore:
         self._handlers.pop(path, None)
         self.stream_paths.discard(path)
 
-    def dispatch(self, path: str, body: Any, context: Context, sink: ResponseSink) -> None:
-        """Start one request, or queue it; it is the sink that tells how it went.
+    def dispatch(
+        self, path: str, body: Any, context: Context, sink: ResponseSink, connection: Hashable | None = None
+    ) -> None:
+        """Start one request, or queue it; the sink receives the outcome.
+
+        `connection`: requests with the same one share a line of the queue. A full queue makes room for a connection with
+        fewer waiting requests than others: the newest request of the longest line is then ended with `Overloaded`.
 
         Raises `WorkerUnavailable` for an unknown path and `Overloaded` when the queue is full; the sink is then
         untouched. A context with a deadline is killed at that time and its sink ended with `ResponseTimeout`.
@@ -109,11 +121,8 @@ class ServerCore:
         handler = self._handlers.get(path)
         if handler is None:
             raise WorkerUnavailable(f"Server unavailable: unknown endpoint {path}")
-        has_place = not self._waiting and len(self._running) < self._run_limit
-        if not has_place and len(self._waiting) >= self._queue_limit:
-            self.rejected_total += 1
-            self._rejected()
-            raise Overloaded(AT_CAPACITY)
+        if len(self._running) + len(self._waiting) >= self._run_limit + self._queue_limit:
+            self._make_room(connection)
         if context.is_stopped():
             sink.end(_never_started())
             return
@@ -121,10 +130,19 @@ class ServerCore:
         if context.deadline is not None:
             timer = asyncio.get_running_loop().call_at(context.deadline, _expire, context, sink)
         request = _Request(handler, body, context, sink, timer, self._waited)
-        if has_place:
+        if not self._waiting and self._starts_left > 0 and len(self._running) < self._run_limit:
             self._start(request)
         else:
-            self._enqueue(request)
+            self._enqueue(request, connection)
+
+    def _make_room(self, connection: Hashable | None) -> None:
+        self.rejected_total += 1
+        self._rejected()
+        displaced = self._waiting.displace_for(connection)
+        if displaced is None:
+            raise Overloaded(AT_CAPACITY)
+        displaced.left_queue()
+        displaced.sink.end(Overloaded(AT_CAPACITY))
 
     async def close(self, timeout: float = CLOSE_TIMEOUT_SECONDS) -> None:
         """Decline everything from now on, end what is open with `EngineShutdown`, and wait for the handlers.
@@ -151,10 +169,24 @@ class ServerCore:
             logger.warning("request %s ignored its kill and its cancellation; leaving it behind", request.context.id())
 
     def _start(self, request: _Request) -> None:
+        loop = asyncio.get_running_loop()
+        if self._starts_left == STARTS_PER_TURN:
+            loop.call_soon(self._next_turn)
+        self._starts_left -= 1
         # The task is held by `_running` and awaited by `close`; its end is handled in `_finished`.
-        task = asyncio.get_running_loop().create_task(request.run(), name=f"request {request.context.id()}")
+        task = loop.create_task(request.run(), name=f"request {request.context.id()}")
         self._running[task] = request
         task.add_done_callback(self._finished)
+
+    def _next_turn(self) -> None:
+        self._starts_left = STARTS_PER_TURN
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        while self._waiting and self._starts_left > 0 and len(self._running) < self._run_limit:
+            following = self._waiting.pop()
+            following.stop_waiting()
+            self._start(following)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         request = self._running.pop(task)
@@ -162,31 +194,27 @@ class ServerCore:
             request.timer.cancel()
         if task.cancelled():  # perhaps before its first step, when `run` had no chance to say so
             request.sink.end(EngineShutdown("the worker is shutting down"))
-        while self._waiting and len(self._running) < self._run_limit:
-            following = next(iter(self._waiting))
-            self._waiting.pop(following)()
-            self._start(following)
+        self._start_waiting()
 
-    def _enqueue(self, request: _Request) -> None:
+    def _enqueue(self, request: _Request, connection: Hashable | None) -> None:
         def cancelled(_killed: bool) -> None:
             self._leave_queue(request, _never_started())
 
-        self._waiting[request] = request.context.on_cancel(on_loop(asyncio.get_running_loop(), cancelled))
+        request.connection = connection
+        self._waiting.add(connection, request)
+        request.forget = request.context.on_cancel(on_loop(asyncio.get_running_loop(), cancelled))
 
     def _leave_queue(self, request: _Request, error: DynamoException) -> None:
-        forget = self._waiting.pop(request, None)
-        if forget is None:
+        if not self._waiting.remove(request.connection, request):
             return  # it was started, or had left, in the meantime
-        forget()
-        if request.timer is not None:
-            request.timer.cancel()
+        request.left_queue()
         request.sink.end(error)
 
 
 class _Request:
     """One accepted request: all that its task, its place in the queue and its deadline need."""
 
-    __slots__ = ("arrived", "body", "context", "handler", "sink", "timer", "waited")
+    __slots__ = ("arrived", "body", "connection", "context", "forget", "handler", "sink", "timer", "waited")
 
     def __init__(
         self,
@@ -200,6 +228,20 @@ class _Request:
         self.handler, self.body, self.context, self.sink, self.timer = handler, body, context, sink, timer
         self.waited = waited
         self.arrived = perf_counter()
+        self.connection: Hashable | None = None
+        self.forget: Callable[[], None] | None = None  # while it waits: takes its `on_cancel` back
+
+    def stop_waiting(self) -> None:
+        """The request is out of the queue and starts."""
+        if self.forget is not None:
+            self.forget()
+            self.forget = None
+
+    def left_queue(self) -> None:
+        """The request is out of the queue and will not start."""
+        self.stop_waiting()
+        if self.timer is not None:
+            self.timer.cancel()
 
     async def run(self) -> None:
         self.waited(perf_counter() - self.arrived)

@@ -6,15 +6,17 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final, cast
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.addresses import WILDCARDS, detect_host
 from dynamo.runtime.limits import PendingBytes, Refused, uncounted, within_descriptors
+from dynamo.runtime.log_rate import LogRate
 from dynamo.runtime.request_plane.base import Handler
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.mux.frames import MAGIC, VERSION, Kind, frame, pack
-from dynamo.runtime.request_plane.mux.server import MuxServerProtocol
+from dynamo.runtime.request_plane.mux.server import MuxHost, MuxServerProtocol
 from dynamo.runtime.request_plane.native.frames import OVERLOADED, UNAVAILABLE, encode_ack
 from dynamo.runtime.request_plane.native.server import NativeServer
 from dynamo.runtime.request_plane.security import PlaneSecurity
@@ -40,6 +42,8 @@ LIMITS: Final = (
     "handshake",
     "secret",
     "unauthenticated",
+    "decoded_size",
+    "call_home",
 )
 """The names under which refusals are counted."""
 
@@ -71,15 +75,16 @@ class Listener:
         self.core = core or ServerCore(self._settings)
         self.refused = refused
         self.settings = self._settings
-        self.pending = PendingBytes(self._settings.pending_bytes)
-        self._native = NativeServer(self.core, self._settings, pending=self.pending, refused=refused)
+        own = self._settings
+        self.pending = PendingBytes(own.pending_bytes, own.largest_connection_pending_bytes)
+        self._native = NativeServer(self.core, own, pending=self.pending, refused=refused)
         # The other half is for the answers of the native wire, which are connections of their own.
         spare = SPARE_DESCRIPTORS + SPARE_CONNECTIONS
         self.max_connections = within_descriptors(self._settings.max_connections, spare=spare, share=0.5)
-        self._mux: set[MuxServerProtocol] = set()
+        self._log = LogRate(logger)
+        self._mux = MuxHost(self.core, own, self.pending, refused, log=self._log)  # `start` adds the secret
         self._sniffing: set[_Sniffer] = set()
         self._security = security
-        self._strangers: set[MuxServerProtocol] = set()
         self._server: asyncio.Server | TlsGate | None = None
         self._address: str | None = None
 
@@ -93,7 +98,7 @@ class Listener:
     @property
     def connections(self) -> int:
         """Open connections, of both wires and undecided ones."""
-        return len(self._mux) + self._native.connections + len(self._sniffing)
+        return len(self._mux.connections) + self._native.connections + len(self._sniffing)
 
     async def start(self) -> None:
         """Begin to listen; idempotent.
@@ -106,6 +111,7 @@ class Listener:
         if self._security is None:
             self._security = PlaneSecurity.of(self._settings)
         self._native.security = self._security
+        self._mux = replace(self._mux, secret=self._security.secret)
         try:
             self._server = await self._listen(self._security.server)
         except OSError as error:
@@ -137,7 +143,7 @@ class Listener:
         """Whether one more caller that has proven nothing may stay; always, where nothing is asked for."""
         if self._security is None or self._security.secret is None:
             return True
-        return len(self._sniffing) + len(self._strangers) <= self._settings.max_unauthenticated
+        return len(self._sniffing) + len(self._mux.strangers) <= self._settings.max_unauthenticated
 
     def register(self, path: str, handler: Handler) -> None:
         """Serve `path`. Raises ValueError if it is taken."""
@@ -161,12 +167,12 @@ class Listener:
         server, self._server = self._server, None
         if server is not None:
             server.close()
-        for connection in list(self._mux):
+        for connection in list(self._mux.connections):
             connection.goaway("the worker is shutting down")
         await self.core.close()
         for sniffer in list(self._sniffing):
             sniffer.close()
-        for connection in list(self._mux):
+        for connection in list(self._mux.connections):
             connection.close()
         await self._native.close()
         if server is not None:
@@ -183,19 +189,12 @@ class Listener:
     def adopt(self, transport: asyncio.Transport, first_bytes: bytes) -> None:
         """Give a connection to the wire it speaks."""
         if first_bytes.startswith(MAGIC):
-            connection = MuxServerProtocol(
-                self.core,
-                settings=self._settings,
-                connections=self._mux,
-                pending=self.pending,
-                refused=self.refused,
-                secret=None if self._security is None else self._security.secret,
-                strangers=self._strangers,
-            )
+            connection = MuxServerProtocol(self._mux)
             connection.adopt(transport, first_bytes)
         elif first_bytes.startswith(TLS_BEGINS):
             self.refused("handshake")
-            logger.warning("a caller began with TLS, and this worker has no certificate (DYN_TCP_TLS_CERT_PATH)")
+            text = "a caller began with TLS, and this worker has no certificate (DYN_TCP_TLS_CERT_PATH); closing its connection"
+            self._log.warn("a caller began with TLS", text)
             transport.close()
         elif self._security is not None and self._security.secret is not None and not self._security.knows_callers:
             self.refused("secret")

@@ -90,14 +90,22 @@ Frame = tuple[int, int, int, bytes]  # kind, flags, stream id, payload
 class FrameDecoder:
     """Cuts a byte stream into frames. Linear in the bytes fed, however they are split; holds at most one frame."""
 
-    __slots__ = ("_buffer", "_needed")
+    __slots__ = ("_buffer", "_needed", "_preface")
 
-    def __init__(self) -> None:
+    def __init__(self, preface: bytes = b"") -> None:
+        """`preface`: the bytes that must come before the first frame."""
         self._buffer = bytearray()
         self._needed = HEADER.size
+        self._preface = preface
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Every frame completed by `data`. Raises ProtocolError on a frame over the limit."""
+        """Return every frame completed by `data`. Raises ProtocolError for a frame over the limit or another preface."""
+        if self._preface:
+            taken = min(len(self._preface), len(data))
+            if data[:taken] != self._preface[:taken]:
+                raise ProtocolError("this connection does not start with the mux magic")
+            self._preface = self._preface[taken:]
+            data = data[taken:]
         if self._buffer:
             self._buffer += data
             if len(self._buffer) < self._needed:

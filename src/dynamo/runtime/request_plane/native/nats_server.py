@@ -121,7 +121,7 @@ class NatsServer:
             )
 
     async def _serve(self, path: str, message: Msg) -> None:
-        refusal = self._native.begin(path, message.headers or {}, message.data, answers_declined=True)
+        refusal = self._native.begin(path, message.headers or {}, message.data)
         if refusal is not None:
             self._refused("malformed")
         if message.reply:

@@ -10,7 +10,9 @@ from typing import Any, Final, cast
 import msgspec
 
 from dynamo.runtime.context import Context
+from dynamo.runtime.log_rate import LogRate
 from dynamo.runtime.request_plane.base import RequestStream
+from dynamo.runtime.request_plane.expansion import exceeds_when_decoded
 from dynamo.runtime.request_plane.native.frames import (
     MAX_MESSAGE_BYTES,
     Codec,
@@ -33,11 +35,15 @@ class NativeRequestStream(RequestStream, asyncio.Protocol):
     that ends without a word kill it: a part of the input must not pass for the whole.
     """
 
-    def __init__(self, subject: str, codec: Codec, context: Context) -> None:
+    def __init__(
+        self, subject: str, codec: Codec, context: Context, log: LogRate | None = None, max_decoded_bytes: int = 1 << 28
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._greeting = handshake(subject, "request")
         self._codec: Codec = codec
         self._context = context
+        self._log = log or LogRate(logger)
+        self._max_decoded_bytes = max_decoded_bytes
         self._decoder = TwoPartDecoder(max_data_bytes=MAX_MESSAGE_BYTES)
         self._requests: deque[Any] = deque()
         self._has_ended = False
@@ -114,6 +120,10 @@ class NativeRequestStream(RequestStream, asyncio.Protocol):
 
     def _on_frame(self, frame: TwoPart) -> None:
         if not frame.header:
+            if exceeds_when_decoded(frame.data, self._max_decoded_bytes, self._codec):
+                raise MalformedFrame(
+                    f"a request of {len(frame.data)} bytes exceeds DYN_TCP_MAX_DECODED_MB once decoded"
+                )
             self._requests.append(decode_body(frame.data, self._codec))
             return
         match None if frame.data else _word(frame.header):
@@ -143,7 +153,8 @@ class NativeRequestStream(RequestStream, asyncio.Protocol):
     def _broken(self, why: str) -> None:
         if self._has_ended:
             return
-        logger.warning("request %s: killed, the stream of its requests broke off: %s", self._context.id(), why)
+        text = "request %s: killed, the stream of its requests broke off: %s"
+        self._log.warn("streams of requests that broke off", text, self._context.id(), why)
         self._has_ended = True
         self._context.kill()
         if self._transport is not None:

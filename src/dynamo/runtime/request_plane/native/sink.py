@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.limits import Refused, uncounted
+from dynamo.runtime.log_rate import LogRate
 from dynamo.runtime.request_plane.native.frames import (
     FINAL_ITEM,
     PROLOGUE_OK,
@@ -54,6 +55,7 @@ class NativeSink(asyncio.Protocol):
         "_greeting",
         "_has_ended",
         "_last_choice",
+        "_log",
         "_loop",
         "_on_closed",
         "_out",
@@ -78,6 +80,7 @@ class NativeSink(asyncio.Protocol):
         on_closed: Callable[[NativeSink], None] | None = None,
         write_stall_seconds: float = STALLED_SECONDS,
         refused: Refused = uncounted,
+        log: LogRate | None = None,
     ) -> None:
         """`on_closed` is called once, when the connection is gone for good or never came up. A caller that reads nothing
         for `write_stall_seconds` while its stream is full has left, and `refused` counts it."""
@@ -98,6 +101,7 @@ class NativeSink(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._stall_seconds, self._refused = write_stall_seconds, refused
+        self._log = log or LogRate(logger)
         self._on_closed = on_closed
         self.request_bytes = request_bytes  # the body's length, encoded
         self.response_bytes = 0  # item frames, their prefixes included
@@ -186,7 +190,8 @@ class NativeSink(asyncio.Protocol):
                     return
                 self._context.stop_generating()
         except MalformedFrame as error:
-            logger.warning("request %s: killed, its caller broke the response wire: %s", self._context.id(), error)
+            text = "request %s: killed, its caller broke the response wire: %s"
+            self._log.warn("callers that broke the response wire", text, self._context.id(), error)
             self._caller_left()
 
     def eof_received(self) -> bool:
@@ -266,7 +271,8 @@ class NativeSink(asyncio.Protocol):
             self._timer = self._loop.call_later(LINGER_SECONDS, self._linger, give_up_at)
 
     def _stalled(self) -> None:
-        logger.warning("request %s: its caller reads nothing; dropping the stream", self._context.id())
+        text = "request %s: its caller reads nothing; its stream is dropped"
+        self._log.warn("callers that read nothing", text, self._context.id())
         self._refused("write_stall")
         if self._transport is not None:
             self._transport.abort()  # comes back as a lost connection

@@ -1,0 +1,176 @@
+"""What leaves on one `mux` connection of a worker: all items of one turn of the event loop in one frame."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from dynamo.errors import InvalidArgument, describe
+from dynamo.runtime.request_plane.base import END_INDEX
+from dynamo.runtime.request_plane.mux.frames import items_frames
+
+if TYPE_CHECKING:
+    from dynamo.runtime.request_plane.mux.sink import MuxSink
+
+__all__ = ["Outbox"]
+
+logger = logging.getLogger(__name__)
+
+MAX_BACKLOG_ITEMS: Final = 65_536  # of a caller that does not read: what its own requests may still add
+MAX_BACKLOG_BYTES: Final = 1024 * 1024  # the same for the answers to its control frames
+
+UNENCODABLE: Final = (TypeError, ValueError, OverflowError, msgspec.MsgspecError)
+
+
+class Outbox:
+    """Items and control frames on their way to one transport.
+
+    Items wait while the socket is full: each stream's credit bounds them. Control frames do not wait, so those are bounded
+    here. The attributes without an underscore are read by every sink for every token.
+    """
+
+    __slots__ = (
+        "_answered",
+        "_arrived",
+        "_backlog_bytes",
+        "_control",
+        "_cut",
+        "_end_stream",
+        "_loop",
+        "flush_scheduled",
+        "items",
+        "paused",
+        "transport",
+        "waiting",
+    )
+
+    def __init__(
+        self,
+        *,
+        answered: Callable[[float], object],
+        cut: Callable[[str], None],
+        end_stream: Callable[[int], None],
+    ) -> None:
+        """`answered` gets the seconds from a request's arrival to its first item. `cut` drops the connection of a caller
+        that does not read, naming the limit. `end_stream` kills the request of a stream whose item cannot be encoded."""
+        self._loop = asyncio.get_running_loop()
+        self._answered, self._cut, self._end_stream = answered, cut, end_stream
+        self._arrived: dict[int, float] = {}  # streams that have sent nothing yet: when their request came
+        self._backlog_bytes = 0  # of control frames, since the caller stopped reading
+        self._control: list[bytes] = []
+        self.items: list[tuple[Any, ...]] = []
+        self.flush_scheduled = False
+        self.paused = False
+        self.transport: asyncio.Transport | None = None
+        self.waiting: set[MuxSink] = set()
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether a caller that does not read has left too many answers unread to get another one."""
+        return self.paused and len(self.items) > MAX_BACKLOG_ITEMS
+
+    def expect_answer(self, stream_id: int) -> None:
+        """A request has arrived: measure the time to its first item."""
+        self._arrived[stream_id] = perf_counter()
+
+    def expect_no_answer(self, stream_id: int) -> None:
+        """Forget a request that its caller has given up."""
+        self._arrived.pop(stream_id, None)
+
+    def add(self, item: tuple[Any, ...]) -> None:
+        """Send an item with the next flush."""
+        self.items.append(item)
+        if not self.flush_scheduled:
+            self.schedule_flush()
+
+    def send(self, control: bytes) -> None:
+        """Send a control frame with the next flush, before all items."""
+        self._control.append(control)
+        if not self.flush_scheduled:
+            self.schedule_flush()
+
+    def schedule_flush(self) -> None:
+        """Flush at the next turn of the loop: whatever else is produced until then travels in the same frame."""
+        if not self.flush_scheduled:
+            self.flush_scheduled = True
+            self._loop.call_soon(self.flush)
+
+    def pause(self) -> None:
+        """The socket is full."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """The socket has room again."""
+        self.paused = False
+        self._backlog_bytes = 0
+        for sink in list(self.waiting):
+            sink.wake()
+        if self.items:
+            self.schedule_flush()
+
+    def clear(self) -> None:
+        """Drop everything: the connection is lost."""
+        self.transport = None
+        self.items.clear()
+        self._control.clear()
+        self._arrived.clear()
+
+    def flush(self) -> None:
+        """Write what can be written now."""
+        self.flush_scheduled = False
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            self.items.clear()
+            self._control.clear()
+            return
+        parts = self._control
+        if parts:
+            self._control = []
+            if self.paused:  # these overtake the items; a caller that reads neither may not ask for ever more of them
+                self._backlog_bytes += sum([len(part) for part in parts])
+                if self._backlog_bytes > MAX_BACKLOG_BYTES:
+                    self._cut("backlog")
+                    return
+        if self.items and not self.paused:
+            items, self.items = self.items, []
+            if self._arrived:
+                self._note_first(items)
+            frames = self._encode(items)
+            parts = [*parts, *frames] if parts else frames
+        if parts:
+            transport.writelines(parts)
+
+    def _note_first(self, items: list[tuple[Any, ...]]) -> None:
+        """Time the first item of each stream. Here and not where it is made: a token of a stream under way pays nothing."""
+        now, arrived_at = perf_counter(), self._arrived
+        for item in items:
+            arrived = arrived_at.pop(item[0], None)
+            if arrived is not None and item[1] != END_INDEX:
+                self._answered(now - arrived)
+
+    def _encode(self, items: list[tuple[Any, ...]]) -> list[bytes]:
+        try:
+            return items_frames(items)
+        except UNENCODABLE:
+            pass
+        # One chunk holds a value that msgpack cannot carry. Its stream ends there, the others must not notice.
+        parts: list[bytes] = []
+        failed: set[int] = set()
+        for item in items:
+            stream_id = item[0]
+            if stream_id in failed:
+                continue
+            try:
+                parts += items_frames([item])
+            except UNENCODABLE as error:
+                failed.add(stream_id)
+                failure = InvalidArgument(f"the engine produced a value that cannot be encoded: {error}")
+                logger.error("stream %d: %s; its request is killed", stream_id, failure)
+                parts += items_frames([(stream_id, END_INDEX, 0, (), None, describe(failure))])
+                self._end_stream(stream_id)
+        return parts
