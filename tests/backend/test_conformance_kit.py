@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
+import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, ClassVar
 
@@ -121,6 +125,48 @@ class CompletionTokensMismatch(Honest):
         return super().last(ids, reason, made + 1)
 
 
+class Answers(Honest):
+    """Answers with the chunk of its class."""
+
+    chunk: ClassVar[Any] = {}
+
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        await asyncio.sleep(0)
+        reason = "cancelled" if context.is_stopped() else "stop"
+        yield {"token_ids": [1], "index": 0, "finish_reason": reason} | self.chunk
+
+
+class TokenIdsInvalid(Answers):
+    chunk: ClassVar[Any] = {"token_ids": [1, -1]}
+
+
+class IndexInvalid(Answers):
+    chunk: ClassVar[Any] = {"index": 1}
+
+
+class UnknownFinishReason(Answers):
+    chunk: ClassVar[Any] = {"finish_reason": "done"}
+
+
+class MaxTokensIgnored(Honest):
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        while not context.is_stopped():  # for ever, as far as its client is concerned
+            await asyncio.sleep(0)
+            yield {"token_ids": [1], "index": 0}
+
+
+class EventLoopBlocked(Honest):
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        time.sleep(3600)  # noqa: ASYNC251
+        yield self.last([1], "stop", 1)
+
+
+class ChunkTimedOut(Honest):
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        await asyncio.Event().wait()
+        yield self.last([1], "stop", 1)
+
+
 class ConcurrentGenerateFailed(Honest):
     async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
         self.requests += 1
@@ -166,7 +212,8 @@ class CleanupWithoutStartFailed(Honest):
 TOKEN_BREAKERS: list[type[Honest]] = [
     StartFailed, EmptyModelInConfig, KvEventSourcesFailed, KvEventSourcesNotIdempotent, SetupMetricsFailed,
     ComponentMetricsNotIdempotent, GenerateFailed, NoChunksYielded, StreamYieldedError, NoTerminalChunk,
-    ChunkAfterTerminal, CompletionTokensMismatch, ConcurrentGenerateFailed, CancellationNotObserved,
+    ChunkAfterTerminal, CompletionTokensMismatch, TokenIdsInvalid, IndexInvalid, UnknownFinishReason,
+    MaxTokensIgnored, EventLoopBlocked, ChunkTimedOut, ConcurrentGenerateFailed, CancellationNotObserved,
     CancellationIgnored, CleanupFailed, SecondCleanupFailed, CleanupWithoutStartFailed,
 ]  # fmt: skip
 
@@ -174,6 +221,7 @@ TOKEN_BREAKERS: list[type[Honest]] = [
 @pytest.fixture
 def _short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dynamo.contract.conformance.kit.CANCEL_SECONDS", 0.05)
+    monkeypatch.setattr("dynamo.contract.conformance.kit.CHUNK_SECONDS", 1.0)
 
 
 @pytest.mark.usefixtures("_short_limits")
@@ -183,6 +231,124 @@ async def test_each_broken_engine_is_named_exactly(broken: type[Honest]) -> None
         await run_conformance(broken)
     assert caught.value.name == broken.__name__
     assert str(caught.value).startswith(broken.__name__)
+
+
+def answering(**changes: Any) -> type[Answers]:
+    return type("Answering", (Answers,), {"chunk": changes})
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [
+        (answering(token_ids=["1"]), "TokenIdsInvalid"),
+        (answering(token_ids=[1.0]), "TokenIdsInvalid"),
+        (answering(token_ids=[True]), "TokenIdsInvalid"),
+        (answering(token_ids=[2**32]), "TokenIdsInvalid"),
+        (answering(token_ids=b"\x01\x00\x00\x00"), "StreamYieldedError"),
+        (answering(index="0"), "IndexInvalid"),
+        (answering(index=False), "IndexInvalid"),
+        (answering(index=-1), "IndexInvalid"),
+        (answering(finish_reason=""), "UnknownFinishReason"),
+        (answering(finish_reason="eos_token"), "UnknownFinishReason"),
+        (answering(finish_reason={"error": "x"}), "StreamYieldedError"),
+        (answering(finish_reason=1), "StreamYieldedError"),
+        (answering(token_ids=[1] * 9), "MaxTokensIgnored"),
+        (answering(completion_usage=3), "StreamYieldedError"),
+    ],
+)
+async def test_a_chunk_that_no_server_can_use_is_named(broken: type[Honest], name: str) -> None:
+    with pytest.raises(ConformanceFailure) as caught:
+        await run_conformance(broken)
+    assert caught.value.name == name
+
+
+@pytest.mark.parametrize("word", ["STOP", " eos ", "length", "tool_calls", "content_filter"])
+async def test_the_words_a_server_knows_pass(word: str) -> None:
+    class Fine(Honest):
+        def last(self, ids: list[int], reason: str, made: int) -> dict[str, Any]:
+            return super().last(ids, word if reason == "length" else reason, made)
+
+    await run_conformance(Fine)
+
+
+class BlocksEveryStep(Honest):
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        for token in range(8):
+            time.sleep(0.15)  # noqa: ASYNC251 - never long at once, and the loop does not turn in between
+            yield {"token_ids": [token], "index": 0} if token < 7 else self.last([token], "length", 8)
+
+
+class BlocksInsideATask(Honest):
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        await asyncio.create_task(self.compute())
+        yield self.last([1], "stop", 1)
+
+    async def compute(self) -> None:
+        try:
+            threading.Event().wait()  # the standard library's line is not the one to name
+        except Exception:
+            raise AssertionError("an engine cannot catch its interruption by accident") from None
+
+
+class BlocksWhenCancelled(Honest):
+    async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        if context.is_stopped():
+            while True:
+                pass
+        async for chunk in super().generate(request, context):
+            yield chunk
+
+
+@pytest.mark.parametrize("broken", [EventLoopBlocked, BlocksEveryStep, BlocksInsideATask, BlocksWhenCancelled])
+async def test_an_engine_that_blocks_the_loop_is_interrupted_and_its_line_is_named(broken: type[Honest]) -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    with pytest.raises(ConformanceFailure) as caught:
+        await run_conformance(broken)
+    assert caught.value.name == "EventLoopBlocked"
+    assert f"{__file__}:" in str(caught.value)
+    assert signal.getsignal(signal.SIGUSR2) is before
+    assert not [thread for thread in threading.enumerate() if "loop watch" in thread.name]
+
+
+def test_a_blocked_loop_of_another_thread_is_interrupted_too() -> None:
+    failures: list[BaseException] = []
+
+    def judge() -> None:
+        try:
+            asyncio.run(run_conformance(BlocksWhenCancelled))
+        except ConformanceFailure as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=judge)
+    thread.start()
+    thread.join()
+    assert [getattr(failure, "name", None) for failure in failures] == ["EventLoopBlocked"]
+
+
+async def test_a_slow_start_may_block_the_loop() -> None:
+    class Loads(Honest):
+        async def start(self, worker_id: int) -> EngineConfig:
+            time.sleep(0.8)  # noqa: ASYNC251
+            return await super().start(worker_id)
+
+    await run_conformance(Loads)
+
+
+@pytest.mark.usefixtures("_short_limits")
+async def test_an_engine_that_swallows_its_cancellation_does_not_keep_the_kit() -> None:
+    released = asyncio.Event()
+
+    class Swallows(Honest):
+        async def generate(self, request: Any, context: Context) -> AsyncGenerator[Any, None]:
+            while not released.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await released.wait()
+            yield self.last([1], "stop", 1)
+
+    with pytest.raises(ConformanceFailure) as caught:
+        await run_conformance(Swallows)
+    released.set()
+    assert caught.value.name == "ChunkTimedOut"
 
 
 class CancelsItself:

@@ -65,8 +65,8 @@ def test_the_printed_steps_work_as_printed_in_a_fresh_environment(editable: str,
     # `exec`, so that the server is the process that gets the signal.
     script = f"cd my-backend\n. .venv/bin/activate\nexec {serve} --http-port {port}"
     server = subprocess.Popen(["bash", "-euc", script], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
     try:
-        assert server.stdout is not None
         assert any("Ready" in line for line in server.stdout), "the server ended before it was ready"
         body = {"model": "my-model", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
         request = urllib.request.Request(
@@ -81,6 +81,7 @@ def test_the_printed_steps_work_as_printed_in_a_fresh_environment(editable: str,
     finally:
         server.kill()
         server.wait()
+        server.stdout.close()
 
 
 @FRESH

@@ -16,6 +16,12 @@ FAILURE_NAMES: Final[dict[str, str]] = {
     "GenerateFailed": "generate() must return an async generator",
     "NoChunksYielded": "a request must be answered by at least one chunk",
     "StreamYieldedError": "a plain request must be served without an error",
+    "ChunkTimedOut": "a chunk must come within five seconds of the request or of the chunk before it",
+    "EventLoopBlocked": "generate() must not block the event loop; work that takes long belongs in a thread",
+    "TokenIdsInvalid": "token_ids must be integers in 0..4294967295",
+    "IndexInvalid": "a request for one choice must be answered with index 0",
+    "UnknownFinishReason": "finish_reason must be stop, eos, length, cancelled, content_filter, tool_calls or abort",
+    "MaxTokensIgnored": "an answer must not have more tokens than max_tokens",
     "NoTerminalChunk": "the last chunk must have a finish_reason",
     "ChunkAfterTerminal": "nothing may follow the chunk that has a finish_reason",
     "CompletionTokensMismatch": "usage.completion_tokens must count every token that was yielded",
@@ -36,7 +42,7 @@ FAILURE_NAMES: Final[dict[str, str]] = {
 
 
 class ConformanceFailure(AssertionError):
-    """An engine broke a promise of the contract. `name` says which, `data` holds the figures."""
+    """An engine broke a promise of the contract. `name` is its name in FAILURE_NAMES, `data` holds the figures."""
 
     def __init__(self, name: str, detail: str = "", **data: Any) -> None:
         promise = FAILURE_NAMES[name]

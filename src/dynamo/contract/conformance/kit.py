@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Final
 
 from dynamo.contract.conformance.contexts import mock_context
 from dynamo.contract.conformance.failures import ConformanceFailure
-from dynamo.contract.engine import BaseEngine, LLMEngine
+from dynamo.contract.conformance.loop_watch import LoopWatch, watch_loop
+from dynamo.contract.conformance.streams import CancelledCheck, EncodeCheck, RawCheck, StreamCheck, TokenCheck
+from dynamo.contract.engine import BaseEngine
 from dynamo.contract.metrics import EngineMetrics
-from dynamo.protocol.finish import CANCELLED, EngineFailed, normalise
 from dynamo.runtime.context import Context
 from dynamo.runtime.metrics import MetricsRegistry
 from dynamo.runtime.tasks import is_being_cancelled
@@ -24,12 +26,14 @@ EngineFactory = Callable[[], Any]
 """Returns a fresh engine that is not started (or an awaitable of one). Called twice."""
 
 Report = Callable[[str], None]
-"""Told the name of each check that passed."""
+"""Receives the name of each check that passed."""
 
+START_SECONDS: Final = 60.0  # a model of a test loads within this time
+CHUNK_SECONDS: Final = 5.0  # without a chunk, a test engine hangs
 CANCEL_SECONDS: Final = 2.0
-REQUEST_SECONDS: Final = 60.0  # a plain request that takes longer than this on a test engine hangs
+HOOK_SECONDS: Final = 10.0  # any other call of the engine
 CONCURRENT: Final = 8
-MAX_ITEMS: Final = 100_000  # of one stream
+MAX_TOKENS: Final = 8  # of the kit's requests
 PROMPT: Final = [1, 2, 3]
 WORKER_ID: Final = 0
 
@@ -46,6 +50,14 @@ TOKEN_FIELDS: Final = (
 )
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """One engine before the kit."""
+
+    engine: Any
+    passed: Report
+
+
 async def run_conformance(factory: EngineFactory, *, report: Report | None = None) -> None:
     """Hold a token engine to the contract; no network, no `from_args`.
 
@@ -55,57 +67,50 @@ async def run_conformance(factory: EngineFactory, *, report: Report | None = Non
         ConformanceFailure: the first broken promise. The engine is cleaned up all the same.
     """
 
-    async def checks(engine: Any, passed: Report) -> None:
-        model = await _check_start(engine, passed)
-        await _check_kv_event_sources(engine, passed)
-        await _check_metrics(engine, passed)
-        request = token_request(model, max_tokens=8)
-        _check_token_stream(await _collect(engine, request, mock_context()))
-        passed("one request is served")
-        await _check_concurrent(engine, request, _check_token_stream, passed)
-        await _check_cancellation(engine, token_request(model, max_tokens=10_000), passed)
+    async def checks(trial: _Trial) -> None:
+        model = await _check_start(trial)
+        await _check_kv_event_sources(trial)
+        await _check_metrics(trial)
+        request = token_request(model, max_tokens=MAX_TOKENS)
+        await _check_requests(trial, "request", request, lambda: TokenCheck(MAX_TOKENS))
+        await _check_cancellation(trial, token_request(model, max_tokens=10_000))
+        trial.passed('the last chunk of a cancelled request has the reason "cancelled"')
 
     await _run(factory, checks, report)
 
 
 async def run_encode_conformance(factory: EngineFactory, *, report: Report | None = None) -> None:
-    """As `run_conformance`, for an engine in the encode role."""
+    """Hold an engine in the encode role to the contract; else as `run_conformance`."""
 
-    async def checks(engine: Any, passed: Report) -> None:
-        model = await _check_start(engine, passed)
-        await _check_kv_event_sources(engine, passed)
-        await _check_metrics(engine, passed)
-        request = encode_request(model)
-        _check_encode_stream(await _collect(engine, request, mock_context()))
-        passed("one encode request is served")
-        await _check_concurrent(engine, request, _check_encode_stream, passed)
-        await _check_cancellation(engine, request, passed)
+    async def checks(trial: _Trial) -> None:
+        model = await _check_start(trial)
+        await _check_kv_event_sources(trial)
+        await _check_metrics(trial)
+        await _check_requests(trial, "encode request", encode_request(model), EncodeCheck)
+        await _check_cancellation(trial, encode_request(model))
+        trial.passed('the last chunk of a cancelled request has the reason "cancelled"')
 
     await _run(factory, checks, report)
 
 
 async def run_raw_conformance(factory: EngineFactory, *, report: Report | None = None) -> None:
-    """As `run_conformance`, for a `RawEngine`: objects instead of chunks, the end instead of a terminal."""
+    """Hold a `RawEngine` to the contract: objects instead of chunks, the end of the stream instead of a terminal chunk."""
 
-    async def checks(engine: Any, passed: Report) -> None:
-        config = await _check_start_config(engine, passed)
+    async def checks(trial: _Trial) -> None:
+        config = await _check_start_config(trial)
         advertised = [name for name in TOKEN_FIELDS if getattr(config, name, None) is not None]
         if advertised or getattr(config, "llm", None) is not None:
             raise ConformanceFailure("RawEngineAdvertisedLlmRegistration", ", ".join(advertised) or "llm is set")
-        passed("the config is a raw engine's")
-        await _check_metrics(engine, passed)
-        request = {"prompt": "ping"}
-        _check_raw_stream(await _collect(engine, request, mock_context()))
-        passed("one request is served")
-        await _check_concurrent(engine, request, _check_raw_stream, passed)
-        await _end_of_cancelled(engine, {"prompt": "ping", "steps": 100_000})
-        passed("a cancelled request ends")
+        trial.passed("the config is a raw engine's")
+        await _check_metrics(trial)
+        await _check_requests(trial, "request", {"prompt": "ping"}, RawCheck)
+        await _check_cancellation(trial, {"prompt": "ping", "steps": 100_000}, terminal=False)
 
     await _run(factory, checks, report)
 
 
 def token_request(model: str, *, max_tokens: int) -> dict[str, Any]:
-    """The kit's request, in the shape that arrives over the wire: unset members are None."""
+    """Make the kit's request in the shape that arrives over the wire: unset members are None."""
     return {
         "token_ids": list(PROMPT),
         "model": model,
@@ -119,7 +124,7 @@ def token_request(model: str, *, max_tokens: int) -> dict[str, Any]:
 
 
 def encode_request(model: str) -> dict[str, Any]:
-    """The kit's request to an encode worker."""
+    """Make the kit's request to an encode worker."""
     return {
         **token_request(model, max_tokens=8),
         "multi_modal_data": {"image": [{"Url": "data:image/png;base64,AA=="}]},
@@ -130,22 +135,22 @@ def encode_request(model: str) -> dict[str, Any]:
 # -- the frame all three share ------------------------------------------------------------------------------------------
 
 
-async def _run(factory: EngineFactory, checks: Callable[[Any, Report], Awaitable[None]], report: Report | None) -> None:
+async def _run(factory: EngineFactory, checks: Callable[[_Trial], Awaitable[None]], report: Report | None) -> None:
     passed = report or (lambda _name: None)
     engine = await _fresh(factory)
     cleaned = False
     try:
-        await checks(engine, passed)
+        await checks(_Trial(engine, passed))
         cleaned = True  # from here on it is the cleanup itself that is judged
-        await _attempt("CleanupFailed", engine.cleanup())
+        await _attempt("CleanupFailed", engine.cleanup(), HOOK_SECONDS)
         passed("cleanup succeeds")
-        await _attempt("SecondCleanupFailed", engine.cleanup())
+        await _attempt("SecondCleanupFailed", engine.cleanup(), HOOK_SECONDS)
         passed("cleanup twice is safe")
     finally:
         if not cleaned:
             await _quietly(engine)
     never_started = await _fresh(factory)
-    await _attempt("CleanupWithoutStartFailed", never_started.cleanup())
+    await _attempt("CleanupWithoutStartFailed", never_started.cleanup(), HOOK_SECONDS)
     passed("cleanup without start is safe")
 
 
@@ -160,49 +165,54 @@ async def _fresh(factory: EngineFactory) -> Any:
 async def _quietly(engine: Any) -> None:
     """Release a failing engine without hiding why it failed: the first broken promise is the one reported."""
     try:
-        async with asyncio.timeout(REQUEST_SECONDS):
+        async with asyncio.timeout(HOOK_SECONDS):
             await engine.cleanup()
     except (Exception, asyncio.CancelledError) as error:
         del error  # a broken engine's cleanup may well be broken too; the report names the first failure
 
 
-async def _attempt(name: str, call: Awaitable[Any]) -> Any:
+async def _attempt(name: str, call: Awaitable[Any], seconds: float) -> Any:
     try:
-        async with asyncio.timeout(REQUEST_SECONDS):
+        async with asyncio.timeout(seconds) as limit:
             return await call
     except ConformanceFailure:
         raise
     except (Exception, asyncio.CancelledError) as error:
+        if limit.expired() and not is_being_cancelled():
+            raise ConformanceFailure(name, f"it did not return within {seconds:g} s") from error
         raise _named(error, name) from error
 
 
 def _named(error: BaseException, name: str) -> BaseException:
-    """A failure of the engine by its name. Its own CancelledError (it awaited a task it had cancelled) is one; that of
-    whoever runs the kit is not, and comes back as it is."""
-    return error if is_being_cancelled() else ConformanceFailure(name, _text(error))
+    """Give a failure of the engine its name.
+
+    The engine's own CancelledError (it awaited a task it had cancelled) is a failure. The cancellation of the task that
+    runs the kit is not, and comes back as it is.
+    """
+    return error if is_being_cancelled() else ConformanceFailure(name, f"{type(error).__name__}: {error}")
 
 
 # -- the checks ---------------------------------------------------------------------------------------------------------
 
 
-async def _check_start_config(engine: Any, passed: Report) -> Any:
-    config = await _attempt("StartFailed", engine.start(WORKER_ID))
+async def _check_start_config(trial: _Trial) -> Any:
+    config = await _attempt("StartFailed", trial.engine.start(WORKER_ID), START_SECONDS)
     if not hasattr(config, "model"):
         raise ConformanceFailure("StartFailed", f"start() returned {type(config).__name__}, which has no model")
-    passed("start succeeds")
+    trial.passed("start succeeds")
     if not config.model:
         raise ConformanceFailure("EmptyModelInConfig")
-    passed("the config names its model")
+    trial.passed("the config names its model")
     return config
 
 
-async def _check_start(engine: Any, passed: Report) -> str:
-    return str((await _check_start_config(engine, passed)).model)
+async def _check_start(trial: _Trial) -> str:
+    return str((await _check_start_config(trial)).model)
 
 
-async def _check_kv_event_sources(engine: LLMEngine, passed: Report) -> None:
+async def _check_kv_event_sources(trial: _Trial) -> None:
     async def ranks() -> list[int]:
-        sources = await engine.kv_event_sources()
+        sources = await trial.engine.kv_event_sources()
         if not isinstance(sources, list):
             raise TypeError(f"kv_event_sources() returned {type(sources).__name__}")
         strange = [type(s).__name__ for s in sources if type(s).__name__ not in ("ZmqSource", "PushSource")]
@@ -210,163 +220,115 @@ async def _check_kv_event_sources(engine: LLMEngine, passed: Report) -> None:
             raise TypeError(f"kv_event_sources() returned {', '.join(strange)}")
         return [source.dp_rank for source in sources]
 
-    first = await _attempt("KvEventSourcesFailed", ranks())
-    second = await _attempt("KvEventSourcesFailed", ranks())
+    first = await _attempt("KvEventSourcesFailed", ranks(), HOOK_SECONDS)
+    second = await _attempt("KvEventSourcesFailed", ranks(), HOOK_SECONDS)
     if first != second:
         raise ConformanceFailure("KvEventSourcesNotIdempotent", f"first {first}, then {second}")
-    passed("KV event sources are stable")
+    trial.passed("KV event sources are stable")
 
 
-async def _check_metrics(engine: Any, passed: Report) -> None:
+async def _check_metrics(trial: _Trial) -> None:
     async def ranks() -> list[int]:
         # A throw-away: what is registered here is never scraped.
         metrics = EngineMetrics(
             MetricsRegistry(), namespace="conformance", component="backend", endpoint="generate", worker_id="0"
         )
-        await engine.register_prometheus(metrics)
-        found = engine.component_metrics_dp_ranks()
+        await trial.engine.register_prometheus(metrics)
+        found = trial.engine.component_metrics_dp_ranks()
         if not isinstance(found, list) or not all(type(rank) is int for rank in found):
             raise TypeError(f"component_metrics_dp_ranks() must return a list of ints, got {found!r}")
         return found
 
-    first = await _attempt("SetupMetricsFailed", ranks())
-    second = await _attempt("SetupMetricsFailed", ranks())
+    first = await _attempt("SetupMetricsFailed", ranks(), HOOK_SECONDS)
+    second = await _attempt("SetupMetricsFailed", ranks(), HOOK_SECONDS)
     if first != second:
         raise ConformanceFailure("ComponentMetricsNotIdempotent", f"first {first}, then {second}")
-    passed("metrics set-up is stable")
+    trial.passed("metrics set-up is stable")
 
 
-def _check_token_stream(chunks: Sequence[Any]) -> None:
-    if not chunks:
-        raise ConformanceFailure("NoChunksYielded")
-    tokens = 0
-    for position, chunk in enumerate(chunks):
-        if not isinstance(chunk, Mapping) or not isinstance(chunk.get("token_ids"), list | tuple):
-            raise ConformanceFailure("StreamYieldedError", f"chunk {position} is no chunk with token_ids: {chunk!r}")
-        if "index" not in chunk:
-            raise ConformanceFailure("StreamYieldedError", f"chunk {position} has no index")
-        tokens += len(chunk["token_ids"])
-        if chunk.get("finish_reason") is not None and position < len(chunks) - 1:
-            raise ConformanceFailure("ChunkAfterTerminal", f"chunk {position} of {len(chunks)} was terminal")
-    last = chunks[-1]
-    if _reason(last) is None:
-        raise ConformanceFailure("NoTerminalChunk")
-    reported = (last.get("completion_usage") or {}).get("completion_tokens")
-    if reported is not None and reported != tokens:
-        raise ConformanceFailure("CompletionTokensMismatch", chunked=tokens, reported=reported)
-
-
-def _check_encode_stream(chunks: Sequence[Any]) -> None:
-    if not chunks:
-        raise ConformanceFailure("NoChunksYielded")
-    if len(chunks) != 1:
-        raise ConformanceFailure("EncodeChunkCount", count=len(chunks))
-    (chunk,) = chunks
-    if not isinstance(chunk, Mapping):
-        raise ConformanceFailure("StreamYieldedError", f"the chunk is {type(chunk).__name__}")
-    if _reason(chunk) != "stop":
-        raise ConformanceFailure("EncodeTerminalExpected", f"finish_reason is {chunk.get('finish_reason')!r}")
-    if chunk.get("token_ids"):
-        raise ConformanceFailure("EncodeTokensNotEmpty", count=len(chunk["token_ids"]))
-    if not isinstance(chunk.get("encoder_result"), dict):
-        raise ConformanceFailure("EncoderResultExpectedObject", f"got {type(chunk.get('encoder_result')).__name__}")
-    usage = chunk.get("completion_usage")
-    if usage is not None:
-        counts = usage.get("prompt_tokens"), usage.get("completion_tokens"), usage.get("total_tokens")
-        if counts[1] != 0 or counts[0] != counts[2]:
-            raise ConformanceFailure("EncodeUsageMismatch", f"prompt, completion, total = {counts}")
-
-
-def _check_raw_stream(items: Sequence[Any]) -> None:
-    if not items:
-        raise ConformanceFailure("NoChunksYielded")
-
-
-async def _check_concurrent(
-    engine: Any, request: dict[str, Any], check: Callable[[Sequence[Any]], None], passed: Report
+async def _check_requests(
+    trial: _Trial, what: str, request: dict[str, Any], make_check: Callable[[], StreamCheck]
 ) -> None:
-    streams = [_collect(engine, copy.deepcopy(request), mock_context()) for _ in range(CONCURRENT)]
-    answers = await asyncio.gather(*streams, return_exceptions=True)
-    for number, answer in enumerate(answers):
-        try:
+    async with watch_loop() as watch:
+        await _judge(trial.engine, copy.deepcopy(request), make_check(), watch)
+        trial.passed(f"one {what} is served")
+        streams = [_judge(trial.engine, copy.deepcopy(request), make_check(), watch) for _ in range(CONCURRENT)]
+        answers = await asyncio.gather(*streams, return_exceptions=True)
+        watch.check()
+        for number, answer in enumerate(answers):
             if isinstance(answer, BaseException):
-                raise answer
-            check(answer)
-        except (ConformanceFailure, Exception) as error:
-            raise ConformanceFailure("ConcurrentGenerateFailed", f"request {number}: {_text(error)}") from error
-    passed(f"{CONCURRENT} requests at a time are served")
+                raise ConformanceFailure("ConcurrentGenerateFailed", f"request {number}: {answer}") from answer
+        trial.passed(f"{CONCURRENT} requests at a time are served")
 
 
-async def _check_cancellation(engine: Any, request: dict[str, Any], passed: Report) -> None:
-    chunks = await _end_of_cancelled(engine, request)
-    passed("a cancelled request ends in time")
-    if not chunks:
-        raise ConformanceFailure("NoChunksYielded", "the cancelled request")
-    last = chunks[-1]
-    if not isinstance(last, Mapping) or _reason(last) != CANCELLED:
-        found = last.get("finish_reason") if isinstance(last, Mapping) else last
-        raise ConformanceFailure("CancellationIgnored", f"its last chunk says {found!r}")
-    passed('its last chunk says "cancelled"')
-
-
-async def _end_of_cancelled(engine: Any, request: dict[str, Any]) -> list[Any]:
-    """Everything a request yields whose context was stopped before the first poll."""
+async def _check_cancellation(trial: _Trial, request: dict[str, Any], *, terminal: bool = True) -> None:
     context = mock_context()
     context.stop_generating()
+    check = CancelledCheck(terminal=terminal)
     begun = asyncio.get_running_loop().time()
-    # Awaited below or, if the engine swallows even a task's cancellation, given up on: the kit itself must end.
-    task = asyncio.create_task(_collect(engine, request, context), name="conformance: cancelled request")
-    await asyncio.wait({task}, timeout=CANCEL_SECONDS)
-    if not task.done():
-        task.cancel()
+    async with watch_loop() as watch:
+        # Awaited below or, if the engine swallows even a task's cancellation, given up on: the kit itself must end.
+        task = asyncio.create_task(_drain(trial.engine, request, context, check.take), name="conformance: cancelled")
         await asyncio.wait({task}, timeout=CANCEL_SECONDS)
-        after = asyncio.get_running_loop().time() - begun
-        raise ConformanceFailure("CancellationNotObserved", after=f"{after:.1f}s")
-    return task.result()
+        watch.check()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+            after = asyncio.get_running_loop().time() - begun
+            raise ConformanceFailure("CancellationNotObserved", after=f"{after:.1f}s")
+        task.result()
+    trial.passed("a cancelled request ends in time")
+    check.finish()
 
 
-async def _collect(engine: Any, request: dict[str, Any], context: Context) -> list[Any]:
-    """Every item of one request. Errors come out as the failures they are."""
+async def _judge(engine: Any, request: dict[str, Any], check: StreamCheck, watch: LoopWatch) -> None:
+    """Serve one request and hold its stream to `check`. Gives up on a stream that is silent for too long."""
+    loop = asyncio.get_running_loop()
+    last_item_at = loop.time()
+
+    def take(item: Any) -> None:
+        nonlocal last_item_at
+        last_item_at = loop.time()
+        check.take(item)
+
+    # Awaited below or given up on, as an engine may swallow a task's cancellation.
+    task = asyncio.create_task(_drain(engine, request, mock_context(), take), name="conformance: request")
+    try:
+        while not task.done():
+            left = last_item_at + CHUNK_SECONDS - loop.time()
+            if left <= 0:
+                raise ConformanceFailure("ChunkTimedOut", after=f"{CHUNK_SECONDS:.1f}s")
+            await asyncio.wait({task}, timeout=left)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+        watch.check()
+    task.result()
+    check.finish()
+
+
+async def _drain(engine: Any, request: dict[str, Any], context: Context, take: Callable[[Any], None]) -> None:
+    """Give every item of one request to `take`. Errors of the engine come out as the failures they are."""
     try:
         stream = engine.generate(request, context=context)
     except Exception as error:
-        raise ConformanceFailure("GenerateFailed", _text(error)) from error
+        raise ConformanceFailure("GenerateFailed", f"{type(error).__name__}: {error}") from error
     if not hasattr(stream, "__aiter__") or not hasattr(stream, "aclose"):
         if inspect.iscoroutine(stream):
             stream.close()
         raise ConformanceFailure(
             "GenerateFailed", f"it returned {type(stream).__name__}; write `async def` with `yield`"
         )
-    return await _drain(stream)
+    await _take_all(stream, take)
 
 
-async def _drain(stream: AsyncGenerator[Any, None]) -> list[Any]:
-    items: list[Any] = []
+async def _take_all(stream: AsyncGenerator[Any, None], take: Callable[[Any], None]) -> None:
     try:
-        async with asyncio.timeout(REQUEST_SECONDS), aclosing(stream):
+        async with aclosing(stream):
             async for item in stream:
-                items.append(item)
-                if len(items) > MAX_ITEMS:
-                    raise ConformanceFailure("StreamYieldedError", f"more than {MAX_ITEMS} chunks for 8 tokens")
-                if isinstance(item, Mapping):
-                    _reason(item)
+                take(item)
     except ConformanceFailure:
         raise
     except (Exception, asyncio.CancelledError) as error:
         raise _named(error, "StreamYieldedError") from error
-    return items
-
-
-def _reason(chunk: Mapping[str, Any]) -> str | None:
-    """The canonical finish reason. An error reason is a stream error; so is one of an impossible type."""
-    reason = chunk.get("finish_reason")
-    if reason is None:
-        return None
-    try:
-        return normalise(reason)
-    except (EngineFailed, TypeError) as error:
-        raise ConformanceFailure("StreamYieldedError", _text(error)) from error
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, ConformanceFailure) else f"{type(error).__name__}: {error}"
