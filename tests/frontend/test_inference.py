@@ -745,3 +745,33 @@ async def test_a_failed_answer_counts_its_prompt_with_its_tokens(house: Cluster)
     await house.client.completion("four", stream=True)
     assert house.metric("dynamo_frontend_input_sequence_tokens_sum", model="m") == 4
     assert house.metric("dynamo_frontend_output_sequence_tokens_sum", model="m") == 1
+
+
+async def test_a_model_without_a_chat_template_completes_and_refuses_to_chat(
+    house: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = write_tiny_model(tmp_path / "model", chat_template=None)
+    with caplog.at_level("INFO", "dynamo.frontend"):
+        worker = await house.worker(directory=directory)
+    (line,) = [record.getMessage() for record in caplog.records if "no chat template" in record.getMessage()]
+    assert "--custom-jinja-template" in line
+    refused = await house.client.chat("hi")
+    assert refused.status == 400
+    assert "no chat template" in refused.json["message"]
+    assert "--custom-jinja-template" in refused.json["message"]
+    assert refused.json["error"]["param"] == "messages"
+    assert worker.requests == []
+    assert (await house.client.completion("hi")).status == 200
+    assert (await house.client.chat("hi", nvext={"use_raw_prompt": True})).status == 200
+    assert (await house.client.chat("hi", nvext={"token_data": [1, 2]})).status == 200
+
+
+async def test_a_name_only_model_keeps_its_plain_lines_and_the_log_knows(
+    house: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "dynamo.frontend"):
+        worker = await house.worker()
+    (record,) = [record for record in caplog.records if "plain lines" in record.getMessage()]
+    assert record.levelname == "INFO"
+    assert (await house.client.chat("hi")).status == 200
+    assert bytes(worker.requests[0]["token_ids"]).decode() == "user: hi\nassistant: "

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from dynamo.reference.core import Core
 from dynamo.reference.loading import Options, load_core
+from dynamo.text import PLAIN_TEMPLATE
 from support.random_weights import random_tensors
 from support.tiny_model import tiny_tokenizer
 
@@ -80,6 +81,7 @@ def speaking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.add_special_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     directory = tmp_path_factory.mktemp("speaking")
     tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
     size = tokenizer.get_vocab_size() + 8
     tied = {"tie_word_embeddings": True, "num_hidden_layers": 2, "max_position_embeddings": 2048}
     return write_model(directory, {**LLAMA, **tied, "vocab_size": size, "eos_token_id": [1, 2], "bos_token_id": 0})

@@ -43,6 +43,16 @@ class TextModel:
     has_chat_template: bool = False  # False: `template` is the plain one, because the model brings none
     logprob_pieces: ChatLogprobs = dataclasses.field(init=False, compare=False, repr=False)
 
+    @property
+    def is_known_by_name_only(self) -> bool:
+        """Whether the model brought no files: bytes are its tokens, and the plain template is its own."""
+        return isinstance(self.tokenizer, ByteTokenizer)
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether messages can be made a prompt. A template that no one trained the model on would only look like it."""
+        return self.has_chat_template or self.is_known_by_name_only
+
     def __post_init__(self) -> None:
         tokenizer = self.tokenizer
         pieces = ChatLogprobs(tokenizer.token_text, tokenizer.token_bytes, size=tokenizer.vocab_size)

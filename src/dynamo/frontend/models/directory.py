@@ -21,7 +21,7 @@ from dynamo.errors import DynamoException
 from dynamo.frontend.admission.model import AdmissionPolicy, ModelAdmission
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.cards import CardBook, CardEntry, Group, GroupKey, Scope
-from dynamo.frontend.pipeline.parsing import warn_of_missing_parsers
+from dynamo.frontend.pipeline.parsing import report_chat_template, warn_of_missing_parsers
 from dynamo.placement import Policy
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
 from dynamo.protocol.records import UNREADABLE, ModelCard
@@ -490,6 +490,8 @@ class ModelDirectory:
                 self._policy.limit,
             )
         warn_of_missing_parsers(key.model, served.card.runtime_config)
+        if served.surfaces & ModelType.Chat and not served.takes_text:
+            report_chat_template(key.model, text)
         logger.info(
             "model %s is served in namespace %s by %d worker(s) (%s)",
             key.model,

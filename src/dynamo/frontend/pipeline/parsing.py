@@ -16,12 +16,21 @@ from dynamo.protocol.openai.requests import ChatRequest, thinking_mode
 from dynamo.protocol.openai.tool_schema import REQUIRED, forced_choice
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.text.detokenizer import Detokenizer
+from dynamo.text.model import TextModel
 from dynamo.text.output_parser import OutputParser
 from dynamo.text.reasoning import DEFAULT_MARKS, REASONING_FORMATS, ReasoningParser
 from dynamo.text.tokenizer import Tokenizer
 from dynamo.text.tools import TOOL_FORMATS, NamedCallParser, RequiredCallsParser, ToolFormat, ToolParser
 
-__all__ = ["OutputPlan", "ReasoningCounter", "plan_output", "tell_worker", "think_marks", "warn_of_missing_parsers"]
+__all__ = [
+    "OutputPlan",
+    "ReasoningCounter",
+    "plan_output",
+    "report_chat_template",
+    "tell_worker",
+    "think_marks",
+    "warn_of_missing_parsers",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +172,20 @@ def warn_of_missing_parsers(model: str, config: ModelRuntimeConfig) -> None:
                 what,
                 name,
             )
+
+
+def report_chat_template(model: str, text: TextModel) -> None:
+    """Log what becomes of chat where the model brings no chat template."""
+    if text.is_known_by_name_only and not text.has_chat_template:
+        logger.info(
+            "model %s brings no tokenizer: its tokens are bytes, and chat is plain lines of `role: text`", model
+        )
+    elif not text.can_chat:
+        logger.warning(
+            "model %s has no chat template: chat requests are refused with 400, completions are served; "
+            "start its worker with --custom-jinja-template FILE",
+            model,
+        )
 
 
 def _show_ends(form: ToolFormat, tokenizer: Tokenizer, stops: dict[str, Any]) -> None:

@@ -108,6 +108,14 @@ class Preprocessor:
             self._check_guided(work.body)
 
     def _render(self, request: ChatRequest, model: ServedModel) -> RenderedPrompt:
+        if not model.text.can_chat:
+            raise RequestRejected(
+                400,
+                f"The model '{request.model}' has no chat template, so messages cannot be made a prompt. Send a prompt "
+                "to the completions route, or have its worker started with --custom-jinja-template FILE (or this "
+                "frontend with --chat-template FILE)",
+                param="messages",
+            )
         began = perf_counter()
         runtime_data = model.card.runtime_config.runtime_data
         variables = template_variables(request, default_thinking_mode=runtime_data.get("default_thinking_mode"))
