@@ -24,6 +24,11 @@ from dynamo.cli.bench.targets import Target
 PATH = "/v1/chat/completions"
 PACE_SECONDS = 0.02
 SETTLE_SECONDS = 2.0
+CAPACITY_LATENCY_MS = 30.0
+CAPACITY_TOKENS = (
+    250  # five seconds, so that the first tokens, which come with the prompts, are less than 1 % of the gaps
+)
+MOST_STREAMS = 8192
 Figures = dict[str, float]
 
 
@@ -141,6 +146,43 @@ def streams(
     return run
 
 
+def stepped(connections: int, requests: int, tokens: int) -> Callable[[Bench], Figures]:
+    """Streams whose tokens come all at the same moment, once every 20 ms; beside them, in the same minute, the floors."""
+
+    def run(bench: Bench) -> Figures:
+        floor_figures = bare_server("step", connections, requests)(bench)
+        members = streaming()
+        with stack(bench.model, 0, step=PACE_SECONDS) as running:
+            warm(bench, running, connections, **members)
+            figures = measured_load(
+                running, prepared(running.port, bench.bodies(requests, tokens, **members)), connections
+            )
+        return figures | {
+            "floor us": floor_figures["floor us"],
+            "frontend / floor": figures["frontend us"] / floor_figures["floor us"],
+            "wake floor us": bare_engine(connections, "wake")(bench)["floor us"],
+        }
+
+    return run
+
+
+def capacity(bench: Bench) -> Figures:
+    """The most streams at 20 ms per token, in steps of a quarter, whose p99 inter-token latency stays within 30 ms."""
+    carried = {"streams": 0.0, "itl p99 ms": 0.0}
+    with stack(bench.model, 0, step=PACE_SECONDS) as running:
+        warm(bench, running, 64, **streaming())
+        count = 256
+        while count <= MOST_STREAMS:
+            bodies = bench.bodies(count, CAPACITY_TOKENS, **streaming())
+            recorder: Recorder = driven(load(running.port, prepared(running.port, bodies), count))
+            latency = 1e3 * recorder.gap.quantile(0.99)
+            if recorder.failed or latency > CAPACITY_LATENCY_MS:
+                break
+            carried = {"streams": float(count), "itl p99 ms": latency}
+            count = count * 5 // 4
+    return carried
+
+
 def unary(bench: Bench) -> Figures:
     """One-token requests, 64 at a time, not streamed."""
     with stack(bench.model, 0) as running:
@@ -247,11 +289,11 @@ def bare_server(what: str, connections: int, requests: int) -> Callable[[Bench],
     return run
 
 
-def bare_engine(connections: int) -> Callable[[Bench], Figures]:
-    """What so many sleeping generators cost without anything of ours around them."""
+def bare_engine(connections: int, what: str = "sleep") -> Callable[[Bench], Figures]:
+    """What so many generators cost without anything of ours around them; `what`: see `floor.py`."""
 
     def run(bench: Bench) -> Figures:
-        command = [sys.executable, str(HERE / "floor.py"), "--what", "sleep", "--streams", str(connections)]
+        command = [sys.executable, str(HERE / "floor.py"), "--what", what, "--streams", str(connections)]
         return {"floor us": float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)}
 
     return run
@@ -284,6 +326,21 @@ def cases() -> Iterator[Case]:
         "paced, 64 streams, stop strings + logprobs",
         streams(PACE_SECONDS, 64, 128, 128, stop=["zzqqzz", "\n\n\n\n"], logprobs=True),
         per_token(22, 12),
+    )
+    for count, sent in ((64, 192), (256, 512), (1024, 1024)):
+        yield Case(
+            f"stepped, {count} streams, 128 tokens",
+            stepped(count, sent, 128),
+            (
+                Bar("floor us", "us/event"),
+                Bar("frontend us", "us/token"),
+                Bar("frontend / floor", "x", 1.6),
+                Bar("wake floor us", "us/token"),
+                Bar("worker us", "us/token", 4.0),
+            ),
+        )
+    yield Case(
+        "capacity: streams at 20 ms per token, p99 <= 30 ms", capacity, (Bar("streams", ""), Bar("itl p99 ms", "ms"))
     )
     for name, delay, requests, tokens in (("burst", 0.0, 640, 256), ("paced", PACE_SECONDS, 192, 128)):
         yield Case(

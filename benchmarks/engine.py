@@ -1,4 +1,8 @@
-"""The bench's engine: one token per chunk, either as fast as the loop goes or one every `delay` seconds."""
+"""The bench's engine: one token per chunk, in one of three rhythms.
+
+`--delay 0` never waits (burst). `--delay S` gives each stream a token every S seconds of its own (paced). `--step S` gives
+every running stream a token at the same moment, once every S seconds, as an engine with continuous batching does (stepped).
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,18 @@ from dynamo.runtime import Context
 
 
 class BenchEngine(LLMEngine):
-    """`--delay 0`: never waits (burst); otherwise one token per stream every `--delay` seconds (paced)."""
+    """`delay` and `step` are in seconds; see above."""
 
-    def __init__(self, model: str, delay: float) -> None:
-        self.model, self.delay = model, delay
+    def __init__(self, model: str, delay: float, step: float = 0.0) -> None:
+        self.model, self.delay, self.step = model, delay, step
+        self._next_step: asyncio.Future[None] | None = None
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[BenchEngine, WorkerConfig]:
         parser = argparse.ArgumentParser()
         parser.add_argument("--model", required=True)
         parser.add_argument("--delay", type=float, default=0.0)
+        parser.add_argument("--step", type=float, default=0.0)
         parser.add_argument("--discovery-backend", default="file")
         args = parser.parse_args(argv)
         config = WorkerConfig(
@@ -32,14 +38,14 @@ class BenchEngine(LLMEngine):
             discovery_backend=args.discovery_backend,
             enable_kv_routing=False,
         )
-        return cls(args.model, args.delay), config
+        return cls(args.model, args.delay, args.step), config
 
     async def start(self, worker_id: int) -> EngineConfig:
         return EngineConfig(model="bench", context_length=65536)
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
         count = (request.get("stop_conditions") or {}).get("max_tokens") or 16
-        delay = self.delay
+        delay, step = self.delay, self.step
         with_logprobs = (request.get("output_options") or {}).get("logprobs") is not None
         for i in range(count - 1):
             if context.is_stopped():
@@ -47,12 +53,16 @@ class BenchEngine(LLMEngine):
                 return
             if delay:
                 await asyncio.sleep(delay)
+            elif step:
+                await self._stepped()
             if with_logprobs:
                 yield {"token_ids": [1000 + i % 20000], "index": 0, "log_probs": [-0.25]}
             else:
                 yield {"token_ids": [1000 + i % 20000], "index": 0}
         if delay:
             await asyncio.sleep(delay)
+        elif step:
+            await self._stepped()
         yield {
             "token_ids": [999],
             "index": 0,
@@ -63,6 +73,19 @@ class BenchEngine(LLMEngine):
                 "total_tokens": len(request["token_ids"]) + count,
             },
         }
+
+    def _stepped(self) -> asyncio.Future[None]:
+        """Return the end of the step under way, which all streams await; steps end at multiples of the step's length."""
+        if self._next_step is None:
+            loop = asyncio.get_running_loop()
+            self._next_step = loop.create_future()
+            loop.call_at((loop.time() // self.step + 1) * self.step, self._end_step)
+        return self._next_step
+
+    def _end_step(self) -> None:
+        ended, self._next_step = self._next_step, None
+        if ended is not None:
+            ended.set_result(None)
 
     async def cleanup(self) -> None:
         pass

@@ -1,8 +1,12 @@
-"""The least that a Python server can cost on this machine, three ways. What ours costs beyond them is what it does.
+"""The least that a Python server can cost on this machine, five ways. What ours costs beyond them is what it does.
 
     --what uvicorn  a bare ASGI app that sends one ready event per token, each stream asleep in between
     --what write    one `transport.write` of a ready event per token, from a plain protocol with one timer for all streams:
                     the part of a frontend that no frontend can leave out
+    --what step     the same, but all streams get their event in the same turn of the loop, once every delay: what an engine
+                    with continuous batching makes of it
+    --what wake     no server: so many async generators that one future wakes together, once every delay; prints the cost of
+                    one yield
     --what sleep    no server: so many async generators that sleep and yield, and nothing else; prints the cost of one yield,
                     which is the part of a paced worker that belongs to its engine
 
@@ -99,8 +103,8 @@ class Writer(asyncio.Protocol):
         self.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last))
 
 
-async def write_only(port: int, delay: float) -> None:
-    """Serve with `Writer` until killed."""
+async def write_only(port: int, delay: float, *, in_steps: bool) -> None:
+    """Serve with `Writer` until killed; `in_steps`: one turn for the events of all streams."""
     loop = asyncio.get_running_loop()
     due: dict[Writer, tuple[float, int]] = {}
     chunk = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
@@ -108,18 +112,51 @@ async def write_only(port: int, delay: float) -> None:
     def tick() -> None:
         now = loop.time()
         for writer, (when, left) in list(due.items()):
-            if when <= now:
+            if in_steps or when <= now:
                 writer.transport.write(chunk)
                 if left > 1:
                     due[writer] = (when + delay, left - 1)
                 else:
                     del due[writer]
                     writer.end()
-        loop.call_later(0.001, tick)  # what a worker's timers, which fire in steps of a millisecond, would make of it
+        # A worker's timers, which fire in steps of a millisecond, or its one timer, make this of it:
+        loop.call_later(delay if in_steps else 0.001, tick)
 
     tick()
     server = await loop.create_server(lambda: Writer(due), "127.0.0.1", port)
     await server.serve_forever()
+
+
+async def wake_only(streams: int, tokens: int, delay: float) -> float:
+    """Microseconds of CPU per yield, all streams woken by one future."""
+    loop = asyncio.get_running_loop()
+    step: asyncio.Future[None] | None = None
+
+    def end() -> None:
+        nonlocal step
+        ended, step = step, None
+        if ended is not None:
+            ended.set_result(None)
+
+    def stepped() -> asyncio.Future[None]:
+        nonlocal step
+        if step is None:
+            step = loop.create_future()
+            loop.call_later(delay, end)
+        return step
+
+    async def generate() -> AsyncGenerator[dict[str, Any], None]:
+        for number in range(tokens):
+            await stepped()
+            yield {"token_ids": [number], "index": 0}
+
+    async def read() -> None:
+        async for _ in generate():
+            pass
+
+    begun = time.process_time()
+    await asyncio.gather(*[read() for _ in range(streams)])
+    return 1e6 * (time.process_time() - begun) / (streams * tokens)
 
 
 async def sleep_only(streams: int, tokens: int, delay: float) -> float:
@@ -141,7 +178,7 @@ async def sleep_only(streams: int, tokens: int, delay: float) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", choices=("uvicorn", "write", "sleep"), default="uvicorn")
+    parser.add_argument("--what", choices=("uvicorn", "write", "step", "sleep", "wake"), default="uvicorn")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128)
@@ -149,8 +186,10 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if arguments.what == "sleep":
         print(uvloop.run(sleep_only(arguments.streams, arguments.tokens, arguments.delay)))
-    elif arguments.what == "write":
-        uvloop.run(write_only(arguments.port, arguments.delay))
+    elif arguments.what == "wake":
+        print(uvloop.run(wake_only(arguments.streams, arguments.tokens, arguments.delay)))
+    elif arguments.what in ("write", "step"):
+        uvloop.run(write_only(arguments.port, arguments.delay, in_steps=arguments.what == "step"))
     else:
         uvicorn.run(
             app(arguments.delay),

@@ -31,7 +31,7 @@ from stack import Stack, free_port, processes, stack
 HERE = Path(__file__).parent
 NATIVE_VERSION = "1.6.1"
 
-Start = Callable[[Path, float], AbstractContextManager[Stack]]
+Start = Callable[..., AbstractContextManager[Stack]]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Case:
     tokens: int
     bar: float | None  # theirs / ours, frontend + worker together
     is_streaming: bool = True
+    step: float = 0.0  # seconds; all streams get their token at the same moment
 
     @property
     def unit(self) -> str:
@@ -54,6 +55,8 @@ class Case:
 CASES = (
     Case("burst, 64 streams, 256 tokens", 0, 64, 320, 256, 5.0),
     Case("paced 20 ms, 64 streams, 128 tokens", PACE_SECONDS, 64, 192, 128, 4.5),
+    Case("stepped 20 ms, 64 streams, 128 tokens", 0, 64, 128, 128, 5.0, step=PACE_SECONDS),
+    Case("stepped 20 ms, 256 streams, 128 tokens", 0, 256, 512, 128, 5.0, step=PACE_SECONDS),
     Case("one-token requests, 64 at a time, unary", 0, 64, 3000, 1, None, is_streaming=False),
 )
 
@@ -79,7 +82,7 @@ def native_stack(python: str) -> Start:
     """Starts the native frontend and one worker with our engine, as `stack.stack` does with ours."""
 
     @contextlib.contextmanager
-    def start(model: Path, delay: float) -> Iterator[Stack]:
+    def start(model: Path, delay: float, *, step: float = 0.0) -> Iterator[Stack]:
         with tempfile.TemporaryDirectory() as name:
             port = free_port()
             env = {key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "PYTHON"))} | {
@@ -98,7 +101,7 @@ def native_stack(python: str) -> Start:
                     "--discovery-backend", "file", "--http-host", "127.0.0.1", "--http-port", str(port),
                 ],
                 "worker": [
-                    python, str(HERE / "native_engine.py"), "--model", str(model.resolve()), "--delay", str(delay),
+                    python, str(HERE / "native_engine.py"), "--model", str(model.resolve()), "--delay", str(delay), "--step", str(step),
                 ],
             }  # fmt: skip
             with processes(commands, port, env, Path(name)) as running:
@@ -110,7 +113,7 @@ def native_stack(python: str) -> Start:
 def measure(case: Case, bench: Bench, start: Start) -> Figures:
     """One fresh start of one case."""
     members: dict[str, Any] = streaming() if case.is_streaming else {}
-    with start(bench.model, case.delay) as running:
+    with start(bench.model, case.delay, step=case.step) as running:
         warm(bench, running, case.streams, **members)
         requests = prepared(running.port, bench.bodies(case.requests, case.tokens, **members))
         figures = measured_load(running, requests, case.streams, per_request=not case.is_streaming)

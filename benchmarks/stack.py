@@ -122,7 +122,7 @@ def cluster_services(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stack(model: Path, delay: float, *, has_tls: bool = False) -> Iterator[Stack]:
+def stack(model: Path, delay: float, *, step: float = 0.0, has_tls: bool = False) -> Iterator[Stack]:
     """Our frontend and one bench worker. INFO logs, metrics and migration are on: what one deploys.
 
     `has_tls`: between the two of them, with certificates on both sides.
@@ -140,7 +140,7 @@ def stack(model: Path, delay: float, *, has_tls: bool = False) -> Iterator[Stack
         }
         commands = {
             "frontend": [sys.executable, "-m", "dynamo.frontend", "--discovery-backend", discovery, "--http-host", "127.0.0.1", "--http-port", str(port)],
-            "worker": [sys.executable, str(HERE / "engine.py"), "--model", str(model), "--delay", str(delay), "--discovery-backend", discovery],
+            "worker": [sys.executable, str(HERE / "engine.py"), "--model", str(model), "--delay", str(delay), "--step", str(step), "--discovery-backend", discovery],
         }  # fmt: skip
         with processes(commands, port, env, Path(name)) as running:
             yield running
