@@ -20,6 +20,12 @@ from support.serve_command import GUIDE_ENGINE
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A working directory with an engine in it, forgotten afterwards."""
     (tmp_path / "guide_engine.py").write_text(GUIDE_ENGINE)
+    for name in ("m.gguf", "alone.safetensors", "m.pth", "m.tar.gz", "notes.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "gguf-in-disguise").write_bytes(b"GGUF\x03\x00")
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "part.safetensors"):
+        (tmp_path / "model" / name).touch()
     (tmp_path / "needs_more.py").write_text("import a_library_nobody_has\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -66,6 +72,18 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["serve", "--engine", "nothing_here.py:answer"], "there is no file nothing_here.py"),
         (["srve"], "there is no command 'srve'; did you mean serve?"),
         (["serve", "test-model"], "there is no directory test-model; the reference engine serves a model's directory"),
+        (["serve", "m.gguf"], "m.gguf is a GGUF file, which no engine of this package reads; fetch the same model as"),
+        (["serve", "gguf-in-disguise"], "gguf-in-disguise is a GGUF file"),
+        (["serve", "alone.safetensors"], "is a file of weights (safetensors); the engine needs all of the model"),
+        (["serve", "model/part.safetensors"], "(safetensors); serve its directory: dynamo serve "),
+        (["serve", "model/config.json"], "config.json is one file of a model; serve its directory: dynamo serve "),
+        (["serve", "m.pth"], "m.pth is a file of PyTorch weights"),
+        (["serve", "m.tar.gz"], "m.tar.gz is an archive; unpack it"),
+        (
+            ["serve", "guide_engine.py"],
+            "is a Python file; to serve a function or an engine of it, use --engine guide_engine.py:NAME",
+        ),
+        (["serve", "notes.txt"], "notes.txt is a file, and no model; serve a directory in the HuggingFace layout"),
         (["conformance", "nope:Engine"], "there is no module 'nope'"),
         (["conformance", "guide_engine.sub:Engine"], "there is no module 'guide_engine.sub'"),
         (["conformance", "needs_more:Engine"], "module 'needs_more' needs 'a_library_nobody_has'"),
@@ -147,7 +165,8 @@ def test_help_imports_nothing_heavy() -> None:
 def test_the_parent_of_the_processes_imports_neither_runtime_nor_frontend() -> None:
     program = "import sys; import dynamo.cli.serve, dynamo.cli.local; print([m for m in sys.modules if m.startswith('dynamo.')])"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert {name.split(".")[1] for name in eval(shown)} == {"cli", "supervise"}
+    loaded = set(eval(shown)) - {"dynamo.runtime", "dynamo.runtime.log_text"}  # the package itself loads nothing
+    assert {name.split(".")[1] for name in loaded} == {"cli", "supervise"}
 
 
 # -- conformance --------------------------------------------------------------------------------------------------------

@@ -110,6 +110,18 @@ def test_a_bad_flag_of_the_engine_ends_everything_with_the_engines_own_words(tmp
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.parametrize("more", [("--workers", "2"), ("--in-process",)])
+def test_a_mistake_that_the_next_start_would_meet_again_is_one_sentence(tmp_path: Path, more: tuple[str, ...]) -> None:
+    (tmp_path / "empty").mkdir()
+    with serve_command(tmp_path, "empty", "--http-port", "0", *more) as command:
+        status = command.wait_ended()
+    assert status == 2
+    assert (command.out + command.err).count("has no config.json") == 1
+    assert command.err.splitlines()[-1].startswith("dynamo serve: error: empty has no config.json; give the directory")
+    assert "starting it again" not in command.out + command.err
+    assert "Traceback" not in command.err
+
+
 @pytest.mark.parametrize("more", [(), ("--in-process",)])
 def test_a_request_in_flight_ends_well_before_the_worker_is_stopped(tmp_path: Path, more: tuple[str, ...]) -> None:
     sample = ("m", "--engine", "sample", "--http-host", "127.0.0.1", "--http-port", "0", *more)

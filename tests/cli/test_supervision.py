@@ -86,7 +86,9 @@ def test_a_process_that_was_ready_once_is_never_given_up() -> None:
 
 def test_a_usage_error_is_final_only_before_the_process_was_ready() -> None:
     assert RestartPolicy().after_death(2, healthy_seconds=None) is None
-    assert RestartPolicy().after_death(2, healthy_seconds=5.0) == 0.5
+    policy = RestartPolicy()
+    assert policy.after_death(2, healthy_seconds=5.0) == 0.5
+    assert policy.after_death(2, healthy_seconds=None) == 1  # its files may come back
 
 
 # -- one place, real (tiny) processes -----------------------------------------------------------------------------------

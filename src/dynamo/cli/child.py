@@ -104,8 +104,10 @@ def _be_worker(engine_spec: str, argv: list[str], report: Reports) -> int:
         print(f"dynamo serve: error: {error}", file=sys.stderr)
         return EXIT_USAGE
 
+    from dynamo.errors import DynamoException, InvalidArgument, text_of
     from dynamo.runtime.distributed import DistributedRuntime
-    from dynamo.worker.run import run
+    from dynamo.runtime.log_text import one_line
+    from dynamo.worker.run import exit_status, run_engine
 
     path = ""
 
@@ -128,7 +130,16 @@ def _be_worker(engine_spec: str, argv: list[str], report: Reports) -> int:
             instance_id=runtime.connection_id(),
         )
 
-    run(engine_cls, argv, make, on_serving=serving)
+    try:
+        run_engine(engine_cls, argv, make, on_serving=serving)
+    except DynamoException as error:
+        if isinstance(error, InvalidArgument):
+            report(
+                "refused", reason=one_line(str(error))
+            )  # several workers meet the same mistake: the parent prints it once
+        else:
+            print(one_line(text_of(error)), file=sys.stderr)
+        return exit_status(error)
     return 0
 
 

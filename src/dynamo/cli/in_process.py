@@ -14,8 +14,8 @@ from dynamo.cli.engines import load_engine
 from dynamo.cli.hangup import hangups
 from dynamo.cli.local import stopping_signals
 from dynamo.cli.readiness import Address, ready_text, wait_listed
-from dynamo.cli.usage import UsageError
-from dynamo.errors import DynamoException, text_of
+from dynamo.cli.usage import EXIT_USAGE, UsageError
+from dynamo.errors import DynamoException, InvalidArgument, text_of
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
 from dynamo.frontend.http.server import HttpServer
@@ -52,6 +52,9 @@ def serve_in_process(options: ServeOptions, console: Console, listener: socket.s
         except* DynamoException as failures:
             failure = _first(failures)
     if failure is not None:
+        if isinstance(failure, InvalidArgument):
+            console.complain(f"dynamo serve: error: {failure}")
+            return EXIT_USAGE
         console.complain(text_of(failure))
         return EXIT_FAILED
     console.say("stopped")

@@ -56,6 +56,7 @@ class LocalCluster:
         self._store = store
         self._stop = asyncio.Event()
         self._failure: GaveUp | None = None
+        self._refusal: str | None = None  # what a worker reported as the operator's mistake
         self._killed_by: signal.Signals | None = None
         self._endpoints: dict[str, str] = {}
         self._served: dict[str, tuple[str, int]] = {}  # worker -> (model, instance id) that it reported last
@@ -167,6 +168,9 @@ class LocalCluster:
 
     def _report_failure(self, failure: GaveUp) -> int:
         self._console.release(forget=True)
+        if failure.status == EXIT_USAGE and self._refusal is not None:
+            self._console.complain(f"dynamo serve: error: {self._refusal}")
+            return EXIT_USAGE
         if failure.status != EXIT_USAGE:  # then the child's own line says it all
             self._console.complain(
                 f"dynamo serve: {failure.name} {exit_words(failure.status)} and cannot be kept running. Its last lines:"
@@ -202,6 +206,8 @@ class LocalCluster:
                     self._sources = Path(report["sources"])
                     self._sources_known.set()
                 self._show_table(report["endpoint"])
+            case "refused":
+                self._refusal = self._refusal or report["reason"]
             case "serving":
                 if not self._restart.heard(place, report):
                     place.mark_ready()

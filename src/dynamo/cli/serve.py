@@ -16,6 +16,7 @@ from typing import Final
 
 from dynamo.cli.console import Console
 from dynamo.cli.engines import BUILT_IN, class_path
+from dynamo.cli.model_files import describe_model_file
 from dynamo.cli.readiness import Address, bind
 from dynamo.cli.serve_config import ConfigFile, read_config
 from dynamo.cli.usage import CommandParser, UsageError, split_engine_args
@@ -115,6 +116,8 @@ def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
         raise UsageError(f"--replace-timeout {given.replace_timeout:g} is out of range; use seconds above 0")
     if given.in_process and given.store is not None:
         raise UsageError("--store has no meaning with --in-process: one process finds itself in memory")
+    if given.engine is None and given.model is not None and Path(given.model).expanduser().is_file():
+        raise UsageError(describe_model_file(Path(given.model).expanduser()))
     if given.engine is None and given.model is not None and not Path(given.model).expanduser().is_dir():
         raise UsageError(
             f"there is no directory {given.model}; the {DEFAULT_ENGINE} engine serves a model's directory. To serve a name "

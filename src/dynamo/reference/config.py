@@ -86,6 +86,11 @@ def read_model_config(directory: Path) -> ModelConfig:
     """
     if not directory.is_dir():
         raise InvalidArgument(f"there is no directory {directory}; --model must name one with config.json in it")
+    if not (directory / "config.json").is_file():
+        raise InvalidArgument(
+            f"{directory} has no config.json; give the directory of a model in the HuggingFace layout (config.json, "
+            "tokenizer.json, *.safetensors)"
+        )
     source = _Fields(directory / "config.json", read_object(directory / "config.json"))
     architectures = source.values.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else architectures

@@ -28,9 +28,9 @@ class RestartPolicy:
 
         `healthy_seconds`: how long this incarnation was ready; None if it never was.
         """
-        if healthy_seconds is None and status == EXIT_USAGE:
-            return None
         self._was_ever_ready |= healthy_seconds is not None
+        if not self._was_ever_ready and status == EXIT_USAGE:
+            return None
         if healthy_seconds is not None and healthy_seconds >= HEALTHY_SECONDS:
             self._deaths_in_a_row = 0
         self._deaths_in_a_row += 1

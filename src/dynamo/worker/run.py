@@ -1,7 +1,8 @@
 """From a command line to an exit code: what an engine's `main` calls.
 
-Exit codes: 0 after a graceful shutdown, 1 for an error (named on stderr as `"{Kind}: {message}"`), 2 for bad flags,
-143 when the shutdown took too long and was cut.
+Exit codes: 0 after a graceful shutdown, 1 for an error (named on stderr as `"{Kind}: {message}"`), 2 for a mistake of the
+operator that the next start would meet again (bad flags, or an `InvalidArgument`: the same line), 143 when the shutdown
+took too long and was cut.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Final
 
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import BaseEngine
-from dynamo.errors import DynamoException, text_of
+from dynamo.errors import DynamoException, InvalidArgument, text_of
 from dynamo.runtime.log_text import one_line
 from dynamo.worker.signals import Deadline
 from dynamo.worker.worker import Worker, shutdown_times
@@ -29,6 +30,7 @@ EngineFactory = Callable[[list[str] | None], Awaitable[tuple[BaseEngine, WorkerC
 """Replaces `from_args`: `await factory(argv)` gives the engine, not started, and the worker's configuration."""
 
 EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2  # as argparse: a supervisor does not start the same command line again
 
 
 def run(
@@ -42,21 +44,37 @@ def run(
 
     `on_serving` is awaited beside the worker once its instance is routable.
 
-    Returns after a graceful shutdown. Raises SystemExit(1) when the worker failed; an exception of `from_args` that is
-    none of ours passes through.
+    Returns after a graceful shutdown. Raises SystemExit (see above) when the worker failed; an exception of `from_args`
+    that is none of ours passes through.
     """
-    runner = asyncio.Runner(loop_factory=event_loop_factory())
     try:
-        try:
-            runner.run(_start(engine_cls, argv, engine_factory, on_serving))
-        finally:
-            # Waits for whatever the engine left in the loop's executor or in tasks of its own: so again with a limit.
-            with Deadline(shutdown_times().timeout_seconds) as deadline:
-                deadline.arm()
-                runner.close()
+        run_engine(engine_cls, argv, engine_factory, on_serving=on_serving)
     except DynamoException as error:
         print(one_line(text_of(error)), file=sys.stderr)  # noqa: T201 - the last line of a process that failed is for its operator
-        raise SystemExit(EXIT_FAILED) from error
+        raise SystemExit(exit_status(error)) from error
+
+
+def exit_status(error: DynamoException) -> int:
+    """The exit status of a worker process that `error` ended."""
+    return EXIT_USAGE if isinstance(error, InvalidArgument) else EXIT_FAILED
+
+
+def run_engine(
+    engine_cls: type[BaseEngine],
+    argv: list[str] | None = None,
+    engine_factory: EngineFactory | None = None,
+    *,
+    on_serving: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """As `run`, with the typed error of a worker that failed instead of a line and an exit status."""
+    runner = asyncio.Runner(loop_factory=event_loop_factory())
+    try:
+        runner.run(_start(engine_cls, argv, engine_factory, on_serving))
+    finally:
+        # Waits for whatever the engine left in the loop's executor or in tasks of its own: so again with a limit.
+        with Deadline(shutdown_times().timeout_seconds) as deadline:
+            deadline.arm()
+            runner.close()
     _name_what_lingers()
 
 
@@ -68,6 +86,8 @@ async def _start(
 ) -> None:
     try:
         engine, config = await (engine_factory or engine_cls.from_args)(argv)
+    except InvalidArgument:
+        raise  # its message is for the operator, and `run` prints it
     except DynamoException:
         traceback.print_exc()  # `run` prints one line for these, and an author wants to see where it came from
         raise

@@ -304,9 +304,10 @@ class _EngineLife:
         except BaseException as error:  # also a cancellation: an engine that was started must be cleaned up
             self._life.apply(Event.FAILED)
             failure = _typed(error)
-            logger.error(
-                "worker start-up failed: %s", text_of(failure), exc_info=error if failure is not error else None
-            )
+            # A mistake of the operator is one sentence, and `run` prints it.
+            level = logging.DEBUG if isinstance(failure, InvalidArgument) else logging.ERROR
+            cause = error if failure is not error else None
+            logger.log(level, "worker start-up failed: %s", text_of(failure), exc_info=cause)
             return failure
         return None
 

@@ -1,0 +1,53 @@
+"""What a file is that was given where a model's directory belongs, and what to write instead."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Final
+
+__all__ = ["describe_model_file"]
+
+MAGIC: Final = ((b"GGUF", ".gguf"), (b"PK\x03\x04", ".zip"), (b"\x1f\x8b", ".gz"))
+LAYOUT: Final = "a directory in the HuggingFace layout (config.json, tokenizer.json, *.safetensors)"
+PYTORCH: Final = frozenset({".bin", ".pt", ".pth", ".ckpt"})
+ARCHIVES: Final = frozenset({".zip", ".tar", ".gz", ".tgz", ".xz", ".bz2", ".zst", ".7z"})
+DESCRIPTIONS: Final = frozenset({"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"})
+
+
+def describe_model_file(path: Path) -> str:
+    """One sentence for somebody who asked to serve the file `path`."""
+    suffix = _kind_of(path)
+    match suffix:
+        case ".gguf":
+            return f"{path} is a GGUF file, which no engine of this package reads; fetch the same model as {LAYOUT}"
+        case ".safetensors":
+            return f"{path} is a file of weights (safetensors); {_directory_of(path)}"
+        case ".py":
+            return f"{path} is a Python file; to serve a function or an engine of it, use --engine {path}:NAME"
+        case _ if suffix in PYTORCH:
+            return f"{path} is a file of PyTorch weights, which no engine of this package reads; fetch the model as {LAYOUT}"
+        case _ if suffix in ARCHIVES:
+            return f"{path} is an archive; unpack it and serve {LAYOUT}"
+        case _ if path.name in DESCRIPTIONS or path.name.endswith(".safetensors.index.json"):
+            return f"{path} is one file of a model; {_directory_of(path)}"
+    return f"{path} is a file, and no model; serve {LAYOUT}"
+
+
+def _kind_of(path: Path) -> str:
+    """The suffix that fits the content, where the content tells; else the name's."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(4)
+    except OSError:
+        head = b""
+    return next(
+        (suffix for magic, suffix in MAGIC if head.startswith(magic) and path.suffix not in PYTORCH), path.suffix
+    )
+
+
+def _directory_of(path: Path) -> str:
+    directory = path.absolute().parent
+    if (directory / "config.json").is_file():
+        return f"serve its directory: dynamo serve {shlex.quote(str(directory))}"
+    return f"the engine needs all of the model, and there is no config.json beside it; fetch it as {LAYOUT}"
