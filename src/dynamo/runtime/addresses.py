@@ -1,13 +1,15 @@
-"""Under which address this machine is reached."""
+"""Under which address this machine is reached, and at which addresses its listeners listen."""
 
 from __future__ import annotations
 
 import socket
 from typing import Final
 
-__all__ = ["WILDCARDS", "detect_host"]
+__all__ = ["LOCAL_STORES", "LOOPBACK", "WILDCARDS", "bind_host", "detect_host"]
 
 WILDCARDS: Final = frozenset({"0.0.0.0", "::", ""})  # to bind, but not to advertise
+LOOPBACK: Final = "127.0.0.1"
+LOCAL_STORES: Final = frozenset({"mem", "file"})  # discovery that normally serves the processes of one machine
 
 
 def detect_host() -> str:
@@ -24,3 +26,13 @@ def detect_host() -> str:
         if not host.startswith("127.") and host not in ("::1", "0.0.0.0", "::"):
             return host
     return "127.0.0.1"
+
+
+def bind_host(store: str, asked: str | None, in_cluster: str) -> str:
+    """Choose the address a listener binds: the one that was asked for, else loopback where discovery is of one machine.
+
+    `store`: the discovery backend in use ("mem", "file", "etcd", "kubernetes"). `in_cluster`: where the native system binds.
+    """
+    if asked is not None:
+        return asked
+    return LOOPBACK if store in LOCAL_STORES else in_cluster

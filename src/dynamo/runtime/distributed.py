@@ -8,9 +8,11 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.errors import CannotConnect, DynamoException
+from dynamo.runtime.addresses import LOCAL_STORES, LOOPBACK, bind_host
 from dynamo.runtime.client import Client
 from dynamo.runtime.discovery.base import Discovery
 from dynamo.runtime.discovery.file import FileDiscovery
@@ -43,6 +45,7 @@ from dynamo.runtime.settings import (
     RuntimeSettings,
     SystemSettings,
     WatchdogSettings,
+    discovery_store,
 )
 from dynamo.runtime.status_server import EngineRoute, StatusServer
 
@@ -101,11 +104,13 @@ class DistributedRuntime:
         )
         self.event_plane = _event_plane(event_plane or self.settings.event_plane, self._request_plane)
         self._memory_plane = memory_plane or shared_plane(self._loop)
+        backend = discovery_backend or self.settings.discovery_backend
+        self._store = discovery_store(backend, self.settings.etcd.endpoints)
+        self.discovery: Discovery = discovery or self._choose_discovery(backend)
+        if isinstance(discovery, FileDiscovery | MemoryDiscovery):
+            self._store = "file" if isinstance(discovery, FileDiscovery) else "mem"
         self._plane_settings = RequestPlaneSettings.from_env()
         self._plane_security: PlaneSecurity | None = None
-        self.discovery: Discovery = discovery or self._choose_discovery(
-            discovery_backend or self.settings.discovery_backend
-        )
         system = SystemSettings.from_env()
         self._system = system
         self.metrics = MetricsRegistry()
@@ -113,7 +118,9 @@ class DistributedRuntime:
         self.canary_settings = CanarySettings.from_env()
         self.health = HealthState(starting_ready=system.starting_ready, canary_enabled=self.canary_settings.enabled)
         self.progress = Progress(ProgressSettings.from_env().limit_seconds)
-        self.status_server = StatusServer(self.health, self.metrics, settings=system)
+        self.status_server = StatusServer(
+            self.health, self.metrics, settings=system, default_host=bind_host(self._store, None, "0.0.0.0")
+        )
         # Under a memory plane of its own (a simulation) time does not pass as it does for a thread.
         self._watchdog = None if memory_plane is not None else self._make_watchdog()
         self.health.add_trouble(self.progress.trouble)
@@ -124,7 +131,8 @@ class DistributedRuntime:
         self._server_lock = asyncio.Lock()
         self._plane_clients: dict[str, RequestPlaneClient] = {}
         self.plane_client_stand_in: Callable[[RequestPlaneClient], RequestPlaneClient] | None = None  # fault injection
-        self._event_settings = EventPlaneSettings.from_env()
+        events = EventPlaneSettings.from_env()
+        self._event_settings = replace(events, host=bind_host(self._store, events.host, "") or None)
         self._events: EventPlane | None = None
         self._nats: NatsConnection | None = None
         self._call_home: CallHomeListener | None = None  # made for the first worker that answers by calling home
@@ -328,7 +336,17 @@ class DistributedRuntime:
                 self.nats(NATS_REQUESTS), self._plane_settings, refused=refusals.count, security=self.plane_security
             )
             return server, server.core
-        listener = Listener(settings=self._plane_settings, refused=refusals.count, security=self.plane_security)
+        settings, security = self._plane_settings, self.plane_security
+        host = bind_host(self._store, settings.rpc_host, "")
+        listener = Listener(host, settings=settings, refused=refusals.count, security=security)
+        if settings.rpc_host is None and host == LOOPBACK:
+            text = "requests are taken at %s only, as discovery (%s) is of one machine; DYN_TCP_RPC_HOST=0.0.0.0 opens them to the network"
+            logger.info(text, LOOPBACK, self._store)
+        elif self._store not in LOCAL_STORES and security.server is None and security.secret is None:
+            logger.warning(
+                "anybody who reaches this worker can send it requests: neither DYN_TCP_TLS_CERT_PATH nor DYN_TCP_SECRET_PATH "
+                "is set (docs/security.md)"
+            )
         return listener, listener.core
 
     def _make_watchdog(self) -> LoopWatchdog:
@@ -386,7 +404,10 @@ class DistributedRuntime:
         from dynamo.runtime.request_plane.native.client import NativeClient
 
         if self._call_home is None:
-            self._call_home = CallHomeListener(self._plane_settings, self.plane_security.server)
+            host = bind_host(self._store, self._plane_settings.response_host, "") or None
+            self._call_home = CallHomeListener(
+                replace(self._plane_settings, response_host=host), self.plane_security.server
+            )
         if kind == "native":
             return NativeClient(self._plane_settings, self._call_home, waited=waited, security=self.plane_security)
         from dynamo.runtime.request_plane.native.nats_client import NatsClient
@@ -475,12 +496,7 @@ class DistributedRuntime:
 
     def _choose_discovery(self, backend: str) -> Discovery:
         backend = backend.lower()
-        chosen = backend
-        if backend in ("auto", "etcd"):
-            # The guide's own engine asks for "etcd" unless told otherwise. Where nobody said where an etcd is, the file
-            # store lets its commands run as printed on one machine; a deployment that has an etcd sets ETCD_ENDPOINTS.
-            chosen = "etcd" if self.settings.etcd.endpoints else "file"
-        match chosen:
+        match discovery_store(backend, self.settings.etcd.endpoints):
             case "file":
                 if backend == "etcd":
                     logger.warning(

@@ -82,7 +82,7 @@ def env_float(
 class RequestPlaneSettings:
     """`DYN_TCP_*` and the request limits of the worker's side (spec names; sizes in bytes, times in seconds)."""
 
-    rpc_host: str | None = None  # None: the detected address of this machine
+    rpc_host: str | None = None  # None: loopback where discovery is of one machine, else the detected address
     rpc_port: int = 0  # 0: the system chooses
     max_message_bytes: int = 32 * 1024 * 1024
     worker_pool_size: int = 10_000
@@ -92,7 +92,7 @@ class RequestPlaneSettings:
     listen_backlog: int = 1024
     connect_timeout_seconds: float = 5.0
     request_timeout_seconds: float = 5.0  # from a native request to its ACK
-    response_host: str | None = None  # where native workers bring their answers; None: the detected address
+    response_host: str | None = None  # where native workers bring their answers; None: as `rpc_host`
     response_port: int = 0  # 0: the system chooses
     pool_size: int = 100  # native request connections to one worker
     pipeline_limit: int = 1024  # requests without an ACK on one of them
@@ -206,7 +206,7 @@ class SystemSettings:
     """`DYN_SYSTEM_*`: the status server of a worker."""
 
     port: int = -1  # -1: no server; 0: the system chooses
-    host: str = "0.0.0.0"
+    host: str | None = None  # None: loopback where discovery is of one machine, else every address
     health_path: str = "/health"
     live_path: str = "/live"
     starting_ready: bool | None = None  # None: the operator did not say
@@ -241,7 +241,7 @@ class SystemSettings:
             starting = None
         return cls(
             port=port,
-            host=env_str("DYN_SYSTEM_HOST", env=env) or "0.0.0.0",
+            host=env_str("DYN_SYSTEM_HOST", env=env),
             health_path=_path(env_str("DYN_SYSTEM_HEALTH_PATH", env=env) or "/health"),
             live_path=_path(env_str("DYN_SYSTEM_LIVE_PATH", env=env) or "/live"),
             starting_ready=None if starting is None else starting.lower() == "ready",
@@ -493,6 +493,16 @@ class NatsSettings:
 
 _TCP: Final = re.compile(r"tcp://[^/\s]+:\d{1,5}")
 _CREDENTIALS: Final = re.compile(r"//[^@/]*@")
+
+
+def discovery_store(backend: str, etcd_endpoints: str | None) -> str:
+    """The store that a discovery backend's name stands for here: "auto" and "etcd" are files until an etcd is named.
+
+    The guide's own engine asks for "etcd" unless an operator chooses. Where no etcd is named, the file store lets its commands
+    run as printed on one machine; a deployment that has an etcd sets ETCD_ENDPOINTS.
+    """
+    name = backend.lower()
+    return ("etcd" if etcd_endpoints else "file") if name in ("auto", "etcd") else name
 
 
 @dataclass(frozen=True, slots=True)

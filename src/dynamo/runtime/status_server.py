@@ -98,14 +98,17 @@ class StatusServer:
         settings: SystemSettings | None = None,
         discovery_metadata: Callable[[], Any] | None = None,
         advertised_host: str | None = None,
+        default_host: str = "0.0.0.0",
     ) -> None:
         """`discovery_metadata` gives the JSON of `/metadata` (kubernetes backend only; None: 404).
 
+        `default_host`: where to listen unless the settings name an address.
         `advertised_host` is what `url` names when the server listens on every address; None: found out.
         """
         self._health = health
         self._metrics = metrics
         self._settings = settings or SystemSettings.from_env()
+        self._host = self._settings.host if self._settings.host is not None else default_host
         self._discovery_metadata = discovery_metadata
         self._advertised_host = advertised_host
         self._routes: dict[str, EngineRoute] = {}
@@ -125,7 +128,7 @@ class StatusServer:
         if self._refusals is None:
             self._refusals = RefusalMetrics(self._metrics, "dynamo_system_refusals_total", LIMITS)
         loop = asyncio.get_running_loop()
-        host, port = self._settings.host, max(self._settings.port, 0)
+        host, port = self._host, max(self._settings.port, 0)
         try:
             self._server = await loop.create_server(lambda: _Connection(self), host, port)
         except OSError as error:
@@ -139,7 +142,12 @@ class StatusServer:
             (self._settings.health_path, self._settings.live_path),
             self._health.body,
         )
-        logger.info("status server on %s", self.url)
+        opened = (
+            ""
+            if self._settings.host is not None or host in WILDCARDS
+            else "; DYN_SYSTEM_HOST=0.0.0.0 opens it to the network"
+        )
+        logger.info("status server on %s%s", self.url, opened)
 
     async def close(self) -> None:
         """Stop listening and end every connection, and the routes under way; idempotent."""
@@ -172,7 +180,7 @@ class StatusServer:
         """`http://host:port` as others reach it; None while it does not listen."""
         if self._server is None:
             return None
-        host = self._settings.host
+        host = self._host
         if host in WILDCARDS:
             host = self._advertised_host or detect_host()
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
