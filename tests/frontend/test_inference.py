@@ -455,13 +455,63 @@ async def test_the_request_id_is_echoed_on_every_kind_of_answer(house: Cluster) 
         assert answer.headers["x-request-id"] == "abc-1"
 
 
+async def test_an_answer_without_the_clients_id_carries_ours(house: Cluster) -> None:
+    worker = await house.worker()
+    chat, stream = await house.client.chat("hi"), await house.client.chat("hi", stream=True)
+    assert [chat.headers["x-request-id"], stream.headers["x-request-id"]] == [one.id() for one in worker.contexts]
+    assert chat.headers["x-request-id"] == chat.json["id"]
+    ids = set()
+    for method, path, status in (
+        ("POST", "/v1/chat/completions", 400),
+        ("POST", "/v1/completions", 400),
+        ("GET", "/v1/completions", 405),
+        ("GET", "/health", 200),
+        ("GET", "/live", 200),
+        ("GET", "/metrics", 200),
+        ("GET", "/v1/models", 200),
+        ("GET", "/v1/models/nope", 404),
+        ("GET", "/nowhere", 404),
+    ):
+        answer = await house.client.call(method, path, b"{")
+        assert answer.status == status, path
+        ids.add(answer.headers["x-request-id"])
+        echoed = await house.client.call(method, path, b"{", headers={"x-request-id": "mine"})
+        assert echoed.headers["x-request-id"] == "mine", path
+    assert len(ids) == 9
+
+
+@pytest.mark.parametrize("sent", ["x" * 129, "a\x1b[31m", "a\tb", "b\u00e9", "", "a\nrequest b completed"])
+async def test_an_id_that_could_forge_a_log_line_is_replaced(
+    house: Cluster, caplog: pytest.LogCaptureFixture, sent: str
+) -> None:
+    worker = await house.worker()
+    caplog.set_level("INFO", logger="dynamo.frontend.pipeline.inference")
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    answer = await house.client.chat("hi", headers={"x-request-id": sent, "traceparent": trace})
+    ours = worker.contexts[0].id()
+    assert answer.headers["x-request-id"] == ours
+    assert "x-request-id" not in (worker.contexts[0].trace_headers() or {})
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"request {ours} (x-request-id replaced, the client sent ")
+    assert line.isprintable()
+    assert len(line) < 256
+    health = await house.client.get("/health", x_request_id=sent)
+    assert health.headers["x-request-id"] not in ("", sent)
+
+
+async def test_an_id_of_128_characters_is_repeated(house: Cluster) -> None:
+    await house.worker()
+    longest = "~" * 127 + " "
+    assert (await house.client.chat("hi", headers={"x-request-id": longest})).headers["x-request-id"] == longest
+
+
 async def test_the_log_knows_a_request_by_both_ids(house: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     worker = await house.worker()
     caplog.set_level("INFO", logger="dynamo.frontend.pipeline.inference")
     await house.client.chat("hi", headers={"x-request-id": "mine-1"})
     assert f"request {worker.contexts[0].id()} (x-request-id mine-1) completed" in caplog.text
     await house.client.chat("hi", temperature=9, headers={"x-request-id": "mine-2"})
-    assert "chat_completions (x-request-id mine-2) declined: 400" in caplog.text
+    assert re.search(r"chat_completions request chatcmpl-\S+ \(x-request-id mine-2\): 400 Validation", caplog.text)
     await house.client.chat("hi")
     assert f"request {worker.contexts[1].id()} completed" in caplog.text
 

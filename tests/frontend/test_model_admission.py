@@ -15,8 +15,8 @@ from dynamo.frontend.admission.model import (
     DEFAULT_QUEUE_AGE_SECONDS,
     MAX_RETRY_SECONDS,
     AdmissionPolicy,
+    AdmissionSlot,
     ModelAdmission,
-    Place,
     Reason,
     RequestLimit,
     Shed,
@@ -38,7 +38,7 @@ def admission(
     return made
 
 
-def fill(model: ModelAdmission, count: int, *, now: float = 0.0) -> list[Place]:
+def fill(model: ModelAdmission, count: int, *, now: float = 0.0) -> list[AdmissionSlot]:
     return [model.enter(Urgency.HIGH, now) for _ in range(count)]
 
 
@@ -207,9 +207,9 @@ def test_no_place_is_lost_or_given_twice_whatever_happens(
     moves: list[tuple[str, int, Urgency, float]], limit: str | None, age: float | None
 ) -> None:
     model, now = admission(limit, age=age, capacity=5), 0.0
-    held: list[Place] = []
-    begun: set[Place] = set()
-    left: list[Place] = []
+    held: list[AdmissionSlot] = []
+    begun: set[AdmissionSlot] = set()
+    left: list[AdmissionSlot] = []
     refusals: list[int] = []
     for what, number, urgency, seconds in moves:
         now += seconds

@@ -76,6 +76,7 @@ def refusal(answer: bytes) -> tuple[int, str]:
     assert error["code"] == status
     assert error["error"]["message"] == error["message"]
     assert b"connection: close" in head
+    assert b"x-request-id: " in head
     return status, error["message"]
 
 

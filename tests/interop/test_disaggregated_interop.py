@@ -27,8 +27,8 @@ FILES = ("--discovery-backend", "file")
 
 PLAIN_IDS = """
 from dynamo.frontend.__main__ import main
-from dynamo.frontend.apis.surfaces import ChatSurface
-ChatSurface.id_prefix = ""
+from dynamo.frontend.apis.surfaces import ChatApi
+ChatApi.id_prefix = ""
 main()
 """
 

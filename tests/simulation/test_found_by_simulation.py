@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from dynamo.errors import ResponseTimeout
-from dynamo.frontend.pipeline.generation import WorkRequest
-from dynamo.frontend.pipeline.inference import _Inactivity
+from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
 from dynamo.testing.simulation import draw, run_scenario
 from dynamo.testing.simulation.loop import VirtualLoop, run_virtual
 
 
 class Ended:
-    """What `_Inactivity` needs of an exchange."""
+    """What `IdleTimeout` needs of an exchange."""
 
     def __init__(self) -> None:
         self.reasons: list[Any] = []
@@ -31,7 +30,7 @@ def test_a_suspended_machine_is_no_silence_of_the_engine() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         exchange = Ended()
-        inactivity = _Inactivity(exchange, WorkRequest({}, [[1]]), 10.0)  # type: ignore[arg-type]
+        inactivity = IdleTimeout(exchange, lambda error: False, 10.0)
         await asyncio.sleep(5.0)
         loop.jump(60.0)
         await asyncio.sleep(0.1)
@@ -48,7 +47,7 @@ def test_a_suspended_machine_is_no_silence_of_the_engine() -> None:
 def test_a_silent_engine_is_noticed_on_time() -> None:
     async def main() -> None:
         exchange = Ended()
-        inactivity = _Inactivity(exchange, WorkRequest({}, [[1]]), 10.0)  # type: ignore[arg-type]
+        inactivity = IdleTimeout(exchange, lambda error: False, 10.0)
         await asyncio.sleep(5.0)
         inactivity.last = asyncio.get_running_loop().time()
         await asyncio.sleep(9.9)

@@ -13,7 +13,7 @@ import pytest
 from dynamo.frontend.admission import model as model_admission
 from dynamo.frontend.admission.model import ModelAdmission, Urgency
 from dynamo.frontend.apis.surfaces import ChunkWriter
-from dynamo.frontend.pipeline.inference import _Exchange
+from dynamo.frontend.http import inference_route
 from dynamo.runtime.request_plane.memory import MemorySink
 from dynamo.testing.simulation import ALL_KINDS, Kind, continuation, draw, run_scenario, shrink, simulate
 
@@ -90,7 +90,7 @@ def lose_cancels(patch: pytest.MonkeyPatch) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    patch.setattr(_Exchange, "watch", watch)
+    patch.setattr(inference_route, "watch_client", watch)
 
 
 def count_credits_twice(patch: pytest.MonkeyPatch) -> None:

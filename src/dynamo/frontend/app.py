@@ -19,19 +19,23 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp
 
+from dynamo.errors import WorkerUnavailable
 from dynamo.frontend.admission.model import AdmissionPolicy
 from dynamo.frontend.admission.process import Admission, Stage
-from dynamo.frontend.apis.surfaces import ChatSurface, CompletionSurface
+from dynamo.frontend.apis.surfaces import Api, ChatApi, CompletionApi
 from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply, reply_rejected
+from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.offload import Offload, ThreadOffload
 from dynamo.frontend.http.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute, Peers
 from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePage, ScriptRoute
+from dynamo.frontend.http.request_id import with_request_id
 from dynamo.frontend.metrics import STALL_SECONDS, FrontendMetrics
 from dynamo.frontend.models.cards import Scope as NamespaceScope
 from dynamo.frontend.models.directory import ModelDirectory, WorkerClient
 from dynamo.frontend.models.files import ModelFiles
 from dynamo.frontend.pace import Patience
-from dynamo.frontend.pipeline.inference import InferenceRoute, InFlight
+from dynamo.frontend.pipeline.exchange import ExchangeRegister
+from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.frontend.shedding import LOAD_TOPIC, BusyThresholdRoute, Shedding
@@ -87,7 +91,7 @@ class Frontend:
             ),
             rng=runtime.rng,
         )
-        self._in_flight = InFlight()
+        self.exchanges = ExchangeRegister()
         patience = Patience(
             settings.stall_floor_seconds,
             settings.stall_factor,
@@ -98,6 +102,15 @@ class Frontend:
         self._budget = BodyBudget(settings.pending_bodies_limit_bytes)
         self.shedding = Shedding(settings, self.models, self._loads, peers)
         self._probe: asyncio.TimerHandle | None = None
+        self.pipeline = Pipeline(
+            settings,
+            self.admission,
+            self.models,
+            self.metrics,
+            Preprocessor(settings, self.metrics, self._offload),
+            self.exchanges,
+            self.watch,
+        )
         self.asgi = _with_cors(
             Router(routes=self._routes(), redirect_slashes=False, default=_unmatched), settings.cors_origins
         )
@@ -132,8 +145,8 @@ class Frontend:
         return await self.admission.wait_idle(timeout_seconds)
 
     def cut(self) -> int:
-        """End what is in flight with an error; how many requests that were."""
-        return self._in_flight.cut()
+        """End every request in flight with a 503 (or an error event); return how many there were."""
+        return self.exchanges.end_all(WorkerUnavailable("the frontend is stopping"))
 
     def stopping(self) -> None:
         """The listener is about to close: not even alive any more."""
@@ -193,21 +206,11 @@ class Frontend:
 
     def _routes(self) -> Sequence[BaseRoute]:
         paths = self.settings.paths
-        parts: dict[str, Any] = {
-            "settings": self.settings,
-            "admission": self.admission,
-            "models": self.models,
-            "metrics": self.metrics,
-            "preprocessor": Preprocessor(self.settings, self.metrics, self._offload),
-            "in_flight": self._in_flight,
-            "watch": self.watch,
-            "budget": self._budget,
-        }
-        chat = ChatSurface(reasoning_field=self.settings.reasoning_field_name)
+        chat = ChatApi(reasoning_field=self.settings.reasoning_field_name)
         catalogue = ModelsRoute(self.models, self.settings)
         return [
-            _Endpoint(paths["chat"], InferenceRoute(chat, **parts), "POST"),
-            _Endpoint(paths["completions"], InferenceRoute(CompletionSurface(), **parts), "POST"),
+            _Endpoint(paths["chat"], self._inference(chat), "POST"),
+            _Endpoint(paths["completions"], self._inference(CompletionApi()), "POST"),
             _Endpoint(paths["models"], catalogue, "GET"),
             _Endpoint(paths["models"] + "/{model:path}", catalogue, "GET"),
             _Endpoint(paths["health"], HealthRoute(self.admission, self.models, self.metrics, self._peers), "GET"),
@@ -234,6 +237,10 @@ class Frontend:
             _Endpoint(SCRIPT_PATH, ScriptRoute(), "GET"),
         )
 
+    def _inference(self, api: Api[Any]) -> InferenceRoute:
+        call = Call(api, self.pipeline)
+        return InferenceRoute(call, body_limit_bytes=self.settings.body_limit_bytes, budget=self._budget)
+
     def _admin_routes(self) -> Sequence[BaseRoute]:
         if self.settings.disable_admin_api:
             return ()
@@ -254,7 +261,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         await app({**scope, "extensions": extensions}, receive, send)
 
     any_origin = "*" in origins
-    return CORSMiddleware(
+    cors = CORSMiddleware(
         visible,
         allow_origins=["*"] if any_origin else list(origins),
         allow_methods=["GET", "POST"],
@@ -262,6 +269,13 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_credentials=not any_origin,
         expose_headers=["x-request-id", "retry-after", "server-timing"],
     )
+
+    async def named(scope: Scope, receive: Receive, send: Send) -> None:
+        # The middleware answers a preflight itself.
+        is_preflight = scope["type"] == "http" and scope["method"] == "OPTIONS"
+        await cors(scope, receive, with_request_id(scope, send) if is_preflight else send)
+
+    return named
 
 
 class _Endpoint(Route):
@@ -273,9 +287,11 @@ class _Endpoint(Route):
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.methods is not None and scope["method"] not in self.methods:
             allowed = ", ".join(sorted(self.methods)).encode()
-            await reply(send, 405, b"", content_type=None, extra=((b"allow", allowed),))
-            return
-        await self.app(scope, receive, send)
+            await reply(with_request_id(scope, send), 405, b"", content_type=None, extra=((b"allow", allowed),))
+        elif isinstance(self.endpoint, InferenceRoute):  # which sends the id itself, without a call per message
+            await self.app(scope, receive, send)
+        else:
+            await self.app(scope, receive, with_request_id(scope, send))
 
 
 async def _unmatched(scope: Scope, receive: Receive, send: Send) -> None:
@@ -283,4 +299,4 @@ async def _unmatched(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1000})
         return
-    await reply_rejected(send, route_not_found(scope["method"], scope["path"]))
+    await reply_rejected(with_request_id(scope, send), route_not_found(scope["method"], scope["path"]))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 from dynamo.frontend.pace import Finding
-from dynamo.frontend.pipeline.overhead import ROUTE, STAGES, Overhead
+from dynamo.frontend.pipeline.stage_timer import ROUTE, STAGES, StageTimer
 from dynamo.router.migration import Move
 from dynamo.runtime.metric_snapshots import absorb
 from dynamo.runtime.metrics import Counter, Gauge, Histogram, MetricsRegistry
@@ -322,12 +322,12 @@ class FrontendMetrics:
             self._moves.labels(model, kind).inc()
             self._move_seconds.labels(model, kind, move.outcome).observe(move.seconds)
 
-    def observe_overhead(self, overhead: Overhead) -> None:
+    def observe_stages(self, timer: StageTimer) -> None:
         """Count the stages of a request that was answered in full."""
-        for histogram, seconds in zip(self._overhead, overhead.seconds, strict=True):
+        for histogram, seconds in zip(self._overhead, timer.seconds, strict=True):
             histogram.observe(seconds)
-        self._route_seconds.observe(overhead.seconds[ROUTE])
-        self._dispatch_seconds.observe(overhead.dispatch_seconds)
+        self._route_seconds.observe(timer.seconds[ROUTE])
+        self._dispatch_seconds.observe(timer.dispatch_seconds)
 
     def request(self, model: str, endpoint: str, request_type: RequestType, now: float) -> RequestMetrics:
         """Begin to count one request that arrived at `now` (loop time); `model` must be registered or `UNKNOWN_MODEL`."""

@@ -55,7 +55,7 @@ and it computes no prompt."""
 
 
 class Stages(Protocol):
-    """Where a request's time is noted: `dynamo.frontend.pipeline.overhead.Overhead`."""
+    """Where a request's time is noted: `dynamo.frontend.pipeline.stage_timer.StageTimer`."""
 
     def routed(self) -> None: ...
 

@@ -25,7 +25,16 @@ from typing import Final, Self
 from dynamo.errors import Overloaded
 from dynamo.protocol.openai.shapes import NvExt
 
-__all__ = ["AdmissionPolicy", "ModelAdmission", "Place", "Reason", "RequestLimit", "Shed", "Urgency", "urgency_of"]
+__all__ = [
+    "AdmissionPolicy",
+    "AdmissionSlot",
+    "ModelAdmission",
+    "Reason",
+    "RequestLimit",
+    "Shed",
+    "Urgency",
+    "urgency_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +130,7 @@ class Shed(Overloaded):
 class ModelAdmission:
     """Counts one model's requests. Used on the event loop only; times are loop times.
 
-    `enter` gives a `Place` or raises; whoever got one leaves it, on every path.
+    `enter` returns an `AdmissionSlot` or raises; the holder of a slot gives it back with `leave`, on every path.
     """
 
     __slots__ = (
@@ -141,7 +150,7 @@ class ModelAdmission:
         self._model, self._policy = model, policy
         self._capacity: int | None = None
         self._limit: int | None = None
-        self._waiting: OrderedDict[Place, None] = OrderedDict()  # without a token yet, in order of arrival
+        self._waiting: OrderedDict[AdmissionSlot, None] = OrderedDict()  # without a token yet, in order of arrival
         self._begun_lately = 0.0  # first tokens, each weighted by how long ago it came
         self._begun_at = self._measured_since = 0.0
         self._said_at = -math.inf
@@ -183,16 +192,16 @@ class ModelAdmission:
             return 0.0
         return max(0.0, now - next(iter(self._waiting)).since)
 
-    def enter(self, urgency: Urgency, now: float) -> Place:
-        """Take a place for a request that arrived at `now`. Raises `Shed`."""
+    def enter(self, urgency: Urgency, now: float) -> AdmissionSlot:
+        """Take a slot for a request that arrived at `now`. Raises `Shed`."""
         reason = self.why_not(urgency, now)
         if reason is not None:
             self._say(reason, now)
             raise Shed(reason, self.retry_after_seconds(now))
         self.in_flight += 1
-        place = Place(self, now)
-        self._waiting[place] = None
-        return place
+        slot = AdmissionSlot(self, now)
+        self._waiting[slot] = None
+        return slot
 
     def why_not(self, urgency: Urgency, now: float) -> Reason | None:
         """Why a request would be refused now; None: it would not."""
@@ -221,16 +230,16 @@ class ModelAdmission:
     def _decayed(self, now: float) -> float:
         return self._begun_lately * math.exp((self._begun_at - now) / RATE_SECONDS)
 
-    def _begun(self, place: Place, now: float) -> None:
-        if place not in self._waiting:
+    def _begun(self, slot: AdmissionSlot, now: float) -> None:
+        if slot not in self._waiting:
             return
-        del self._waiting[place]
+        del self._waiting[slot]
         if not self._begun_lately:
             self._measured_since = now
         self._begun_lately, self._begun_at = self._decayed(now) + 1.0, now
 
-    def _left(self, place: Place) -> None:
-        self._waiting.pop(place, None)
+    def _left(self, slot: AdmissionSlot) -> None:
+        self._waiting.pop(slot, None)
         self.in_flight -= 1
 
     def _say(self, reason: Reason, now: float) -> None:
@@ -248,8 +257,8 @@ class ModelAdmission:
         )
 
 
-class Place:
-    """One request's place, from its arrival to the end of its answer."""
+class AdmissionSlot:
+    """One request's slot of its model, from its arrival to the end of its answer."""
 
     __slots__ = ("_is_left", "_model", "since")
 
@@ -258,15 +267,15 @@ class Place:
         self._is_left = False
 
     def begun(self, now: float) -> None:
-        """The first token is here. Later calls do nothing."""
+        """Note the first token. Later calls do nothing."""
         self._model._begun(self, now)
 
     def leave(self) -> None:
-        """Give the place back. Later calls do nothing."""
+        """Give the slot back. Later calls do nothing."""
         if not self._is_left:
             self._is_left = True
             self._model._left(self)
 
     def retry_after_seconds(self, now: float) -> int:
-        """What a client is told when the workers refuse after all."""
+        """Return the `Retry-After` of a request that the workers refuse after all."""
         return self._model.retry_after_seconds(now)

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from dynamo.frontend.models.directory import ServedModel
 from dynamo.frontend.pipeline.generation import Delta, WorkRequest
-from dynamo.frontend.pipeline.overhead import Overhead
 from dynamo.frontend.pipeline.preprocess import Preprocessor
+from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.headers import HeaderEffects
@@ -37,14 +37,14 @@ from dynamo.protocol.openai.responses import (
 )
 from dynamo.protocol.openai.sse import ChatStream, CompletionStream, nvext_json, usage_json
 
-__all__ = ["Answer", "ChatSurface", "ChunkWriter", "CompletionSurface", "Surface", "UnaryAnswer"]
+__all__ = ["Answer", "Api", "ChatApi", "ChunkWriter", "CompletionApi", "UnaryAnswer"]
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
 
 _MILLISECONDS: Final = 1000.0
 
 
-class Surface(ABC, Generic[R]):
+class Api(ABC, Generic[R]):
     """One inference route's own part."""
 
     endpoint: ClassVar[str]  # the metric label
@@ -66,7 +66,7 @@ class Surface(ABC, Generic[R]):
         request: R,
         effects: HeaderEffects,
         model: ServedModel,
-        overhead: Overhead,
+        overhead: StageTimer,
     ) -> tuple[WorkRequest, str | None]:
         """The work and the text that was tokenised."""
 
@@ -83,7 +83,7 @@ class Surface(ABC, Generic[R]):
         """A unary answer."""
 
 
-class ChatSurface(Surface[ChatRequest]):
+class ChatApi(Api[ChatRequest]):
     """`/v1/chat/completions`."""
 
     endpoint = "chat_completions"
@@ -106,7 +106,7 @@ class ChatSurface(Surface[ChatRequest]):
         request: ChatRequest,
         effects: HeaderEffects,
         model: ServedModel,
-        overhead: Overhead,
+        overhead: StageTimer,
     ) -> tuple[WorkRequest, str | None]:
         return await preprocessor.chat(request, effects, model, overhead)
 
@@ -128,7 +128,7 @@ class ChatSurface(Surface[ChatRequest]):
         )
 
 
-class CompletionSurface(Surface[CompletionRequest]):
+class CompletionApi(Api[CompletionRequest]):
     """`/v1/completions`."""
 
     endpoint = "completions"
@@ -147,7 +147,7 @@ class CompletionSurface(Surface[CompletionRequest]):
         request: CompletionRequest,
         effects: HeaderEffects,
         model: ServedModel,
-        overhead: Overhead,
+        overhead: StageTimer,
     ) -> tuple[WorkRequest, str | None]:
         return await preprocessor.completion(request, effects, model, overhead)
 
@@ -166,21 +166,21 @@ class Answer:
 
     __slots__ = (
         "_one_token_logprobs",
-        "_request",
         "_text_offsets",
         "_wanted",
+        "api",
         "created",
         "id",
         "model",
         "model_name",
         "received_at",
-        "surface",
+        "request",
         "work",
     )
 
     def __init__(
         self,
-        surface: Surface[Any],
+        api: Api[Any],
         request: Request,
         model: ServedModel,
         work: WorkRequest,
@@ -188,19 +188,19 @@ class Answer:
         received_at: float,
     ) -> None:
         """`received_at`: seconds since the epoch."""
-        self.surface, self._request, self.model, self.work = surface, request, model, work
+        self.api, self.request, self.model, self.work = api, request, model, work
         self.id = id
         self.created = int(received_at)
         self.received_at = received_at
         self.model_name = request.model
         self._wanted = frozenset(request.extra_fields)
         self._text_offsets: dict[int, int] = {}
-        is_plain = surface.endpoint == ChatSurface.endpoint and request.return_tokens_as_token_ids is not True
+        is_plain = api.endpoint == ChatApi.endpoint and request.return_tokens_as_token_ids is not True
         self._one_token_logprobs = model.text.logprob_pieces.line if is_plain else None
 
     @property
     def wants_logprobs(self) -> bool:
-        return self._request.requested_logprobs is not None
+        return self.request.requested_logprobs is not None
 
     @property
     def wants_nvext(self) -> bool:
@@ -233,7 +233,7 @@ class Answer:
             delta.top_logprobs,
             tokenizer.token_text,
             token_bytes=tokenizer.token_bytes,
-            as_token_ids=self._request.return_tokens_as_token_ids is True,
+            as_token_ids=self.request.return_tokens_as_token_ids is True,
         )
 
     def delta_logprobs(self, delta: Delta) -> bytes | None:
@@ -254,7 +254,7 @@ class Answer:
             return None
         offset = self._text_offsets.get(choice, 0)
         self._text_offsets[choice] = offset + sum(len(item.token) for item in items)
-        return self.surface.logprobs(items, offset)
+        return self.api.logprobs(items, offset)
 
     def nvext(
         self,
@@ -294,15 +294,14 @@ class ChunkWriter:
 
     def __init__(self, answer: Answer, *, continuous_usage: bool) -> None:
         self._answer = answer
-        self._stream = answer.surface.open_stream(answer, answer.choices)
+        self._stream = answer.api.open_stream(answer, answer.choices)
         self._with_usage = continuous_usage
         self._is_plain = not (continuous_usage or answer.wants_logprobs or answer.wants_nvext)
         # Token ids and engine data of deltas that showed nothing yet, by choice.
         self._held: dict[int, tuple[list[int], dict[str, Any] | None]] = {}
         self.first_token_seconds: float | None = None
 
-    @property
-    def plain_ends(self) -> tuple[bytes, bytes] | None:
+    def splice(self) -> tuple[bytes, bytes] | None:
         """What stands before and behind the JSON string of a text in an event of choice 0 that says nothing else.
 
         None where every event says more, or the next one has to.
@@ -421,7 +420,7 @@ class UnaryAnswer:
                 engine_data=self._engine_data,
                 first_token_seconds=self.first_token_seconds,
             )
-        return answer.surface.body(answer, choices, answer.usage(), nvext)
+        return answer.api.body(answer, choices, answer.usage(), nvext)
 
     def choice(self, index: int, text: str, finish_reason: str | None, logprobs: bytes | None) -> Choice:
         """One finished choice of the body."""

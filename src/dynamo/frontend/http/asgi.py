@@ -13,6 +13,7 @@ __all__ = [
     "BodyBudget",
     "ClientGone",
     "Headers",
+    "Message",
     "Receive",
     "Respond",
     "Scope",

@@ -11,6 +11,7 @@ import asyncio
 import enum
 import logging
 import socket
+import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -21,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from dynamo.frontend.http.asgi import RESPOND_EXTENSION, Receive, Scope, Send, reply_rejected
 from dynamo.frontend.http.event_stream import PUSH_EXTENSION
+from dynamo.frontend.http.request_id import HEADER, client_request_id
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
 
@@ -387,7 +389,7 @@ class LimitedProtocol(HttpToolsProtocol):
             if self.pipeline and self.pipeline[0][0] is own:
                 self.pipeline.popleft()
             self.cycle = _cycle_like(active, transport, self.on_response_complete)
-            self.pipeline.appendleft((self.cycle, partial(_answer, rejected)))
+            self.pipeline.appendleft((self.cycle, partial(_answer, rejected, self._request_id())))
             self._enter(_ANSWERING)
             return
         if own is not None:
@@ -399,8 +401,12 @@ class LimitedProtocol(HttpToolsProtocol):
                 return
             own.disconnected = True  # whoever waits for the rest of the body waits in vain
             own.message_event.set()
-        transport.write(_raw(rejected))
+        transport.write(_raw(rejected, self._request_id()))
         self.linger()
+
+    def _request_id(self) -> str:
+        """What an answer of the connection itself carries as `x-request-id`."""
+        return client_request_id(dict(self.headers or ())) or str(uuid.uuid4())
 
     @property
     def is_request_arriving(self) -> bool:
@@ -425,18 +431,19 @@ def _late(what: str, seconds: float, variable: str, limit: str) -> RequestReject
     return RequestRejected(408, text, limit=limit)
 
 
-def _raw(rejected: RequestRejected) -> bytes:
+def _raw(rejected: RequestRejected, request_id: str) -> bytes:
     """A whole response, for where no ASGI cycle is there to write it."""
     body = rejected.body()
     more = b"".join([f"{name}: {value}\r\n".encode() for name, value in rejected.headers().items()])
     return (
-        b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%bconnection: close\r\n\r\n%b"
-        % (rejected.status, rejected.type.encode(), len(body), more, body)
+        b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+        b"x-request-id: %b\r\n%bconnection: close\r\n\r\n%b"
+        % (rejected.status, rejected.type.encode(), len(body), request_id.encode(), more, body)
     )
 
 
-async def _answer(rejected: RequestRejected, scope: Scope, receive: Receive, send: Send) -> None:
-    await reply_rejected(send, rejected, ((b"connection", b"close"),))
+async def _answer(rejected: RequestRejected, request_id: str, scope: Scope, receive: Receive, send: Send) -> None:
+    await reply_rejected(send, rejected, ((HEADER, request_id.encode()), (b"connection", b"close")))
 
 
 def _cycle_like(

@@ -7,7 +7,7 @@ status. A timer does both jobs; it creates a task only in the rare case that it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from dynamo.frontend.http.asgi import Send
@@ -49,7 +49,7 @@ class EventStream:
         *,
         push: Push | None = None,
         extra: tuple[tuple[bytes, bytes], ...] = (),
-        late_headers: Callable[[], tuple[tuple[bytes, bytes], ...]] = tuple,
+        late_headers: Callable[[], Sequence[tuple[bytes, bytes]]] = tuple,
         peek_seconds: float,
         keep_alive_seconds: float | None,
     ) -> None:

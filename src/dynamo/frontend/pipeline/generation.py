@@ -23,8 +23,8 @@ from dynamo.errors import (
     revive,
     rule_of,
 )
-from dynamo.frontend.pipeline.overhead import Overhead
 from dynamo.frontend.pipeline.parsing import OutputPlan
+from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.frontend.stalls import StallWatch
 from dynamo.placement import PlacementRequest, WorkerKey
 from dynamo.protocol.finish import EngineFailed, normalise
@@ -102,7 +102,7 @@ class WorkRequest:
         pinned_instance_id: int | None = None,
         retries: int = DEFAULT_RETRIES,
         longest_movable: int | None = None,
-        overhead: Overhead | None = None,
+        overhead: StageTimer | None = None,
     ) -> None:
         """`n`: choices per prompt; choice i of prompt p has index `p * n + i`. `retries`: how many other workers each choice
         may need; `longest_movable`: of how many tokens it may be when it does. `overhead`: where the times go."""
@@ -115,7 +115,7 @@ class WorkRequest:
         self.running: tuple[_Choice, ...] = ()
         self.watch: StallWatch | None = None  # who looks after its progress; None: nobody
         self.moves: list[Move] = []  # for the metrics; bounded by `retries` and the number of choices
-        self.overhead = overhead or Overhead()
+        self.overhead = overhead or StageTimer()
         self.prompt_tokens = sum(map(len, prompts))
         self.is_single = n == 1 and len(prompts) == 1
         self.completion_tokens = 0

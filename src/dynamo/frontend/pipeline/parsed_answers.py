@@ -121,8 +121,7 @@ class ParsedChunkWriter(ChunkWriter):
         self._reasoning_head = json_text(reasoning_field) + b":"
         self._dispatches_calls, self._dispatches_reasoning = dispatches_calls, dispatches_reasoning
 
-    @property
-    def plain_ends(self) -> None:
+    def splice(self) -> None:
         """Never: what a text is, only the parser can say."""
         return
 

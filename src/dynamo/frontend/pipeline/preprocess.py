@@ -14,8 +14,8 @@ from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.directory import ServedModel
 from dynamo.frontend.pipeline.generation import DEFAULT_RETRIES, WorkRequest
-from dynamo.frontend.pipeline.overhead import PARSE, QUEUE, TEMPLATE, TOKENISE, Overhead
 from dynamo.frontend.pipeline.parsing import plan_output, tell_worker, think_marks
+from dynamo.frontend.pipeline.stage_timer import PARSE, QUEUE, TEMPLATE, TOKENISE, StageTimer
 from dynamo.frontend.pipeline.text_generation import text_prompts, text_work
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.guided_limits import find_excess
@@ -46,7 +46,7 @@ class Preprocessor:
         self._settings, self._metrics, self._offload = settings, metrics, offload
 
     async def chat(
-        self, request: ChatRequest, effects: HeaderEffects, model: ServedModel, overhead: Overhead
+        self, request: ChatRequest, effects: HeaderEffects, model: ServedModel, overhead: StageTimer
     ) -> tuple[WorkRequest, str | None]:
         """The work, and the text that was tokenised (None when the client sent ids).
 
@@ -76,7 +76,7 @@ class Preprocessor:
         return work, text
 
     async def completion(
-        self, request: CompletionRequest, effects: HeaderEffects, model: ServedModel, overhead: Overhead
+        self, request: CompletionRequest, effects: HeaderEffects, model: ServedModel, overhead: StageTimer
     ) -> tuple[WorkRequest, str | None]:
         """As `chat`, for a batch of prompts without a template; the text is that of a single prompt."""
         if model.takes_text:
@@ -142,7 +142,7 @@ class Preprocessor:
         self._metrics.template_seconds.observe(perf_counter() - began)
         return prompt
 
-    async def _encode(self, model: ServedModel, prompt: RenderedPrompt, overhead: Overhead) -> list[int]:
+    async def _encode(self, model: ServedModel, prompt: RenderedPrompt, overhead: StageTimer) -> list[int]:
         overhead.mark(PARSE)
         began = perf_counter()
         encode = _encoder(model, prompt)
@@ -163,7 +163,7 @@ class Preprocessor:
         effects: HeaderEffects,
         model: ServedModel,
         prompts: list[list[int]],
-        overhead: Overhead,
+        overhead: StageTimer,
     ) -> WorkRequest:
         for annotation in request.annotations:
             if annotation.startswith(_QUERY):

@@ -606,7 +606,7 @@ class _Run(logging.Handler):
         """With no request in flight, everything that counts requests says so."""
         for frontend in self._cluster.living_frontends:
             self._zero(frontend.name, "places taken", frontend.frontend.admission.in_flight)
-            self._zero(frontend.name, "exchanges", len(frontend.frontend._in_flight._exchanges))
+            self._zero(frontend.name, "exchanges", len(frontend.frontend.exchanges))
             self._zero(frontend.name, "calls in flight", _value(frontend.runtime.caller_metrics.inflight_requests))
             for model in frontend.frontend.models.served():
                 self._zero(frontend.name, "places of the model", model.admission.in_flight)

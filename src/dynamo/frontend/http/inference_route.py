@@ -1,0 +1,111 @@
+"""The door of an inference API over HTTP: read the body, make the exchange, watch for the client's departure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from dynamo.frontend.http.asgi import (
+    RESPOND_EXTENSION,
+    BodyBudget,
+    ClientGone,
+    Receive,
+    Scope,
+    Send,
+    check_content_type,
+    first_headers,
+    read_body,
+    reply,
+    reply_rejected,
+)
+from dynamo.frontend.http.event_stream import PUSH_EXTENSION, EventStream
+from dynamo.frontend.http.request_id import HEADER, client_request_id, request_id_note
+from dynamo.frontend.pipeline.exchange import Arrival, Exchange
+from dynamo.frontend.pipeline.inference import Call
+from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
+from dynamo.protocol.openai.errors import RequestRejected
+
+__all__ = ["AsgiSink", "InferenceRoute", "watch_client"]
+
+
+class AsgiSink:
+    """The answer of one exchange as ASGI messages, or in one write where our listener is below."""
+
+    __slots__ = ("_extensions", "_extra", "_send")
+
+    def __init__(self, scope: Scope, send: Send, request_id: str) -> None:
+        self._send = send
+        self._extensions: dict[str, Any] = scope.get("extensions") or {}
+        self._extra = ((HEADER, request_id.encode("latin-1")),)
+
+    async def reply(self, status: int, body: bytes, headers: HeaderPairs = ()) -> None:
+        respond = self._extensions.get(RESPOND_EXTENSION)
+        await reply(self._send, status, body, extra=(*self._extra, *headers), respond=respond)
+
+    async def reject(self, rejected: RequestRejected) -> None:
+        await reply_rejected(self._send, rejected, self._extra)
+
+    def open_stream(
+        self, *, peek_seconds: float, keep_alive_seconds: float | None, late_headers: Callable[[], HeaderPairs]
+    ) -> AnswerStream:
+        return EventStream(
+            self._send,
+            push=self._extensions.get(PUSH_EXTENSION),
+            extra=self._extra,
+            late_headers=late_headers,
+            peek_seconds=peek_seconds,
+            keep_alive_seconds=keep_alive_seconds,
+        )
+
+
+class InferenceRoute:
+    """One inference API as an ASGI application."""
+
+    def __init__(self, call: Call, *, body_limit_bytes: int, budget: BodyBudget) -> None:
+        self._call, self._body_limit_bytes, self._budget = call, body_limit_bytes, budget
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        headers = first_headers(scope)
+        known = client_request_id(headers)
+        id = self._call.new_id()
+        sink = AsgiSink(scope, send, known or id)
+        began = loop.time()
+        try:
+            check_content_type(headers)
+            body = await read_body(headers, receive, self._body_limit_bytes, self._budget)
+        except ClientGone:
+            return
+        except RequestRejected as error:
+            self._call.count_early(error, error, began)
+            await sink.reject(error)
+            return
+        arrival = Arrival(
+            body,
+            loop.time(),  # how long a client takes to send its request is no time of ours
+            headers,
+            scope["headers"],
+            known,
+            request_id_note(headers),
+            _address_of(scope),
+        )
+        exchange = self._call.open(id, arrival)
+        # Cancelled below; it has nothing to clean up.
+        watcher = loop.create_task(watch_client(receive, exchange), name="frontend: client watch")
+        try:
+            await self._call.run(exchange, sink)
+        finally:
+            watcher.cancel()
+
+
+async def watch_client(receive: Receive, exchange: Exchange) -> None:
+    """Kill the work when the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    exchange.client_left()
+
+
+def _address_of(scope: Scope) -> str | None:
+    client = scope.get("client")
+    return None if client is None else f"{client[0]}:{client[1]}"

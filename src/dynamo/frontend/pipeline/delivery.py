@@ -1,0 +1,212 @@
+"""From the deltas of one answer to the bytes that its client reads: streamed, or as one body."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+from dynamo.frontend.apis.surfaces import Answer, ChunkWriter, UnaryAnswer
+from dynamo.frontend.http.asgi import ClientGone
+from dynamo.frontend.pipeline.exchange import Exchange, Phase
+from dynamo.frontend.pipeline.generation import Delta, SingleGeneration, generate
+from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
+from dynamo.frontend.pipeline.parsed_answers import ParsedChunkWriter, ParsedUnaryAnswer
+from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
+from dynamo.frontend.pipeline.stage_timer import PARSE
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.protocol.openai.escaping import json_text
+from dynamo.protocol.openai.requests import Request
+from dynamo.protocol.openai.sse import DONE, annotation_event
+
+__all__ = ["StreamDelivery", "UnaryDelivery", "annotation_events"]
+
+
+class _Delivery:
+    """What both ways share: the first token, the counters, and how generation ended."""
+
+    __slots__ = ("_answer", "_exchange", "_first_token_seconds", "_idle")
+
+    def __init__(self, exchange: Exchange, answer: Answer, idle: IdleTimeout | None) -> None:
+        self._exchange, self._answer, self._idle = exchange, answer, idle
+        self._first_token_seconds: float | None = None
+
+    def _note(self, deltas: Sequence[Delta], now: float) -> None:
+        """Count one wake-up."""
+        exchange = self._exchange
+        if self._idle is not None:
+            self._idle.last = now
+        if self._first_token_seconds is None:
+            self._first_token_seconds = now - exchange.arrival.at
+            exchange.enter(Phase.STREAMING, now)
+            if exchange.slot is not None:
+                exchange.slot.begun(now)
+        assert exchange.counters is not None
+        exchange.counters.tokens(deltas[0].tokens if len(deltas) == 1 else sum([delta.tokens for delta in deltas]), now)
+
+    def _check_end(self) -> None:
+        """Raise unless generation came to its own end. Call it once, before the last bytes are sent."""
+        exchange = self._exchange
+        if self._idle is not None:
+            self._idle.close()
+        if exchange.is_client_gone:
+            raise ClientGone
+        if exchange.reason is not None:
+            raise exchange.reason
+        exchange.end()
+
+    def close(self) -> None:
+        if self._idle is not None:
+            self._idle.close()
+
+
+class StreamDelivery(_Delivery):
+    """Sends one streamed answer."""
+
+    __slots__ = ("_includes_usage", "_writer")
+
+    def __init__(
+        self, exchange: Exchange, answer: Answer, idle: IdleTimeout | None, settings: FrontendSettings
+    ) -> None:
+        super().__init__(exchange, answer, idle)
+        request, always = answer.request, settings.force_include_usage
+        self._includes_usage = request.include_usage or always
+        continuous = request.continuous_usage or always
+        parsing = answer.work.parsing
+        if parsing is None:
+            self._writer = ChunkWriter(answer, continuous_usage=continuous)
+        else:
+            self._writer = ParsedChunkWriter(
+                answer,
+                parsing,
+                continuous_usage=continuous,
+                reasoning_field=settings.reasoning_field_name,
+                dispatches_calls=settings.streaming_tool_dispatch,
+                dispatches_reasoning=settings.streaming_reasoning_dispatch,
+            )
+
+    async def send(self, stream: AnswerStream, head: bytes) -> None:
+        """Send the whole answer; `head` comes before its first event."""
+        answer, timer = self._answer, self._exchange.timer
+        timer.mark(PARSE)
+        try:
+            if answer.work.is_single:
+                head = await self._send_single(stream, head)
+            else:
+                async with aclosing(generate(answer.model, answer.work, self._exchange.context)) as batches:
+                    async for deltas in batches:
+                        if data := head + self._encode(deltas):
+                            head = b""
+                            await stream.write(data)
+                            timer.answering()
+            self._check_end()
+        finally:
+            self.close()
+        last = self._writer.usage_chunk() + DONE if self._includes_usage else DONE
+        if timer.is_wanted:
+            timer.ended()
+            last = timer.comment() + last
+        await stream.end(head + last)
+
+    def _encode(self, deltas: list[Delta]) -> bytes:
+        self._note(deltas, asyncio.get_running_loop().time())
+        self._writer.first_token_seconds = self._first_token_seconds
+        return self._writer.write(deltas)
+
+    async def _send_single(self, stream: AnswerStream, head: bytes) -> bytes:
+        """Send one choice: its first delta waits for its turn, the others go from socket to socket while the client
+        keeps up. Return what of `head` is still to be sent."""
+        answer, exchange, encode = self._answer, self._exchange, self._encode
+        refused: list[bytes] = []  # what could not be pushed; at most one entry
+        loop_time = asyncio.get_running_loop().time
+
+        def accept(deltas: list[Delta]) -> bool:
+            data = encode(deltas)
+            if not data or stream.push(data, loop_time()):
+                return True
+            refused.append(data)
+            return False
+
+        async with aclosing(SingleGeneration(answer.model, answer.work, exchange.context)) as single:
+            while (deltas := await single.next()) is not None:
+                if data := head + encode(deltas):
+                    head = b""
+                    await stream.write(data)
+                    exchange.timer.answering()
+                while stream.can_push:
+                    ends = self._writer.splice()
+                    plain = None if ends is None else self._splicer(ends, stream, refused)
+                    await single.push(accept, plain)
+                    if not refused:
+                        break
+                    await stream.write(refused.pop())
+        return head
+
+    def _splicer(
+        self, ends: tuple[bytes, bytes], stream: AnswerStream, refused: list[bytes]
+    ) -> Callable[[str, int], bool]:
+        """Return what is called for every plain token: the hot path. Everything it needs is bound here."""
+        opening, closing = ends
+        idle = self._idle
+        assert self._exchange.counters is not None
+        count_tokens, push = self._exchange.counters.tokens, stream.push
+        loop_time = asyncio.get_running_loop().time
+
+        def plain(text: str, count: int) -> bool:
+            now = loop_time()
+            if idle is not None:
+                idle.last = now
+            count_tokens(count, now)
+            if not text:
+                return True
+            data = opening + json_text(text) + closing
+            if push(data, now):
+                return True
+            refused.append(data)
+            return False
+
+        return plain
+
+
+class UnaryDelivery(_Delivery):
+    """Sends one answer as a body."""
+
+    __slots__ = ()
+
+    async def send(self, sink: AnswerSink) -> None:
+        """Gather the answer and send it."""
+        answer, timer = self._answer, self._exchange.timer
+        parsing = answer.work.parsing
+        gathered = UnaryAnswer(answer) if parsing is None else ParsedUnaryAnswer(answer, parsing)
+        loop_time = asyncio.get_running_loop().time
+        timer.mark(PARSE)
+        try:
+            async with aclosing(generate(answer.model, answer.work, self._exchange.context)) as batches:
+                async for deltas in batches:
+                    self._note(deltas, loop_time())
+                    gathered.add(deltas)
+                    timer.answering()
+            self._check_end()
+        finally:
+            self.close()
+        gathered.first_token_seconds = self._first_token_seconds
+        body = gathered.body()
+        headers: HeaderPairs = ()
+        if timer.is_wanted:
+            timer.ended()
+            headers = timer.headers()
+        await sink.reply(200, body, headers)
+
+
+def annotation_events(request: Request, answer: Answer, text: str | None) -> bytes:
+    """Return the annotation events that come before any data; the rest are the worker's to answer."""
+    events = []
+    for name in request.annotations:
+        if name == "request_id":
+            events.append(annotation_event(name, answer.id))
+        elif name == "token_ids":
+            ids = [token for prompt in answer.work.prompts for token in prompt]
+            events.append(annotation_event(name, "[" + ",".join(map(str, ids)) + "]"))
+        elif name == "formatted_prompt" and text is not None:
+            events.append(annotation_event(name, text))
+    return b"".join(events)

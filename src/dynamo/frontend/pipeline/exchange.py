@@ -1,0 +1,157 @@
+"""One request and its client as one object, and the register of those in flight.
+
+An `Exchange` is made at the door, once the body is complete, and passed alone from there on: what the request brought,
+its identity, its deadline, its slot, its times, and why it ended early. It knows no HTTP server and no ASGI.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from dynamo.errors import DynamoException
+from dynamo.frontend.admission.model import AdmissionSlot
+from dynamo.frontend.metrics import RequestMetrics
+from dynamo.frontend.pipeline.generation import WorkRequest
+from dynamo.frontend.pipeline.stage_timer import StageTimer
+from dynamo.runtime.context import Context
+from dynamo.runtime.tracing import TraceContext
+
+__all__ = ["Arrival", "Exchange", "ExchangeRegister", "Phase"]
+
+_TRACE_HEADERS: Final = (b"traceparent", b"tracestate", b"request-id")
+
+
+class Phase(enum.IntEnum):
+    """How far a request has come. It never goes back; a request that fails goes to `ENDED` from any phase."""
+
+    RECEIVED = 0  # its body is complete
+    ADMITTED = 1  # it has a slot of its model
+    PREPROCESSED = 2  # rendered and tokenised
+    DISPATCHED = 3  # handed to a worker
+    STREAMING = 4  # its first output has come
+    ENDED = 5  # answered in full, or failed: its connection is no longer its concern
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What came in, and when."""
+
+    body: bytes
+    at: float  # loop time at which the body was complete
+    headers: Mapping[bytes, bytes] = field(default_factory=dict)  # by lower-case name; of a repeated one the first
+    header_pairs: Sequence[tuple[bytes, bytes]] = ()  # all of them, in order
+    client_request_id: str | None = None  # the client's `x-request-id`, if it may be repeated
+    request_id_note: str = ""  # for the log, after our own id: the client's id, or what became of it
+    client: str | None = None  # the peer's address; None: a caller in this process
+    identity: str | None = None  # the holder of the key; None: keys are off
+
+
+class Exchange:
+    """One request, from its complete body to the end of its answer."""
+
+    __slots__ = (
+        "arrival",
+        "context",
+        "counters",
+        "is_client_gone",
+        "model",
+        "name",
+        "phase",
+        "phase_times",
+        "reason",
+        "slot",
+        "timer",
+        "work",
+    )
+
+    def __init__(self, id: str, arrival: Arrival, timer: StageTimer) -> None:
+        """`id`: our own name of the request, which workers and logs see."""
+        self.arrival = arrival
+        self.timer = timer
+        self.context = Context(id, trace=_trace_of(arrival))
+        self.name = id + arrival.request_id_note  # in the log
+        self.model: str | None = None  # None until it is found
+        self.counters: RequestMetrics | None = None  # None until the model is found
+        self.slot: AdmissionSlot | None = None
+        self.work: WorkRequest | None = None  # None until it is preprocessed
+        self.reason: DynamoException | None = None  # why we ended it ourselves
+        self.is_client_gone = False
+        self.phase = Phase.RECEIVED
+        self.phase_times: list[float | None] = [arrival.at, None, None, None, None, None]
+        timer.on_dispatch = self._dispatched
+
+    @property
+    def request_id(self) -> str:
+        """What the client knows it by: its own `x-request-id`, or else our id."""
+        return self.arrival.client_request_id or self.context.id()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has been answered, so that nothing its connection does concerns it."""
+        return self.phase is Phase.ENDED
+
+    def enter(self, phase: Phase, now: float) -> None:
+        """Note that the request has come as far as `phase`; an earlier phase changes nothing."""
+        if phase > self.phase:
+            self.phase = phase
+            self.phase_times[phase] = now
+
+    def end(self) -> None:
+        """Note that the request is over. Idempotent."""
+        self.enter(Phase.ENDED, asyncio.get_running_loop().time())
+
+    def end_with(self, reason: DynamoException) -> None:
+        """Kill the work; the client reads `reason`. Does nothing once the request is over or has another reason."""
+        if not self.is_over and self.reason is None and not self.is_client_gone:
+            self.reason = reason
+            self.context.kill()
+
+    def client_left(self) -> None:
+        """Kill the work, because nobody reads its answer. Does nothing once the request is over."""
+        if not self.is_over:
+            self.is_client_gone = True
+            self.context.kill()
+
+    def _dispatched(self) -> None:
+        self.enter(Phase.DISPATCHED, asyncio.get_running_loop().time())
+
+
+class ExchangeRegister:
+    """The requests in flight, in order of arrival. Bounded by the admission: only admitted requests are added."""
+
+    def __init__(self) -> None:
+        self._exchanges: dict[Exchange, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._exchanges)
+
+    def __iter__(self) -> Iterator[Exchange]:
+        return iter(list(self._exchanges))
+
+    def add(self, exchange: Exchange) -> None:
+        self._exchanges[exchange] = None
+
+    def remove(self, exchange: Exchange) -> None:
+        """Forget a request that is over; idempotent."""
+        self._exchanges.pop(exchange, None)
+
+    def end_all(self, reason: DynamoException) -> int:
+        """End every request with `reason` (a status, or an error event); return how many there were."""
+        exchanges = list(self)
+        for exchange in exchanges:
+            exchange.end_with(reason)
+        return len(exchanges)
+
+
+def _trace_of(arrival: Arrival) -> TraceContext | None:
+    headers = arrival.headers
+    if b"traceparent" not in headers:
+        return None
+    found = {name.decode(): headers[name].decode("latin-1") for name in _TRACE_HEADERS if name in headers}
+    if arrival.client_request_id is not None:
+        found["x-request-id"] = arrival.client_request_id
+    return TraceContext.from_headers(found)

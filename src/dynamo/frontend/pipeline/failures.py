@@ -1,0 +1,56 @@
+"""How a failed request is answered, and how the metrics name the failure."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from dynamo.errors import DynamoException, describe, http_assertion, rule_of
+from dynamo.frontend.admission.process import NotReady
+from dynamo.protocol.openai.errors import RequestRejected, not_ready, rejection_for
+
+__all__ = ["Failure", "classify", "rejection_of"]
+
+
+class Failure(NamedTuple):
+    """The labels of a failure."""
+
+    error_type: str
+    failure_class: str
+    reason: str
+
+
+_BY_STATUS: Final = {
+    400: Failure("validation", "InvalidRequest", "request.invalid"),
+    404: Failure("not_found", "NotFound", "request.not_found"),
+    501: Failure("not_implemented", "NotImplemented", "runtime.not_implemented"),
+    503: Failure("unavailable", "Unavailable", "runtime.unavailable"),
+    504: Failure("response_timeout", "DeadlineExceeded", "backend.response_timeout"),
+}
+_INTERNAL: Final = Failure("internal", "Internal", "runtime.internal")
+
+
+def rejection_of(error: BaseException, *, overload_status: int) -> RequestRejected:
+    """Return the answer that `error` stands for; `overload_status` is the status of every "full" answer."""
+    return not_ready() if isinstance(error, NotReady) else rejection_for(error, overload_status=overload_status)
+
+
+def classify(error: BaseException, rejected: RequestRejected) -> Failure:
+    """Return the labels of `error`, which was answered with `rejected`."""
+    status = rejected.status
+    if isinstance(error, RequestRejected | NotReady) or not isinstance(error, DynamoException):
+        found = _BY_STATUS.get(status)
+        return found or (_BY_STATUS[400] if 400 <= status < 500 else _INTERNAL)
+    record = describe(error)
+    if rule_of(error).status == 529:
+        error_type = "overload"
+    elif status == 499:
+        error_type = "cancelled"
+    elif 400 <= status < 500:
+        error_type = "validation" if status != 404 else "not_found"
+    elif status in (503, 504):
+        error_type = _BY_STATUS[status].error_type
+    else:
+        error_type = "internal"
+    if http_assertion(error) is not None and 400 <= status < 500:
+        return Failure(error_type, "InvalidRequest", "backend.invalid_argument")
+    return Failure(error_type, record["class"], record["reason"])

@@ -1,0 +1,56 @@
+"""Where the answer of a call goes: an HTTP connection, a line of a batch, a caller in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from dynamo.protocol.openai.errors import RequestRejected
+
+__all__ = ["AnswerSink", "AnswerStream", "HeaderPairs"]
+
+HeaderPairs = Sequence[tuple[bytes, bytes]]
+
+
+class AnswerStream(Protocol):
+    """A streamed answer. Nothing is sent before the first `write`, or before the peek time is over.
+
+    Used by one task. `write` and `end` return when the reader has room for more.
+    """
+
+    is_committed: bool
+    """Whether the status is on its way; from then on an error can only be an event."""
+
+    async def write(self, data: bytes) -> None:
+        """Send `data`."""
+
+    @property
+    def can_push(self) -> bool:
+        """Whether `push` may return True."""
+
+    def push(self, data: bytes, now: float) -> bool:
+        """Send `data` without waiting; False, and nothing sent, when that is not possible now. `now` is loop time."""
+
+    async def settle(self) -> None:
+        """Let what was begun to be sent get out, before an error is sent in place of the stream."""
+
+    async def end(self, data: bytes) -> None:
+        """Send the last bytes and end the answer."""
+
+    def close(self) -> None:
+        """Stop the timers; idempotent, for every path."""
+
+
+class AnswerSink(Protocol):
+    """Takes one answer: `reply`, `reject`, or a stream."""
+
+    async def reply(self, status: int, body: bytes, headers: HeaderPairs = ()) -> None:
+        """Send a whole answer."""
+
+    async def reject(self, rejected: RequestRejected) -> None:
+        """Send the answer that `rejected` stands for."""
+
+    def open_stream(
+        self, *, peek_seconds: float, keep_alive_seconds: float | None, late_headers: Callable[[], HeaderPairs]
+    ) -> AnswerStream:
+        """Begin a stream; `late_headers` is called when its headers are sent."""
