@@ -23,6 +23,7 @@ from dynamo.errors import (
     StreamIncomplete,
     Unknown,
     http_assertion,
+    rule_of,
 )
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.runtime.context import Context
@@ -190,9 +191,10 @@ BAD_CHUNKS = [
 
 
 @pytest.mark.parametrize("chunk", BAD_CHUNKS, ids=repr)
-async def test_a_chunk_that_is_none_is_an_invalid_argument_and_closes_the_generator(chunk: Any) -> None:
+async def test_a_chunk_that_is_not_valid_is_the_engines_fault_and_closes_the_generator(chunk: Any) -> None:
     sink, engine = await serve(script_of(chunk, {"token_ids": [1], "finish_reason": "stop"}))
-    assert isinstance(sink.error, InvalidArgument)
+    assert sink.error is not None
+    assert rule_of(sink.error).status == 500
     assert "chunk is invalid" in str(sink.error)
     assert engine.closed.is_set()
 
@@ -517,7 +519,7 @@ WRAPPED = [
     (EngineShutdown("gone"), EngineShutdown, "gone"),
     (ValueError("v"), Unknown, "ValueError: v"),
     (RuntimeError("r"), Unknown, "RuntimeError: r"),
-    (TimeoutError("t"), Unknown, "TimeoutError: t"),
+    (TimeoutError("t"), ConnectionTimeout, "TimeoutError: t"),
     (asyncio.CancelledError(), Cancelled, "cancelled"),
     (GeneratorExit(), EngineShutdown, "shutting down"),
     (HttpError(422, "no"), InvalidArgument, '"code": 422'),

@@ -49,6 +49,7 @@ ROWS = {
     "cancelled by nobody": Row(["end", "cancelled"], *UNAVAILABLE),
     "ConnectionTimeout": Row(bad("ConnectionTimeout", "secret"), *TIMEOUT),
     "ResponseTimeout": Row(bad("ResponseTimeout", "secret"), *TIMEOUT),
+    "TimeoutError": Row(bad("TimeoutError", "secret"), *TIMEOUT),
     "Cancelled": Row(bad("Cancelled", "secret"), *CANCELLED),
     "Overloaded": Row(bad("Overloaded", "secret"), *OVERLOADED),
     "error finish": Row(["end", {"error": "secret"}], *INTERNAL),
@@ -63,16 +64,8 @@ ROWS = {
     "HTTP 502": Row(bad(502, "secret"), *INTERNAL, ("Bad gateway", 502)),
     "HTTP 503": Row(bad(503, "secret"), *UNAVAILABLE),
     "HTTP 529": Row(bad(529, "secret"), *OVERLOADED),
-    "no chunk": Row(
-        ["yield", "rubbish"],
-        *(400, "the engine's chunk is invalid: expected a mapping, got str", "Bad Request", "invalid_request_error"),
-    ),
-    "negative token": Row(
-        ["yield", {"token_ids": [-1], "index": 0}],
-        400,
-        "the engine's chunk is invalid: token_ids[0] must be an unsigned 32-bit integer, got -1",
-        *("Bad Request", "invalid_request_error"),
-    ),
+    "no chunk": Row(["yield", "rubbish"], *INTERNAL),
+    "negative token": Row(["yield", {"token_ids": [-1], "index": 0}], *INTERNAL),
     "no such choice": Row(["yield", {"token_ids": [1], "index": 7}], *INTERNAL),
 }
 

@@ -85,8 +85,8 @@ class RequestSpan(Protocol):
 SpanFactory = Callable[[Context, Mapping[str, Any]], RequestSpan | None]
 
 
-class InvalidChunk(InvalidArgument):
-    """The engine yielded something that is no chunk; names what and why."""
+class InvalidChunk(Unknown):
+    """The engine yielded something that is not a valid chunk: its fault and not the client's. Names what and why."""
 
 
 class TokenServing:
@@ -104,7 +104,7 @@ class TokenServing:
         """`validate`: also fail streams that say something after their terminal chunk (DYN_BACKEND_VALIDATE).
 
         `map_builtin_errors`: give Python's own exceptions the categories the native system gives them
-        (DYN_BACKEND_MAP_BUILTIN_ERRORS); otherwise they are all `Unknown`, as the guide says.
+        (DYN_BACKEND_MAP_BUILTIN_ERRORS); otherwise all but `TimeoutError` are `Unknown`, as the guide says.
         """
         self._engine = engine
         self._mode = mode
@@ -414,7 +414,7 @@ def wrap_error(error: BaseException, *, map_builtin_errors: bool = False) -> Dyn
     elif isinstance(error, GeneratorExit):
         typed = EngineShutdown("engine shutting down")
     else:
-        kind = _native_kind(error) if map_builtin_errors else Unknown
+        kind = _native_kind(error) if map_builtin_errors or isinstance(error, TimeoutError) else Unknown
         typed = kind(f"{type(error).__name__}: {error}")
     typed.__cause__ = error
     return typed
@@ -437,7 +437,7 @@ def _native_kind(error: BaseException) -> type[DynamoException]:
 def log_failure(context: Context, error: BaseException, failure: DynamoException) -> None:
     """ERROR with id and traceback for what the engine did wrong, DEBUG for what a caller did."""
     fields = {"request_id": context.id()}
-    if isinstance(failure, InvalidArgument | Cancelled) and not isinstance(failure, InvalidChunk):
+    if isinstance(failure, InvalidArgument | Cancelled):
         logger.debug("request %s: %s", context.id(), failure, extra=fields)
     elif isinstance(error, DynamoException) and error.__cause__ is None and not isinstance(error, Unknown):
         logger.error("request %s: %s: %s", context.id(), type(error).__name__, error, extra=fields)
