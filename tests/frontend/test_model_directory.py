@@ -174,11 +174,11 @@ def test_files_are_downloaded_once_and_then_found_in_the_cache(tmp_path: Path, h
     directory = write_tiny_model(tmp_path / "model")
     card = moved(card_of(directory), {str(directory): hosted.url})
     files = ModelFiles(tmp_path / "cache")
-    found = files.collect(card).directory
+    found = files.collect(card, {"127.0.0.1"}).directory
     assert found is not None
     assert (found / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
     count = len(hosted.requests)
-    assert files.collect(card).directory == found
+    assert files.collect(card, {"127.0.0.1"}).directory == found
     assert len(hosted.requests) == count
     assert not list(found.glob(".tmp_*"))
 
@@ -189,7 +189,7 @@ def test_a_download_that_is_another_file_is_refused(tmp_path: Path, hosted: Host
     path = directory / "tokenizer.json"
     path.write_bytes(path.read_bytes().replace(b"Split", b"split").replace(b'"type"', b'"Type"', 1))
     with pytest.raises((ChecksumMismatch, InvalidArgument)):
-        ModelFiles(tmp_path / "cache").collect(card)
+        ModelFiles(tmp_path / "cache").collect(card, {"127.0.0.1"})
 
 
 def test_a_local_file_that_changed_is_refused(tmp_path: Path) -> None:
@@ -496,10 +496,10 @@ async def test_files_that_break_a_parser_are_tried_again_and_say_so(
     monkeypatch.setattr(models, "RETRY_SECONDS", (0.005,))
     load, failures = house.frontend.models._load, [KeyError("pattern"), RecursionError("too deep")]
 
-    async def fragile(card: ModelCard) -> TextModel:
+    async def fragile(card: ModelCard, worker_hosts: frozenset[str]) -> TextModel:
         if failures:
             raise failures.pop()
-        return await load(card)
+        return await load(card, worker_hosts)
 
     monkeypatch.setattr(house.frontend.models, "_load", fragile)
     await house.worker()

@@ -77,7 +77,7 @@ class Frontend:
         self.metrics = FrontendMetrics(runtime.metrics, prefix=settings.metrics_prefix)
         self._runtime = runtime
         self._offload: Offload = ThreadOffload(settings.preprocess_workers) if offload is None else offload
-        self._files = ModelFiles(settings.model_cache_dir)
+        self._files = ModelFiles(settings.model_cache_dir, settings.model_files)
         self.models = ModelDirectory(
             runtime.discovery,
             self._connect,
@@ -188,11 +188,11 @@ class Frontend:
     def _loads(self, endpoint: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
         return self._runtime.events.subscribe(self._runtime.endpoint(endpoint).event_scope, LOAD_TOPIC)
 
-    async def _load(self, card: ModelCard) -> TextModel:
-        return await self._offload(lambda: self._load_blocking(card))
+    async def _load(self, card: ModelCard, worker_hosts: frozenset[str]) -> TextModel:
+        return await self._offload(lambda: self._load_blocking(card, worker_hosts))
 
-    def _load_blocking(self, card: ModelCard) -> TextModel:
-        sources = self._files.collect(card)
+    def _load_blocking(self, card: ModelCard, worker_hosts: frozenset[str]) -> TextModel:
+        sources = self._files.collect(card, worker_hosts)
         template = sources.custom_template
         if self.settings.custom_jinja_template is not None:
             with open(self.settings.custom_jinja_template, encoding="utf-8") as file:

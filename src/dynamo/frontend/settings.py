@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from dynamo.frontend.admission.model import RequestLimit
+from dynamo.frontend.models.file_policy import FilePolicy
 from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, GuidedLimits
 from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_MESSAGES
 from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_status
@@ -134,6 +135,7 @@ class FrontendSettings:
     preprocess_workers: int = 0  # threads for long prompts and model files; 0: chosen by the number of processors
     inline_tokenize_characters: int = INLINE_TOKENIZE_CHARACTERS
     tokenizer_cache_bytes: int = 64 * 1024 * 1024  # 0: off
+    model_files: FilePolicy = field(default_factory=FilePolicy)
     model_cache_dir: Path = field(default_factory=lambda: Path.home() / ".cache" / "dynamo" / "mdc" / "by-slug")
     paths: Mapping[str, str] = field(default_factory=default_paths)
 
@@ -235,11 +237,29 @@ class FrontendSettings:
                 env_str("DYN_METADATA_HEADER", default.metadata_header_prefix, env=env) or ""
             ).lower(),
             preprocess_workers=env_int("DYN_PREPROCESS_WORKERS", 0, minimum=0, env=env),
+            model_files=_file_policy(env),
             tokenizer_cache_bytes=cache_bytes if env_bool("DYN_TOKENIZER_CACHE", True, env=env) else 0,
             paths={
                 name: env_str(variable, path, env=env) or path for name, (variable, path) in _ROUTE_VARIABLES.items()
             },
         )
+
+
+def _file_policy(env: Mapping[str, str]) -> FilePolicy:
+    default = FilePolicy()
+    mib = 1024 * 1024
+    return FilePolicy(
+        schemes=_names("DYN_MODEL_FILE_SCHEMES", env=env) or default.schemes,
+        hosts=_names("DYN_MODEL_FILE_HOSTS", env=env),
+        file_bytes=env_int("DYN_MODEL_FILE_LIMIT_MB", default.file_bytes // mib, minimum=1, env=env) * mib,
+        card_bytes=env_int("DYN_MODEL_CARD_LIMIT_MB", default.card_bytes // mib, minimum=1, env=env) * mib,
+        seconds=env_float("DYN_MODEL_FILE_TIMEOUT_SECS", default.seconds, minimum=0.1, env=env),
+    )
+
+
+def _names(variable: str, *, env: Mapping[str, str]) -> frozenset[str]:
+    given = env_str(variable, env=env) or ""
+    return frozenset(name.strip().lower() for name in given.split(",") if name.strip())
 
 
 def _request_limit(name: str, *, env: Mapping[str, str]) -> RequestLimit | None:

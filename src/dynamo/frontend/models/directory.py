@@ -21,6 +21,7 @@ from dynamo.errors import DynamoException
 from dynamo.frontend.admission.model import AdmissionPolicy, ModelAdmission
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.cards import CardBook, CardEntry, Group, GroupKey, Scope
+from dynamo.frontend.models.file_policy import host_of_instance
 from dynamo.frontend.pipeline.parsing import report_chat_template, warn_of_missing_parsers
 from dynamo.placement import Policy
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
@@ -47,8 +48,9 @@ SERVABLE: Final = ModelType.Chat | ModelType.Completions
 Connect = Callable[[str], Awaitable[WorkerClient]]
 """From "namespace.component.endpoint" to the client of that endpoint."""
 
-Load = Callable[[ModelCard], Awaitable[TextModel]]
-"""From a card to its tokenizer and template. Raises `DynamoException`; it is called again after a while."""
+Load = Callable[[ModelCard, frozenset[str]], Awaitable[TextModel]]
+"""From a card, and the hosts that its workers advertise, to its tokenizer and template. Raises `DynamoException`; it is
+called again after a while."""
 
 
 class ServedModel(WorkerPool):
@@ -329,7 +331,7 @@ class ModelDirectory:
         return [group for group in self._book.groups(key.model) if group.key.namespace == key.namespace]
 
     def _has_instance(self, entry: CardEntry) -> bool:
-        return "/".join(entry.key.split("/", 4)[:4]) in self._instances  # without the adapter's suffix
+        return _instance_key(entry) in self._instances
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
@@ -455,7 +457,7 @@ class ModelDirectory:
             if group is None:
                 return
             try:
-                text = await self._load(group.card)
+                text = await self._load(group.card, await self._hosts_of(key))
                 await self._connect_all(group.accepted)
                 break
             except Exception as error:  # the boundary: nobody knows what a stranger's files do to a parser
@@ -501,6 +503,18 @@ class ModelDirectory:
         )
         self._index()
         self._reach(group)
+
+    async def _hosts_of(self, key: GroupKey) -> frozenset[str]:
+        """Return the hosts that a group's workers advertise; wait for the first record where files must be fetched."""
+        while (group := self._book.group(key)) is not None:
+            entries = [entry for entry in group.accepted if self._has_instance(entry)]
+            if entries or not any("://" in ref.path for _, ref in group.card.files()):
+                hosts = (host_of_instance(self._instances[_instance_key(entry)]) for entry in entries)
+                return frozenset(host for host in hosts if host is not None)
+            if (loading := self._loading.get(key)) is not None:
+                loading.last_error = "its files lie at a worker that is not in the store yet"
+            await self.change()
+        return frozenset()
 
     def _reach(self, group: Group) -> None:
         """Connect to endpoints that joined a served model; until then requests go to the others."""
@@ -584,6 +598,10 @@ class ModelDirectory:
     def _announce(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+def _instance_key(entry: CardEntry) -> str:
+    return "/".join(entry.key.split("/", 4)[:4])  # without the adapter's suffix
 
 
 def _missing(needs: Sequence[Sequence[str]], present: Collection[str]) -> list[str]:

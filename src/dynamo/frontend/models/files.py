@@ -1,18 +1,23 @@
 """Bring the files a model card names onto this machine, whole and verified, and load them.
 
 A file is taken from where it lies when the card names a local path, else downloaded into a cache that is keyed by content:
-`<cache>/<slug>/<fingerprint>/<file name>`. Nothing is used whose BLAKE3 does not match the card. Everything here blocks and
-runs in an executor.
+`<cache>/<slug>/<fingerprint>/<file name>`. Nothing is used whose BLAKE3 does not match the card, so a card reveals no file
+whose content its writer does not know. Where files may come from is `file_policy`'s. Everything here blocks and runs in an
+executor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
+import socket
+import stat
 import tempfile
-import urllib.error
-import urllib.request
+import threading
+import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -20,7 +25,9 @@ from urllib.parse import unquote, urlsplit
 from blake3 import blake3
 
 from dynamo.errors import CannotConnect, DynamoException, InvalidArgument
+from dynamo.frontend.models.file_policy import FilePolicy, check_url, path_part
 from dynamo.protocol.records import FileRef, ModelCard
+from dynamo.runtime.addresses import detect_host
 
 __all__ = ["ChecksumMismatch", "ModelFiles", "Sources"]
 
@@ -34,8 +41,7 @@ FILE_NAMES: Final = {
     "tik_token_model": "tiktoken.model",
 }
 
-DOWNLOAD_TIMEOUT_SECONDS: Final = 30.0  # of silence, not of the whole file
-MAX_FILE_BYTES: Final = 512 * 1024 * 1024  # the largest tokenizer known is 40 MB; a card must not fill the disk
+SILENCE_SECONDS: Final = 30.0  # of a worker in the middle of a file; `FilePolicy.seconds` bounds the whole
 _BLOCK_BYTES: Final = 1024 * 1024
 
 
@@ -43,7 +49,8 @@ class ChecksumMismatch(DynamoException):
     """A file is not the one the card was made from."""
 
     def __init__(self, where: str, expected: str, found: str) -> None:
-        super().__init__(f"{where} hashes to {found}, the model card says {expected}; the file changed or was cut")
+        # Without `found`: clients read this in `/ready`, and the hash of a short file gives its content away.
+        super().__init__(f"{where} hashes to something else than the {expected} of its card; it changed or was cut")
         self.where, self.expected, self.found = where, expected, found
 
 
@@ -59,80 +66,186 @@ class Sources:
 class ModelFiles:
     """The cache of one process."""
 
-    def __init__(self, cache_dir: Path) -> None:
-        self._cache_dir = cache_dir
-        # Model files come from inside the cluster; a proxy for the outside world must not see these requests.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    def __init__(self, cache_dir: Path, policy: FilePolicy | None = None) -> None:
+        self._cache_dir, self._policy = cache_dir, policy or FilePolicy()
 
-    def collect(self, card: ModelCard) -> Sources:
-        """The card's files on this machine.
+    def collect(self, card: ModelCard, worker_hosts: Collection[str] = ()) -> Sources:
+        """Bring the card's files onto this machine. `worker_hosts`: where the card's workers say they are.
 
         Raises CannotConnect when one cannot be had now (trying again may help), ChecksumMismatch when it is another
-        file, InvalidArgument when the card names a place that this version cannot read.
+        file, InvalidArgument when the card names a place that this frontend does not read.
         """
+        fetch = _Fetch(self._policy, _with_own_address(worker_hosts))
         override = card.template_file()
         template_ref = override[1] if override else None
         files = [(kind, ref) for kind, ref in card.files() if ref != template_ref and kind in FILE_NAMES]
-        home = self._cache_dir / (card.slug or "model") / card.checksum()
+        # Both parts are safe: the slug is a stranger's text, the checksum our own hash.
+        home = self._cache_dir / path_part(card.slug or "model") / card.checksum()
         custom = None
         if override is not None:
             kind, template_ref = override
-            found = self._obtain(template_ref, home / f"override_{FILE_NAMES.get(kind, 'chat_template.jinja')}")
+            found = fetch.obtain(template_ref, home / f"override_{FILE_NAMES.get(kind, 'chat_template.jinja')}")
             custom = _template_text(kind, found)
         if not files:
             return Sources(None, custom)
         together = _common_directory(files)
         if together is not None:
-            for _, ref in files:
-                _verify(_local_path(ref.path) or Path(ref.path), ref)
+            for kind, ref in files:
+                fetch.obtain(ref, home / FILE_NAMES[kind])
             return Sources(together, custom)
         for kind, ref in files:
             wanted = home / FILE_NAMES[kind]
-            found = self._obtain(ref, wanted)
+            found = fetch.obtain(ref, wanted)
             if found != wanted:
                 _link(found, wanted)
         return Sources(home, custom)
 
-    def _obtain(self, ref: FileRef, cached: Path) -> Path:
+
+class _Fetch:
+    """Gets the files of one card, within one budget of bytes and time."""
+
+    def __init__(self, policy: FilePolicy, worker_hosts: frozenset[str]) -> None:
+        self._policy, self._worker_hosts = policy, worker_hosts
+        self._left_bytes = policy.card_bytes
+        self._deadline = time.monotonic() + policy.seconds
+
+    def obtain(self, ref: FileRef, cached: Path) -> Path:
+        """Return where the file is; `cached` where it had to be fetched. Raises as `ModelFiles.collect`."""
         local = _local_path(ref.path)
+        scheme = "file" if local is not None else ref.path.partition(":")[0].lower()
+        if scheme not in ("file", "http", "https"):
+            raise InvalidArgument(f"model file {ref.path!r}: this version reads local paths, file: and http: URIs")
+        if scheme not in self._policy.schemes:
+            raise InvalidArgument(f"model file {ref.path[:200]!r}: {scheme} is not among DYN_MODEL_FILE_SCHEMES")
+        if not ref.checksum.startswith("blake3:"):
+            raise InvalidArgument(f"model file {ref.path[:200]!r} has no blake3 checksum in the card")
         if local is not None and local.is_file():
-            _verify(local, ref)
+            self._check(ref, self._hash(local), str(local))
             return local
-        if cached.is_file() and _matches(cached, ref):
+        if cached.is_file() and ref.checksum == f"blake3:{self._hash(cached)}":
             return cached
         if local is not None:
             raise CannotConnect(
                 f"model file {local} is not on this machine; let the worker serve its files "
                 "(DYN_SYSTEM_PORT and DYN_SELF_HOST_METADATA=1) or share the directory"
             )
-        if not ref.path.startswith(("http://", "https://")):
-            raise InvalidArgument(f"model file {ref.path!r}: this version reads local paths, file: and http: URIs")
+        check_url(ref.path, self._policy, self._worker_hosts, _addresses_of)
         self._download(ref, cached)
         return cached
 
     def _download(self, ref: FileRef, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        limit = min(ref.size, MAX_FILE_BYTES) if ref.size else MAX_FILE_BYTES
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".tmp_")
         digest, received = blake3(), 0
+        limit = min(ref.size or self._policy.file_bytes, self._policy.file_bytes)
         try:
-            with (
-                os.fdopen(handle, "wb") as out,
-                self._opener.open(ref.path, timeout=DOWNLOAD_TIMEOUT_SECONDS) as answer,
-            ):
-                while block := answer.read(_BLOCK_BYTES):
+            with os.fdopen(handle, "wb") as out:
+                for block in self._blocks(ref):
                     received += len(block)
                     if received > limit:
-                        raise InvalidArgument(f"model file {ref.path} is longer than the {limit} bytes expected")
+                        raise InvalidArgument(
+                            f"model file {ref.path[:200]} is longer than the {limit} bytes expected "
+                            "(its size in the card, at most DYN_MODEL_FILE_LIMIT_MB)"
+                        )
+                    self._spend(len(block), ref)
                     digest.update(block)
                     out.write(block)
-            _check(ref, digest.hexdigest(), ref.path)
+            self._check(ref, digest.hexdigest(), ref.path)
             os.replace(name, target)  # complete or absent, also when two frontends download at once
-        except (urllib.error.URLError, OSError) as error:
-            raise CannotConnect(f"model file {ref.path} cannot be downloaded: {error}") from error
+        except (http.client.HTTPException, OSError) as error:
+            raise CannotConnect(f"model file {ref.path[:200]} cannot be downloaded: {error}") from error
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name)
+
+    def _blocks(self, ref: FileRef) -> Iterator[bytes]:
+        """Yield the answer's body. No redirect is followed and no proxy used: model files come from inside the cluster."""
+        url = urlsplit(ref.path)
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise self._too_slow(ref)
+        kind = http.client.HTTPSConnection if url.scheme.lower() == "https" else http.client.HTTPConnection
+        connection = kind(url.hostname or "", url.port, timeout=min(SILENCE_SECONDS, left))
+        # A worker that sends a byte now and then is never silent: only this ends it in time, headers included.
+        timer = threading.Timer(left, _cut, (connection,))
+        timer.daemon = True
+        try:
+            connection.connect()
+            timer.start()
+            connection.request("GET", (url.path or "/") + (f"?{url.query}" if url.query else ""))
+            answer = connection.getresponse()
+            if answer.status != http.client.OK:
+                redirect = "; redirects are not followed" if 300 <= answer.status < 400 else ""
+                raise CannotConnect(f"model file {ref.path[:200]} cannot be downloaded: {answer.status}{redirect}")
+            while block := answer.read1(_BLOCK_BYTES):
+                yield block
+            if time.monotonic() >= self._deadline:  # a connection that was cut looks like one that ended
+                raise self._too_slow(ref)
+            if answer.length:
+                raise http.client.IncompleteRead(b"", answer.length)
+        finally:
+            timer.cancel()
+            connection.close()
+
+    def _hash(self, path: Path) -> str:
+        """Return the BLAKE3 of a file, reading no more than it says it holds. Raises InvalidArgument, CannotConnect."""
+        digest = blake3()
+        try:
+            with path.open("rb") as source:
+                facts = os.fstat(source.fileno())
+                if not stat.S_ISREG(facts.st_mode):
+                    raise InvalidArgument(f"model file {path} is not a regular file")
+                left = facts.st_size  # files of /proc say 0, and some block their reader for ever
+                if left > self._policy.file_bytes:
+                    raise InvalidArgument(
+                        f"model file {path} has {left} bytes, at most {self._policy.file_bytes} (DYN_MODEL_FILE_LIMIT_MB)"
+                    )
+                while left > 0 and (block := source.read(min(left, _BLOCK_BYTES))):
+                    left -= len(block)
+                    digest.update(block)
+        except OSError as error:
+            raise CannotConnect(f"model file {path} cannot be read: {error}") from error
+        return digest.hexdigest()
+
+    def _spend(self, count: int, ref: FileRef) -> None:
+        self._left_bytes -= count
+        if self._left_bytes < 0:
+            raise InvalidArgument(
+                f"the files of one model card have more than {self._policy.card_bytes} bytes (DYN_MODEL_CARD_LIMIT_MB), "
+                f"with {ref.path[:200]}"
+            )
+        if time.monotonic() >= self._deadline:
+            raise self._too_slow(ref)
+
+    def _too_slow(self, ref: FileRef) -> CannotConnect:
+        return CannotConnect(
+            f"model file {ref.path[:200]} did not arrive within {self._policy.seconds:g} s (DYN_MODEL_FILE_TIMEOUT_SECS)"
+        )
+
+    def _check(self, ref: FileRef, digest: str, where: str) -> None:
+        if ref.checksum != f"blake3:{digest}":
+            raise ChecksumMismatch(where, ref.checksum, f"blake3:{digest}")
+
+
+def _cut(connection: http.client.HTTPConnection) -> None:
+    """End a connection under the thread that reads it."""
+    if connection.sock is not None:
+        with contextlib.suppress(OSError):
+            connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _addresses_of(host: str) -> frozenset[str]:
+    """Return the addresses of a host; none where its name is not known."""
+    try:
+        return frozenset(str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    except (OSError, UnicodeError):
+        return frozenset()
+
+
+def _with_own_address(hosts: Collection[str]) -> frozenset[str]:
+    """Add this machine's address where a worker advertises loopback: its status server may go by that one."""
+    on_loopback = any(host == "localhost" or host == "::1" or host.startswith("127.") for host in hosts)
+    return frozenset({*hosts, detect_host()} if on_loopback else hosts)
 
 
 def _template_text(kind: str, path: Path) -> str:
@@ -169,27 +282,6 @@ def _common_directory(files: list[tuple[str, FileRef]]) -> Path | None:
             return None
         found.add(path.parent)
     return found.pop() if len(found) == 1 else None
-
-
-def _verify(path: Path, ref: FileRef) -> None:
-    _check(ref, _hash(path), str(path))
-
-
-def _matches(path: Path, ref: FileRef) -> bool:
-    return ref.checksum in ("", f"blake3:{_hash(path)}")
-
-
-def _check(ref: FileRef, digest: str, where: str) -> None:
-    if ref.checksum and ref.checksum != f"blake3:{digest}":
-        raise ChecksumMismatch(where, ref.checksum, f"blake3:{digest}")
-
-
-def _hash(path: Path) -> str:
-    digest = blake3()
-    with path.open("rb") as source:
-        while block := source.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _link(source: Path, target: Path) -> None:
