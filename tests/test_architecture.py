@@ -52,7 +52,6 @@ ALLOWED: dict[str, frozenset[str]] = {
 DEBTS: frozenset[tuple[str, str]] = frozenset(
     {
         ("contract.engine", "worker.kv_publishing.publisher"),
-        ("supervise.rolling", "cli.readiness"),
     }
 )
 

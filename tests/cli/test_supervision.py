@@ -17,7 +17,7 @@ from dynamo.cli.readiness import Address, ready_text
 from dynamo.cli.serve import read_options
 from dynamo.supervise.backoff import RestartPolicy
 from dynamo.supervise.lines import CUT, LineSplitter
-from dynamo.supervise.process import GaveUp, Place, Program, exit_words
+from dynamo.supervise.process import GaveUp, Program, SupervisedProcess, exit_words
 
 # -- lines --------------------------------------------------------------------------------------------------------------
 
@@ -105,11 +105,11 @@ class Watched:
         program = Program(
             "p", (sys.executable, "-S", "-c", code, "{report}"), {**os.environ, **env}, stop_seconds=stop_seconds
         )
-        self.place = Place(
-            program, say=self.said.append, on_line=lambda name, line: self.lines.append(line), on_report=self._hear
+        self.place = SupervisedProcess(
+            program, log=self.said.append, on_line=lambda name, line: self.lines.append(line), on_report=self._hear
         )
 
-    def _hear(self, place: Place, report: dict[str, Any]) -> None:
+    def _hear(self, place: SupervisedProcess, report: dict[str, Any]) -> None:
         self.reports.append(report)
         self.reported.set()
 

@@ -1,4 +1,4 @@
-"""A frontend and workers as child processes: start them, say so, keep them, replace them, end them in the right order."""
+"""Runs a frontend and workers as child processes: starts, watches, replaces and stops them in the right order."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import sys
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.cli.console import Console
 from dynamo.cli.hangup import hangups
 from dynamo.cli.readiness import (
-    POLL_SECONDS,
     PROGRESS_SECONDS,
     Address,
-    WorkerRefused,
     ready_text,
     takes_requests,
     wait_listed,
@@ -28,8 +27,8 @@ from dynamo.cli.readiness import (
 from dynamo.cli.reload import watch_sources
 from dynamo.cli.usage import EXIT_USAGE
 from dynamo.supervise.backoff import RestartPolicy
-from dynamo.supervise.process import GaveUp, Place, Program, exit_words
-from dynamo.supervise.rolling import RollingRestart
+from dynamo.supervise.process import GaveUp, Program, SupervisedProcess, exit_words
+from dynamo.supervise.rolling import POLL_SECONDS, RollingRestart, WorkerRefused
 
 if TYPE_CHECKING:
     from dynamo.cli.serve import ServeOptions
@@ -44,12 +43,12 @@ GRACE_SECONDS: Final = 0.3
 
 
 class LocalCluster:
-    """`await LocalCluster(...).run()` serves until a signal."""
+    """A frontend and workers on this machine; `await LocalCluster(...).run()` serves until a signal."""
 
     def __init__(
         self, options: ServeOptions, console: Console, listener: socket.socket, address: Address, store: Path
     ) -> None:
-        """`listener` is closed at the beginning of the end, so that nobody connects to a socket without a frontend."""
+        """`listener` is closed at the beginning of the end, so that no client connects to a socket without a frontend."""
         self._console = console
         self._listener = listener
         self._address = address
@@ -68,39 +67,40 @@ class LocalCluster:
         self._frontend_started = asyncio.Event()
         self._options = options
         frontend, *workers = programs(options, listener.fileno(), store, os.environ)
-        self._frontend = self._place(frontend)
-        self.workers = [self._place(worker) for worker in workers]
-        self._slots = {
-            worker: slot for slot, worker in enumerate(self.workers)
-        }  # of all that run, also those that leave
+        self._frontend = self._supervised(frontend)
+        self.workers = [self._supervised(worker) for worker in workers]
+        # Of all workers that run, those on their way out included.
+        self._slots = {worker: slot for slot, worker in enumerate(self.workers)}
         self._group = asyncio.TaskGroup()
-        self._restart = RollingRestart(self, address, console.say, limit_seconds=options.replace_seconds)
+        self._restart = RollingRestart(
+            self, partial(takes_requests, address), console.say, limit_seconds=options.replace_seconds
+        )
 
-    def _place(self, program: Program, policy: RestartPolicy | None = None) -> Place:
+    def _supervised(self, program: Program, policy: RestartPolicy | None = None) -> SupervisedProcess:
         self._console.join(program.name)
-        return Place(
+        return SupervisedProcess(
             program,
-            say=self._say_death,
+            log=self._log_death,
             on_line=self._console.pass_on,
-            on_report=self._hear,
+            on_report=self._on_report,
             on_start=self._started,
             policy=policy,
         )
 
     @property
-    def _places(self) -> list[Place]:
+    def _processes(self) -> list[SupervisedProcess]:
         return [self._frontend, *self._slots]
 
     async def run(self) -> int:
-        """The exit status of the command."""
+        """Serve until a signal or a failure; return the exit status of the command."""
         self._console.hold()
         with stopping_signals(self._asked_to_stop, self._asked_again):
             async with (
                 hangups(restart=self._asked_to_restart, terminal_gone=self._terminal_gone),
                 self._group as group,
             ):
-                for place in self._places:
-                    group.create_task(self._keep(place), name=place.name)
+                for process in self._processes:
+                    group.create_task(self._keep(process), name=process.name)
                 beside = [
                     group.create_task(self._watch_frontend(), name="readiness"),
                     group.create_task(self._restart.run(), name="rolling restart"),
@@ -126,19 +126,19 @@ class LocalCluster:
             self._console.say("SIGHUP: the terminal is gone: stopping")
             self._stop.set()
 
-    def hire(self, leaving: Place, policy: RestartPolicy) -> Place:
-        """A place for the replacement of `leaving`, not filled yet."""
+    def add_replacement(self, leaving: SupervisedProcess, policy: RestartPolicy) -> SupervisedProcess:
+        """Return the process that replaces `leaving`, not started yet."""
         slot = next(number for number in range(len(self._slots) + 1) if number not in self._slots.values())
-        new = self._place(worker_program(self._options, self._store, os.environ, leaving.name, slot), policy)
+        new = self._supervised(worker_program(self._options, self._store, os.environ, leaving.name, slot), policy)
         self._slots[new] = slot
         return new
 
-    def retire(self, place: Place) -> None:
-        """A place that was stopped is no longer anybody's business."""
-        del self._slots[place]
+    def remove(self, process: SupervisedProcess) -> None:
+        """Forget a worker that was stopped."""
+        del self._slots[process]
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run it until the command ends."""
+        """Run `work` until the command ends."""
         return self._group.create_task(work, name=name)
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -150,8 +150,8 @@ class LocalCluster:
 
     def _asked_again(self, number: signal.Signals) -> None:
         self._killed_by = number
-        for place in self._places:
-            place.kill()
+        for process in self._processes:
+            process.kill()
 
     def _status(self) -> int:
         if self._failure is not None:
@@ -159,7 +159,7 @@ class LocalCluster:
         self._console.release()
         if self._killed_by is not None:
             return 128 + self._killed_by
-        killed = [place.name for place in self._places if place.was_killed]
+        killed = [process.name for process in self._processes if process.was_killed]
         if killed:
             self._console.complain(f"dynamo serve: {', '.join(killed)} did not end in time and had to be killed")
             return EXIT_KILLED
@@ -181,26 +181,26 @@ class LocalCluster:
 
     # -- what happens meanwhile --------------------------------------------------------------------------------------
 
-    async def _keep(self, place: Place) -> None:
+    async def _keep(self, process: SupervisedProcess) -> None:
         try:
-            await place.keep()
+            await process.keep()
         except GaveUp as failure:
             self._failure = self._failure or failure
             self._stop.set()
 
-    def _say_death(self, text: str) -> None:
-        self._console.release()  # whoever died has told why
+    def _log_death(self, text: str) -> None:
+        self._console.release()  # the held lines of the process that died give the reason
         self._console.say(text)
 
-    def _started(self, place: Place) -> None:
-        if place is self._frontend:
+    def _started(self, process: SupervisedProcess) -> None:
+        if process is self._frontend:
             self._frontend_started.set()
 
-    def _hear(self, place: Place, report: Mapping[str, Any]) -> None:
-        """A worker's report (`child.Reports`)."""
+    def _on_report(self, process: SupervisedProcess, report: Mapping[str, Any]) -> None:
+        """Take a worker's report (`child.Reports`)."""
         match report["event"]:
             case "configured":
-                self._endpoints[place.name] = report["endpoint"]
+                self._endpoints[process.name] = report["endpoint"]
                 self._surfaces = report["surfaces"]
                 if self._options.reload and self._sources is None and report.get("sources"):
                     self._sources = Path(report["sources"])
@@ -209,30 +209,30 @@ class LocalCluster:
             case "refused":
                 self._refusal = self._refusal or report["reason"]
             case "serving":
-                if not self._restart.heard(place, report):
-                    place.mark_ready()
-                self._served[place.name] = report["model"], report["instance_id"]
-                again = " again" if place.starts > 1 else ""
-                pid = place.process.pid if place.process is not None else 0
+                if not self._restart.on_registered(process, report):
+                    process.mark_ready()
+                self._served[process.name] = report["model"], report["instance_id"]
+                again = " again" if process.starts > 1 else ""
+                pid = process.process.pid if process.process is not None else 0
                 self._console.say(
-                    f"{place.name} (pid {pid}) serves {self._endpoints[place.name]}{again} at {report['address']}"
+                    f"{process.name} (pid {pid}) serves {self._endpoints[process.name]}{again} at {report['address']}"
                 )
 
     def _show_table(self, endpoint: str) -> None:
-        """Once, when the first worker has understood its command line: all of them have the same."""
+        """Print the processes once, when the first worker has read its command line: all workers have the same one."""
         if self._is_table_shown:
             return
         self._is_table_shown = True
         rows = [
-            (place.name, str(place.process.pid) if place.process else "-", where)
-            for place, where in ((p, self._address.url if p is self._frontend else endpoint) for p in self._places)
+            (process.name, str(process.process.pid) if process.process else "-", where)
+            for process, where in ((p, self._address.url if p is self._frontend else endpoint) for p in self._processes)
         ]
         self._console.table(("process", "pid", "address"), rows)
         self._console.say(f"they find each other in {self._store}")
         self._console.release()
 
     async def _watch_frontend(self) -> None:
-        """After every start of the frontend: wait until it answers and lists a model; say so the first time."""
+        """Wait, after every start of the frontend, until it answers and lists a model, and print that."""
         while True:
             await self._frontend_started.wait()
             self._frontend_started.clear()
@@ -258,14 +258,14 @@ class LocalCluster:
                     self._console.say(f"waiting for {worker.name} ({reported_at - begun:.0f} s)")
                 await asyncio.sleep(POLL_SECONDS)
 
-    async def _is_taken(self, worker: Place) -> bool:
+    async def _is_taken(self, worker: SupervisedProcess) -> bool:
         if worker.name not in self._served:
             return False
         try:
             return await takes_requests(self._address, *self._served[worker.name])
         except WorkerRefused as refusal:
             self._console.complain(f"the frontend refuses {worker.name} ({refusal}); the other workers serve")
-            return True  # it will not change its mind: the card of the worker differs
+            return True  # for good: the card of the worker differs
 
     async def _reload(self) -> None:
         await self._sources_known.wait()
@@ -285,7 +285,7 @@ class LocalCluster:
 
 
 def programs(options: ServeOptions, listener: int, store: Path, environ: Mapping[str, str]) -> list[Program]:
-    """What to start: the frontend, then the workers."""
+    """Return the programs to start: the frontend, then the workers."""
     workers = (worker_program(options, store, environ, f"worker-{slot + 1}", slot) for slot in range(options.workers))
     found = [_frontend_program(options, listener, store, environ), *workers]
     return [replace(program, first_env=_chaos(options, program.name)) for program in found]
@@ -308,7 +308,7 @@ def _frontend_program(options: ServeOptions, listener: int, store: Path, environ
 
 
 def worker_program(options: ServeOptions, store: Path, environ: Mapping[str, str], name: str, slot: int) -> Program:
-    """A worker; no two that run at a time have the same `slot`, as fixed ports count up by it."""
+    """Return a worker's program; no two that run at a time have the same `slot`, as fixed ports count up by it."""
     env = _environment(store, environ)
     limits = {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": 30.0, "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": 5.0}
     deadline = sum(_seconds(env, name, default) for name, default in limits.items()) + KILL_RESERVE_SECONDS
@@ -319,8 +319,8 @@ def worker_program(options: ServeOptions, store: Path, environ: Mapping[str, str
 
 
 def _environment(store: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """What all of them get."""
-    # A process that takes the place of another is well: the plan is for the first one of each place (`programs`).
+    """Return the environment of every process."""
+    # A process that takes the process of another is well: the plan is for the first incarnation of each (`programs`).
     env = {name: value for name, value in environ.items() if name != "DYN_CHAOS"}
     env |= {
         "DYN_DISCOVERY_BACKEND": "file",
@@ -346,13 +346,15 @@ def _child(role: str, kill_after: float, *more: str) -> tuple[str, ...]:
 
 
 def _nth_port(text: str, index: int) -> str:
-    """A fixed port serves one worker; the next ones count up. 0 and what is no number stay as they are."""
+    """Return the fixed port of the worker in slot `index`: ports count up. 0, and a text that is not a number, stay as they are."""
     return str(int(text) + index) if text.isascii() and text.isdigit() and int(text) > 0 else text
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
-    """As the children read it; they warn about what cannot be read. (Importing their reader would cost more than it
-    saves: this process has none of the runtime in it.)"""
+    """Read a number as the children do, which warn about a value that cannot be read.
+
+    Importing their reader would cost more than it saves: this process has none of the runtime in it.
+    """
     try:
         value = float(env.get(name, "").strip() or default)
     except ValueError:
@@ -366,14 +368,14 @@ def stopping_signals(first: Any, again: Any) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     was_asked = False
 
-    def hear(number: signal.Signals) -> None:
+    def on_signal(number: signal.Signals) -> None:
         nonlocal was_asked
         (again if was_asked else first)(number)
         was_asked = True
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     for number in numbers:
-        loop.add_signal_handler(number, hear, number)
+        loop.add_signal_handler(number, on_signal, number)
     try:
         yield
     finally:

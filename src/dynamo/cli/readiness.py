@@ -1,4 +1,4 @@
-"""Where the frontend is, and whether it lists a model: the question a person would ask with curl."""
+"""Finds out, as a person would with curl, whether the frontend answers, lists a model, and routes to a worker."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from urllib.parse import quote
 
 from dynamo.cli.console import Console
 from dynamo.cli.usage import PlainRefusal, UsageError
+from dynamo.supervise.rolling import POLL_SECONDS, WorkerRefused
 
-__all__ = ["Address", "WorkerRefused", "bind", "listed_models", "ready_text", "takes_requests", "wait_listed"]
+__all__ = ["Address", "bind", "listed_models", "ready_text", "takes_requests", "wait_listed"]
 
-POLL_SECONDS: Final = 0.1
 PROBE_SECONDS: Final = 2.0
 PROGRESS_SECONDS: Final = 3.0
 MAX_ANSWER_BYTES: Final = 1 << 20
@@ -38,7 +38,7 @@ class Address:
 
     @classmethod
     def of(cls, host: str, port: int, env: Mapping[str, str]) -> Self:
-        """The address of a frontend that listens on `host`. Raises UsageError for one that this command cannot ask."""
+        """Return the address of a frontend that listens on `host`. Raises UsageError for one that this command cannot ask."""
         if env.get("DYN_TLS_CLIENT_CA_CERT_PATH"):
             raise UsageError(
                 "a frontend that asks for client certificates (DYN_TLS_CLIENT_CA_CERT_PATH) cannot be watched from "
@@ -54,7 +54,7 @@ class Address:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The frontend's socket, bound and not listening yet.
+    """Return the frontend's socket, bound and not listening yet.
 
     This process keeps it, so that the port is ours while the frontend is started again. Raises UsageError.
     """
@@ -77,19 +77,15 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def listed_models(address: Address) -> list[str] | None:
-    """The models that the frontend lists, or None when it does not answer."""
+    """Return the models that the frontend lists, or None when it does not answer."""
     with suppress(OSError, TimeoutError, ValueError, KeyError, TypeError):
         async with asyncio.timeout(PROBE_SECONDS):
             return [str(model["id"]) for model in json.loads(await _get(address, address.models_path))["data"]]
     return None
 
 
-class WorkerRefused(Exception):
-    """The frontend leaves a worker out; the message says why."""
-
-
 async def takes_requests(address: Address, model: str, instance_id: int) -> bool:
-    """Whether the frontend sends requests for `model` to this worker. Raises WorkerRefused where it never will."""
+    """Return whether the frontend sends requests for `model` to this worker. Raises WorkerRefused where it never will."""
     with suppress(OSError, TimeoutError, ValueError, KeyError, TypeError, AttributeError):
         async with asyncio.timeout(PROBE_SECONDS):
             path = f"{address.models_path.rstrip('/')}/{quote(model)}/ready"
@@ -104,7 +100,7 @@ async def takes_requests(address: Address, model: str, instance_id: int) -> bool
 
 
 async def _get(address: Address, path: str) -> bytes:
-    """The body of a 200; raises what goes wrong."""
+    """Return the body of a 200; raises what goes wrong."""
     tls = None
     if address.is_tls:
         tls = ssl.create_default_context()
@@ -125,12 +121,12 @@ async def _get(address: Address, path: str) -> bytes:
 async def wait_listed(
     address: Address, console: Console, *, waits_for: Callable[[], str], on_answer: Callable[[], None]
 ) -> list[str]:
-    """The models, as soon as there is one; every few seconds a line says what is missing.
+    """Return the models as soon as there is one; every few seconds a line names what is missing.
 
     `on_answer` is called at the frontend's first answer, with models or without.
     """
     loop = asyncio.get_running_loop()
-    begun = said = loop.time()
+    begun = reported_at = loop.time()
     has_answered = False
     while True:
         models = await listed_models(address)
@@ -139,15 +135,15 @@ async def wait_listed(
             on_answer()
         if models:
             return models
-        if loop.time() - said >= PROGRESS_SECONDS:
-            said = loop.time()
+        if loop.time() - reported_at >= PROGRESS_SECONDS:
+            reported_at = loop.time()
             missing = waits_for() if has_answered else f"{waits_for()}; the frontend does not answer yet"
-            console.say(f"waiting for {missing} ({said - begun:.0f} s)")
+            console.say(f"waiting for {missing} ({reported_at - begun:.0f} s)")
         await asyncio.sleep(POLL_SECONDS)
 
 
 def ready_text(address: Address, model: str, surfaces: str) -> str:
-    """A request that works, and how to stop."""
+    """Return a request that works, and how to stop."""
     offered = {surface.strip() for surface in surfaces.split(",")}
     if "chat" in offered:
         path = os.environ.get("DYN_HTTP_SVC_CHAT_PATH") or "/v1/chat/completions"

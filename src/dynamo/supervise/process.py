@@ -1,7 +1,7 @@
-"""Child processes: one incarnation (`Process`), and a place that is kept filled with one (`Place`).
+"""Child processes: one incarnation (`Process`), and a program that is started again when it dies (`SupervisedProcess`).
 
 A child runs in a session of its own, so that Ctrl-C in a terminal reaches only the parent. Its standard input is a
-lifeline: the parent never writes to it, and its end tells the child that the parent is gone, however it went. Its output
+lifeline: the parent never writes to it, and the child reads its end when the parent is gone, however the parent ended. Its output
 comes back line by line, and what it reports (`child.Reports`) on a pipe of its own.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 from dynamo.supervise.backoff import RestartPolicy
 from dynamo.supervise.lines import LineSplitter
 
-__all__ = ["GaveUp", "Place", "Process", "Program", "exit_words"]
+__all__ = ["GaveUp", "Process", "Program", "SupervisedProcess", "exit_words"]
 
 READ_BYTES: Final = 64 * 1024
 LAST_LINES: Final = 20
@@ -68,7 +68,7 @@ class Process:
     async def start(
         cls, program: Program, *, on_line: Callable[[str], None], on_report: Callable[[dict[str, Any]], None]
     ) -> Self:
-        """Start it; `follow` must be awaited afterwards. Raises OSError."""
+        """Start the program; `follow` must be awaited afterwards. Raises OSError."""
         report_in, report_out = os.pipe()
         try:
             child = await asyncio.create_subprocess_exec(
@@ -88,7 +88,7 @@ class Process:
         return cls(child, report_in, on_line=on_line, on_report=on_report)
 
     async def follow(self) -> int:
-        """Pass on output and reports until the child is dead; its status as `subprocess` gives it (-9: SIGKILL)."""
+        """Pass on output and reports until the child is dead; return its status as `subprocess` gives it (-9: SIGKILL)."""
         loop = asyncio.get_running_loop()
         reports = asyncio.StreamReader()
         transport, _ = await loop.connect_read_pipe(
@@ -127,12 +127,12 @@ class Process:
         self._on_report(json.loads(line))
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send SIGTERM."""
         with suppress(ProcessLookupError):
             self._child.terminate()
 
     def kill(self) -> None:
-        """End it, and everything it started, now."""
+        """End the process, and everything that it started, now."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # a session leader's group has its own number
 
@@ -146,24 +146,24 @@ async def _read_lines(stream: asyncio.StreamReader, take: Callable[[str], None])
         take(line)
 
 
-class Place:
+class SupervisedProcess:
     """Keeps one program running: starts it, and starts it again after it died, until `stop`."""
 
     def __init__(
         self,
         program: Program,
         *,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         on_line: Callable[[str, str], None],
-        on_report: Callable[[Place, dict[str, Any]], None],
-        on_start: Callable[[Place], None] = lambda place: None,
+        on_report: Callable[[SupervisedProcess, dict[str, Any]], None],
+        on_start: Callable[[SupervisedProcess], None] = lambda worker: None,
         policy: RestartPolicy | None = None,
     ) -> None:
         self.program = program
         self.process: Process | None = None
         self.starts = 0
         self.was_killed = False
-        self._say, self._on_line, self._on_report, self._on_start = say, on_line, on_report, on_start
+        self._log, self._on_line, self._on_report, self._on_start = log, on_line, on_report, on_start
         self._policy = policy or RestartPolicy()
         self._ready_since: float | None = None
         self._stopping = asyncio.Event()
@@ -179,6 +179,7 @@ class Place:
         return self._ready_since is not None
 
     def mark_ready(self) -> None:
+        """Note that the running incarnation serves; the restart policy counts from here."""
         if self._ready_since is None:
             self._ready_since = asyncio.get_running_loop().time()
 
@@ -195,7 +196,7 @@ class Place:
                 delay = self._policy.after_death(status, healthy_seconds=healthy)
                 if delay is None:
                     raise GaveUp(self.name, status, last_lines)
-                self._say(f"{self.name} {exit_words(status)}; starting it again in {delay:g} s")
+                self._log(f"{self.name} {exit_words(status)}; starting it again in {delay:g} s")
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), delay)
         finally:
@@ -220,7 +221,7 @@ class Place:
             self.process = None
 
     async def stop(self) -> None:
-        """Ask the child to end, end it by force when its time is up, and wait until it has ended."""
+        """Send SIGTERM, kill the child when its time is up, and wait until it has ended."""
         self._stopping.set()
         if self.process is not None:
             self.process.terminate()
@@ -239,7 +240,7 @@ class Place:
 
 
 def exit_words(status: int) -> str:
-    """How a status of `subprocess` reads."""
+    """Describe an exit status of `subprocess`."""
     if status >= 0:
         return f"exited with {status}"
     try:
