@@ -71,7 +71,7 @@ def test_the_clients_own_accumulation_of_a_stream_is_the_unary_answer(client: op
         streamed = stream.get_final_completion().choices[0]
     unary = client.chat.completions.create(model=MODEL, messages=HI, tools=TOOLS, extra_headers=headers).choices[0]
     assert thoughts == reasoning_of(unary.message) == "Ich frage nach."
-    assert streamed.message.content == unary.message.content == "Moment."
+    assert streamed.message.content == unary.message.content == "Moment.\n"
     assert streamed.finish_reason == unary.finish_reason == "tool_calls"
     said = [
         [(call.function.name, call.function.arguments) for call in message.tool_calls or [] if call.type == "function"]

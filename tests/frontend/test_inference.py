@@ -825,3 +825,17 @@ async def test_a_name_only_model_keeps_its_plain_lines_and_the_log_knows(
     assert record.levelname == "INFO"
     assert (await house.client.chat("hi")).status == 200
     assert bytes(worker.requests[0]["token_ids"]).decode() == "user: hi\nassistant: "
+
+
+async def test_ids_and_ranks_that_the_model_does_not_have_are_refused(house: Cluster, tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    config = ModelRuntimeConfig(data_parallel_start_rank=2, data_parallel_size=2)
+    worker = await house.worker(directory=directory, runtime_config=config)
+    size = tiny_tokenizer().get_vocab_size()
+    refused = await house.client.completion([size])
+    assert (refused.status, refused.json["error"]["param"]) == (400, "prompt")
+    for rank, status in ((1, 400), (2, 200), (3, 200), (4, 400)):
+        assert (await house.client.chat("hi", nvext={"dp_rank": rank})).status == status
+        assert (await house.client.chat("hi", headers={"x-dynamo-dp-rank": str(rank)})).status == status
+    assert (await house.client.completion([size - 1])).status == 200
+    assert {request["routing"].get("dp_rank") for request in worker.requests} == {2, 3, None}

@@ -106,7 +106,7 @@ async def hear(house: Cluster, **fields: Any) -> Heard:
     [
         ("It rains.", ("It rains.", "", [], "stop")),
         (CALL, ("", "", [WEATHER], "tool_calls")),
-        (f"I look.\n{CALL}\n{CALL}", ("I look.", "", [WEATHER, WEATHER], "tool_calls")),
+        (f"I look.\n{CALL}\n{CALL}", ("I look.\n", "", [WEATHER, WEATHER], "tool_calls")),
         (f"<think>\nhm\n</think>\n\n{CALL}", ("", "hm", [WEATHER], "tool_calls")),
         ("<think>\nhm\n</think>\n\nIt rains.", ("It rains.", "hm", [], "stop")),
         ("<tool_call>{'name': 1}</tool_call>", ("<tool_call>{'name': 1}</tool_call>", "", [], "stop")),
@@ -548,7 +548,7 @@ async def test_a_model_that_takes_text_is_parsed_too(house: Cluster, monkeypatch
     try:
         async with asyncio.timeout(10):
             await house.frontend.models.wait_for(lambda: house.frontend.models.lookup("m") is not None)
-        assert (await hear(house, tools=TOOLS)).said == ("Moment.", "hm", [WEATHER], "tool_calls")
+        assert (await hear(house, tools=TOOLS)).said == ("Moment.\n", "hm", [WEATHER], "tool_calls")
         usage = (await house.client.chat("hi", tools=TOOLS)).json["usage"]
         assert "completion_tokens_details" not in usage  # there are no tokens to tell apart
     finally:

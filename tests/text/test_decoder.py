@@ -64,9 +64,10 @@ def test_absent_and_null_members_mean_unset() -> None:
         ({"stop_token_ids_hidden": [ord("l")], "min_tokens": 3}, ("he", "stop", None, 3)),
         ({"stop_token_ids_hidden": [ord("l")], "min_tokens": 4}, ("hel", "stop", None, 4)),
         ({"stop_token_ids_hidden": [ord("l")], "min_tokens": 5}, ("hello", None, None, 5)),
-        ({"stop": ["l"], "min_tokens": 4}, ("hel", "stop", "l", 4)),
-        ({"stop": ["ll"], "min_tokens": 4}, ("hello", None, None, 5)),
-        ({"stop": ["ll"], "min_tokens": 3}, ("he", "stop", "ll", 4)),
+        ({"stop": ["l"], "min_tokens": 3}, ("hel", "stop", "l", 4)),
+        ({"stop": ["l"], "min_tokens": 4}, ("hello", None, None, 5)),  # looked for behind the fourth token only
+        ({"stop": ["ll"], "min_tokens": 3}, ("hello", None, None, 5)),
+        ({"stop": ["ll"], "min_tokens": 2}, ("he", "stop", "ll", 4)),
     ],
 )
 def test_stop_conditions_in_their_order(conditions: dict[str, Any], expected: Outcome) -> None:

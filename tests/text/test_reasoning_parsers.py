@@ -30,7 +30,12 @@ def run(parser: ThinkParser | OutputParser, pieces: Iterable[str]) -> Joined:
         ("Hello < world >", "Hello < world >", ""),
         ("<think>a</think>b", "b", "a"),
         ("<think>\n2 + 2\nis 4\n</think>\n\nIt is 4.\n", "It is 4.\n", "2 + 2\nis 4"),
-        ("Well, <think>a</think> so", "Well,so", "a"),
+        ("Well, <think>a</think> so", "Well,  so", "a"),
+        ("Well,\n<think>a</think>\nso", "Well,\n\nso", "a"),
+        ("<think> a </think> so", " so", " a "),
+        ("\n\n<think>\r\n a\n\nb \n</think>\n \nso\n", " \nso\n", " a\n\nb "),
+        ("\n\nno tag", "\n\nno tag", ""),
+        ("<think>a</think>\n<think>b</think>\nc", "c", "ab"),
         ("<think>a</think>b<think>c</think>d", "bd", "ac"),
         ("<think></think>x", "x", ""),
         ("<think>never ends ", "", "never ends "),
@@ -52,6 +57,7 @@ def test_reasoning_with_an_opening_tag(text: str, content: str, reasoning: str) 
         ("a</think>b", "b", "a"),
         ("\n<think>\na\n</think>\nb", "b", "a"),
         ("<thin", "", "<thin"),
+        ("\n a \n</think>\n b", " b", " a "),
         ("no end", "", "no end"),
         ("a</think>b<think>c</think>d", "bd", "ac"),
         ('{"a": 1}', "", '{"a": 1}'),
@@ -71,11 +77,11 @@ def test_guided_json_is_no_reasoning(text: str) -> None:
 def test_text_is_told_as_soon_as_it_is_certain() -> None:
     parser = ThinkParser()
     assert parser.push("Hi") == [Content("Hi")]
-    assert parser.push(" <th") == []
+    assert parser.push(" <th") == [Content(" ")]
     assert parser.push("ink>a") == [Reasoning("a")]
     assert parser.is_inside
-    assert parser.push(" </") == []
-    assert parser.push("p> b") == [Reasoning(" </p> b")]
+    assert parser.push("\n</") == []
+    assert parser.push("p> b") == [Reasoning("\n</p> b")]
     assert parser.push("</think>") == []
     assert not parser.is_inside
     assert parser.finish() == []
@@ -84,9 +90,9 @@ def test_text_is_told_as_soon_as_it_is_certain() -> None:
 def test_what_is_held_back_is_bounded() -> None:
     parser = ThinkParser()
     told = 0
-    for pushed, char in enumerate("x" + " " * 300 + "</thin" * 40 + " " * 300, 1):
+    for pushed, char in enumerate("x" + "\n" * 300 + "<think>x" + "\n" * 300 + "</thin" * 40 + "\n" * 300, 1):
         told += sum(len(event.text) for event in parser.push(char))
-        assert pushed - told <= MAX_SEPARATOR + len("</think>")
+        assert pushed - told <= MAX_SEPARATOR + len("<think>") + len("</think>")
 
 
 # -- together with tool calls --------------------------------------------------------------------------------------------
@@ -178,7 +184,22 @@ def test_every_way_of_cutting_a_short_text_changes_nothing(make: Make, text: str
 
 FRAGMENTS = st.one_of(
     st.sampled_from(
-        ["<think>", "</think>", "<think", "</", "think>", "<", ">", " ", "\n\n", "{", CALL, THOUGHT, "<tool_call>"]
+        [
+            "<think>",
+            "</think>",
+            "<think",
+            "</",
+            "think>",
+            "<",
+            ">",
+            " ",
+            "\n\n",
+            "\n" * MAX_SEPARATOR,
+            "{",
+            CALL,
+            THOUGHT,
+            "<tool_call>",
+        ]
     ),
     st.text(max_size=8),
 )

@@ -42,11 +42,16 @@ def hermes(text: str) -> Joined:
         ("Hello <world>", "Hello <world>", []),
         ("  \n", "  \n", []),
         (CALL, "", [F]),
-        (f"Let me see.\n{CALL}", "Let me see.", [F]),
-        (f"{CALL}\nDone.", "Done.", [F]),
+        (f"Let me see.\n{CALL}", "Let me see.\n", [F]),
+        (f"{CALL}\nDone.", "\nDone.", [F]),
+        (f"First: {CALL} Then", "First:  Then", [F]),
+        (f"\n{CALL}\n\n{CALL}\r\n", "", [F, F]),
+        (f" {CALL} {CALL} ", "   ", [F, F]),
+        (f"{CALL}\n<tool", "\n<tool", [F]),
+        (CALL.replace("</tool_call>", "Then"), "\nThen", [F]),
         (f"{CALL}\n{CALL}", "", [F, F]),
         (f"{CALL}{CALL}", "", [F, F]),
-        (f"a\n{CALL}\nb\n{CALL}\nc\n", "abc\n", [F, F]),
+        (f"a\n{CALL}\nb\n{CALL}\nc\n", "a\n\nb\n\nc\n", [F, F]),
         ('<tool_call>{"name":"f","parameters":{"x": 1}}</tool_call>', "", [F]),
         ('<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', "", [F]),
         ('<tool_call>{"name": "f"}</tool_call>', "", [JoinedCall("f", "{}", is_complete=True)]),
@@ -107,21 +112,23 @@ def test_what_is_no_call_is_content_to_the_letter(text: str) -> None:
 
 def test_a_broken_call_does_not_hide_the_next_one() -> None:
     broken = "<tool_call>{'name': 'f'}</tool_call>"
-    assert hermes(f"{broken}\n{CALL}") == Joined(broken, "", [F])
+    assert hermes(f"{broken}\n{CALL}") == Joined(f"{broken}\n", "", [F])
+    assert hermes(f"{CALL}\n{broken}") == Joined(f"\n{broken}", "", [F])
     assert hermes(f"<tool_call>{CALL}") == Joined("<tool_call>", "", [F])
 
 
 def test_a_call_is_told_with_its_last_brace_and_text_at_once() -> None:
     parser = HermesParser()
     assert parser.push("Hi") == [Content("Hi")]
-    assert parser.push(' there\n<tool_call>{"name": "f", "arguments": {}') == [Content(" there")]
+    assert parser.push(' there\n<tool_call>{"name": "f", "arguments": {}') == [Content(" there\n")]
     assert parser.push("}") == [CallBegan("f"), CallArguments("{}"), CallEnded()]
     assert parser.push("\n</tool_call>\n") == []
-    assert parser.push("!") == [Content("!")]
+    assert parser.push("!") == [Content("\n!")]
 
 
-def test_only_so_much_white_space_before_a_call_belongs_to_it() -> None:
-    assert hermes(" " * (MAX_SEPARATOR + 3) + CALL).content == "   "
+def test_only_so_many_line_breaks_are_a_separator() -> None:
+    assert hermes("\n" * MAX_SEPARATOR + CALL) == Joined("", "", [F])
+    assert hermes("\n" * (MAX_SEPARATOR + 1) + CALL).content == "\n" * (MAX_SEPARATOR + 1)
 
 
 def test_a_call_longer_than_the_limit_is_content(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +168,7 @@ ONE = '{"name": "f", "parameters": {"x": 1}}'
         ("[1]", "[1]", []),
         ('{"x": 1}', '{"x": 1}', []),
         (f'[{ONE}, {{"name": "g", "par', ', {"name": "g", "par', [F]),
-        (f"[{ONE}] and more", "and more", [F]),
+        (f"[{ONE}] and more", " and more", [F]),
         (f"[{ONE}; {ONE}]", f"; {ONE}]", [F]),
     ],
 )
@@ -269,6 +276,7 @@ FRAGMENTS = st.one_of(
             "call>",
             "<",
             "\n",
+            "\n" * MAX_SEPARATOR,
             "  ",
             "{",
             "}",
@@ -318,7 +326,7 @@ def test_every_call_survives_the_way(arguments: dict[str, Any], before: str, aft
     call = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=False)
     found = hermes(f"{before}<tool_call>\n{call}\n</tool_call>{after}")
     assert [json.loads(one.arguments) for one in found.calls] == [arguments]
-    assert found.content == before.rstrip(" \t\r\n") + after.lstrip(" \t\r\n")
+    assert found.content == (before if before.strip("\r\n") else "") + (after if after.strip("\r\n") else "")
     assert json.loads(run(NamedCallParser("f"), [json.dumps(arguments)]).calls[0].arguments) == arguments
 
 

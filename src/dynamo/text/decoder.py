@@ -1,7 +1,8 @@
 """One choice of an answer: token ids in, text to show out, and whether a stop condition fired.
 
-The order for each token: is a stop allowed yet (`min_tokens`) -> visible stop ids (the token's text is kept) -> hidden
-stop ids (the token is dropped) -> stop strings. Every token up to and including the one that stopped is counted.
+The order for each token: visible stop ids (the token's text is kept) -> hidden stop ids (the token is dropped) -> stop
+strings. With `min_tokens` a stop id counts from that token on, and stop strings are looked for in the text behind that
+token. Every token up to and including the one that stopped is counted.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class ChoiceDecoder:
         if self.finish_reason is not None:
             return ""
         tail = self._detokenizer.finish()
-        if self._stops is None or not self._may_stop():
+        if self._stops is None or not self._may_match():
             return tail
         shown, matched = self._stops.push(tail)
         if matched is not None:
@@ -102,17 +103,20 @@ class ChoiceDecoder:
     def _may_stop(self) -> bool:
         return self.generated >= self._min_tokens
 
+    def _may_match(self) -> bool:
+        return self.generated > self._min_tokens
+
     def _push_ids(self, token_ids: Sequence[int]) -> str:
         # Token by token, so that neither the text nor the count depends on how the engine grouped them.
         shown: list[str] = []
         for token_id in token_ids:
             self.generated += 1
-            if not self._may_stop():
-                shown.append(self._detokenize((token_id,)))
-            elif token_id in self._stop_ids:
+            if self._may_stop() and token_id in self._stop_ids:
                 last = self._detokenize((token_id,)) if token_id in self._visible else ""
                 shown.append(self._held() + last + self._detokenizer.finish())
                 self._stop(token_id if token_id in self._user_ids else None)
+            elif not self._may_match():
+                shown.append(self._detokenize((token_id,)))
             else:
                 shown.append(self._through_stops(self._detokenize((token_id,))))
             if self.finish_reason is not None:
@@ -130,7 +134,7 @@ class ChoiceDecoder:
         if ended_by is not None and ended_by in self._visible:
             shown = self._held() + text
         else:
-            shown = self._through_stops(text) if self._may_stop() else text
+            shown = self._through_stops(text) if self._may_match() else text
         if ended_by is not None and self.finish_reason is None:
             shown += self._held()
             self._stop(ended_by if ended_by in self._user_ids else None)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-__all__ = ["MAX_SEPARATOR", "WHITE_SPACE", "Found", "MarkerSearch"]
+__all__ = ["LINE_BREAKS", "MAX_SEPARATOR", "WHITE_SPACE", "Found", "MarkerSearch"]
 
 MAX_SEPARATOR: Final = 64
-"""White space right before a mark separates it from the text and belongs to neither; at most this many characters of it,
-which is also how much white space is held back until it is known what follows."""
+"""The most line breaks next to a mark that may be the mark's own and no text, which is also how much white space is held
+back until it is known what follows."""
 
+LINE_BREAKS: Final = "\r\n"
 WHITE_SPACE: Final = " \t\r\n"
 
 
 class Found(NamedTuple):
-    """`text[start:end]` is the mark with the white space before it or, when `mark` is None, what may yet become one."""
+    """`text[start:end]` is the mark with the line breaks before it or, when `mark` is None, what may yet become one."""
 
     start: int
     end: int
@@ -29,18 +30,21 @@ class MarkerSearch:
     puts the held tail in front of the next piece. That tail is never longer than `MAX_SEPARATOR` and the longest mark.
     """
 
-    __slots__ = ("_first_chars", "_pattern")
+    __slots__ = ("_first_chars", "_held_at_end", "_pattern")
 
-    def __init__(self, *marks: str) -> None:
+    def __init__(self, *marks: str, takes_line_breaks: bool = False) -> None:
+        """`takes_line_breaks`: those right before a mark, up to `MAX_SEPARATOR`, are found together with the mark."""
         starts = sorted({mark[:cut] for mark in marks for cut in range(len(mark))}, key=len, reverse=True)
         whole = "|".join(map(re.escape, marks))
         begun = "|".join(map(re.escape, starts))
-        self._pattern = re.compile(rf"[{WHITE_SPACE}]{{0,{MAX_SEPARATOR}}}(?:({whole})|(?:{begun})\Z)")
+        before = rf"[{LINE_BREAKS}]{{0,{MAX_SEPARATOR}}}" if takes_line_breaks else ""
+        self._pattern = re.compile(rf"{before}(?:({whole})|(?:{begun})\Z)")
+        self._held_at_end = LINE_BREAKS if takes_line_breaks else ""
         self._first_chars = frozenset(mark[0] for mark in marks)
 
     def is_plain(self, text: str) -> bool:
         """Whether `text`, which is not empty, neither holds a mark nor ends in what may become one. Nearly all does."""
-        return text[-1] not in WHITE_SPACE and self._first_chars.isdisjoint(text)
+        return text[-1] not in self._held_at_end and self._first_chars.isdisjoint(text)
 
     def search(self, text: str, start: int = 0) -> Found:
         """The first mark at or behind `start`, else the tail that must be held back (often empty)."""

@@ -65,6 +65,7 @@ class ServedModel(WorkerPool):
         "mdc_sum",
         "namespace",
         "prefill",
+        "ranks",
         "surfaces",
         "takes_text",
         "text",
@@ -99,6 +100,7 @@ class ServedModel(WorkerPool):
         self.context_length = (
             card.runtime_config.context_length or card.context_length or self.text.context_length or None
         )
+        self.ranks = _ranks(group)
         self.set_members((entry.endpoint, entry.instance_id) for entry in group.accepted)
         self.admission.set_capacity(_capacity(group))
 
@@ -622,6 +624,13 @@ def _unservable(group: Group) -> str | None:
     if not card.surfaces & SERVABLE:
         return f"model_type {card.model_type!r} is not in this version (use Chat or Completions)"
     return None
+
+
+def _ranks(group: Group) -> tuple[range, ...]:
+    """Return the data-parallel ranks of the members, each range once."""
+    configs = [entry.card.runtime_config for entry in group.accepted]
+    starts = {(config.data_parallel_start_rank, max(1, config.data_parallel_size)) for config in configs}
+    return tuple(range(start, start + size) for start, size in sorted(starts))
 
 
 def _capacity(group: Group) -> int | None:

@@ -21,6 +21,7 @@ from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.guided_limits import find_excess
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.headers import HeaderEffects
+from dynamo.protocol.openai.model_limits import check_ranks, check_token_ids
 from dynamo.protocol.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -168,6 +169,9 @@ class Preprocessor:
         for annotation in request.annotations:
             if annotation.startswith(_QUERY):
                 raise RequestRejected(501, "The annotation `query_instance_id:` is not in this version")
+        check_ranks(request, model.ranks)
+        if model.text.vocabulary_size is not None and not model.takes_text:
+            check_token_ids(request, model.text.vocabulary_size)
         body = finish_preprocessing(to_worker_fields(request), model.text.eos_token_ids)
         self._check_guided(body)
         body["model"] = request.model

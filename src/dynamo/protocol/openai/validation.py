@@ -24,6 +24,7 @@ from dynamo.protocol.openai.shapes import (
     Message,
     Tool,
 )
+from dynamo.protocol.openai.strict_schema import strictness_fault
 from dynamo.protocol.openai.tool_schema import REQUIRED, forced_choice
 
 __all__ = ["validate_chat", "validate_completion"]
@@ -313,6 +314,10 @@ def _check_tools(tools: list[JsonObject]) -> None:
             )
         if function.parameters is not None and not isinstance(function.parameters, dict):
             _invalid(f"Parameters of function '{function.name}' must be a JSON object", f"{where}.parameters")
+        if function.strict is True and (fault := strictness_fault(function.parameters or {})) is not None:
+            _invalid(
+                f"Function '{function.name}' is strict, but its parameters are not: {fault}", f"{where}.parameters"
+            )
 
 
 def _check_tool_choice(request: ChatRequest) -> None:

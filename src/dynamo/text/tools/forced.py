@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import IntEnum, auto
 
-from dynamo.text.markers import WHITE_SPACE
+from dynamo.text.markers import MAX_SEPARATOR, WHITE_SPACE
 from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, OutputEvent
 from dynamo.text.tools.base import ToolParser
 from dynamo.text.tools.calls import MAX_CALL_CHARACTERS, call_events, read_call
@@ -24,6 +24,17 @@ class _In(IntEnum):
     END = auto()  # nothing is due
     TEXT = auto()  # it is no JSON (any more)
     NATIVE = auto()  # it is the model's own format
+
+
+def _behind_end(raw: list[str], text: str, at: int) -> tuple[int, _In]:
+    """Read white space behind the answer into `raw`: (where reading stopped, what comes next).
+
+    The white space is part of the answer's form, unless more text follows or the white space is very long.
+    """
+    end = len(text) - len(text[at:].lstrip(WHITE_SPACE))
+    room = MAX_SEPARATOR - sum(map(len, raw))
+    raw.append(text[at:end])
+    return end, _In.END if end == len(text) and end - at <= room else _In.TEXT
 
 
 class RequiredCallsParser:
@@ -59,9 +70,7 @@ class RequiredCallsParser:
                 case _In.BETWEEN:
                     at = self._read_between(text, at)
                 case _In.END:
-                    at = len(text) - len(text[at:].lstrip(WHITE_SPACE))
-                    if at < len(text):
-                        self._in = _In.TEXT
+                    at = self._read_end(text, at, events)
                 case _In.TEXT:
                     events.append(Content(text[at:]))
                     at = len(text)
@@ -71,7 +80,7 @@ class RequiredCallsParser:
         return events
 
     def finish(self) -> list[OutputEvent]:
-        left, self._raw = "".join(self._raw), []
+        left, self._raw = "" if self._in is _In.END else "".join(self._raw), []
         events: list[OutputEvent] = [Content(left)] if left else []
         if self._in is _In.NATIVE and self._native is not None:
             events += self._native.finish()
@@ -135,6 +144,12 @@ class RequiredCallsParser:
         self._in = _In.TEXT
         return at
 
+    def _read_end(self, text: str, at: int, events: list[OutputEvent]) -> int:
+        end, self._in = _behind_end(self._raw, text, at)
+        if self._in is _In.TEXT:
+            self._leave(events)
+        return end
+
     def _leave(self, events: list[OutputEvent]) -> None:
         """What was held is no call after all."""
         held, self._raw = "".join(self._raw), []
@@ -183,9 +198,7 @@ class NamedCallParser:
                         self._in = _In.TEXT
                     at = end
                 case _In.END:
-                    at = len(text) - len(text[at:].lstrip(WHITE_SPACE))
-                    if at < len(text):
-                        self._in = _In.TEXT
+                    at = self._read_end(text, at, events)
                 case _In.NATIVE:
                     if self._native is not None:
                         events += self._of_this_name(self._native.push(text[at:]))
@@ -196,7 +209,7 @@ class NamedCallParser:
         return events
 
     def finish(self) -> list[OutputEvent]:
-        left, self._raw = "".join(self._raw), []
+        left, self._raw = "" if self._in is _In.END else "".join(self._raw), []
         events: list[OutputEvent] = [Content(left)] if left else []
         if self._in is _In.NATIVE and self._native is not None:
             events += self._of_this_name(self._native.finish())
@@ -234,6 +247,13 @@ class NamedCallParser:
             if held:
                 events.append(Content(held))
         return at
+
+    def _read_end(self, text: str, at: int, events: list[OutputEvent]) -> int:
+        end, self._in = _behind_end(self._raw, text, at)
+        if self._in is _In.TEXT and self._raw:
+            events.append(Content("".join(self._raw)))
+            self._raw = []
+        return end
 
     def _of_this_name(self, events: list[OutputEvent]) -> list[OutputEvent]:
         kept: list[OutputEvent] = []

@@ -7,12 +7,13 @@
 
 - A call is told when its object is complete. The closing tag may be missing.
 - `arguments` may be called `parameters`; absent ones are `{}`.
-- White space that touches a call belongs to it; all other text is content.
+- All other text is content, white space included. Only line breaks that stand alone between the beginning and the first
+  call, between two calls, or behind the last call are separators, and left out.
 - What follows an opening tag and cannot be a call is content, tag included, up to the character that shows it. From
   there on reading goes on as usual. The same goes for a call that is cut off by the end.
 
 Held back: at most `calls.MAX_CALL_CHARACTERS` of a call, else `markers.MAX_SEPARATOR` characters of white space and the
-beginning of a tag.
+beginning of a tag. A longer run of white space is content.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 from enum import IntEnum, auto
 from typing import Any, Final
 
-from dynamo.text.markers import WHITE_SPACE, MarkerSearch
+from dynamo.text.markers import LINE_BREAKS, MAX_SEPARATOR, WHITE_SPACE, MarkerSearch
 from dynamo.text.output import Content, OutputEvent
 from dynamo.text.tools.calls import MAX_CALL_CHARACTERS, call_events, read_call
 from dynamo.text.tools.json_object import JsonObjectReader
@@ -44,21 +45,22 @@ def call_tag(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
 
 class _In(IntEnum):
     TEXT = auto()
+    SEPARATOR = auto()  # at the beginning or behind a call: line breaks may be no content
     CALL = auto()  # behind an opening tag
     BEHIND_OBJECT = auto()  # the closing tag is due
-    BEHIND_CALL = auto()  # white space is skipped
 
 
 class HermesParser:
     """See the module; keeps the promises of `base.ToolParser`."""
 
-    __slots__ = ("_held", "_in", "_json", "_raw", "_reader", "_room")
+    __slots__ = ("_has_called", "_held", "_in", "_json", "_raw", "_reader", "_room")
 
     def __init__(self) -> None:
-        self._in = _In.TEXT
-        self._held = ""  # the beginning of a tag, maybe
+        self._in = _In.SEPARATOR
+        self._has_called = False
+        self._held = ""  # what may be a separator, and the beginning of a tag
         self._reader = JsonObjectReader()
-        self._raw: list[str] = []  # the call at hand with its tag: what it is content as
+        self._raw: list[str] = []  # the call at hand with its tag and the separator before it: what it is content as
         self._json: list[str] = []  # its object
         self._room = 0  # characters that may still be held
 
@@ -72,19 +74,19 @@ class HermesParser:
             match self._in:
                 case _In.TEXT:
                     at = self._read_text(text, at, events)
+                case _In.SEPARATOR:
+                    at = self._read_separator(text, at)
                 case _In.CALL:
                     at = self._read_call(text, at, events)
                 case _In.BEHIND_OBJECT:
                     at = self._read_closing(text, at)
-                case _In.BEHIND_CALL:
-                    at = len(text) - len(text[at:].lstrip(WHITE_SPACE))
-                    if at < len(text):
-                        self._in = _In.TEXT
         return events
 
     def finish(self) -> list[OutputEvent]:
-        left = "".join(self._raw) + self._held
-        self._held, self._raw = "", []
+        held, self._held = self._held, ""
+        if self._has_called and self._in in (_In.SEPARATOR, _In.BEHIND_OBJECT) and not held.strip(LINE_BREAKS):
+            held = ""
+        left, self._raw = "".join(self._raw) + held, []
         return [Content(left)] if left else []
 
     def _read_text(self, text: str, at: int, events: list[OutputEvent]) -> int:
@@ -94,10 +96,27 @@ class HermesParser:
         if mark is None:
             self._held = text[start:]
             return len(text)
+        self._begin_call(text[start:end])
+        return end
+
+    def _read_separator(self, text: str, at: int) -> int:
+        rest = text[at:].lstrip(LINE_BREAKS)
+        length = len(text) - at - len(rest)
+        if length <= MAX_SEPARATOR:
+            if rest.startswith(OPENING):
+                end = at + length + len(OPENING)
+                self._begin_call(text[at:end])
+                return end
+            if OPENING.startswith(rest):
+                self._held = text[at:]
+                return len(text)
+        self._in = _In.TEXT
+        return at
+
+    def _begin_call(self, opening: str) -> None:
         self._in = _In.CALL
         self._reader = JsonObjectReader()
-        self._raw, self._json, self._room = [text[start:end]], [], MAX_CALL_CHARACTERS
-        return end
+        self._raw, self._json, self._room = [opening], [], MAX_CALL_CHARACTERS
 
     def _read_call(self, text: str, at: int, events: list[OutputEvent]) -> int:
         reader = self._reader
@@ -112,7 +131,7 @@ class HermesParser:
             if call is not None:
                 events += call_events(call)
                 self._raw = []
-                self._in = _In.BEHIND_OBJECT
+                self._in, self._has_called = _In.BEHIND_OBJECT, True
                 return end
         elif not reader.is_broken and self._room:
             return end
@@ -123,12 +142,13 @@ class HermesParser:
 
     def _read_closing(self, text: str, at: int) -> int:
         rest = text[at:].lstrip(WHITE_SPACE)
-        if CLOSING.startswith(rest) and rest != CLOSING:
-            self._held = rest
-            return len(text)
-        at = len(text) - len(rest)
-        if rest.startswith(CLOSING):
-            self._in = _In.BEHIND_CALL
-            return at + len(CLOSING)
-        self._in = _In.TEXT
+        space = len(text) - at - len(rest)
+        if space <= MAX_SEPARATOR:
+            if rest.startswith(CLOSING):
+                self._in = _In.SEPARATOR
+                return at + space + len(CLOSING)
+            if CLOSING.startswith(rest):
+                self._held = text[at:]
+                return len(text)
+        self._in = _In.SEPARATOR  # the tag is missing, and the white space is not its own
         return at

@@ -1,0 +1,61 @@
+"""Rules that need to know the model: token ids it has, ranks its workers have. A broken one is a 400 naming the field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NoReturn
+
+from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.shapes import CommonRequest, CompletionRequest
+
+__all__ = ["check_ranks", "check_token_ids"]
+
+
+def check_token_ids(request: CommonRequest, vocabulary_size: int) -> None:
+    """Refuse ids that the model does not have: 0 to `vocabulary_size` - 1 exist.
+
+    Raises:
+        RequestRejected: 400 naming the field.
+    """
+    if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
+        for position, item in enumerate(request.prompt):
+            if isinstance(item, int):
+                _check("prompt", request.prompt, vocabulary_size)  # type: ignore[arg-type]  # one list of ids
+                break
+            if not isinstance(item, str):
+                _check(f"prompt[{position}]", item, vocabulary_size)
+    _check("nvext.token_data", request.token_data, vocabulary_size)
+    stops = request.stop if isinstance(request.stop, list) else ()
+    _check("stop", [item for item in stops if isinstance(item, int)], vocabulary_size)
+    _check("stop_token_ids", request.stop_token_ids, vocabulary_size)
+    _check("allowed_token_ids", request.allowed_token_ids, vocabulary_size)
+    _check("logprob_token_ids", request.logprob_token_ids, vocabulary_size)
+    _check("bad_words_token_ids", chain.from_iterable(request.bad_words_token_ids or ()), vocabulary_size)
+    _check("logit_bias", map(int, request.logit_bias or ()), vocabulary_size)
+
+
+def check_ranks(request: CommonRequest, ranks: Sequence[range]) -> None:
+    """Refuse a data-parallel rank that no worker has. `ranks` are those of the workers that may answer.
+
+    Raises:
+        RequestRejected: 400 naming the field.
+    """
+    rank = request.nvext.dp_rank if request.nvext is not None else None
+    if rank is None or any(rank in known for known in ranks):
+        return
+    known = ", ".join(sorted({str(one[0]) if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in ranks if one}))
+    _refuse(f"nvext.dp_rank {rank} does not exist: the workers of this model have {known or 'none'}", "nvext.dp_rank")
+
+
+def _check(field: str, ids: Iterable[int] | None, vocabulary_size: int) -> None:
+    largest = max(ids or (), default=0)
+    if largest >= vocabulary_size:
+        _refuse(
+            f"{field} holds the token id {largest}, but this model's ids end at {vocabulary_size - 1}",
+            field,
+        )
+
+
+def _refuse(message: str, param: str) -> NoReturn:
+    raise RequestRejected(400, f"Validation: {message}", param=param)
