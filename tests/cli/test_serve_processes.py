@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -137,3 +138,15 @@ def test_a_request_in_flight_ends_well_before_the_worker_is_stopped(tmp_path: Pa
         status = command.wait_ended()
     assert len(text) == 16
     assert status == 0, command.err
+
+
+def test_jsonl_stays_json_and_names_the_process(tmp_path: Path) -> None:
+    with serve_command(tmp_path, "my-model", *ENGINE, DYN_LOGGING_JSONL="1") as command:
+        command.wait_ready()
+        command.ask("my-model")
+        command.process.send_signal(signal.SIGTERM)
+        command.wait_ended()
+    records = [json.loads(line) for line in command.err.splitlines()]
+    completed = [record for record in records if record["message"] == "request completed"]
+    assert sorted(record["process"] for record in completed) == ["frontend", "worker-1"]
+    assert len({record["request_id"] for record in completed}) == 1

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import sys
 from pathlib import Path
@@ -240,6 +241,34 @@ def test_lines_that_were_held_back_come_in_order_or_not_at_all() -> None:
         console.release(forget=forget)
         console.pass_on("a", "3")
         assert err.getvalue() == shown
+
+
+def test_as_json_every_line_on_stderr_is_an_object_that_names_its_process() -> None:
+    err = io.StringIO()
+    console = Console(io.StringIO(), err, jsonl=True)
+    console.pass_on("worker-1", '{"time":"t","level":"WARN","message":"own","instance_id":18446744073709551615}')
+    console.pass_on("worker-1", '{"message":"half a character: \\ud800"}')
+    for plain in ("Loading: 10%", '{"a": ', "[1]", '{"process": 1} and more', "[" * 60_000):
+        console.pass_on("worker-2", plain)
+    console.complain("worker-2 had to be killed")
+    records = [json.loads(line) for line in err.getvalue().splitlines()]
+    assert records[0] == {
+        "time": "t",
+        "level": "WARN",
+        "message": "own",
+        "instance_id": 18446744073709551615,
+        "process": "worker-1",
+    }
+    assert records[1]["message"] == "half a character: \ud800"
+    assert [(record["process"], record["message"]) for record in records[2:]] == [
+        ("worker-2", "Loading: 10%"),
+        ("worker-2", '{"a": '),
+        ("worker-2", "[1]"),
+        ("worker-2", '{"process": 1} and more'),
+        ("worker-2", "[" * 60_000),
+        ("dynamo serve", "worker-2 had to be killed"),
+    ]
+    assert all({"time", "level", "target"} <= record.keys() for record in records[2:])
 
 
 def test_a_reader_who_left_does_not_stop_the_command() -> None:

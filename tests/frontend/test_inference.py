@@ -23,6 +23,7 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.text import JsonTokenizer
 from support.frontend_cluster import Cluster, Script, cluster, fail, say
+from support.machine_log import machine_log
 from support.tiny_model import tiny_tokenizer, write_tiny_model
 
 
@@ -482,19 +483,21 @@ async def test_an_answer_without_the_clients_id_carries_ours(house: Cluster) -> 
 
 @pytest.mark.parametrize("sent", ["x" * 129, "a\x1b[31m", "a\tb", "b\u00e9", "", "a\nrequest b completed"])
 async def test_an_id_that_could_forge_a_log_line_is_replaced(
-    house: Cluster, caplog: pytest.LogCaptureFixture, sent: str
+    house: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sent: str
 ) -> None:
     worker = await house.worker()
-    caplog.set_level("INFO", logger="dynamo.frontend.pipeline.inference")
     trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-    answer = await house.client.chat("hi", headers={"x-request-id": sent, "traceparent": trace})
+    with machine_log(monkeypatch, capsys) as log:
+        answer = await house.client.chat("hi", headers={"x-request-id": sent, "traceparent": trace})
+        (line,) = log.records("request completed", "dynamo.frontend.pipeline.request_records")
     ours = worker.contexts[0].id()
     assert answer.headers["x-request-id"] == ours
     assert "x-request-id" not in (worker.contexts[0].trace_headers() or {})
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"request {ours} (x-request-id replaced, the client sent ")
-    assert line.isprintable()
-    assert len(line) < 256
+    assert (line["request_id"], "x_request_id" in line) == (ours, False)
+    note = line["x_request_id_note"]
+    assert note.startswith("x-request-id replaced, the client sent ")
+    assert note.isprintable()
+    assert len(note) < 256
     health = await house.client.get("/health", x_request_id=sent)
     assert health.headers["x-request-id"] not in ("", sent)
 
@@ -503,17 +506,6 @@ async def test_an_id_of_128_characters_is_repeated(house: Cluster) -> None:
     await house.worker()
     longest = "~" * 127 + " "
     assert (await house.client.chat("hi", headers={"x-request-id": longest})).headers["x-request-id"] == longest
-
-
-async def test_the_log_knows_a_request_by_both_ids(house: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    worker = await house.worker()
-    caplog.set_level("INFO", logger="dynamo.frontend.pipeline.inference")
-    await house.client.chat("hi", headers={"x-request-id": "mine-1"})
-    assert f"request {worker.contexts[0].id()} (x-request-id mine-1) completed" in caplog.text
-    await house.client.chat("hi", temperature=9, headers={"x-request-id": "mine-2"})
-    assert re.search(r"chat_completions request chatcmpl-\S+ \(x-request-id mine-2\): 400 Validation", caplog.text)
-    await house.client.chat("hi")
-    assert f"request {worker.contexts[1].id()} completed" in caplog.text
 
 
 async def test_trace_and_metadata_reach_the_worker(house: Cluster) -> None:

@@ -169,7 +169,7 @@ def test_a_json_line_has_the_documented_keys_and_flattened_fields() -> None:
         "level": "INFO",
         "file": "/src/x.py",
         "line": 7,
-        "target": "dynamo.x.run",
+        "target": "dynamo.x",
         "message": "hello",
         "request_id": "17",
         "tokens": 3,
@@ -197,7 +197,7 @@ def test_a_json_line_is_one_line_whatever_the_message_and_traceback() -> None:
 def test_a_readable_line_has_time_level_target_message_and_fields() -> None:
     line = format_readable(record(request_id="r1", note="a b", empty=""))
     assert re.fullmatch(
-        r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z  INFO dynamo\.x\.run: hello request_id=r1 note="a b" empty=""', line
+        r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z  INFO dynamo\.x: hello request_id=r1 note="a b" empty=""', line
     )
 
 
@@ -252,7 +252,7 @@ def test_what_is_not_printable_is_escaped_at_every_place_of_a_record(text: str) 
 
 def test_only_the_first_line_of_a_record_begins_with_a_time() -> None:
     first, *others = format_readable(raised(FORGED)).splitlines()
-    assert first.endswith("dynamo.x.run: it failed")
+    assert first.endswith("dynamo.x: it failed")
     assert [line for line in others if not line.startswith("    ")] == []
     assert others[-1] == "    2026-01-01T00:00:00.000000Z ERROR dynamo.x: forged"
 
@@ -309,7 +309,7 @@ async def test_the_fields_of_a_request_stay_with_its_task() -> None:
 def test_spans_nest_and_end() -> None:
     with log_span("outer", request_id="r1"), log_span("inner", step=2):
         inside = format_readable(record())
-    assert " inner: dynamo.x.run: hello request_id=r1 step=2" in inside
+    assert " inner: dynamo.x: hello request_id=r1 step=2" in inside
     assert "request_id" not in format_readable(record())
 
 

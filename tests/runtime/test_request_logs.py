@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
 
 from dynamo.runtime.context import Context
 from dynamo.runtime.logging import enter_request_span, format_jsonl
+from dynamo.runtime.request_log import WorkerRequestLog
 from dynamo.runtime.tracing import TraceContext
+from dynamo.worker.serving import TokenServing
+from support.machine_log import machine_log
 
 
 def logged() -> dict[str, object]:
@@ -34,3 +41,53 @@ async def test_without_a_trace_only_the_request_is_named() -> None:
     found = logged()
     assert found["request_id"] == "r2"
     assert "trace_id" not in found
+
+
+class NoSink:
+    """Takes everything and keeps nothing."""
+
+    request_bytes = response_bytes = 0
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def send_tokens(self, *_: Any) -> None:
+        return
+
+    def has_credit(self) -> bool:
+        return True
+
+    def end(self, error: BaseException | None = None) -> None:
+        self.ended = True
+
+
+class ThreeTokens:
+    """Yields three tokens and ends."""
+
+    async def generate(self, request: Any, context: Context) -> AsyncIterator[dict[str, Any]]:
+        for token in (1, 2):
+            yield {"token_ids": [token]}
+        yield {"token_ids": [3], "finish_reason": "length"}
+
+
+async def test_the_workers_last_record_has_what_its_stream_was_like(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context, body, sink = Context("r1"), {"model": "m", "token_ids": [7, 8]}, NoSink()
+    with machine_log(monkeypatch, capsys) as log:
+        record = WorkerRequestLog({"endpoint": "generate"}, context, body)
+        await TokenServing(ThreeTokens()).handle(body, context, sink)  # type: ignore[arg-type]
+        record.completed(0.25, None)
+        completed = log.only("request completed")
+    assert completed["ttft_ms"] >= 0
+    assert completed["avg_itl_ms"] >= 0
+    kept = ("status", "model", "input_tokens", "output_tokens", "finish_reason", "elapsed_ms", "endpoint")
+    assert {key: completed[key] for key in kept} == {
+        "status": "success",
+        "model": "m",
+        "input_tokens": 2,
+        "output_tokens": 3,
+        "finish_reason": "length",
+        "elapsed_ms": 250.0,
+        "endpoint": "generate",
+    }

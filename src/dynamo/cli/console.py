@@ -1,4 +1,4 @@
-"""What `dynamo serve` says, and what it passes on: its own lines on stdout, the children's on stderr."""
+"""The output of `dynamo serve`: its own lines on stdout, those of its processes on stderr."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, TextIO
 
+from dynamo.supervise.lines import record_of
+
 __all__ = ["Console"]
 
 HELD_LINES: Final = 200  # start-up logs of a handful of processes; older lines go first
 
 COLOURS: Final = ("36", "33", "35", "32", "34", "31")  # ANSI: cyan first, it is the frontend's
 BOLD: Final = "1"
+OWN_NAME: Final = "dynamo serve"  # as the process of a JSON record
 
 
 class Console:
-    """Lines to a person. Colours and a drawn table only on a terminal, and never where NO_COLOR is set."""
+    """Lines to a person. Colours and a drawn table only on a terminal, and never where NO_COLOR is set.
 
-    def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
+    With `jsonl` every line on stderr is a JSON object that names its process: stderr then belongs to a collector.
+    """
+
+    def __init__(self, out: TextIO | None = None, err: TextIO | None = None, *, jsonl: bool = False) -> None:
         self._out = out or sys.stdout
         self._err = err or sys.stderr
+        self._jsonl = jsonl
         self._colours: dict[str, str] = {}
         self._width = 0
         self._held: deque[tuple[str, str]] | None = None
@@ -32,8 +39,8 @@ class Console:
         self._write(self._out, _painted(text, BOLD) if strong and _has_colour(self._out) else text)
 
     def complain(self, text: str) -> None:
-        """A line of our own about something that went wrong."""
-        self._write(self._err, text)
+        """Write a line of our own about something that went wrong."""
+        self._write(self._err, record_of(OWN_NAME, text, level="ERROR") if self._jsonl else text)
 
     def join(self, name: str) -> None:
         """Announce a process, so that prefixes line up and keep their colour."""
@@ -41,9 +48,12 @@ class Console:
         self._width = max(self._width, len(name))
 
     def pass_on(self, name: str, line: str) -> None:
-        """A line of the process `name`."""
+        """Write a line of the process `name`."""
         if self._held is not None:
             self._held.append((name, line))
+            return
+        if self._jsonl:
+            self._write(self._err, record_of(name, line))
             return
         prefix = f"{name:{self._width}} |"
         if _has_colour(self._err):

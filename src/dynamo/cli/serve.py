@@ -80,7 +80,7 @@ class ServeOptions:
 def main(argv: list[str]) -> int:
     """Serve until a signal; the exit status."""
     options = read_options(argv, os.environ)
-    console = Console()
+    console = Console(jsonl=_logs_jsonl(os.environ))
     with closing(bind(options.http_host, options.http_port)) as listener:
         address = Address.of(options.http_host, listener.getsockname()[1], os.environ)
         if options.in_process:
@@ -91,6 +91,14 @@ def main(argv: list[str]) -> int:
 
         with _store(options.store) as store:
             return asyncio.run(LocalCluster(options, console, listener, address, store).run())
+
+
+def _logs_jsonl(env: Mapping[str, str]) -> bool:
+    if not env.get("DYN_LOGGING_CONSOLE_FORMAT") and not env.get("DYN_LOGGING_JSONL"):
+        return False  # without an import that the supervisor can do without
+    from dynamo.runtime.logging import LoggingSettings
+
+    return LoggingSettings.from_env(env).jsonl
 
 
 def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:

@@ -365,6 +365,21 @@ class RequestMetrics:
             model.inter_token.observe_many((now - self._last_at) / count, count)
         self._last_at = now
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Its model, endpoint and request type, as the labels have them."""
+        return self._key
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """From the arrival to the first token; None before it."""
+        return None if self._first_at is None else self._first_at - self._started_at
+
+    @property
+    def generating_seconds(self) -> float:
+        """From the first token to the last one so far."""
+        return 0.0 if self._first_at is None else self._last_at - self._first_at
+
     def finish(self, now: float, *, prompt_tokens: int, output_tokens: int, cached_tokens: int | None) -> None:
         """The request was answered in full."""
         if self._close(now):

@@ -18,9 +18,9 @@ from dynamo.runtime.event_plane.base import EventPublisher, Scope
 from dynamo.runtime.handler import PythonHandler, serve_python, serve_python_stream
 from dynamo.runtime.health import Canary
 from dynamo.runtime.instances import encode_instance
-from dynamo.runtime.logging import enter_request_span
 from dynamo.runtime.metrics import EndpointMetrics, TypedFamily
 from dynamo.runtime.progress import Progress
+from dynamo.runtime.request_log import WorkerRequestLog
 from dynamo.runtime.request_plane.base import Handler, ResponseSink
 
 if TYPE_CHECKING:
@@ -329,7 +329,8 @@ class ServedEndpoint:
             return
         loop = asyncio.get_running_loop()
         began = loop.time()
-        enter_request_span(self._log_fields, context)
+        log = WorkerRequestLog(self._log_fields, context, body)
+        failure: BaseException | None = None
         metrics = self._metrics
         metrics.started(sink.request_bytes)
         self._inflight[sink] = context
@@ -339,12 +340,13 @@ class ServedEndpoint:
             progress.entered(sink)
         try:
             await self._handler(body, context, sink)
-        except BaseException:
+        except BaseException as error:
+            failure = error
             metrics.error("generate")
             raise
         else:
-            # A handler may also end its sink with an error and return.
-            if getattr(sink, "failure", None) is not None:
+            failure = getattr(sink, "failure", None)  # a handler may also end its sink with an error and return
+            if failure is not None:
                 metrics.error("generate")
             elif self._canary is not None and not context.is_stopped():
                 self._canary.activity()
@@ -352,7 +354,9 @@ class ServedEndpoint:
             if context.is_stopped():
                 metrics.cancelled()
             metrics.response_bytes(getattr(sink, "response_bytes", 0))
-            metrics.finished(loop.time() - began)
+            seconds = loop.time() - began
+            metrics.finished(seconds)
+            log.completed(seconds, failure)
             del self._inflight[sink]
             if progress is not None:
                 progress.left(sink, is_answered=not context.is_stopped())

@@ -19,24 +19,29 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import msgspec
 
-from dynamo.runtime.context import Context
 from dynamo.runtime.log_text import MAX_FIELD_CHARACTERS, one_line, safe_lines
 from dynamo.runtime.settings import env_bool, env_str
+
+if TYPE_CHECKING:
+    from dynamo.runtime.context import Context
 
 __all__ = [
     "LogFilter",
     "LogHandler",
     "LoggingSettings",
+    "annotate_log_span",
+    "close_log_span",
     "configure_dynamo_logging",
     "enter_log_span",
     "enter_request_span",
     "format_jsonl",
     "format_readable",
     "log_span",
+    "request_level",
 ]
 
 TRACE: Final = 5
@@ -220,21 +225,23 @@ def _from_toml(path: Path, base: LogFilter | None) -> LogFilter:
 # -- fields ---------------------------------------------------------------------------------------------------------------
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-_SPAN: ContextVar[Mapping[str, Any] | None] = ContextVar("dynamo_log_span", default=None)
+_SPAN: ContextVar[dict[str, Any] | None] = ContextVar("dynamo_log_span", default=None)
 
 
 def enter_log_span(name: str, fields: Mapping[str, Any]) -> None:
-    """From here on the running task (and those it starts) logs with these fields: for tasks that serve one request.
+    """Log the rest of the running task, and of the tasks it starts, with these fields: for tasks that serve one request.
 
-    None values are left out. It costs a dict; there is nothing to leave, since the fields go with the task.
+    None values are left out. It costs a dict. The fields end with the task; `close_log_span` only reports the end.
     """
     _SPAN.set(_span_fields(name, fields))
+    if _Process.span_events:
+        _spans.info(SPAN_ENTRY)
 
 
 def enter_request_span(endpoint_fields: Mapping[str, Any], context: Context) -> None:
     """Log the rest of this task as the request `context` at an endpoint; `endpoint_fields` are made once for all.
 
-    The engine's own records get the fields too: whoever reads a traceback sees whose request it was.
+    The engine's own records get the fields too: a traceback then names the request it belongs to.
     """
     fields = {**endpoint_fields, "span_name": "handle_payload", "request_id": context.id()}
     trace = context.trace
@@ -244,23 +251,47 @@ def enter_request_span(endpoint_fields: Mapping[str, Any], context: Context) -> 
         if trace.x_request_id is not None:
             fields["x_request_id"] = trace.x_request_id
     _SPAN.set(fields)
+    if _Process.span_events:
+        _spans.info(SPAN_ENTRY)
+
+
+def annotate_log_span(**fields: Any) -> None:
+    """Add fields to the span of the running task: what is known only later belongs to its last records, too."""
+    span = _SPAN.get()
+    if span is not None:
+        span.update({key: value for key, value in fields.items() if value is not None})
+
+
+def close_log_span(seconds: float) -> None:
+    """Report the end of the running task's span after `seconds`, where `DYN_LOGGING_SPAN_EVENTS` is set."""
+    if _Process.span_events:
+        _spans.info(SPAN_CLOSE, extra={"duration_us": int(seconds * 1e6)})
 
 
 @contextmanager
 def log_span(name: str, **fields: Any) -> Iterator[None]:
-    """The same for a block. With `DYN_LOGGING_SPAN_EVENTS` its beginning and end are records of their own."""
+    """Log a block with these fields. With `DYN_LOGGING_SPAN_EVENTS` its beginning and end are records of their own."""
     token = _SPAN.set(_span_fields(name, fields))
-    events, began = _Process.span_events, time.monotonic()
+    began = time.monotonic()
     try:
-        if events:
-            _spans.info("SPAN_FIRST_ENTRY")
+        if _Process.span_events:
+            _spans.info(SPAN_ENTRY)
         yield
     finally:
-        if events:
-            _spans.info("SPAN_CLOSED", extra={"duration_us": int((time.monotonic() - began) * 1e6)})
+        close_log_span(time.monotonic() - began)
         _SPAN.reset(token)
 
 
+def request_level() -> int:
+    """Return the level of the records that accompany every request: INFO for a collector, DEBUG for a reader.
+
+    A collector pairs records; a reader wants one line for each request, which is the frontend's `request completed`.
+    """
+    return logging.INFO if _Process.jsonl else logging.DEBUG
+
+
+SPAN_ENTRY: Final = "SPAN_FIRST_ENTRY"
+SPAN_CLOSE: Final = "SPAN_CLOSED"
 _spans: Final = logging.getLogger(ALWAYS_ENABLED)
 
 
@@ -280,9 +311,13 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def target_of(record: logging.LogRecord) -> str:
-    """`module.func`: the logger's name (the module, by convention) and the function that logged."""
-    module = record.module if record.name == "root" else record.name
-    return module if record.funcName in (None, "", "<module>") else f"{module}.{record.funcName}"
+    """Return the logger's name, which is the path of a module by convention: where a reader and `DYN_LOG` look for it."""
+    return record.module if record.name == "root" else record.name
+
+
+def _function_target(record: logging.LogRecord) -> str:
+    """Return `module.function`, which directives of `DYN_LOG` that were written for the native system may name."""
+    return target_of(record) if record.funcName in (None, "", "<module>") else f"{target_of(record)}.{record.funcName}"
 
 
 # -- formats --------------------------------------------------------------------------------------------------------------
@@ -416,7 +451,7 @@ class LogHandler(logging.Handler):
             if not chosen.allows(record.name, record.levelno) and not (
                 # The slow ways in: the function's part of the target, and selectors over the fields.
                 (chosen.targets or chosen.selectors)
-                and chosen.allows(target_of(record), record.levelno, fields_of(record))
+                and chosen.allows(_function_target(record), record.levelno, fields_of(record))
             ):
                 return
             stream = self._stream or sys.stderr
@@ -435,9 +470,10 @@ class LogHandler(logging.Handler):
 
 
 class _Process:
-    """What `log_span` must know of this process's configuration."""
+    """What spans and the records of requests must know of this process's configuration."""
 
     span_events = False
+    jsonl = False
 
 
 def configure_dynamo_logging(service_name: str | None = None, worker_id: int | str | None = None) -> None:
@@ -461,7 +497,7 @@ def configure_dynamo_logging(service_name: str | None = None, worker_id: int | s
     root.handlers[:] = [LogHandler(settings, prefix=prefix)]
     root.setLevel(_root_level(settings))
     _spans.setLevel(logging.INFO)  # whatever the root's level is
-    _Process.span_events = settings.span_events
+    _Process.span_events, _Process.jsonl = settings.span_events, settings.jsonl
     for complaint in settings.complaints:
         logging.getLogger(__name__).warning("%s", complaint)
 

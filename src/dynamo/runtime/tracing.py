@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.sdk.trace.sampling import Sampler
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Link, Span, SpanKind, Tracer
 
     from dynamo.runtime.context import Context
 
@@ -124,9 +124,13 @@ def new_span_id() -> str:
 # -- spans that are exported ----------------------------------------------------------------------------------------------
 
 
-def coerce_attribute(value: Any) -> bool | int | float | str:
-    """What a span keeps of a value."""
-    return value if isinstance(value, bool | int | float | str) else repr(value)
+def coerce_attribute(value: Any) -> bool | int | float | str | tuple[str, ...]:
+    """Return what a span keeps of a value."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
+        return value
+    return repr(value)
 
 
 class ExportedSpan(SpanProxy):
@@ -184,6 +188,14 @@ class RequestSpan(ExportedSpan):
 
     def close(self) -> None:
         """Nothing: see `finish`."""
+
+    def past_child(self, name: str, began_ns: int, ended_ns: int, *, is_call: bool = False) -> None:
+        """Record a part of this span that is over; `is_call`: another process did its work. Times are Unix nanoseconds."""
+        from opentelemetry.trace import SpanKind, set_span_in_context
+
+        kind = SpanKind.CLIENT if is_call else SpanKind.INTERNAL
+        ambient = set_span_in_context(self._span)
+        self._tracer.start_span(name, context=ambient, kind=kind, start_time=began_ns).end(ended_ns)
 
     def finish(self) -> None:
         """End the span; idempotent."""
@@ -264,19 +276,6 @@ class Tracing:
         """
         from opentelemetry import trace as api
 
-        inbound = context.trace
-        parent = None
-        if inbound is not None:
-            if not inbound.sampled:
-                return None
-            remote = api.SpanContext(
-                int(inbound.trace_id, 16),
-                int(inbound.span_id, 16),
-                is_remote=True,
-                trace_flags=api.TraceFlags(api.TraceFlags.SAMPLED),
-                trace_state=api.TraceState.from_header([inbound.tracestate]) if inbound.tracestate else None,
-            )
-            parent = api.set_span_in_context(api.NonRecordingSpan(remote))
         attributes: dict[str, bool | int | float | str] = {
             "model": model,
             "input_tokens": input_tokens,
@@ -289,10 +288,36 @@ class Tracing:
             attributes |= {"migration_trace_id": trace_id, "migration_span_id": span_id}
             if _TRACEPARENT.match(f"00-{trace_id}-{span_id}-01"):
                 links.append(api.Link(api.SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True)))
-        # An empty Context, not None: None would take a parent from the ambient context, which is somebody else's.
+        return self._open(context, name, api.SpanKind.INTERNAL, attributes, links)
+
+    def start_server_span(self, context: Context, name: str, attributes: Mapping[str, Any]) -> RequestSpan | None:
+        """Open the span of an HTTP request; the same rules. What is sent to workers afterwards continues it."""
+        from opentelemetry import trace as api
+
+        return self._open(context, name, api.SpanKind.SERVER, attributes, ())
+
+    def _open(
+        self, context: Context, name: str, kind: SpanKind, attributes: Mapping[str, Any], links: Sequence[Link]
+    ) -> RequestSpan | None:
+        from opentelemetry import trace as api
         from opentelemetry.context import Context as Ambient
 
-        span = self._tracer.start_span(name, context=parent or Ambient(), attributes=attributes, links=links)
+        # An empty Context, not None: None would take a parent from the ambient context, which belongs to another request.
+        parent: Ambient = Ambient()
+        inbound = context.trace
+        if inbound is not None:
+            if not inbound.sampled:
+                return None
+            remote = api.SpanContext(
+                int(inbound.trace_id, 16),
+                int(inbound.span_id, 16),
+                is_remote=True,
+                trace_flags=api.TraceFlags(api.TraceFlags.SAMPLED),
+                trace_state=api.TraceState.from_header([inbound.tracestate]) if inbound.tracestate else None,
+            )
+            parent = api.set_span_in_context(api.NonRecordingSpan(remote))
+        kept = {key: coerce_attribute(value) for key, value in attributes.items()}
+        span = self._tracer.start_span(name, context=parent, kind=kind, attributes=kept, links=links)
         if not span.is_recording():
             return None
         found = RequestSpan(self._tracer, span)
@@ -390,3 +415,9 @@ def start_request_span(
     if found is None:
         return None
     return found.start_request_span(context, model=model, input_tokens=input_tokens, role=role, link=link)
+
+
+def start_server_span(context: Context, name: str, attributes: Mapping[str, Any]) -> RequestSpan | None:
+    """Open the span of one HTTP request, attached to `context`; None when nothing is exported. Call `finish()` on it."""
+    found = _Process.tracing if _Process.ready else tracing()
+    return None if found is None else found.start_server_span(context, name, attributes)

@@ -1,13 +1,15 @@
-"""Bytes of a pipe into lines of bounded length."""
+"""Bytes of a pipe into lines of bounded length, and such lines into JSON records."""
 
 from __future__ import annotations
 
+import json
 import re
+from datetime import UTC, datetime
 from typing import Final
 
 from dynamo.runtime.log_text import one_line, without_colours
 
-__all__ = ["MAX_LINE_BYTES", "LineSplitter"]
+__all__ = ["MAX_LINE_BYTES", "LineSplitter", "record_of"]
 
 MAX_LINE_BYTES: Final = 64 * 1024  # a JSON log record with its traceback fits; a dumped tensor does not
 CUT: Final = " ... (line cut)"
@@ -49,3 +51,16 @@ class LineSplitter:
         room = self._limit - len(self._buffer)
         self._buffer += piece[:room]
         self._is_cut |= len(piece) > room
+
+
+def record_of(process: str, line: str, *, level: str = "INFO") -> str:
+    """Return a line of a process as a JSON record that names it: its own record, or one made of its words."""
+    try:
+        record = json.loads(line) if line.startswith("{") else None
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        moment = datetime.now(UTC).replace(tzinfo=None).isoformat(timespec="microseconds")
+        record = {"time": f"{moment}Z", "level": level, "target": process, "message": line}
+    record["process"] = process
+    return json.dumps(record)  # ASCII only: half a character in an escape could not be written

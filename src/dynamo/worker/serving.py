@@ -31,6 +31,7 @@ from dynamo.errors import (
 )
 from dynamo.protocol.finish import CANCELLED, EngineFailed, normalise
 from dynamo.runtime.context import Context, on_loop
+from dynamo.runtime.logging import annotate_log_span
 from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.runtime.tasks import forgive_cancellation, is_being_cancelled
 
@@ -145,8 +146,9 @@ class TokenServing:
         span: RequestSpan | None,
     ) -> None:
         send = sink.send_tokens
-        awaiting_first = watch.deferring
+        awaiting_first = True
         now = asyncio.get_running_loop().time
+        began = first_at = now()
         open_choices = choices
         burst = tokens = 0
         link = span.worker_trace_link() if span is not None else None
@@ -169,7 +171,9 @@ class TokenServing:
             tokens += len(ids)
             if awaiting_first and ids:
                 awaiting_first = False
-                watch.first_token()
+                first_at = now()
+                if watch.deferring:
+                    watch.first_token()
             if span is not None and ids:
                 span.on_chunk(now(), len(ids))
             if keys == 1 or (keys == 2 and "index" in chunk):
@@ -197,10 +201,12 @@ class TokenServing:
                     if open_choices == 0:
                         sink.end()
                         watch.finished()
+                        _note_stream(tokens, word, first_at - began, now() - first_at)
                         if span is not None:
                             span.finish(tokens, word, word == CANCELLED)
                         return
             if sink.ended and not watch.deferring:  # killed, lost or cut: whoever did that has told the watch
+                _note_stream(tokens, None, first_at - began, now() - first_at)
                 if span is not None:
                     span.dropped(tokens)
                 return
@@ -217,6 +223,7 @@ class TokenServing:
             sink.end()
         else:
             raise StreamIncomplete("the engine's stream ended without a terminal chunk (one with finish_reason)")
+        _note_stream(tokens, CANCELLED if context.is_stopped() else "stop", first_at - began, now() - first_at)
         if span is not None:
             span.finish(tokens, CANCELLED if context.is_stopped() else "stop", context.is_stopped())
 
@@ -257,6 +264,16 @@ class RawServing:
             if stream is not None:
                 await close_generator(stream, context)
             await watch.settle()
+
+
+def _note_stream(tokens: int, finish_reason: str | None, first_seconds: float, other_seconds: float) -> None:
+    """Give the request's log records what its stream was like; the second time is that from the first token on."""
+    annotate_log_span(
+        output_tokens=tokens,
+        finish_reason=finish_reason,
+        ttft_ms=round(first_seconds * 1000, 3) if tokens else None,
+        avg_itl_ms=round(other_seconds / (tokens - 1) * 1000, 3) if tokens > 1 else None,
+    )
 
 
 class CancellationWatch:

@@ -89,6 +89,7 @@ class InferenceRoute:
             known,
             request_id_note(headers),
             _address_of(scope),
+            path=scope["path"],
         )
         exchange = self._call.open(id, arrival)
         # Cancelled below; it has nothing to clean up.

@@ -48,6 +48,7 @@ class Arrival:
     request_id_note: str = ""  # for the log, after our own id: the client's id, or what became of it
     client: str | None = None  # the peer's address; None: a caller in this process
     identity: str | None = None  # the holder of the key; None: keys are off
+    path: str = ""  # of the route
 
 
 class Exchange:

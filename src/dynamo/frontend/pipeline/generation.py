@@ -77,6 +77,7 @@ class WorkRequest:
         "body",
         "choices",
         "completion_tokens",
+        "finish_reason",
         "instances",
         "is_single",
         "longest_movable",
@@ -119,6 +120,7 @@ class WorkRequest:
         self.prompt_tokens = sum(map(len, prompts))
         self.is_single = n == 1 and len(prompts) == 1
         self.completion_tokens = 0
+        self.finish_reason: str | None = None  # of the choice that ended last
         self._cached: dict[int, int] = {}  # prompt -> the most that was reported of it
         self.instances: list[Instance] = []
         self.parsing: OutputPlan | None = None  # how the text is read; None: it is shown as it comes
@@ -539,7 +541,7 @@ class _Choice:
         self._ended = True
         delta = Delta(self._index)
         delta.text = self._decoder.finish()
-        delta.finish_reason = "length"
+        delta.finish_reason = self._work.finish_reason = "length"
         return delta
 
     async def _begin(self, worker: ChosenWorker | None = None) -> list[StreamItem]:
@@ -705,7 +707,7 @@ class _Choice:
         self._ended = True
         if decoder.finish_reason is not None:
             # A stop of ours: the worker may go on for a moment, but nobody listens any more.
-            delta.finish_reason = decoder.finish_reason
+            delta.finish_reason = self._work.finish_reason = decoder.finish_reason
             delta.stop_reason = decoder.stop_reason
             if reason is None and self._stream is not None:
                 self._stream.stop()
@@ -716,7 +718,7 @@ class _Choice:
             except (EngineFailed, TypeError) as error:
                 raise Unknown(str(error)) from error
             delta.text += decoder.finish()
-            delta.finish_reason = _OPENAI_REASON[word]
+            delta.finish_reason = self._work.finish_reason = _OPENAI_REASON[word]
         if self._stream is not None:
             self._stream.finish()
             self._stream = None

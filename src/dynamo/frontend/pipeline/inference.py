@@ -25,6 +25,7 @@ from dynamo.frontend.pipeline.failures import classify, rejection_of
 from dynamo.frontend.pipeline.generation import WorkRequest
 from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
 from dynamo.frontend.pipeline.preprocess import Preprocessor
+from dynamo.frontend.pipeline.request_records import CLIENT_LEFT, begin_record, end_record, log_declined
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream
 from dynamo.frontend.pipeline.stage_timer import QUEUE, StageTimer, wants_stage_times
 from dynamo.frontend.settings import KEEP_ALIVE_SECONDS, FrontendSettings
@@ -122,7 +123,8 @@ class Call:
             resolved = self._parse_and_resolve(exchange.arrival)
         except RequestRejected as error:
             self.count_early(error, error, began)
-            logger.info("%s request %s: %d %s", self._api.endpoint, exchange.name, error.status, error.message)
+            error_type = classify(error, error).error_type
+            log_declined(exchange, self._api.endpoint, error.status, error_type, error.message)
             exchange.end()
             await sink.reject(error)
             return
@@ -178,6 +180,7 @@ class Call:
         exchange.enter(Phase.ADMITTED, loop.time())
         if resolved.effects.metadata:
             context.metadata = resolved.effects.metadata
+        begin_record(exchange)
         stream: AnswerStream | None = None
         if request.is_streaming:
             stream = sink.open_stream(
@@ -197,6 +200,7 @@ class Call:
             context.kill()
             prompt_tokens, output_tokens = _used(exchange)
             exchange.counters.cancel(loop.time(), prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+            end_record(exchange, loop.time(), CLIENT_LEFT, "cancelled")
             raise
         except Exception as error:  # the boundary: whatever it is, the client gets a well-formed answer
             context.kill()
@@ -230,11 +234,11 @@ class Call:
             await StreamDelivery(exchange, answer, idle, self._settings).send(
                 stream, annotation_events(request, answer, text)
             )
-        self._count_end(exchange, model.name, work)
+        self._count_end(exchange, work)
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
-    def _count_end(self, exchange: Exchange, model: str, work: WorkRequest) -> None:
+    def _count_end(self, exchange: Exchange, work: WorkRequest) -> None:
         """Count and log a request that was answered in full."""
         now = asyncio.get_running_loop().time()
         assert exchange.counters is not None
@@ -246,15 +250,7 @@ class Call:
         )
         exchange.timer.ended()
         self._pipeline.metrics.observe_stages(exchange.timer)
-        if logger.isEnabledFor(logging.INFO):
-            logger.info(
-                "request %s completed: %s, %d + %d tokens, %.3f s",
-                exchange.name,
-                model,
-                work.prompt_tokens,
-                work.completion_tokens,
-                now - exchange.arrival.at,
-            )
+        end_record(exchange, now)
 
     async def _fail(self, exchange: Exchange, error: Exception, sink: AnswerSink, stream: AnswerStream | None) -> None:
         """Answer a request that failed, count it and log it."""
@@ -263,7 +259,7 @@ class Call:
         assert counters is not None
         if exchange.is_client_gone:
             counters.cancel(now, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-            logger.info("request %s: the client left after %d token(s)", name, output_tokens)
+            end_record(exchange, now, CLIENT_LEFT, "cancelled")
             return
         if exchange.reason is not None:
             error = exchange.reason
@@ -271,15 +267,13 @@ class Call:
         if isinstance(error, Overloaded) and rejected.retry_after_seconds is not None and exchange.slot is not None:
             # The workers are full. How soon that passes is known better here than by the worker that refused last.
             rejected.retry_after_seconds = max(rejected.retry_after_seconds, exchange.slot.retry_after_seconds(now))
-        counters.fail(
-            now, **classify(error, rejected)._asdict(), prompt_tokens=prompt_tokens, output_tokens=output_tokens
-        )
+        failure = classify(error, rejected)
+        counters.fail(now, **failure._asdict(), prompt_tokens=prompt_tokens, output_tokens=output_tokens)
         if not isinstance(error, DynamoException | RequestRejected):
             logger.error("request %s failed inside the frontend", name, exc_info=error)
         elif rejected.status >= 500 and rejected.status != self._settings.overload_status:
             logger.error("request %s failed with %d: %s: %s", name, rejected.status, type(error).__name__, error)
-        else:
-            logger.info("request %s: %d %s", name, rejected.status, rejected.message)
+        end_record(exchange, now, rejected.status, failure.error_type, rejected.message)
         exchange.end()
         if stream is not None:
             await stream.settle()

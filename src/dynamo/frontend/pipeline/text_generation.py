@@ -141,11 +141,12 @@ class _TextChoice(_Choice):
                 self._note_usage(piece.usage)
             if matched is not None:
                 delta.finish_reason, delta.stop_reason = "stop", matched
+                self._work.finish_reason = "stop"
                 self._leave(has_finished=piece.finish_reason is not None)
                 break
             if piece.finish_reason is not None:
                 delta.text += "" if self._stops is None else self._stops.finish()
-                delta.finish_reason = _finish_reason(piece.finish_reason)
+                delta.finish_reason = self._work.finish_reason = _finish_reason(piece.finish_reason)
                 self._leave(has_finished=True)
                 break
         return delta

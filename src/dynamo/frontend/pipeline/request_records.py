@@ -1,0 +1,195 @@
+"""What the log and the trace keep of one request of the frontend; metrics are counted apart."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from dynamo.frontend.pipeline.exchange import Exchange
+from dynamo.frontend.pipeline.generation import WorkRequest
+from dynamo.frontend.pipeline.stage_timer import ROUTE, WIRE
+from dynamo.runtime.logging import close_log_span, enter_log_span, request_level
+from dynamo.runtime.request_log import COMPLETED, RECEIVED
+from dynamo.runtime.tracing import RequestSpan, start_server_span
+
+__all__ = ["CLIENT_LEFT", "GEN_AI_OPERATIONS", "begin_record", "end_record", "log_declined"]
+
+logger = logging.getLogger(__name__)
+
+SENT: Final = "http response sent"
+SPAN: Final = "http-request"
+CLIENT_LEFT: Final = 499  # in logs and traces; the client does not read it
+
+# The names of OpenTelemetry's GenAI conventions (in development; as of autumn 2026), in one place for the next renaming.
+GEN_AI_OPERATIONS: Final[Mapping[str, str]] = {"chat_completions": "chat", "completions": "text_completion"}
+_OPERATION: Final = "gen_ai.operation.name"
+_PROVIDER: Final = "gen_ai.provider.name"
+_REQUEST_MODEL: Final = "gen_ai.request.model"
+_STREAM: Final = "gen_ai.request.stream"
+_RESPONSE_ID: Final = "gen_ai.response.id"
+_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
+_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+_CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+
+
+def begin_record(exchange: Exchange) -> None:
+    """Log that an admitted request was received, open its server span, and name it in the task's further records."""
+    context, fields = exchange.context, _request_fields(exchange)
+    span = start_server_span(
+        context,
+        f"POST {fields['route']}",
+        {
+            "http.request.method": "POST",
+            "http.route": fields["route"],
+            _OPERATION: GEN_AI_OPERATIONS.get(fields["endpoint"], fields["endpoint"]),
+            _PROVIDER: "dynamo",
+            _REQUEST_MODEL: fields["model"],
+            _STREAM: fields["request_type"] == "stream",
+        },
+    )
+    ids = {**_ids(exchange), "trace_id": context.trace_id, "span_id": None if span is None else span.span_id}
+    if context.trace is not None:
+        ids["parent_id"] = context.trace.span_id
+    enter_log_span(SPAN, ids)
+    level = request_level()
+    if logger.isEnabledFor(level):
+        logger.log(level, RECEIVED, extra=fields)
+
+
+def end_record(
+    exchange: Exchange, now: float, http_status: int = 200, error_type: str = "", error: str | None = None
+) -> None:
+    """Log that the request ended at `now`, and end its span. Call it once, in the task of `begin_record`.
+
+    `error_type` is the label of the metrics, "" for success; `error` is what the client was given to read.
+    """
+    seconds = now - exchange.arrival.at
+    if logger.isEnabledFor(logging.INFO):
+        fields, level = _request_fields(exchange), request_level()
+        if logger.isEnabledFor(level):
+            sent = {**fields, "http_status": http_status, "latency_ms": _milliseconds(seconds)}
+            logger.log(level, SENT, extra=sent)
+        ends = {
+            **fields,
+            "status": "error" if error_type else "success",
+            "http_status": http_status,
+            "error_type": error_type or None,
+            "error": error,
+            "elapsed_ms": _milliseconds(seconds),
+            **_stream_fields(exchange),
+        }
+        logger.info(COMPLETED, extra=_known(ends))
+    close_log_span(seconds)
+    span = exchange.context.current_span()
+    if isinstance(span, RequestSpan):
+        _end_span(span, exchange, http_status, error_type)
+
+
+def log_declined(exchange: Exchange, endpoint: str, http_status: int, error_type: str, error: str) -> None:
+    """Log a request that broke a rule, or named no model that serves: it has no counters and no span."""
+    if logger.isEnabledFor(logging.INFO):
+        fields = {
+            **_ids(exchange),
+            "route": exchange.arrival.path,
+            "endpoint": endpoint,
+            "status": "error",
+            "http_status": http_status,
+            "error_type": error_type,
+            "error": error,
+        }
+        logger.info(COMPLETED, extra=_known(fields))
+
+
+def _ids(exchange: Exchange) -> dict[str, Any]:
+    arrival = exchange.arrival
+    ids: dict[str, Any] = {"request_id": exchange.context.id(), "x_request_id": arrival.client_request_id}
+    if arrival.client_request_id is None and arrival.request_id_note:
+        ids["x_request_id_note"] = arrival.request_id_note.strip(" ()")  # what became of the client's id
+    return ids
+
+
+def _request_fields(exchange: Exchange) -> dict[str, Any]:
+    assert exchange.counters is not None  # it was admitted
+    model, endpoint, request_type = exchange.counters.key
+    return {"route": exchange.arrival.path, "model": model, "endpoint": endpoint, "request_type": request_type}
+
+
+def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _end_span(span: RequestSpan, exchange: Exchange, http_status: int, error_type: str) -> None:
+    span.set_attribute("http.response.status_code", http_status)
+    if error_type:
+        span.set_attribute("error.type", error_type)
+        if http_status >= 500:  # a client's mistake is not an error of the server's span
+            span.set_status("error", error_type)
+    work = exchange.work
+    if work is not None:
+        span.set_attribute(_RESPONSE_ID, exchange.context.id())
+        span.set_attribute(_INPUT_TOKENS, work.prompt_tokens)
+        span.set_attribute(_OUTPUT_TOKENS, work.completion_tokens)
+        if work.cached_tokens is not None:
+            span.set_attribute(_CACHED_TOKENS, work.cached_tokens)
+        if work.finish_reason is not None:
+            span.set_attribute(_FINISH_REASONS, (work.finish_reason,))
+        first = None if exchange.counters is None else exchange.counters.first_token_seconds
+        if first is not None:
+            span.set_attribute(_FIRST_CHUNK, first)
+        for name, value in _workers(work).items():
+            span.set_attribute(f"dynamo.{name}", value)
+    _add_parts(span, exchange.timer.seconds)
+    span.finish()
+
+
+def _stream_fields(exchange: Exchange) -> dict[str, Any]:
+    counted, work = exchange.counters, exchange.work
+    assert counted is not None
+    first = counted.first_token_seconds
+    fields: dict[str, Any] = {"ttft_ms": None if first is None else _milliseconds(first)}
+    if work is None:
+        return fields
+    tokens = work.completion_tokens
+    return {
+        "input_tokens": work.prompt_tokens,
+        "output_tokens": tokens,
+        "cached_tokens": work.cached_tokens,
+        **fields,
+        "avg_itl_ms": _milliseconds(counted.generating_seconds / (tokens - 1)) if tokens > 1 else None,
+        "finish_reason": work.finish_reason,
+        **_workers(work),
+        "migrations": len(work.moves) or None,
+    }
+
+
+def _workers(work: WorkRequest) -> dict[str, str]:
+    """The instances that served, as lower-case hex: as their own logs and metrics name them."""
+    found: dict[str, str] = {}
+    if work.prefill_instance_id is not None:
+        found["prefill_worker_id"] = f"{work.prefill_instance_id:x}"
+    if work.instances:
+        found["decode_worker_id"] = f"{work.instances[-1].instance_id:x}"
+    return found
+
+
+def _add_parts(span: RequestSpan, stage_seconds: Sequence[float]) -> None:
+    """Record the stages before the first token as child spans, from their sums: the stages follow each other."""
+    at = time.time_ns() - int(sum(stage_seconds) * 1e9)
+    spans = (
+        ("preprocess", sum(stage_seconds[:ROUTE])),
+        ("route", stage_seconds[ROUTE]),
+        ("dispatch", stage_seconds[WIRE]),
+    )
+    for name, seconds in spans:
+        ended = at + int(seconds * 1e9)
+        if seconds:
+            span.past_child(name, at, ended, is_call=name == "dispatch")
+        at = ended
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 3)
