@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dynamo.errors import InvalidArgument
 from dynamo.kv import block_hashes
+from dynamo.worker.kv_publishing.outbox import OUTBOX_MESSAGES
 from dynamo.worker.kv_publishing.publisher import (
-    OUTBOX_MESSAGES,
     ComponentSnapshot,
     KvEventPublisher,
     PushSource,
@@ -301,7 +301,7 @@ async def test_what_cannot_work_is_refused_at_once(options: dict[str, Any], said
 
 
 async def test_loads_are_sent_on_change_and_the_latest_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo.worker.kv_publishing.publisher.LOAD_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr("dynamo.worker.kv_publishing.load.LOAD_INTERVAL_SECONDS", 0.01)
     endpoint = Endpoint()
     metrics = WorkerMetricsPublisher()
     metrics.publish(kv_used_blocks=1)  # before there is a plane: kept
@@ -332,6 +332,23 @@ async def test_loads_are_sent_on_change_and_the_latest_wins(monkeypatch: pytest.
     metrics.publish(0, kv_used_blocks=9)
     await asyncio.sleep(0.02)
     assert len(messages) == 3
+
+
+async def test_figures_of_two_sources_are_one_record() -> None:
+    endpoint = Endpoint()
+    metrics = WorkerMetricsPublisher()
+    await metrics.create_endpoint(endpoint)
+    metrics.update(0, kv_used_blocks=7)
+    metrics.update(0, active_decode_blocks=5, active_prefill_tokens=300)
+    await settle()
+    (message,) = endpoint.channels["kv_metrics"].messages
+    assert {name: message[name] for name in message if name != "worker_id"} == {
+        "dp_rank": 0,
+        "active_decode_blocks": 5,
+        "active_prefill_tokens": 300,
+        "kv_used_blocks": 7,
+    }
+    metrics.close()
 
 
 async def test_a_load_after_a_quiet_time_is_sent_at_once() -> None:

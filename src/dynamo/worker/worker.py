@@ -52,6 +52,7 @@ from dynamo.worker.registration import (
     unregister_model,
     update_model_taints,
 )
+from dynamo.worker.running_requests import RunningRequests
 from dynamo.worker.serving import RawServing, TokenServing, wrap_error
 from dynamo.worker.signals import Deadline, SignalGuard
 
@@ -253,6 +254,7 @@ class _EngineLife:
         self._endpoint = endpoint
         self._metrics: WorkerMetrics | None = None
         self._publishing: Publishing | None = None
+        self._running: RunningRequests | None = None
         self._admin: AdminRoutes | None = None
         self._served: ServedEndpoint | None = None
         self._rl: ServedEndpoint | None = None
@@ -359,6 +361,7 @@ class _EngineLife:
         self._publishing = Publishing(self._endpoint, engine_config, enable_local_indexer=config.local_indexer_enabled)
         if isinstance(engine, LLMEngine):
             self._publishing.connect_kv_events(await _hook(engine.kv_event_sources()))
+            self._running = await self._publishing.running_requests(config.disaggregation_mode)
         if ranks:
             engine.attach_snapshot_publisher(await self._publishing.snapshot_publisher(self._metrics))
 
@@ -489,6 +492,7 @@ class _EngineLife:
             validate=env_bool("DYN_BACKEND_VALIDATE"),
             map_builtin_errors=map_errors,
             start_span=start_span,
+            running=self._running,
         ).handle
 
     async def _canary_payload(self) -> dict[str, Any] | None:

@@ -7,19 +7,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dynamo.contract.engine_config import EngineConfig
+from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import CannotConnect, DynamoException
-from dynamo.worker.kv_publishing.publisher import (
-    KV_EVENTS_TOPIC,
-    KV_METRICS_TOPIC,
-    EventChannel,
-    KvEventPublisher,
-    PushSource,
-    SnapshotPublisher,
-    WorkerMetricsPublisher,
-    ZmqSource,
-)
+from dynamo.worker.kv_publishing.load import KV_METRICS_TOPIC, SnapshotPublisher, WorkerMetricsPublisher
+from dynamo.worker.kv_publishing.outbox import EventChannel
+from dynamo.worker.kv_publishing.publisher import KV_EVENTS_TOPIC, KvEventPublisher
 from dynamo.worker.kv_publishing.recovery import KvRecovery
+from dynamo.worker.kv_publishing.sources import PushSource, ZmqSource
 from dynamo.worker.lifecycle_metrics import WorkerMetrics
+from dynamo.worker.running_requests import RunningRequests
 
 __all__ = ["Publishing"]
 
@@ -33,6 +29,9 @@ class Publishing:
         self._endpoint = endpoint
         self._block_size = config.kv_cache_block_size
         self._enable_local_indexer = enable_local_indexer
+        self._ranks = _hosted_ranks(config)
+        self._total_blocks = config.total_kv_blocks
+        self._loads: WorkerMetricsPublisher | None = None
         self._recoverable: list[tuple[KvEventPublisher, int]] = []
         self._close: list[Callable[[], Awaitable[None] | None]] = []
 
@@ -89,19 +88,47 @@ class Publishing:
 
     async def snapshot_publisher(self, metrics: WorkerMetrics) -> SnapshotPublisher:
         """The publisher an engine hands its snapshots to. Raises CannotConnect."""
-        loads = WorkerMetricsPublisher()
-        try:
-            channel = self._endpoint.event_channel(KV_METRICS_TOPIC)
-            self._close.append(channel.close)
-            await loads.create_endpoint(self._endpoint, channel=channel)
-        except DynamoException:
-            raise
-        except Exception as error:
-            raise CannotConnect(f"load publisher: {type(error).__name__}: {error}") from error
-        self._close.append(loads.close)
+        loads = await self._load_publisher()
         return SnapshotPublisher(
-            metrics.publish, lambda rank, used_blocks: loads.publish(rank, kv_used_blocks=used_blocks)
+            metrics.publish, lambda rank, used_blocks: loads.update(rank, kv_used_blocks=used_blocks)
         )
+
+    async def running_requests(self, mode: DisaggregationMode) -> RunningRequests | None:
+        """The book of running requests, which reports the rest of the load; None for an engine that has none to report.
+
+        Raises CannotConnect.
+        """
+        if mode is DisaggregationMode.ENCODE or self._block_size is None:
+            return None
+        loads = await self._load_publisher()
+
+        def report(rank: int, blocks: int | None, prefill_tokens: int) -> None:
+            loads.update(rank, active_decode_blocks=blocks, active_prefill_tokens=prefill_tokens)
+
+        running = RunningRequests(
+            report,
+            block_size=self._block_size,
+            ranks=self._ranks,
+            total_blocks=self._total_blocks,
+            prefills=mode is not DisaggregationMode.DECODE,
+        )
+        self._close.append(running.close)
+        return running
+
+    async def _load_publisher(self) -> WorkerMetricsPublisher:
+        if self._loads is None:
+            loads = WorkerMetricsPublisher()
+            try:
+                channel = self._endpoint.event_channel(KV_METRICS_TOPIC)
+                self._close.append(channel.close)
+                await loads.create_endpoint(self._endpoint, channel=channel)
+            except DynamoException:
+                raise
+            except Exception as error:
+                raise CannotConnect(f"load publisher: {type(error).__name__}: {error}") from error
+            self._close.append(loads.close)
+            self._loads = loads
+        return self._loads
 
     async def close(self) -> None:
         """End every publisher, the newest first; after `cleanup()`. Idempotent."""
@@ -109,6 +136,11 @@ class Publishing:
             ended = self._close.pop()()
             if ended is not None:
                 await ended
+
+
+def _hosted_ranks(config: EngineConfig) -> range:
+    first = config.data_parallel_start_rank or 0
+    return range(first, first + (config.data_parallel_size or 1))
 
 
 def _checked_sources(sources: object) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What an engine tells the router: which KV blocks it holds, and how full it is.
+"""What an engine tells the router about its KV cache: which blocks it holds, and which it gave up.
 
 Every `publish...` may be called from any thread, returns at once and never waits for the network: messages go through
 a bounded outbox that the worker's event loop empties. Delivery is at most once; a lost KV event leaves a gap in the
@@ -7,13 +7,10 @@ event ids, which routers notice.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, assert_never
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from dynamo.errors import InvalidArgument
 from dynamo.kv.engine_events import Cleared, EngineEvent, Removed, Stored
@@ -21,6 +18,9 @@ from dynamo.kv.hashing import block_hashes as hash_blocks
 from dynamo.kv.hashing import to_unsigned
 from dynamo.kv.ledger import KvLedger
 from dynamo.runtime.metrics import KvPublisherMetrics
+from dynamo.worker.kv_publishing.load import SnapshotPublisher, WorkerMetricsPublisher
+from dynamo.worker.kv_publishing.outbox import EventChannel, Outbox
+from dynamo.worker.kv_publishing.sources import ComponentSnapshot, KvEventSource, PushSource, ZmqSource
 
 if TYPE_CHECKING:
     from dynamo.worker.kv_publishing.zmq_source import ZmqEngineEvents
@@ -38,125 +38,15 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 KV_EVENTS_TOPIC: Final = "kv-events"
-KV_METRICS_TOPIC: Final = "kv_metrics"
 
 MAX_EVENTS_PER_MESSAGE: Final = 128
 MAX_BLOCKS_PER_EVENT: Final = 128
 MAX_BATCHING_TIMEOUT_MS: Final = 15_000
 MAX_SIZE_WARNINGS: Final = 3
-OUTBOX_MESSAGES: Final = 4096
-"""Messages that wait while the event loop is busy. An engine that blocks the loop for seconds fills it; what no longer
-fits is dropped and counted, and the gap in the event ids makes routers ask for a fresh view."""
-
-LOAD_INTERVAL_SECONDS: Final = 0.1  # loads are reported on change, at most this often
-
-
-# -- what the engine declares -----------------------------------------------------------------------------------------
-
-
-@dataclass
-class ComponentSnapshot:
-    """The load of one data-parallel rank at one moment."""
-
-    kv_used_blocks: int
-    kv_total_blocks: int
-    gpu_cache_usage: float  # fraction, 0 to 1
-    dp_rank: int
-    kv_cache_hit_rate: float | None = None  # None: not measured; 0.0: measured, and nothing was found
-
-
-@dataclass(frozen=True)
-class ZmqSource:
-    """The engine publishes KV events on its own ZMQ PUB socket; the worker subscribes there."""
-
-    endpoint: str
-    topic: str = ""
-    dp_rank: int = 0
-
-
-@dataclass(frozen=True)
-class PushSource:
-    """The engine pushes KV events itself: `on_ready(publisher)` is called once, synchronously.
-
-    The engine then drives the publisher from a thread of its own, which must have ended when `cleanup()` returns.
-    """
-
-    on_ready: Callable[[KvEventPublisher], None]
-    dp_rank: int = 0
-
-
-KvEventSource = ZmqSource | PushSource
-
-
-# -- how messages leave -----------------------------------------------------------------------------------------------
-
-
-class EventChannel(Protocol):
-    """One topic of the event plane."""
-
-    def publish(self, payload: Any) -> None:
-        """Send one message; called on the event loop, and must not wait."""
-
-
-class _Outbox:
-    """Carries messages from any thread to the event loop, in order and within a bound."""
-
-    def __init__(self, channel: EventChannel, *, capacity: int = OUTBOX_MESSAGES) -> None:
-        """Must be created on the event loop that owns the channel."""
-        self._channel = channel
-        self._loop = asyncio.get_running_loop()
-        self._capacity = capacity
-        self._lock = threading.Lock()
-        self._waiting: deque[Any] = deque()
-        self._is_scheduled = False
-        self._is_closed = False
-        self.dropped = 0
-
-    def put(self, payload: Any) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            if len(self._waiting) >= self._capacity:
-                self.dropped += 1
-                is_first = self.dropped == 1
-            else:
-                is_first = False
-                self._waiting.append(payload)
-                if not self._is_scheduled:
-                    self._is_scheduled = True
-                    try:
-                        self._loop.call_soon_threadsafe(self._flush)
-                    except RuntimeError:  # the loop is closed: the process is on its way out
-                        self._is_closed = True
-                        self._waiting.clear()
-        if is_first:
-            logger.warning(
-                "%d event messages wait for a blocked event loop; further ones are dropped and counted", self._capacity
-            )
-
-    def close(self) -> None:
-        """Drop what waits and ignore what comes."""
-        with self._lock:
-            self._is_closed = True
-            self._waiting.clear()
-
-    def _flush(self) -> None:
-        with self._lock:
-            batch = list(self._waiting)
-            self._waiting.clear()
-            self._is_scheduled = False
-        for payload in batch:
-            try:
-                self._channel.publish(payload)
-            except Exception:  # at most once: the next message may get through
-                logger.exception("an event message could not be published")
-
-
-# -- KV events --------------------------------------------------------------------------------------------------------
 
 
 class KvEventPublisher:
-    """Tells routers which blocks one data-parallel rank of this worker holds."""
+    """Reports to routers which blocks one data-parallel rank of this worker holds."""
 
     def __init__(
         self,
@@ -189,7 +79,7 @@ class KvEventPublisher:
         self._worker_id = endpoint.connection_id() if worker_id is None else worker_id
         self._block_size = kv_block_size
         self._dp_rank = dp_rank
-        self._outbox = _Outbox(endpoint.event_channel(KV_EVENTS_TOPIC) if channel is None else channel)
+        self._outbox = Outbox(endpoint.event_channel(KV_EVENTS_TOPIC) if channel is None else channel)
         self._lock = threading.Lock()  # holds the order of event ids and messages together
         self._ledger = KvLedger(self._envelope)
         self._size_warnings = 0
@@ -379,103 +269,3 @@ def _removed(block_hashes: Sequence[int]) -> list[Any]:
         {"removed": {"block_hashes": names[start : start + MAX_BLOCKS_PER_EVENT]}}
         for start in range(0, len(names), MAX_BLOCKS_PER_EVENT)
     ]
-
-
-# -- load -------------------------------------------------------------------------------------------------------------
-
-_Load = tuple[int | None, int | None]  # (active_decode_blocks, kv_used_blocks)
-
-
-class WorkerMetricsPublisher:
-    """Tells routers how busy each data-parallel rank is: on change, at most every 100 ms, always the latest figures."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loads: dict[int, _Load] = {}  # one entry per rank this worker hosts
-        self._sent: dict[int, _Load] = {}
-        self._is_scheduled = False
-        self._is_closed = False
-        self._worker_id = 0
-        self._channel: EventChannel | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def create_endpoint(self, endpoint: Any, *, channel: EventChannel | None = None) -> None:
-        """Connect to the event plane; what was published before is sent now."""
-        self._worker_id = endpoint.connection_id()
-        self._channel = endpoint.event_channel(KV_METRICS_TOPIC) if channel is None else channel
-        self._loop = asyncio.get_running_loop()
-        self._flush()
-
-    def publish(
-        self, dp_rank: int | None = None, active_decode_blocks: int | None = None, kv_used_blocks: int | None = None
-    ) -> None:
-        """Set the load of one rank (None: rank 0); figures left None are unknown."""
-        rank, load = dp_rank or 0, (active_decode_blocks, kv_used_blocks)
-        with self._lock:
-            if self._loads.get(rank) == load or self._is_closed:
-                return
-            self._loads[rank] = load
-            if self._is_scheduled or self._loop is None:
-                return
-            self._is_scheduled = True
-            try:
-                self._loop.call_soon_threadsafe(self._flush)
-            except RuntimeError:  # the loop is closed: the process is on its way out
-                self._is_closed = True
-
-    def close(self) -> None:
-        """Send nothing more; call it on the event loop."""
-        with self._lock:
-            self._is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _flush(self) -> None:
-        with self._lock:
-            if self._is_closed or self._loop is None or self._channel is None:
-                return
-            changed = {rank: load for rank, load in self._loads.items() if self._sent.get(rank) != load}
-            self._sent.update(changed)
-            # While figures keep coming the timer runs and collects them; it stops after an interval without change.
-            self._is_scheduled = bool(changed)
-            if changed:
-                self._timer = self._loop.call_later(LOAD_INTERVAL_SECONDS, self._flush)
-        for rank, (active_decode_blocks, kv_used_blocks) in changed.items():
-            try:
-                self._channel.publish(
-                    {
-                        "worker_id": self._worker_id,
-                        "dp_rank": rank,
-                        "active_decode_blocks": active_decode_blocks,
-                        "active_prefill_tokens": None,
-                        "kv_used_blocks": kv_used_blocks,
-                    }
-                )
-            except Exception:  # the next report may get through
-                logger.exception("a load report could not be published")
-
-
-class SnapshotPublisher:
-    """Turns an engine's snapshots into gauges and into the router's load signal. The worker keeps it until `cleanup`."""
-
-    def __init__(
-        self,
-        write_gauges: Callable[[int, ComponentSnapshot], bool],
-        publish_load: Callable[[int, int], None] | None = None,
-    ) -> None:
-        """`write_gauges(dp_rank, snapshot)` says whether the rank was declared; `publish_load(dp_rank, used_blocks)`."""
-        self._write_gauges = write_gauges
-        self._publish_load = publish_load
-        self._failed_ranks: set[int] = set()
-
-    def publish(self, dp_rank: int, snapshot: ComponentSnapshot) -> None:
-        """Report one rank. The argument says which, whatever the snapshot says; an undeclared rank is dropped."""
-        if not self._write_gauges(dp_rank, snapshot) or self._publish_load is None:
-            return
-        try:
-            self._publish_load(dp_rank, snapshot.kv_used_blocks)
-        except Exception as error:  # the gauges are written; the router's view recovers with the next snapshot
-            level = logging.DEBUG if dp_rank in self._failed_ranks else logging.WARNING
-            self._failed_ranks.add(dp_rank)
-            logger.log(level, "the load of rank %d did not reach the router: %s", dp_rank, error)

@@ -1,0 +1,105 @@
+"""What an exception that left engine code means: the typed error that the caller gets, and the line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+from dynamo.errors import (
+    Cancelled,
+    CannotConnect,
+    ConnectionTimeout,
+    Disconnected,
+    DynamoException,
+    EngineShutdown,
+    InvalidArgument,
+    Unknown,
+)
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.tasks import forgive_cancellation, is_being_cancelled
+from dynamo.worker.cancellation import CancellationWatch
+
+__all__ = ["end_failed", "is_engine_failure", "log_failure", "wrap_error"]
+
+logger = logging.getLogger(__name__)
+
+
+def end_failed(
+    error: BaseException, context: Context, sink: ResponseSink, watch: CancellationWatch, map_builtin_errors: bool
+) -> DynamoException | None:
+    """End a stream whose generator raised. Returns the typed failure, or None when nothing failed: the request or the
+    whole task was cancelled."""
+    if isinstance(error, asyncio.CancelledError):
+        if watch.forced:
+            # The watch gave up waiting and cancelled this task to unblock the generator; that is an end, not a failure.
+            forgive_cancellation()
+            sink.end(Cancelled("request cancelled"))
+            return None
+        if is_being_cancelled():
+            sink.end(EngineShutdown("the worker is shutting down"))
+            return None
+    if isinstance(error, asyncio.CancelledError) and not context.is_stopped():
+        failure: DynamoException = EngineShutdown("the engine cancelled a request that nobody had cancelled")
+        failure.__cause__ = error
+    else:
+        failure = wrap_error(error, map_builtin_errors=map_builtin_errors)
+    sink.end(failure)
+    log_failure(context, error, failure)
+    return failure
+
+
+def is_engine_failure(error: BaseException) -> bool:
+    """Whether an exception ends with its request; the others end the task or the process, too."""
+    if isinstance(error, asyncio.CancelledError):
+        return not is_being_cancelled()
+    return isinstance(error, Exception | GeneratorExit)
+
+
+def wrap_error(error: BaseException, *, map_builtin_errors: bool = False) -> DynamoException:
+    """An exception that left engine code, as a typed error; the original stays reachable as its cause."""
+    if isinstance(error, DynamoException):
+        return error
+    typed: DynamoException
+    code = getattr(error, "code", None)
+    if not isinstance(code, int) or isinstance(code, bool):
+        code = getattr(error, "status", None)
+    message = getattr(error, "message", None)
+    if isinstance(code, int) and not isinstance(code, bool) and isinstance(message, str):
+        text = json.dumps({"message": message, "code": code})
+        typed = InvalidArgument(text) if 400 <= code < 500 else Unknown(text)
+    elif isinstance(error, asyncio.CancelledError):
+        typed = Cancelled(str(error) or "request cancelled")
+    elif isinstance(error, GeneratorExit):
+        typed = EngineShutdown("engine shutting down")
+    else:
+        kind = _native_kind(error) if map_builtin_errors or isinstance(error, TimeoutError) else Unknown
+        typed = kind(f"{type(error).__name__}: {error}")
+    typed.__cause__ = error
+    return typed
+
+
+def _native_kind(error: BaseException) -> type[DynamoException]:
+    match error:
+        case ConnectionRefusedError():
+            return CannotConnect
+        case ConnectionError():
+            return Disconnected
+        case TimeoutError():
+            return ConnectionTimeout
+        case ValueError() | TypeError():
+            return InvalidArgument
+        case _:
+            return Unknown
+
+
+def log_failure(context: Context, error: BaseException, failure: DynamoException) -> None:
+    """ERROR with id and traceback for what the engine did wrong, DEBUG for what a caller did."""
+    fields = {"request_id": context.id()}
+    if isinstance(failure, InvalidArgument | Cancelled):
+        logger.debug("request %s: %s", context.id(), failure, extra=fields)
+    elif isinstance(error, DynamoException) and error.__cause__ is None and not isinstance(error, Unknown):
+        logger.error("request %s: %s: %s", context.id(), type(error).__name__, error, extra=fields)
+    else:
+        logger.error("request %s failed in the engine", context.id(), exc_info=error, extra=fields)
