@@ -13,6 +13,7 @@ import pytest
 from dynamo.errors import EngineShutdown, InvalidArgument, Overloaded, Unknown
 from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.router.stages import PrefillStage
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, Script, ScriptedWorker, cluster, fail, say
@@ -252,8 +253,9 @@ async def test_a_client_that_leaves_after_the_prefill_still_has_its_blocks_fetch
     decode = await add_decode(house)
     models = house.frontend.models
     (served,) = models._by_name["m"]
-    assert served.prefill is not None
-    read = served.prefill._on
+    (stage,) = served.dispatcher.stages
+    assert isinstance(stage, PrefillStage)
+    read = stage.router._on
 
     async def leave_in_between(*arguments: Any) -> Any:
         handoff = await read(*arguments)
@@ -261,7 +263,7 @@ async def test_a_client_that_leaves_after_the_prefill_still_has_its_blocks_fetch
         await arguments[2].async_killed_or_stopped()
         return handoff
 
-    served.prefill._on = leave_in_between  # type: ignore[method-assign]
+    stage.router._on = leave_in_between  # type: ignore[method-assign]
     exchange = house.client.begin_chat("hi", max_tokens=50)
     await exchange.done()
     async with asyncio.timeout(5):

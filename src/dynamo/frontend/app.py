@@ -23,6 +23,7 @@ from dynamo.errors import WorkerUnavailable
 from dynamo.frontend.admission.model import AdmissionPolicy
 from dynamo.frontend.admission.process import Admission, Stage
 from dynamo.frontend.apis.surfaces import Api, ChatApi, CompletionApi
+from dynamo.frontend.busy_threshold import LOAD_TOPIC, BusyThresholdRoute, LoadFollower
 from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply, reply_rejected
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.offload import Offload, ThreadOffload
@@ -33,16 +34,14 @@ from dynamo.frontend.metrics import STALL_SECONDS, FrontendMetrics
 from dynamo.frontend.models.cards import Scope as NamespaceScope
 from dynamo.frontend.models.directory import ModelDirectory, WorkerClient
 from dynamo.frontend.models.files import ModelFiles
-from dynamo.frontend.pace import Patience
 from dynamo.frontend.pipeline.exchange import ExchangeRegister
 from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.settings import FrontendSettings
-from dynamo.frontend.shedding import LOAD_TOPIC, BusyThresholdRoute, Shedding
-from dynamo.frontend.stalls import StallWatch
 from dynamo.placement import Policy, RouterMode, policy_for
 from dynamo.protocol.openai.errors import route_not_found
 from dynamo.protocol.records import ModelCard
+from dynamo.router.stall_detector import StallDetector, StallPolicy
 from dynamo.runtime.event_plane.base import Event
 from dynamo.text.model import TextModel, load_text_model
 
@@ -92,15 +91,15 @@ class Frontend:
             rng=runtime.rng,
         )
         self.exchanges = ExchangeRegister()
-        patience = Patience(
+        stall_policy = StallPolicy(
             settings.stall_floor_seconds,
             settings.stall_factor,
             settings.first_token_timeout_seconds,
             settings.inter_token_timeout_seconds,
         )
-        self.watch = StallWatch(patience, self.metrics.stalled)
+        self.watch = StallDetector(stall_policy, self.metrics.stalled)
         self._budget = BodyBudget(settings.pending_bodies_limit_bytes)
-        self.shedding = Shedding(settings, self.models, self._loads, peers)
+        self.loads = LoadFollower(settings, self.models, self._loads, peers)
         self._probe: asyncio.TimerHandle | None = None
         self.pipeline = Pipeline(
             settings,
@@ -130,7 +129,7 @@ class Frontend:
         """Follow the store. Raises `CannotConnect` when it cannot be reached."""
         await self._runtime.start()
         await self.models.start()
-        self.shedding.start()
+        self.loads.start()
         self._probe_loop(asyncio.get_running_loop().time())
 
     async def drain(self, timeout_seconds: float, *, grace_seconds: float = 0.0) -> bool:
@@ -159,7 +158,7 @@ class Frontend:
             self._probe.cancel()
             self._probe = None
         self.watch.close()
-        await self.shedding.aclose()
+        await self.loads.aclose()
         await self.models.aclose()
         self._offload.close()
 
@@ -244,9 +243,7 @@ class Frontend:
     def _admin_routes(self) -> Sequence[BaseRoute]:
         if self.settings.disable_admin_api:
             return ()
-        return (
-            _Endpoint("/busy_threshold", BusyThresholdRoute(self.shedding, self.models, self._budget), "GET", "POST"),
-        )
+        return (_Endpoint("/busy_threshold", BusyThresholdRoute(self.loads, self.models, self._budget), "GET", "POST"),)
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

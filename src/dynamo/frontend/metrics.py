@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
-from dynamo.frontend.pace import Finding
 from dynamo.frontend.pipeline.stage_timer import ROUTE, STAGES, StageTimer
 from dynamo.router.migration import Move
+from dynamo.router.stall_detector import StallKind
 from dynamo.runtime.metric_snapshots import absorb
 from dynamo.runtime.metrics import Counter, Gauge, Histogram, MetricsRegistry
 from dynamo.runtime.settings import env_float, env_int
@@ -190,7 +190,7 @@ class FrontendMetrics:
         stalled = registry.counter_vector(
             name("stalled_streams_total"), "Choices that left a worker without progress", ("finding",)
         )
-        self._stalled = {finding: stalled.labels(finding.name.lower()) for finding in Finding}
+        self._stalled = {finding: stalled.labels(finding.name.lower()) for finding in StallKind}
         self.card_conflicts = registry.counter_vector(
             name("model_card_conflicts_total"), "Workers left out: their card differs from the first", per_model
         )
@@ -311,7 +311,7 @@ class FrontendMetrics:
             if value is not None:
                 self._model_gauges[short].labels(name).set(value)
 
-    def stalled(self, finding: Finding) -> None:
+    def stalled(self, finding: StallKind) -> None:
         """A choice left its worker for want of progress."""
         self._stalled[finding].inc()
 

@@ -1,6 +1,6 @@
 """Which worker serves a request: a pure decision over candidate records. No I/O: time and chance are arguments."""
 
-from dynamo.placement.candidates import Candidate, Placement, PlacementRequest, Reason, WorkerKey, place
+from dynamo.placement.candidates import Candidate, Placement, PlacementRequest, Reason, WorkerKey, eligible, place
 from dynamo.placement.circuit_breaker import CircuitBreaker
 from dynamo.placement.load import Booking, LoadBook
 from dynamo.placement.policies import Policy, RouterMode, policy_for
@@ -16,6 +16,7 @@ __all__ = [
     "Reason",
     "RouterMode",
     "WorkerKey",
+    "eligible",
     "place",
     "policy_for",
 ]

@@ -13,7 +13,7 @@ import msgspec
 
 from dynamo.errors import InvalidArgument, Overloaded, WorkerUnavailable
 
-__all__ = ["Candidate", "Placement", "PlacementRequest", "Policy", "Reason", "WorkerKey", "place"]
+__all__ = ["Candidate", "Placement", "PlacementRequest", "Policy", "Reason", "WorkerKey", "eligible", "place"]
 
 WorkerKey = tuple[str, int]
 """(endpoint, instance id). One process may serve a model on several endpoints under one id."""
@@ -101,6 +101,18 @@ def place(
             if candidate.instance_id == request.pinned_instance_id:
                 return Placement(candidate, "pinned", _PINNED)
         raise InvalidArgument("Invalid request")  # the native text for an unknown worker id
+    found = eligible(request, candidates, scope=scope)
+    placement = policy.choose(request, found, now)
+    if placement.candidate.is_circuit_open:
+        return msgspec.structs.replace(placement, reasons=(*placement.reasons, _ALL_CIRCUITS_OPEN))
+    return placement
+
+
+def eligible(request: PlacementRequest, candidates: Sequence[Candidate], *, scope: str) -> Sequence[Candidate]:
+    """Return the candidates that may take a request that is not pinned: at least one.
+
+    Raises `WorkerUnavailable` when no worker is left, `Overloaded` when every worker that is left is busy.
+    """
     excluded = request.excluded
     left = [each for each in candidates if each.key not in excluded] if excluded else candidates
     healthy = [each for each in left if not each.is_circuit_open]
@@ -108,11 +120,7 @@ def place(
         left = healthy
     if not left:
         raise WorkerUnavailable(f"No workers available for {scope}")
-    eligible = [each for each in healthy if not each.is_busy]
-    if eligible:
-        return policy.choose(request, eligible, now)
-    eligible = [each for each in left if not each.is_busy]
-    if not eligible:
+    found = [each for each in healthy if not each.is_busy] or [each for each in left if not each.is_busy]
+    if not found:
         raise Overloaded
-    placement = policy.choose(request, eligible, now)
-    return msgspec.structs.replace(placement, reasons=(*placement.reasons, _ALL_CIRCUITS_OPEN))
+    return found

@@ -1,17 +1,29 @@
-"""Which worker: the workers of one model in one role, the hand-over from prefill to decode, what workers' caches hold."""
+"""From a request to the items of its answer: worker pools, dispatch, hand-over, migration, stalls, and the KV feed."""
 
+from dynamo.router.dispatch import Dispatcher, DispatchLimits, DispatchRequest, RoutedStream
+from dynamo.router.handoff import Handoff, PrefillAnswer
 from dynamo.router.kv_feed import KvEventFeed, KvSink
 from dynamo.router.pool import ChosenWorker, WorkerClient, WorkerPool
-from dynamo.router.prefill import Handoff, PrefillAnswer, PrefillRouter, may_go_without
+from dynamo.router.prefill import PrefillRouter
+from dynamo.router.stages import DispatchRecord, PrefillStage, Stage
+from dynamo.router.stall_detector import StallDetector, StallPolicy
 
 __all__ = [
     "ChosenWorker",
+    "DispatchLimits",
+    "DispatchRecord",
+    "DispatchRequest",
+    "Dispatcher",
     "Handoff",
     "KvEventFeed",
     "KvSink",
     "PrefillAnswer",
     "PrefillRouter",
+    "PrefillStage",
+    "RoutedStream",
+    "Stage",
+    "StallDetector",
+    "StallPolicy",
     "WorkerClient",
     "WorkerPool",
-    "may_go_without",
 ]

@@ -1,7 +1,7 @@
-"""A stream that lost its worker goes on at another one: when it may, and what that one is asked.
+"""When a stream that lost its worker may go on at another one, and what that worker is sent.
 
 The new worker gets the prompt with everything that was generated so far behind it, and what is left of the token limits. The
-request keeps its id, and `Context.prompt_tokens` says where its own prompt ended, so that an engine that cares (penalties,
+request keeps its id, and `Context.prompt_tokens` tells where its own prompt ended, so that an engine that cares (penalties,
 grammars, usage) can tell the two apart.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from dynamo.protocol.records import RESUMES_GUIDED
 
-__all__ = ["Move", "continued", "tokens_left", "why_not"]
+__all__ = ["Move", "continued", "migration_blocker", "tokens_left"]
 
 
 class Move:
@@ -23,14 +23,14 @@ class Move:
     def __init__(self, *, is_ongoing: bool) -> None:
         """`is_ongoing`: after the first token."""
         self.is_ongoing = is_ongoing
-        self.outcome = "failure"  # "success" and "cancelled" are said when they are known
-        self.seconds = 0.0  # from the loss to the first thing the new worker said
+        self.outcome = "failure"  # "success" and "cancelled" are set when they are known
+        self.seconds = 0.0  # from the loss to the first items of the new worker
 
 
-def why_not(
+def migration_blocker(
     body: Mapping[str, Any], length: int, *, longest: int | None, runtime_data: Mapping[str, Any]
 ) -> str | None:
-    """What keeps a request that has begun to answer from another worker; None: nothing.
+    """Return what keeps a request that has begun to answer from another worker; None: nothing does.
 
     `length`: prompt and answer so far, in tokens; `longest`: `--migration-max-seq-len`.
     """
@@ -43,13 +43,13 @@ def why_not(
 
 
 def tokens_left(body: Mapping[str, Any], generated: int) -> int | None:
-    """How many more tokens the request allows; None: as many as the engine will."""
+    """Return how many more tokens the request allows; None: as many as the engine will."""
     most = (body.get("stop_conditions") or {}).get("max_tokens")
     return None if most is None else max(0, int(most) - generated)
 
 
 def continued(body: Mapping[str, Any], prompt: Sequence[int], generated: Sequence[int]) -> dict[str, Any]:
-    """The request for whoever goes on behind `generated`; `body` stays as it is."""
+    """Return the request for the worker that goes on behind `generated`; `body` stays as it is."""
     stops = dict(body.get("stop_conditions") or {})
     for name in ("max_tokens", "min_tokens"):
         if stops.get(name) is not None:

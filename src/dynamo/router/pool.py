@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from dynamo.errors import DynamoException, WorkerUnavailable
-from dynamo.placement import Candidate, Placement, PlacementRequest, Policy, WorkerKey, place
+from dynamo.placement import Candidate, Placement, PlacementRequest, Policy, WorkerKey, eligible, place
+from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, ResponseStream
 
@@ -65,7 +66,7 @@ class WorkerPool:
     Workers of several models and roles may share an endpoint name; one model may stand on several endpoints.
     """
 
-    __slots__ = ("_clients", "_members", "_policy", "busy", "name")
+    __slots__ = ("_clients", "_members", "_policy", "busy", "name", "runtime_config")
 
     def __init__(self, name: str, clients: Mapping[str, WorkerClient], policy: Policy) -> None:
         """`name`: for error texts. `clients` by endpoint ("namespace.component.endpoint"); it may change any time.
@@ -74,6 +75,7 @@ class WorkerPool:
         self._clients = clients
         self._policy = policy
         self._members: Mapping[str, frozenset[int]] = {}  # instance ids by endpoint
+        self.runtime_config = ModelRuntimeConfig()  # what the engine registered about itself
         self.busy: frozenset[int] = frozenset()  # members whose reported load exceeds a threshold
 
     def set_members(self, members: Iterable[WorkerKey]) -> None:
@@ -119,6 +121,13 @@ class WorkerPool:
         endpoint, instance_id = placement.candidate.key
         client = self._clients[endpoint]
         return ChosenWorker(placement, client.named(instance_id), client)
+
+    def has_worker(self, request: PlacementRequest) -> bool:
+        """Return whether `choose` would find a worker that is not busy; nothing is chosen, so no turn is used up."""
+        try:
+            return bool(eligible(request, self.candidates(), scope=self.name))
+        except DynamoException:
+            return False
 
     def candidates(self) -> list[Candidate]:
         """Return the members that discovery lists, as a policy sees them."""

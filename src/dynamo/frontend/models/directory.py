@@ -26,8 +26,10 @@ from dynamo.frontend.pipeline.parsing import report_chat_template, warn_of_missi
 from dynamo.placement import Policy
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
 from dynamo.protocol.records import UNREADABLE, ModelCard
+from dynamo.router.dispatch import Dispatcher
 from dynamo.router.pool import WorkerClient, WorkerPool
 from dynamo.router.prefill import PrefillRouter
+from dynamo.router.stages import PrefillStage
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Delete, Discovery, Put
 from dynamo.text.model import TextModel
 
@@ -61,10 +63,10 @@ class ServedModel(WorkerPool):
         "card",
         "context_length",
         "created",
+        "dispatcher",
         "lora_name",
         "mdc_sum",
         "namespace",
-        "prefill",
         "ranks",
         "surfaces",
         "takes_text",
@@ -85,13 +87,14 @@ class ServedModel(WorkerPool):
         self.namespace = group.key.namespace
         self.text = text
         self.created = int(time.time())
-        self.prefill: PrefillRouter | None = None  # who computes the prompts, where its own workers only decode
+        self.dispatcher = Dispatcher(self)
         self.update(group)
 
     def update(self, group: Group) -> None:
         """Take over new members; the model itself is the same."""
         card = group.card
         self.card = card
+        self.runtime_config = card.runtime_config
         self.mdc_sum = group.fingerprint
         self.lora_name = card.lora.name if card.lora else None
         self.surfaces = card.surfaces
@@ -103,11 +106,6 @@ class ServedModel(WorkerPool):
         self.ranks = _ranks(group)
         self.set_members((entry.endpoint, entry.instance_id) for entry in group.accepted)
         self.admission.set_capacity(_capacity(group))
-
-    @property
-    def runtime_data(self) -> Mapping[str, Any]:
-        """What the engine said about itself when it registered."""
-        return self.card.runtime_config.runtime_data
 
     @property
     def created_at_text(self) -> str:
@@ -585,7 +583,8 @@ class ModelDirectory:
             served = self._served[key]
             if key.role == _DECODE:
                 router = self._prefill.get(_place(key))
-                served.prefill = router if self._enforce_disagg or _is_reachable(router) else None
+                used = router is not None and (self._enforce_disagg or _is_reachable(router))
+                served.dispatcher.stages = (PrefillStage(router, served),) if router is not None and used else ()
             if not self._is_ready(key):
                 continue
             for name in dict.fromkeys((served.name, *served.card.aliases)):

@@ -29,12 +29,12 @@ from dynamo.frontend.pipeline.request_records import CLIENT_LEFT, begin_record, 
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream
 from dynamo.frontend.pipeline.stage_timer import QUEUE, StageTimer, wants_stage_times
 from dynamo.frontend.settings import KEEP_ALIVE_SECONDS, FrontendSettings
-from dynamo.frontend.stalls import StallWatch
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected, model_not_found, model_not_ready
 from dynamo.protocol.openai.headers import HeaderEffects, apply_headers
 from dynamo.protocol.openai.requests import ChatRequest, Request
 from dynamo.protocol.openai.sse import DONE
+from dynamo.router.stall_detector import StallDetector
 
 __all__ = ["Call", "Pipeline"]
 
@@ -53,7 +53,7 @@ class Pipeline:
     metrics: FrontendMetrics
     preprocessor: Preprocessor
     register: ExchangeRegister
-    stalls: StallWatch
+    stalls: StallDetector
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ class Call:
         received_at = time.time() - (loop.time() - began)
         answer = Answer(self._api, request, model, work, exchange.context.id(), received_at)
         limit = self._settings.backend_stream_timeout_seconds
-        idle = None if limit is None else IdleTimeout(exchange, work.give_up_silent_workers, limit)
+        idle = None if limit is None else IdleTimeout(exchange, work.fail_over_idle_streams, limit)
         if stream is None:
             await UnaryDelivery(exchange, answer, idle).send(sink)
         else:

@@ -12,11 +12,12 @@ from typing import Any, Final
 import msgspec
 
 from dynamo.errors import Unknown, revive
-from dynamo.frontend.pipeline.generation import Delta, GenerationModel, WorkRequest, _Choice
+from dynamo.frontend.pipeline.generation import Choice, Delta, GenerationModel, WorkRequest
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.plain_text import TextPiece, count, prompt_tokens, read_piece
 from dynamo.protocol.openai.requests import ChatRequest, CompletionRequest
+from dynamo.router.dispatch import DispatchRequest
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import StreamItem
 from dynamo.text.stops import StopStrings
@@ -48,7 +49,7 @@ class TextWork(WorkRequest):
         self._prompt_counts = [prompt_tokens(body) for body in bodies]
         self.prompt_tokens = sum(self._prompt_counts)
 
-    def open_choice(self, model: GenerationModel, context: Context, index: int, prompt: list[int]) -> _Choice:
+    def open_choice(self, model: GenerationModel, context: Context, index: int, prompt: list[int]) -> Choice:
         return _TextChoice(model, self, context, index)
 
     def note_prompt(self, prompt_index: int, tokens: int) -> None:
@@ -95,40 +96,36 @@ def _needs_tokens(field: str, verdict: str) -> RequestRejected:
     return RequestRejected(400, f"`{field}` {verdict}: this model takes and gives text, not token ids", param=field)
 
 
-class _TextChoice(_Choice):
+class _TextChoice(Choice):
     """One choice whose stream is made of OpenAI's chunks."""
 
-    __slots__ = ("_counted", "_stops", "_text_work")
+    __slots__ = ("_stops", "_text_work")
 
     def __init__(self, model: GenerationModel, work: TextWork, context: Context, index: int) -> None:
-        # Not the base's: that one makes a decoder of token ids.
-        self._model, self._work, self._context, self._index = model, work, context, index
         self._text_work = work
-        self._stream, self._worker, self._tried, self._ended = None, None, [], False
-        self._shed, self.attempts = set(), 0
         number = index % work.choices
         body = work.bodies[index // work.choices]
         if number and body.get("seed") is not None:  # as in `generation`: the same seed twice is the same text twice
             body = {**body, "seed": body["seed"] + number}
-        self._origin = self._body = body
-        self._prompt, self._generated, self._lost_by, self._lost_at, self._silent = [], [], None, 0.0, None
-        self._pardoned, self.is_reading = None, False
+        request = DispatchRequest(
+            body,
+            (),
+            record=work,
+            timer=work.overhead,
+            limits=work.limits,
+            pinned_instance_id=work.pinned_instance_id,
+            takes_text=True,
+            stall_detector=work.watch,
+        )
         self._stops = StopStrings(work.stops, include=work.include_stop) if work.stops else None
-        self._counted = 0
-
-    @property
-    def tokens(self) -> int:
-        return self._counted
-
-    def _why_not(self) -> str | None:
-        return "its engine takes text: there is no position to go on from"
+        super().__init__(model, work, context, index, request)
 
     def _absorb(self, items: Sequence[StreamItem]) -> Delta:
         delta = Delta(self._index)
         for item in items:
             piece = _piece_of(item)
             tokens = count(piece.text)
-            self._counted += tokens
+            self._request.text_tokens += tokens
             delta.tokens += tokens
             self._work.completion_tokens += tokens
             matched = None
@@ -152,26 +149,22 @@ class _TextChoice(_Choice):
         return delta
 
     def _leave(self, *, has_finished: bool) -> None:
-        self._ended = True
-        if self._stream is None:
-            return
+        self._is_over = True
         if has_finished:
-            self._stream.finish()
-            self._stream = None
-        else:  # a stop of ours: the worker may go on for a moment, but nobody listens any more
-            self._stream.stop()
-            self._release()
+            self.stream.finish()
+        else:
+            self.stream.stop()  # a stop of ours: the worker may go on for a moment, but its stream is left
 
     def _note_usage(self, usage: Mapping[str, Any]) -> None:
         prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if isinstance(prompt, int):
-            self._text_work.note_prompt(self._index // self._work.choices, prompt)
+            self._text_work.note_prompt(self._prompt_index, prompt)
         if isinstance(completion, int):
-            self._work.completion_tokens += completion - self._counted
-            self._counted = completion
+            self._work.completion_tokens += completion - self._request.text_tokens
+            self._request.text_tokens = completion
         details = usage.get("prompt_tokens_details")
         if isinstance(details, Mapping) and isinstance(cached := details.get("cached_tokens"), int):
-            self._work.note_cached(self._index // self._work.choices, cached)
+            self._work.note_cached(self._prompt_index, cached)
 
 
 def _piece_of(item: StreamItem) -> TextPiece:

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.frontend import shedding
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.shedding import LOAD_TOPIC, Load, Thresholds
+from dynamo.frontend.busy_threshold import LOAD_TOPIC
 from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.router import busy_workers
+from dynamo.router.busy_workers import BusyThresholds, LoadReport
 from support.frontend_cluster import Cluster, ScriptedWorker, cluster
 
 BLOCKS = 100
@@ -90,7 +91,7 @@ async def test_a_worker_is_busy_when_all_its_ranks_are(tmp_path: Path) -> None:
 
 
 async def test_a_worker_that_says_no_more_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shedding, "BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(busy_workers, "BUSY_SECONDS", 0.05)
     async with cluster(tmp_path, active_decode_blocks_threshold=0.5) as house:
         worker = await Reporter.joins(house)
         await worker.says(60, is_avoided=True)
@@ -167,8 +168,8 @@ def test_busy_is_any_threshold_that_is_passed(
         None not in (most, tokens) and tokens > most,  # type: ignore[operator]
         None not in (share, tokens, step) and tokens > share * step,  # type: ignore[operator]
     ]
-    load = Load(1, 0, blocks, tokens)
-    found = Thresholds("m", part, most, share).is_busy(load, total_kv_blocks=total, max_batched_tokens=step)
+    load = LoadReport(1, 0, blocks, tokens)
+    found = BusyThresholds("m", part, most, share).is_busy(load, total_kv_blocks=total, max_batched_tokens=step)
     assert found == any(passed)
 
 

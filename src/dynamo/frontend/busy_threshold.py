@@ -1,0 +1,197 @@
+"""The thresholds above which workers count as busy: kept by model, changed at `/busy_threshold`, fed with load reports.
+
+Off unless a threshold is set, by a flag for every model or by the route for one model. Until then no load is followed, and a
+request pays one test of an empty set. Where all workers of a model are busy the client gets 529.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Final
+
+import msgspec
+
+from dynamo.errors import DynamoException
+from dynamo.frontend.http.asgi import BodyBudget, ClientGone, Receive, Scope, Send, first_headers, read_body, reply
+from dynamo.frontend.http.operations import Peers
+from dynamo.frontend.models.directory import ModelDirectory
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.router.busy_workers import BusyThresholds, BusyWorkers, LoadReport
+from dynamo.runtime.event_plane.base import Event
+
+__all__ = ["LOAD_TOPIC", "BusyThresholdRoute", "LoadFollower"]
+
+logger = logging.getLogger(__name__)
+
+LOAD_TOPIC: Final = "kv_metrics"
+RETRY_SECONDS: Final = 1.0
+MAX_MODELS: Final = 1024  # with thresholds of their own
+MAX_BODY_BYTES: Final = 16 * 1024
+
+Subscribe = Callable[[str], AbstractAsyncContextManager[AsyncIterator[Event]]]
+"""From "namespace.component.endpoint" to the load reports of its workers."""
+
+
+_decode_load: Final = msgspec.msgpack.Decoder(LoadReport).decode
+_decode_thresholds: Final = msgspec.json.Decoder(BusyThresholds).decode
+_encode: Final = msgspec.json.encode
+
+
+class LoadFollower:
+    """Follows the loads of the models that have thresholds, and marks their busy workers. Used on the event loop only."""
+
+    def __init__(
+        self, settings: FrontendSettings, models: ModelDirectory, subscribe: Subscribe, peers: Peers | None = None
+    ) -> None:
+        self._models, self._subscribe, self._peers = models, subscribe, peers
+        self._default = BusyThresholds(
+            "",
+            settings.active_decode_blocks_threshold,
+            settings.active_prefill_tokens_threshold,
+            settings.active_prefill_tokens_threshold_frac,
+        )
+        self._by_model: dict[str, BusyThresholds] = {}
+        self.busy_workers = BusyWorkers(models.served, self.of)
+        self._followers: dict[str, asyncio.Task[None]] = {}  # by endpoint
+        self._keeper: asyncio.Task[None] | None = None
+        self._was_set = asyncio.Event()
+        if peers is not None:
+            peers.on_shared(self._take)
+
+    def start(self) -> None:
+        """Begin to follow loads if a threshold is set."""
+        if self._keeper is None and (self._default.is_set or self._by_model):
+            self._keeper = asyncio.create_task(self._keep(), name="frontend: loads")  # awaited in aclose()
+
+    async def aclose(self) -> None:
+        """Stop following loads. Idempotent."""
+        tasks = [*self._followers.values(), *([self._keeper] if self._keeper else [])]
+        self._followers.clear()
+        self._keeper = None
+        self.busy_workers.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- thresholds --------------------------------------------------------------------------------------------------
+
+    def of(self, model: str) -> BusyThresholds:
+        """Return the thresholds of a model."""
+        found = self._by_model.get(model)
+        return found if found is not None else msgspec.structs.replace(self._default, model=model)
+
+    def all(self) -> list[BusyThresholds]:
+        """Return the thresholds of every model that has any."""
+        names = {model.name for model in self._models.served()} | self._by_model.keys()
+        return [found for name in sorted(names) if (found := self.of(name)).is_set]
+
+    async def set(self, given: BusyThresholds) -> BusyThresholds:
+        """Change the thresholds that `given` sets, in all processes of the group; return all of the model's afterwards.
+
+        Raises ValueError naming a field, or when too many models have thresholds of their own.
+        """
+        given.check()
+        changed = given.over(self.of(given.model))
+        if given.is_set:
+            if given.model not in self._by_model and len(self._by_model) >= MAX_MODELS:
+                raise ValueError(f"more than {MAX_MODELS} models have thresholds")
+            self._apply(changed)
+            if self._peers is not None:
+                await self._peers.share(f"busy_threshold/{given.model}", _encode(changed))
+        return changed
+
+    def _take(self, key: str, value: bytes) -> None:
+        """Take over a change that another process of the group received."""
+        if key.startswith("busy_threshold/"):
+            self._apply(_decode_thresholds(value))
+
+    def _apply(self, thresholds: BusyThresholds) -> None:
+        self._by_model[thresholds.model] = thresholds
+        self._was_set.set()
+        self.start()
+        self.busy_workers.thresholds_changed()
+
+    # -- loads -------------------------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        """Follow the endpoints of the models that have thresholds, whatever comes and goes."""
+        while True:
+            changed = asyncio.create_task(self._models.change(), name="frontend: models changed")
+            was_set = asyncio.create_task(self._was_set.wait(), name="frontend: thresholds set")
+            self._was_set.clear()
+            try:
+                self._reconcile()
+                await asyncio.wait({changed, was_set}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
+                was_set.cancel()
+
+    def _reconcile(self) -> None:
+        wanted = {path for model in self._models.served() if self.of(model.name).is_set for path in model.endpoints}
+        for path in self._followers.keys() - wanted:
+            self._followers.pop(path).cancel()
+        for path in wanted - self._followers.keys():
+            self._followers[path] = asyncio.create_task(self._follow(path), name=f"frontend: loads of {path}")
+        self.busy_workers.keep_only(frozenset(worker for model in self._models.served() for worker in model.member_ids))
+
+    async def _follow(self, endpoint: str) -> None:
+        while True:
+            try:
+                async with self._subscribe(endpoint) as events:
+                    async for event in events:
+                        self._report(event)
+                return  # the plane was closed
+            except DynamoException as error:
+                logger.warning(
+                    "the load reports of %s cannot be followed, next attempt in %g s: %s",
+                    endpoint,
+                    RETRY_SECONDS,
+                    error,
+                )
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def _report(self, event: Event) -> None:
+        try:
+            load = _decode_load(event.payload)
+        except msgspec.MsgspecError as error:
+            logger.warning("a load report is not readable and ignored: %s", error)
+            return
+        self.busy_workers.report(load)
+
+
+class BusyThresholdRoute:
+    """`/busy_threshold`: GET returns the thresholds, POST changes those of one model."""
+
+    def __init__(self, loads: LoadFollower, models: ModelDirectory, budget: BodyBudget) -> None:
+        self._loads, self._models, self._budget = loads, models, budget
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "GET":
+            await reply(send, 200, _encode({"thresholds": self._loads.all()}))
+            return
+        try:
+            body = await read_body(first_headers(scope), receive, MAX_BODY_BYTES, self._budget)
+            status, answer = await self._change(body)
+        except ClientGone:
+            return
+        except RequestRejected as rejected:
+            status, answer = rejected.status, {"error": str(rejected)}
+        await reply(send, status, _encode(answer))
+
+    async def _change(self, body: bytes) -> tuple[int, Any]:
+        try:
+            given = _decode_thresholds(body)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            return 422, {"error": f"the body is not understood: {error}"}
+        if not self._models.is_registered(given.model):
+            return 404, {"error": f"Model '{given.model}' not found. Thresholds can only be set for discovered models."}
+        try:
+            return 200, await self._loads.set(given)
+        except ValueError as error:
+            return 400, {"error": str(error)}
+        except TimeoutError:
+            return 503, {"error": "The other frontend processes did not answer in time"}

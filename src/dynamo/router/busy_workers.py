@@ -1,0 +1,146 @@
+"""Excludes workers whose reported load exceeds a threshold from new requests.
+
+A worker is busy when every rank that reports is above a threshold of the model. As a report may be lost, a worker counts as
+busy for `BUSY_SECONDS` after its last report at most: then the next request tries it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol
+
+import msgspec
+
+from dynamo.protocol.records import ModelRuntimeConfig
+
+__all__ = ["BusyThresholds", "BusyWorkers", "LoadReport", "LoadedPool"]
+
+BUSY_SECONDS: Final = 5.0
+MAX_WORKERS: Final = 65_536  # whose load is remembered
+
+
+class BusyThresholds(msgspec.Struct, frozen=True):
+    """Limits of one model; a rank above any of them is busy. None: not looked at."""
+
+    model: str
+    active_decode_blocks_threshold: float | None = None  # a part of the KV blocks of a rank
+    active_prefill_tokens_threshold: int | None = None
+    active_prefill_tokens_threshold_frac: float | None = None  # of the tokens of one engine step
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is any limit."""
+        return any(value is not None for name, value in msgspec.structs.asdict(self).items() if name != "model")
+
+    def check(self) -> None:
+        """Check the ranges. Raises ValueError naming the field."""
+        blocks = self.active_decode_blocks_threshold
+        if blocks is not None and not 0 <= blocks <= 1:
+            raise ValueError(f"active_decode_blocks_threshold must be between 0.0 and 1.0, got {blocks:g}")
+        for name in ("active_prefill_tokens_threshold", "active_prefill_tokens_threshold_frac"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 2**63:
+                raise ValueError(f"{name} must be at least 0, got {value:g}")
+
+    def over(self, other: BusyThresholds) -> BusyThresholds:
+        """Return these limits where they are set, and those of `other` elsewhere."""
+        given = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        return msgspec.structs.replace(other, **given)
+
+    def is_busy(self, load: LoadReport, *, total_kv_blocks: int | None, max_batched_tokens: int | None) -> bool:
+        """Return whether one rank with this load is busy."""
+        blocks, tokens, part = (
+            load.active_decode_blocks,
+            load.active_prefill_tokens,
+            self.active_prefill_tokens_threshold_frac,
+        )
+        limit = self.active_decode_blocks_threshold
+        if limit is not None and blocks is not None and total_kv_blocks and blocks / total_kv_blocks > limit:
+            return True
+        if tokens is None:
+            return False
+        most = self.active_prefill_tokens_threshold
+        return (most is not None and tokens > most) or (
+            part is not None and bool(max_batched_tokens) and tokens > part * (max_batched_tokens or 0)
+        )
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """One report of one rank. Unknown keys are ignored."""
+
+    worker_id: int
+    dp_rank: int = 0
+    active_decode_blocks: int | None = None
+    active_prefill_tokens: int | None = None
+
+
+class LoadedPool(Protocol):
+    """What is needed of a `WorkerPool`."""
+
+    name: str
+    busy: frozenset[int]
+    runtime_config: ModelRuntimeConfig
+
+    @property
+    def member_ids(self) -> frozenset[int]: ...
+
+
+class BusyWorkers:
+    """Keeps the load reports and marks the busy workers of every pool. Used on the event loop only."""
+
+    def __init__(
+        self, pools: Callable[[], Iterable[LoadedPool]], thresholds_of: Callable[[str], BusyThresholds]
+    ) -> None:
+        """`pools`: the pools there are now; `thresholds_of`: from a model's name to its limits."""
+        self._pools, self._thresholds_of = pools, thresholds_of
+        self._reports: dict[int, dict[int, LoadReport]] = {}  # by worker and rank; of workers that exist
+        self._expiries: dict[int, asyncio.TimerHandle] = {}  # by worker: when it is tried again
+
+    def close(self) -> None:
+        """Stop every timer. Idempotent."""
+        for timer in self._expiries.values():
+            timer.cancel()
+        self._expiries.clear()
+
+    def report(self, load: LoadReport) -> None:
+        """Take over a report of one rank."""
+        if load.worker_id not in self._reports and len(self._reports) >= MAX_WORKERS:
+            return
+        self._reports.setdefault(load.worker_id, {})[load.dp_rank] = load
+        self._mark(load.worker_id)
+
+    def thresholds_changed(self) -> None:
+        """Judge every worker anew."""
+        for worker in list(self._reports):
+            self._mark(worker)
+
+    def keep_only(self, present: frozenset[int]) -> None:
+        """Forget the reports of workers that have vanished."""
+        for worker in self._reports.keys() - present:
+            self._forget(worker)
+
+    def _mark(self, worker: int) -> None:
+        if (timer := self._expiries.pop(worker, None)) is not None:
+            timer.cancel()
+        ranks = self._reports.get(worker, {}).values()
+        is_busy_anywhere = False
+        for pool in self._pools():
+            if worker not in pool.member_ids:
+                continue
+            limits, runtime = self._thresholds_of(pool.name), pool.runtime_config
+            is_busy = bool(ranks) and all(
+                limits.is_busy(
+                    load, total_kv_blocks=runtime.total_kv_blocks, max_batched_tokens=runtime.max_num_batched_tokens
+                )
+                for load in ranks
+            )
+            is_busy_anywhere = is_busy_anywhere or is_busy
+            if is_busy != (worker in pool.busy):
+                pool.busy = pool.busy | {worker} if is_busy else pool.busy - {worker}
+        if is_busy_anywhere:
+            self._expiries[worker] = asyncio.get_running_loop().call_later(BUSY_SECONDS, self._forget, worker)
+
+    def _forget(self, worker: int) -> None:
+        self._reports.pop(worker, None)
+        self._mark(worker)

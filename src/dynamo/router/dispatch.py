@@ -1,0 +1,494 @@
+"""From a request to the items of its answer, whatever happens to the workers: choose, open, retry, migrate, give up.
+
+`Dispatcher.open` returns a `RoutedStream`. It is read like the stream of one worker; behind it the request may move to
+another worker, before its first token (a retry) or after (a migration).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dynamo.errors import DynamoException, Overloaded, StreamIncomplete, WorkerUnavailable, rule_of
+from dynamo.placement import PlacementRequest, WorkerKey
+from dynamo.router.migration import Move, continued, migration_blocker, tokens_left
+from dynamo.router.pool import ChosenWorker, WorkerPool
+from dynamo.router.stages import DispatchRecord, Stage, StageJob, StageTimer, run_stages
+from dynamo.router.stall_detector import StallDetector
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import ResponseStream, StreamItem
+
+__all__ = ["DEFAULT_RETRIES", "DispatchLimits", "DispatchRequest", "Dispatcher", "RoutedStream"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_RETRIES: Final = 3  # other workers that a request may need
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchLimits:
+    """What a request may cost when workers fail."""
+
+    retries: int = DEFAULT_RETRIES
+    longest_movable_tokens: int | None = None  # a longer request is not moved once it has begun to answer
+
+
+class DispatchRequest:
+    """One request for one choice, and how far its answer has come.
+
+    The reader of the stream appends what it decoded to `generated`: another worker goes on behind those tokens.
+    """
+
+    __slots__ = (
+        "body",
+        "generated",
+        "limits",
+        "pinned_instance_id",
+        "prompt",
+        "record",
+        "stall_detector",
+        "takes_text",
+        "text_tokens",
+        "timer",
+    )
+
+    def __init__(
+        self,
+        body: dict[str, Any],
+        prompt: Sequence[int],
+        *,
+        record: DispatchRecord,
+        timer: StageTimer,
+        limits: DispatchLimits,
+        pinned_instance_id: int | None = None,
+        takes_text: bool = False,
+        stall_detector: StallDetector | None = None,
+    ) -> None:
+        """`body`: the worker's request with its prompt. `takes_text`: the engine has no token ids to go on from."""
+        self.body = body
+        self.prompt = prompt
+        self.record = record
+        self.timer = timer
+        self.limits = limits
+        self.pinned_instance_id = pinned_instance_id
+        self.takes_text = takes_text
+        self.stall_detector = stall_detector
+        self.generated: list[int] = []
+        self.text_tokens = 0  # counted by the reader where the engine takes text
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were generated so far."""
+        return self.text_tokens if self.takes_text else len(self.generated)
+
+    def placement(self, excluded: Sequence[WorkerKey], *, healthy_only: bool = False) -> PlacementRequest:
+        """Return what the choice of a worker may look at."""
+        routing: Mapping[str, Any] = self.body.get("routing") or {}
+        return PlacementRequest(
+            token_ids=self.prompt,
+            lora_name=routing.get("lora_name"),
+            pinned_instance_id=self.pinned_instance_id,
+            priority=routing.get("priority") or 0,
+            excluded=excluded,
+            healthy_only=healthy_only,
+        )
+
+
+class Dispatcher:
+    """Opens requests at the workers of one model."""
+
+    __slots__ = ("pool", "stages")
+
+    def __init__(self, pool: WorkerPool) -> None:
+        """`pool`: the workers that answer."""
+        self.pool = pool
+        self.stages: Sequence[Stage] = ()  # before the worker that answers
+
+    def open(self, request: DispatchRequest, context: Context) -> RoutedStream:
+        """Return the stream of a request's answer. Nothing is sent before it is read; close it on every path."""
+        stream = RoutedStream(self, request, context)
+        if request.stall_detector is not None:
+            request.stall_detector.add(stream)
+        return stream
+
+
+class _Attempts:
+    """The workers that one request has tried."""
+
+    __slots__ = ("_shed", "count", "excluded")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.excluded: list[WorkerKey] = []  # not to be tried again
+        self._shed: list[WorkerKey] = []  # of those, the ones that only had no room
+
+    def begin(self, worker: ChosenWorker) -> None:
+        self.count += 1
+        self.excluded.append(worker.key)
+
+    def failed(self, worker: ChosenWorker, error: DynamoException) -> None:
+        """Note why an attempt failed. A worker that only had no room may be tried again once another worker is lost."""
+        if isinstance(error, Overloaded):
+            self._shed.append(worker.key)
+        elif self._shed:
+            self.excluded = [key for key in self.excluded if key not in self._shed]
+            self._shed.clear()
+
+    def readmit(self, worker: ChosenWorker) -> None:
+        self.excluded = [key for key in self.excluded if key != worker.key]
+
+
+class _Loss:
+    """The loss of a worker in the middle of an answer."""
+
+    __slots__ = ("at", "error")
+
+    def __init__(self, error: DynamoException, at: float) -> None:
+        self.error, self.at = error, at
+
+
+class RoutedStream(AsyncIterator[list[StreamItem]]):
+    """The items of one answer, whichever workers they come from. Made by `Dispatcher.open`.
+
+    Read it with `next_batch` (or by iterating); from the second batch on, `push` hands items on without waking a task.
+    """
+
+    __slots__ = (
+        "_attempts",
+        "_body",
+        "_context",
+        "_dispatcher",
+        "_exempt_error",
+        "_idle_error",
+        "_is_closed",
+        "_loss",
+        "_request",
+        "_stream",
+        "_worker",
+        "is_reading",
+    )
+
+    def __init__(self, dispatcher: Dispatcher, request: DispatchRequest, context: Context) -> None:
+        self._dispatcher, self._request, self._context = dispatcher, request, context
+        self._body = request.body
+        self._attempts = _Attempts()
+        self._worker: ChosenWorker | None = None  # the last one that was tried
+        self._stream: ResponseStream | None = None
+        self._loss: _Loss | None = None  # of the last worker, after it had begun to answer
+        self._idle_error: DynamoException | None = None  # set: the worker is left because it sent nothing
+        self._exempt_error: DynamoException | None = None  # does not count against the worker
+        self._is_closed = False
+        self.is_reading = False  # waiting for the worker, and not for the reader
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    async def __anext__(self) -> list[StreamItem]:
+        items = await self.next_batch()
+        if not items:
+            raise StopAsyncIteration
+        return items
+
+    async def next_batch(self) -> list[StreamItem]:
+        """Return everything new, waiting for something to arrive; [] when the request was cancelled.
+
+        The reader knows the end by the terminal chunk, and calls `finish` then.
+
+        Raises:
+            DynamoException: why the request failed; `errors.rule_of` tells what the client gets.
+        """
+        while not self._is_closed:
+            stream = self._stream
+            if stream is None:
+                items = await self._start()
+                if not items:
+                    self._on_missing_terminal_chunk()
+                return items
+            self.is_reading = True
+            try:
+                items = await stream.next_batch()
+                if not items:
+                    self._on_missing_terminal_chunk()
+            except DynamoException as error:
+                self._on_worker_lost(error)
+            else:
+                return items
+            finally:
+                self.is_reading = False
+        return []
+
+    async def push(self, take_items: Callable[[list[StreamItem]], bool]) -> None:
+        """Call `take_items` with what arrives, at once and without waking a task for it.
+
+        Returns when that returned False or the worker was lost: go on with `next_batch`, unless the terminal chunk was
+        among the items. Raises as `next_batch`, and what `take_items` raises. Call it after `next_batch` has returned items.
+        """
+        stream = self._stream
+        if stream is None or self._is_closed:
+            return
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        take = stream.take
+
+        def arrived() -> None:
+            try:
+                try:
+                    items = take()
+                    if items is None:
+                        self._on_missing_terminal_chunk()
+                except DynamoException as error:
+                    self._on_worker_lost(error)  # or else `next_batch` goes on elsewhere
+                    items = None
+                if items is not None and (not items or take_items(items)):
+                    return
+            except BaseException as error:
+                settle(error)
+            else:
+                settle(None)
+
+        def settle(error: BaseException | None) -> None:
+            stream.listen(None)
+            if done.done():
+                return
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        self.is_reading = True
+        stream.listen(arrived)
+        try:
+            await done
+        finally:
+            self.is_reading = False
+            stream.listen(None)
+
+    def finish(self) -> None:
+        """Release the worker's stream: its terminal chunk was read."""
+        self._is_closed = True
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.finish()
+
+    def stop(self) -> None:
+        """Ask the worker to stop and read nothing more: the reader has found an end of its own."""
+        self._is_closed = True
+        if self._stream is not None:
+            self._stream.stop()
+            self._release()
+
+    def close(self) -> None:
+        """Leave; a worker that has not ended the stream is told. Idempotent."""
+        self._is_closed = True
+        if self._request.stall_detector is not None:
+            self._request.stall_detector.remove(self)
+        self._release()
+
+    # -- what the stall detector needs (`stall_detector.WatchedStream`) ----------------------------------------------
+
+    @property
+    def request_id(self) -> str:
+        return self._context.id()
+
+    @property
+    def tokens(self) -> int:
+        return self._request.tokens
+
+    @property
+    def attempts(self) -> int:
+        return self._attempts.count
+
+    @property
+    def instance_id(self) -> int | None:
+        return self._worker.instance.instance_id if self._worker is not None and self._stream is not None else None
+
+    def fail_over(self, error: DynamoException, *, is_worker_fault: bool = True, is_last: bool = False) -> bool:
+        """Leave a worker that sends nothing, because of `error`; return whether that was done.
+
+        Without `is_last` the stream only leaves the worker if another worker can go on.
+        """
+        stream = self._stream
+        if stream is None or self._is_closed or self._idle_error is not None or not (is_last or self._can_move(error)):
+            return False
+        self._idle_error = error
+        if not is_worker_fault:
+            self._exempt_error = error
+        stream.kill()  # and whatever reads it finds that it has ended
+        return True
+
+    # -- the ends of a worker's stream -------------------------------------------------------------------------------
+
+    def _on_missing_terminal_chunk(self) -> None:
+        """Take an end without a terminal chunk: right after a cancellation that is the end, else a breach."""
+        if not self._context.is_stopped():
+            raise self._missing_end("the worker ended the stream without a finish reason")
+        self._is_closed = True
+
+    def _missing_end(self, text: str) -> DynamoException:
+        idle_error, self._idle_error = self._idle_error, None
+        return idle_error or StreamIncomplete(text)
+
+    def _on_worker_lost(self, error: DynamoException) -> None:
+        """Take the loss of a worker that had begun to answer. Raises `error` unless another one may go on."""
+        worker = self._worker
+        assert worker is not None
+        self._record_failure(worker, error)
+        if not self._may_move(error):
+            raise error
+        if (blocker := self._migration_blocker()) is not None:
+            logger.warning("request %s cannot go on at another worker: %s", self.request_id, blocker)
+            raise error
+        logger.warning(
+            "request %s: worker %x was lost after %d tokens (%s: %s); going on at another",
+            self.request_id,
+            worker.instance.instance_id,
+            self.tokens,
+            type(error).__name__,
+            error,
+        )
+        self._release()
+        self._attempts.failed(worker, error)
+        self._loss = _Loss(error, self._now())
+
+    def _migration_blocker(self) -> str | None:
+        request = self._request
+        if request.takes_text:
+            return "its engine takes text: there is no position to go on from"
+        return migration_blocker(
+            request.body,
+            len(request.prompt) + len(request.generated),
+            longest=request.limits.longest_movable_tokens,
+            runtime_data=self._dispatcher.pool.runtime_config.runtime_data,
+        )
+
+    def _can_move(self, error: DynamoException) -> bool:
+        """Return whether a healthy worker is there that may go on after `error`."""
+        if not self._may_move(error) or (self.tokens and self._migration_blocker() is not None):
+            return False
+        return self._dispatcher.pool.has_worker(self._request.placement(self._attempts.excluded, healthy_only=True))
+
+    def _may_move(self, error: DynamoException) -> bool:
+        """Return whether another worker may be tried after `error`."""
+        return (
+            rule_of(error).retryable
+            and not self._context.is_stopped()
+            and not self._is_late()
+            and self._request.pinned_instance_id is None
+            and self._attempts.count <= self._request.limits.retries
+        )
+
+    def _is_late(self) -> bool:
+        """Return whether the request's own deadline has passed: then no worker is at fault, and none need be tried."""
+        deadline = self._context.deadline
+        return deadline is not None and self._now() >= deadline
+
+    def _record_failure(self, worker: ChosenWorker, error: DynamoException) -> None:
+        """Count the failure against its worker, so that the next request need not find out for itself."""
+        if error is self._exempt_error or self._is_late():
+            return
+        if worker.record_failure(error):
+            self._attempts.readmit(worker)
+
+    # -- beginning at a worker ---------------------------------------------------------------------------------------
+
+    async def _start(self) -> list[StreamItem]:
+        """Return the first items of the answer, or of its continuation after a loss."""
+        request, loss = self._request, self._loss
+        if loss is None:
+            return await self._run_stages()
+        if request.generated and tokens_left(request.body, len(request.generated)) == 0:
+            # Everything the request allows had arrived when its worker was lost, all but the word that it was the end.
+            return [StreamItem(0, 0, len(request.generated), [], "length")]
+        self._body = continued(request.body, request.prompt, request.generated)
+        self._context.prompt_tokens = len(request.prompt)
+        move = Move(is_ongoing=True)
+        request.record.moves.append(move)
+        try:
+            items = await self._run_stages(loss.error)
+            move.outcome = "cancelled" if self._context.is_stopped() else "success"
+        finally:
+            move.seconds = self._now() - loss.at
+        return items
+
+    async def _run_stages(self, lost_by: DynamoException | None = None) -> list[StreamItem]:
+        """Return the first items from the stages and the worker that answers. `lost_by`: why the last worker was lost."""
+        stages, request = self._dispatcher.stages, self._request
+        if not stages:
+            return await self._begin(lost_by)
+        if lost_by is not None and not self._dispatcher.pool.has_worker(request.placement(self._attempts.excluded)):
+            raise lost_by  # no worker could go on, so no prompt need be computed again
+        detector = request.stall_detector
+        limit = None if detector is None else detector.policy.first_token_seconds
+        job = StageJob(self._body, self._context, request.record, request.timer, request.limits.retries, limit)
+
+        async def answer(body: dict[str, Any]) -> list[StreamItem]:
+            self._body = body
+            return await self._begin(lost_by)
+
+        return await run_stages(stages, job, answer)
+
+    async def _begin(self, last: DynamoException | None = None) -> list[StreamItem]:
+        """Open the stream and wait for its first items, trying other workers while nothing has been received.
+
+        `last`: why the worker before was lost.
+        """
+        context, timer, record = self._context, self._request.timer, self._request.record
+        move: Move | None = None
+        lost_at = 0.0
+        while True:
+            worker = self._choose(last)
+            timer.routed()
+            self._worker = worker
+            self._attempts.begin(worker)
+            try:
+                self._stream = await worker.open(self._body, context)
+                timer.dispatched()
+                self.is_reading = True
+                items = await self._stream.next_batch()
+                if not items and not context.is_stopped():
+                    raise self._missing_end("the worker ended the stream without a single chunk")
+            except DynamoException as error:
+                self.is_reading = False
+                timer.arrived(failed=True)
+                self._release()
+                self._record_failure(worker, error)
+                self._attempts.failed(worker, error)
+                if not self._may_move(error):
+                    raise
+                logger.info(
+                    "request %s: worker %x failed before its first token (%s: %s); trying another",
+                    context.id(),
+                    worker.instance.instance_id,
+                    type(error).__name__,
+                    error,
+                )
+                last = error
+                move = Move(is_ongoing=False)
+                record.moves.append(move)
+                lost_at = self._now()
+            else:
+                if move is not None:
+                    move.outcome, move.seconds = "success", self._now() - lost_at
+                self.is_reading = False
+                timer.arrived()
+                record.instances.append(worker.instance)
+                return items
+
+    def _choose(self, last: DynamoException | None) -> ChosenWorker:
+        """Choose a worker. Where none is left, raise why the last one failed: that tells more."""
+        try:
+            return self._dispatcher.pool.choose(self._request.placement(self._attempts.excluded))
+        except WorkerUnavailable:
+            if last is None:
+                raise
+            raise last from None
+
+    def _release(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,154 @@
+"""What passes between a prefill worker and a decode worker: the requests of both halves, and the prefill worker's answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from typing import Any, Final
+
+from dynamo.errors import StreamIncomplete, Unknown, revive
+from dynamo.protocol.finish import EngineFailed, normalise
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamItem
+
+__all__ = ["Handoff", "PrefillAnswer", "PrefillReply", "decode_request", "prefill_request", "read_reply"]
+
+MAX_PORT: Final = 2**16 - 1
+
+_DECODE_OVERRIDES: Final = {"overlap_score_credit": 0.0, "assume_kv_reuse": False, "track_prefill_tokens": False}
+"""What the decode worker is chosen by: the prompt's blocks come from elsewhere, so what it has cached counts nothing,
+and it computes no prompt."""
+
+
+class PrefillAnswer:
+    """The prefill worker ended the request itself (an end-of-sequence token came first): nothing is left to decode."""
+
+    __slots__ = ("instance", "items")
+
+    def __init__(self, instance: Instance, items: list[StreamItem]) -> None:
+        """`items` is what the client gets; empty when its request was cancelled."""
+        self.instance, self.items = instance, items
+
+
+class Handoff:
+    """A prompt that is computed, or being computed, and the request that continues it."""
+
+    __slots__ = ("_running", "body", "instance")
+
+    def __init__(self, instance: Instance, body: dict[str, Any], running: asyncio.Task[None] | None = None) -> None:
+        """`instance` computes the prompt; `body` is for the decode worker. `running`: the prefill, where it still runs."""
+        self.instance, self.body, self._running = instance, body, running
+
+    async def join_decode(self, first_items: Awaitable[list[StreamItem]]) -> list[StreamItem]:
+        """Await the decode's first items. A failure of one half ends the other half, and is raised."""
+        running = self._running
+        if running is None:
+            return await first_items
+        decode = asyncio.ensure_future(first_items)
+        try:
+            await asyncio.wait({decode, running}, return_when=asyncio.FIRST_COMPLETED)
+            if not decode.done():
+                running.result()  # raises why the prefill failed
+            items = await decode
+        except BaseException:
+            running.cancel()
+            raise
+        finally:
+            if not decode.done():
+                decode.cancel()
+                await asyncio.wait({decode})
+        return items  # the prefill ends by itself, and the router waits for it
+
+
+class PrefillReply:
+    """What a prefill worker answered."""
+
+    __slots__ = ("details", "items", "link", "params", "reason")
+
+    def __init__(self) -> None:
+        self.items: list[StreamItem] = []
+        self.reason: str | None = None
+        self.params: Any = None
+        self.details: Any = None  # usage.prompt_tokens_details
+        self.link: Any = None  # of the prefill's span
+
+    def add(self, item: StreamItem) -> None:
+        """Take over one item. Raises the error that it may carry."""
+        self.items.append(item)
+        reason, extra = item.finish_reason, item.extra or {}
+        if item.index < 0:  # from a bare endpoint handler
+            if extra.get("event") == "error":
+                raise revive(extra.get("error") or {"message": "; ".join(extra.get("comment") or ["unknown error"])})
+            extra = extra.get("data") or {}
+            if not isinstance(extra, dict):
+                raise Unknown(f"the prefill worker sent {type(extra).__name__} where a chunk was expected")
+            reason = extra.get("finish_reason")
+        if (params := extra.get("disaggregated_params")) is not None:
+            self.params = params
+        usage = extra.get("completion_usage")
+        if isinstance(usage, dict) and (details := usage.get("prompt_tokens_details")) is not None:
+            self.details = details
+        self.link = extra.get("worker_trace_link") or self.link
+        if reason is not None:
+            try:
+                self.reason = normalise(reason)
+            except (EngineFailed, TypeError) as error:
+                raise Unknown(str(error)) from error
+
+    def handed_over(self) -> dict[str, Any]:
+        """Return the members of the decode request that this makes."""
+        params = self.params
+        members: dict[str, Any] = {} if self.link is None else {"migration_link": self.link}
+        if isinstance(params, dict) and _is_bootstrap(params):
+            names = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "handoff_id")
+            return {**members, "bootstrap_info": {name: params[name] for name in names if name in params}}
+        result = {"disaggregated_params": params}
+        if self.details is not None:
+            result["prompt_tokens_details"] = self.details
+        return {**members, "prefill_result": result}
+
+
+async def read_reply(stream: ResponseStream, context: Context) -> PrefillReply:
+    """Read a prefill worker's stream to its end. Raises the error it ends with."""
+    reply = PrefillReply()
+    try:
+        while reply.reason is None:
+            items = await stream.next_batch()
+            if not items:
+                if context.is_stopped():
+                    return reply
+                raise StreamIncomplete("the prefill worker ended the stream without a finish reason")
+            for item in items:
+                reply.add(item)
+        stream.finish()
+    finally:
+        stream.close()
+    return reply
+
+
+def prefill_request(body: Mapping[str, Any], instance_id: int) -> dict[str, Any]:
+    """Return the request that has the prompt of `body` computed."""
+    routing = {**(body.get("routing") or {}), "prefill_worker_id": instance_id}
+    routing.pop("dp_rank", None)  # the decode worker's
+    if (rank := routing.get("prefill_dp_rank")) is not None:
+        routing["dp_rank"] = rank
+    stops = {**(body.get("stop_conditions") or {}), "max_tokens": 1}
+    return {**body, "stop_conditions": stops, "routing": routing}
+
+
+def decode_request(body: Mapping[str, Any], instance_id: int, **members: Any) -> dict[str, Any]:
+    """Return the request that continues `body` behind its prefill; `members` tell where the result is."""
+    routing = {**(body.get("routing") or {}), "prefill_worker_id": instance_id}
+    override = {**(body.get("router_config_override") or {}), **_DECODE_OVERRIDES}
+    return {**body, "routing": routing, "router_config_override": override, **members}
+
+
+def _is_bootstrap(params: Mapping[str, Any]) -> bool:
+    host, port, room = (params.get(f"bootstrap_{name}") for name in ("host", "port", "room"))
+    return (
+        isinstance(host, str)
+        and isinstance(port, int)
+        and 0 <= port <= MAX_PORT
+        and isinstance(room, int)
+        and 0 <= room < 2**64
+    )

@@ -1,0 +1,98 @@
+"""The stages of a request before the worker that answers it: a list, each of which passes the request on to the next.
+
+Today that is the prefill of disaggregated models. An encode stage for media takes its place before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from dynamo.errors import DynamoException, InvalidArgument, Unknown
+from dynamo.router.handoff import PrefillAnswer
+from dynamo.router.migration import Move
+from dynamo.router.pool import WorkerPool
+from dynamo.router.prefill import PrefillRouter, StageTimer, can_fall_back_to_decode
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import Instance, StreamItem
+
+__all__ = ["DispatchRecord", "PrefillStage", "Proceed", "Stage", "StageJob", "StageTimer", "run_stages"]
+
+
+class DispatchRecord(Protocol):
+    """What is noted about the way of a request, for metrics and the answer."""
+
+    moves: list[Move]
+    instances: list[Instance]  # the workers that answered
+    prefill_instance_id: int | None  # the worker that computed the prompt, where that was another one
+
+
+class StageJob(NamedTuple):
+    """A request on its way through the stages."""
+
+    body: dict[str, Any]
+    context: Context
+    record: DispatchRecord
+    timer: StageTimer
+    retries: int  # how many other workers a stage may try
+    limit_seconds: float | None  # what one worker of a stage may take, where its answer is awaited
+
+
+Proceed = Callable[[dict[str, Any]], Awaitable[list[StreamItem]]]
+"""From the request of the next stage to the first items of the answer."""
+
+
+class Stage(Protocol):
+    """One step before the worker that answers."""
+
+    async def run(self, job: StageJob, proceed: Proceed) -> list[StreamItem]:
+        """Do this stage's part, then return `await proceed(body)` with the next stage's request.
+
+        A stage that ends the request by itself returns the items of the answer without calling `proceed`.
+        """
+        ...
+
+
+async def run_stages(stages: Sequence[Stage], job: StageJob, answer: Proceed) -> list[StreamItem]:
+    """Pass the request through `stages` in order, then to `answer`; return the first items of the answer."""
+    if not stages:
+        return await answer(job.body)
+    first, rest = stages[0], stages[1:]
+    if not rest:
+        return await first.run(job, answer)
+    return await first.run(job, lambda body: run_stages(rest, job._replace(body=body), answer))
+
+
+class PrefillStage:
+    """Has the prompt computed by a prefill worker, or by the decode worker where no prefill worker can and that is allowed."""
+
+    __slots__ = ("_decoders", "router")
+
+    def __init__(self, router: PrefillRouter, decoders: WorkerPool) -> None:
+        """`decoders`: the workers of the next stage."""
+        self.router, self._decoders = router, decoders
+
+    async def run(self, job: StageJob, proceed: Proceed) -> list[StreamItem]:
+        """Have the prompt computed and pass on where to fetch the result. See `Stage.run`."""
+        router, context = self.router, job.context
+        try:
+            handoff = await router.prefill(
+                job.body, context, job.timer, retries=job.retries, limit_seconds=job.limit_seconds
+            )
+        except DynamoException as error:
+            if router.is_enforced or context.is_stopped() or not can_fall_back_to_decode(error):
+                raise
+            router.note(error)
+            try:
+                return await proceed(job.body)
+            except (InvalidArgument, Unknown) as refusal:
+                raise error from refusal  # an engine that only decodes: it is not the client's request that is wrong
+        router.note(None)
+        job.record.prefill_instance_id = handoff.instance.instance_id
+        if isinstance(handoff, PrefillAnswer):
+            job.record.instances.append(handoff.instance)
+            return handoff.items
+        if context.is_stopped():
+            router.release_blocks(handoff, self._decoders, context)
+            return []
+        return await handoff.join_decode(proceed(handoff.body))
