@@ -188,14 +188,14 @@ async def test_extra_fields_bring_what_was_asked_for(house: Cluster) -> None:
 
 async def test_annotations_come_before_the_data(house: Cluster) -> None:
     worker = await house.worker()
-    annotations = ["request_id", "token_ids", "formatted_prompt", "mine"]
+    annotations = ["request_id", "token_ids", "formatted_prompt", "mine", "llm_metrics"]
     answer = await house.client.chat("hi", stream=True, nvext={"annotations": annotations})
     request_id, token_ids, formatted, data, *_ = answer.events
     assert request_id == f'event: request_id\n: "{worker.contexts[0].id()}"'
     assert token_ids.startswith('event: token_ids\n: "[')
     assert formatted.startswith("event: formatted_prompt\n: ")
     assert data.startswith("data: ")
-    assert worker.requests[0]["annotations"] == ["mine"]
+    assert worker.requests[0]["annotations"] == annotations[:-1]
 
 
 @pytest.mark.parametrize(

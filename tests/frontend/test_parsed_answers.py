@@ -396,6 +396,31 @@ async def test_a_named_choice_drops_a_call_of_another_tool(house: Cluster) -> No
     assert (await hear(house, tools=TOOLS, tool_choice=NAMED)).calls == [WEATHER]
 
 
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "waits"),
+    [
+        ({"tools": TOOLS, "tool_choice": "required"}, True),
+        ({"tools": TOOLS, "tool_choice": NAMED}, True),
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"response_format": JSON_SCHEMA}, True),
+        ({"guided_regex": "a+"}, True),
+        ({"response_format": JSON_SCHEMA, "thinking": False}, False),
+        ({"tools": TOOLS}, False),
+    ],
+)
+async def test_guidance_waits_for_a_model_that_may_reason(house: Cluster, fields: dict[str, Any], waits: bool) -> None:
+    worker = await house.worker(say("{}"), **parsers())
+    await house.client.chat("hi", chat_template_kwargs={"a": 1}, **fields)
+    (request,) = worker.requests
+    assert request.get("require_reasoning", False) is waits
+    kwargs = request["extra_args"]["reasoning_parser_kwargs"]["chat_template_kwargs"]
+    assert kwargs["a"] == 1
+    assert kwargs.get("enable_thinking") is (False if "thinking" in fields else None)
+
+
 async def test_named_arguments_cut_off_by_the_limit_are_told_as_far_as_they_go(house: Cluster) -> None:
     await house.worker(say('{"city": "Kö', finish="length"), **parsers())
     heard = await hear(house, tools=TOOLS, tool_choice=NAMED)

@@ -253,7 +253,7 @@ def test_passthrough_parameters_reach_the_worker() -> None:
     }
 
 
-def test_the_worker_sees_only_the_annotations_the_frontend_does_not_answer() -> None:
+def test_the_worker_sees_all_annotations_but_internal_ones() -> None:
     annotations = [
         "request_id",
         "token_ids",
@@ -266,7 +266,7 @@ def test_the_worker_sees_only_the_annotations_the_frontend_does_not_answer() -> 
         "key:value",
     ]
     request = chat(nvext={"annotations": annotations})
-    assert to_worker_fields(request)["annotations"] == ["mine", "key:value"]
+    assert to_worker_fields(request)["annotations"] == [*annotations[:3], "mine", "key:value"]
     assert request.annotations == annotations
 
 
@@ -527,6 +527,18 @@ def test_sessions() -> None:
     )
     assert effects.agent_context == {"session_id": "s", "parent_session_id": "p", "session_final": True}
     assert apply_headers(chat(), {"x-session-id": "s"}).agent_context == {"session_id": "s"}
+    coder = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a", "x-claude-code-parent-agent-id": "p"}
+    assert apply_headers(chat(), coder).agent_context == {"session_id": "s", "agent_id": "a", "parent_agent_id": "p"}
+
+
+def test_the_engine_is_told_of_salts_of_client_tokens_and_of_media_options() -> None:
+    fields = to_worker_fields(chat(cache_salt="s", media_io_kwargs={"video": {"fps": 1}}))
+    assert fields["extra_args"] == {"nvext": {"cache_salt": "s"}}
+    assert fields["media_io_kwargs"] == {"video": {"fps": 1}}
+    assert fields["routing"]["cache_salt"] == "s"
+    fields = to_worker_fields(chat(nvext={"token_data": [1], "cache_salt": "t"}, cache_salt="s"))
+    assert fields["extra_args"] == {"nvext": {"token_in": True, "cache_salt": "t"}}
+    assert "media_io_kwargs" not in fields
 
 
 def test_disabled_nvext_drops_the_body_part_and_the_routing_headers_with_a_warning() -> None:

@@ -122,6 +122,7 @@ class GenerateRequest(TypedDict, total=False):
     multi_modal_data: dict[str, list[Any]]  # "image" | "video" | "audio" -> [{"Url"} | {"Decoded"} | {"UuidOnly"}]
     multi_modal_uuids: dict[str, list[str | None]]
     mm_processor_kwargs: dict[str, Any]
+    media_io_kwargs: dict[str, Any]  # how to read media, as the client says
     mm_routing_info: dict[str, Any]  # for the router only
     prompt_embeds: str  # base64 tensor; takes the place of token_ids
     require_reasoning: bool  # guided decoding waits for the end of the reasoning phase

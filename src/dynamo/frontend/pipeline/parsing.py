@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dynamo.frontend.pipeline.structural_tags import structural_tag
-from dynamo.protocol.openai.requests import ChatRequest, thinking_mode
+from dynamo.protocol.openai.requests import ChatRequest, template_variables, thinking_mode
 from dynamo.protocol.openai.tool_schema import REQUIRED, forced_choice
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.text.detokenizer import Detokenizer
+from dynamo.text.markers import WHITE_SPACE
 from dynamo.text.model import TextModel
 from dynamo.text.output_parser import OutputParser
 from dynamo.text.reasoning import DEFAULT_MARKS, REASONING_FORMATS, ReasoningParser
@@ -46,6 +47,7 @@ class OutputPlan:
     only_first_call: bool = False
     fills_content: bool = False
     expects_reasoning: bool = False  # the engine reasons before it answers, so guidance must wait for that
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # what the engine's own parser may go by
 
     def parser(self) -> OutputParser:
         """For one choice."""
@@ -111,7 +113,8 @@ def plan_output(
             begins_inside = form.begins_inside(prompt)
             guides_json = request.guided_json is not None or _guides_json(request)
             reasoning = functools.partial(form.parser, begins_inside=begins_inside, json_is_content=guides_json)
-            expects_reasoning = begins_inside or thinking is True
+            has_ended = prompt.rstrip(WHITE_SPACE).endswith(form.marks[1])  # as a template writes for "no thinking"
+            expects_reasoning = begins_inside or (thinking is not False and not has_ended)
     if tools is None and reasoning is None:
         return None
     return OutputPlan(
@@ -120,6 +123,9 @@ def plan_output(
         only_first_call=request.parallel_tool_calls is False,
         fills_content=reasoning is not None and request.template_args.get("force_nonempty_content") is True,
         expects_reasoning=expects_reasoning,
+        template_variables=template_variables(
+            request, default_thinking_mode=config.runtime_data.get("default_thinking_mode")
+        ),
     )
 
 
@@ -129,7 +135,7 @@ def tell_worker(
     """Change the worker's request as the parsers need it.
 
     - A worker that opted in gets a structural tag.
-    - Guidance waits until the engine has reasoned.
+    - Guidance waits until the engine has reasoned, and an engine with a parser of its own gets the template's variables.
     - The marks reach the parsers, also from a tokenizer that calls them special tokens.
     - Where a model ends its answer with the token that ends a call, that token is shown.
     """
@@ -146,6 +152,9 @@ def tell_worker(
             sampling["guided_decoding"] = {"structural_tag": tag, **({} if backend is None else {"backend": backend})}
     if plan.expects_reasoning and sampling["guided_decoding"] is not None:
         body["require_reasoning"] = True
+    if plan.reasoning is not None and (variables := plan.template_variables):
+        extra = body["extra_args"] or {}
+        body["extra_args"] = {**extra, "reasoning_parser_kwargs": {"chat_template_kwargs": dict(variables)}}
     if request.skip_special_tokens is None and any(_is_skipped(tokenizer, mark) for mark in marks):
         body["output_options"]["skip_special_tokens"] = False
 

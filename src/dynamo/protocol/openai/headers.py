@@ -27,6 +27,8 @@ class HeaderEffects:
     session_id: str | None = None
     parent_session_id: str | None = None
     session_final: bool = False
+    agent_id: str | None = None  # of several agents in one session
+    parent_agent_id: str | None = None
     warnings: list[str] = field(default_factory=list)  # for the log; the request goes on
 
     @property
@@ -44,6 +46,10 @@ class HeaderEffects:
             context["parent_session_id"] = self.parent_session_id
         if self.session_final:
             context["session_final"] = True
+        if self.agent_id is not None:
+            context["agent_id"] = self.agent_id
+        if self.parent_agent_id is not None:
+            context["parent_agent_id"] = self.parent_agent_id
         return context
 
 
@@ -115,6 +121,10 @@ def _describe(effects: HeaderEffects, what: str, value: str) -> None:
             effects.session_id = value.strip() or None
         case "parent_session_id":
             effects.parent_session_id = value.strip() or None
+        case "agent_id":
+            effects.agent_id = value.strip() or None
+        case "parent_agent_id":
+            effects.parent_agent_id = value.strip() or None
         case "session_final":
             effects.session_final = value.strip().lower() in ("1", "true", "yes")
         case _:  # x-dynamo-request-id
@@ -202,4 +212,6 @@ _KNOWN: Final[dict[str, tuple[str, int]]] = {
     "x-codex-parent-thread-id": ("parent_session_id", 1),
     "x-parent-session-id": ("parent_session_id", 2),
     "x-dynamo-session-final": ("session_final", 0),
+    "x-claude-code-agent-id": ("agent_id", 0),
+    "x-claude-code-parent-agent-id": ("parent_agent_id", 0),
 }

@@ -16,8 +16,9 @@ from dynamo.protocol.openai.tool_schema import forced_schema
 
 __all__ = ["FRONTEND_ANNOTATIONS", "finish_preprocessing", "to_worker_fields"]
 
-# Answered by the frontend itself; every other annotation is the worker's.
+# Answered by the frontend itself; the worker gets the first three all the same, as 1.6.1 sends them.
 FRONTEND_ANNOTATIONS: Final = frozenset({"request_id", "token_ids", "formatted_prompt", "llm_metrics", "payload_usage"})
+_INTERNAL_ANNOTATIONS: Final = frozenset({"llm_metrics", "payload_usage"})
 _NEVER_FORWARDED: Final = "x-bypass-remote-prefill"  # only the router may say so
 _QUERY_PREFIX: Final = "query_instance_id:"
 
@@ -83,7 +84,8 @@ def to_worker_fields(request: CommonRequest) -> dict[str, Any]:
         "prompt_embeds": completion.prompt_embeds if completion is not None else None,
         "mm_processor_kwargs": chat.mm_processor_kwargs if chat is not None else None,
         "request_timestamp_ms": nvext.request_timestamp_ms if nvext is not None else None,
-        "extra_args": _extra_args(request, chat, completion),
+        "extra_args": _extra_args(request, completion),
+        **({"media_io_kwargs": chat.media_io_kwargs} if chat is not None and chat.media_io_kwargs is not None else {}),
     }
 
 
@@ -146,7 +148,7 @@ def _worker_annotations(annotations: Iterable[str]) -> list[str]:
     return [
         name
         for name in annotations
-        if name not in FRONTEND_ANNOTATIONS
+        if name not in _INTERNAL_ANNOTATIONS
         and not name.startswith(_QUERY_PREFIX)
         and name.partition(":")[0] != _NEVER_FORWARDED
     ]
@@ -183,9 +185,7 @@ def _routing(request: CommonRequest) -> dict[str, Any]:
     return routing
 
 
-def _extra_args(
-    request: CommonRequest, chat: ChatRequest | None, completion: CompletionRequest | None
-) -> dict[str, Any] | None:
+def _extra_args(request: CommonRequest, completion: CompletionRequest | None) -> dict[str, Any] | None:
     """What engines may read that has no member of its own; None when there is nothing."""
     sampling: dict[str, Any] = {
         "logit_bias": request.logit_bias,
@@ -203,13 +203,13 @@ def _extra_args(
             extension["extra_fields"] = nvext.extra_fields
         if nvext.metadata_upload is not None:
             extension["metadata_upload"] = {"url": nvext.metadata_upload.url}
-        if nvext.cache_salt:
-            extension["cache_salt"] = nvext.cache_salt
+        if request.token_data is not None:
+            extension["token_in"] = True  # the client tokenised the prompt
+    if (salt := request.effective_cache_salt) is not None:
+        extension["cache_salt"] = salt
     extra: dict[str, Any] = {}
     if extension:
         extra["nvext"] = extension
     if sampling:
         extra["sampling_options"] = sampling
-    if chat is not None and chat.media_io_kwargs is not None:
-        extra["media_io_kwargs"] = chat.media_io_kwargs
     return extra or None
