@@ -49,11 +49,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 
 # Imports that point the wrong way and are to be cut; nothing may be added here.
-DEBTS: frozenset[tuple[str, str]] = frozenset(
-    {
-        ("contract.engine", "worker.kv_publishing.publisher"),
-    }
-)
+DEBTS: frozenset[tuple[str, str]] = frozenset()
 
 
 def modules() -> Iterator[tuple[str, Path]]:

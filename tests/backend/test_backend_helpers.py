@@ -124,7 +124,7 @@ def test_the_encoders_result_passes_unwrapped_and_by_identity() -> None:
     assert terminal["encoder_result"] is result
     assert require_encoder_result({"encoder_result": terminal["encoder_result"]}, AGG) is result
     counts = {"prompt_tokens": 1, "completion_tokens": 0, "total_tokens": 1}
-    assert encoder_terminal_chunk(result, counts)["completion_usage"] == counts
+    assert encoder_terminal_chunk(result, completion_usage=counts)["completion_usage"] == counts
 
 
 def test_a_missing_encoder_result_names_the_role() -> None:
@@ -324,8 +324,8 @@ def test_sglang_prompt_logprobs_keep_the_first_none() -> None:
     assert extract_prompt_logprobs_from_sglang_meta(meta) == [
         None,
         {
-            "4": {"logprob": -0.4, "rank": 1, "decoded_token": "four"},
-            "5": {"logprob": -0.5, "rank": 2, "decoded_token": "five"},
+            "4": {"logprob": -0.4, "decoded_token": "four"},
+            "5": {"logprob": -0.5, "decoded_token": "five"},
         },
     ]
     del meta["input_top_logprobs"]

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from dynamo.contract.engine import BaseEngine, DiffusionEngine, EngineConfig, LLMEngine, RawEngine
+from dynamo.contract.modes import DisaggregationMode
+from dynamo.contract.requests import logprobs
+from dynamo.contract.requests.disaggregation import require_prefill_result
+from dynamo.contract.requests.dp_rank import forced_dp_rank, validate_global_dp_rank
+from dynamo.contract.requests.engine_response import trailing_stop_prefix_len
+from dynamo.contract.requests.multimodal import encoder_terminal_chunk, require_encoder_result
+from dynamo.contract.requests.token_ids import normalize_request_token_ids, token_ids_len, token_ids_to_list
+from dynamo.engines.callable.engine import engine_class
+from dynamo.engines.sample.diffusion_engine import image_count, one_image
+from dynamo.engines.sample.engine import SampleLLMEngine
 from dynamo.errors import InvalidArgument
 from dynamo.llm import RouterMode
 from dynamo.runtime.client import Annotated
+from dynamo.runtime.context import Context
 
 
 @pytest.mark.parametrize(
@@ -35,3 +52,149 @@ def test_the_kv_router_mode_can_be_named_but_not_used() -> None:
 def test_an_annotated_item_reports_whether_it_is_an_error(event: str | None, is_error: bool) -> None:
     item = Annotated({} if event is None else {"event": event, "comment": ["it broke"]})
     assert item.is_error() is is_error
+
+
+# -- keywords -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "parameters"),
+    [
+        (validate_global_dp_rank, "dp_rank dp_start dp_size backend_label"),
+        (encoder_terminal_chunk, "encoder_result completion_usage"),
+        (require_encoder_result, "request mode"),
+        (require_prefill_result, "request mode"),
+        (logprobs.parse_logprob_options, "output_options"),
+        (logprobs.build_sglang_logprob_kwargs, "output_options"),
+        (
+            logprobs.extract_from_completion_output,
+            "output num_output_tokens_so_far tokenizer fallback_to_first_on_missing include_bytes",
+        ),
+        (logprobs.extract_prompt_logprobs_from_completion_output, "output tokenizer"),
+        (logprobs.extract_from_sglang_meta, "meta_info return_tokens_as_token_ids"),
+        (logprobs.extract_prompt_logprobs_from_sglang_meta, "meta"),
+        (token_ids_to_list, "value"),
+        (token_ids_len, "value"),
+        (BaseEngine.engine_control, "self control body"),
+        (BaseEngine.engine_update, "self update body"),
+    ],
+)
+def test_a_helpers_keywords_are_those_of_the_native_system(function: Any, parameters: str) -> None:
+    assert " ".join(inspect.signature(function).parameters) == parameters
+
+
+def test_prompt_logprobs_without_text_are_decoded() -> None:
+    class Tokenizer:
+        def decode(self, token_ids: list[int]) -> str:
+            return f"<{token_ids[0]}>"
+
+    output = SimpleNamespace(
+        prompt_logprobs=[
+            None,
+            {1: SimpleNamespace(logprob=-1.0, rank=2, decoded_token=None)},
+            {2: SimpleNamespace(logprob=-2.0, rank=None, decoded_token="x")},
+        ]
+    )
+    read = logprobs.extract_prompt_logprobs_from_completion_output
+    assert read(output, tokenizer=Tokenizer()) == [
+        None,
+        {"1": {"logprob": -1.0, "rank": 2, "decoded_token": "<1>"}},
+        {"2": {"logprob": -2.0, "decoded_token": "x"}},
+    ]
+    assert read(output) == [None, {"1": {"logprob": -1.0, "rank": 2}}, {"2": {"logprob": -2.0, "decoded_token": "x"}}]
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "length"),
+    [
+        ("abcEN", {"END", "X"}, 2),
+        ("abcE", {"END"}, 1),
+        ("", {"a"}, 0),
+        ("ab", {"ab"}, 2),
+        ("aab", {"abab", "bb"}, 2),
+        ("abc", set(), 0),
+    ],
+)
+def test_the_end_of_a_text_that_may_become_a_stop_string(text: str, stops: set[str], length: int) -> None:
+    assert trailing_stop_prefix_len(text, stops) == length
+
+
+# -- token ids ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_without_token_ids_stays_as_it_is() -> None:
+    assert token_ids_to_list(None) is None
+    assert token_ids_len(None) == 0
+    assert normalize_request_token_ids({}) == {}
+    assert normalize_request_token_ids({"token_ids": None}) == {"token_ids": None}
+    assert token_ids_to_list(range(3)) == [0, 1, 2]
+
+
+PACKED = b"\x61\x00\x00\x00\x62\x00\x00\x00"
+
+
+async def words(token_ids: list[int]) -> list[int]:
+    return token_ids
+
+
+@pytest.mark.parametrize("engine", [SampleLLMEngine(delay=0), engine_class(words)()])
+async def test_packed_token_ids_are_counted_as_tokens(engine: Any) -> None:
+    request: Any = {"token_ids": PACKED, "stop_conditions": {"max_tokens": 2}}
+    await engine.start(0)
+    chunks = [chunk async for chunk in engine.generate(request, Context())]
+    await engine.cleanup()
+    assert chunks[-1]["completion_usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+
+
+@pytest.mark.parametrize("mode", list(DisaggregationMode))
+def test_an_encode_worker_publishes_no_load(mode: DisaggregationMode) -> None:
+    ranks = [] if mode is DisaggregationMode.ENCODE else [0]
+    assert SampleLLMEngine(disaggregation_mode=mode).component_metrics_dp_ranks() == ranks
+
+
+# -- errors of the helpers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: require_prefill_result({}, DisaggregationMode.DECODE),
+        lambda: require_encoder_result({}, DisaggregationMode.AGGREGATED),
+        lambda: require_encoder_result({"encoder_result": [1]}, DisaggregationMode.AGGREGATED),
+        lambda: token_ids_to_list(b"12345"),
+        lambda: token_ids_to_list("text"),
+        lambda: normalize_request_token_ids({"token_ids": 3}),
+        lambda: forced_dp_rank({"routing": {"dp_rank": "first"}}),
+        lambda: image_count({"n": 11}),
+        lambda: one_image({"response_format": "bmp"}),
+    ],
+)
+def test_a_request_that_a_helper_rejects_is_the_clients_mistake(call: Callable[[], Any]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        call()
+    assert isinstance(caught.value, ValueError)  # code written for the native helpers catches this
+
+
+# -- hooks of every engine ----------------------------------------------------------------------------------------------
+
+
+class Plain(BaseEngine):
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> Any: ...
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        return EngineConfig("m")
+
+    async def cleanup(self) -> None: ...
+
+
+async def test_every_kind_of_engine_has_the_control_and_update_hooks() -> None:
+    engine = Plain()
+    assert engine.supported_controls() == engine.supported_updates() == set()
+    assert await engine.engine_control(control="pause", body={}) == {
+        "status": "error",
+        "message": "unsupported engine control: pause",
+    }
+    assert (await engine.engine_update(update="x", body={}))["message"] == "unsupported engine update: x"
+    for kind in (LLMEngine, RawEngine, DiffusionEngine):
+        assert kind.engine_control is BaseEngine.engine_control

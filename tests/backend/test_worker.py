@@ -844,7 +844,6 @@ async def test_a_raw_engine_has_a_name_a_stream_and_no_routes() -> None:
         answer = await client.generate({"prompt": "x"}, annotated=False)
         assert [item async for item in answer] == [{"echo": {"prompt": "x"}}]
     assert "kv_event_sources" not in engine.calls
-    assert "supported_controls" not in engine.calls
 
 
 async def test_the_canary_comes_from_operator_environment_or_engine_in_that_order(
@@ -989,3 +988,17 @@ def test_run_warns_about_threads_that_keep_the_process_alive(
 def test_names_that_tests_of_the_native_system_import() -> None:
     assert _coerce_disagg_mode(None) is DisaggregationMode.AGGREGATED
     assert _to_rust_disaggregation_mode(DisaggregationMode.DECODE) == 3
+
+
+async def test_a_raw_engines_controls_are_served() -> None:
+    class Administered(RawRecorder):
+        def supported_controls(self) -> set[str]:
+            return {"flush"}
+
+        async def engine_control(self, control: str, body: dict[str, Any]) -> dict[str, Any]:
+            return {"status": "ok", "done": control}
+
+    async with mem_runtime() as runtime, running(make(Administered(), runtime=runtime, model_input=ModelInput.Text)):
+        assert "control/flush" in runtime.status_server.route_names
+        reply = await runtime.status_server.answer("POST", "/engine/control/flush", b"{}")
+        assert json.loads(reply.body) == {"status": "ok", "done": "flush"}

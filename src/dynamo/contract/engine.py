@@ -4,7 +4,6 @@ Subclass `LLMEngine`, write `from_args`, `start`, `generate` and `cleanup`, and 
 has a default that means "nothing to add". All coroutines run on the event loop that called `Worker.run()`.
 """
 
-# ruff: noqa: B027 - the empty hooks are defaults an engine may override, not forgotten abstract methods
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -22,6 +21,7 @@ from dynamo.contract.chunks import (
     usage,
 )
 from dynamo.contract.engine_config import EngineConfig, LlmRegistration
+from dynamo.contract.hooks import Controllable, Drains, PublishesKvEvents, PublishesLoad
 from dynamo.contract.requests.logits import (
     ForcedTokenSequenceSpec,
     LogitsProcessorEntry,
@@ -37,7 +37,6 @@ from dynamo.runtime.context import Context
 if TYPE_CHECKING:
     from dynamo.contract.config import WorkerConfig
     from dynamo.runtime.endpoint import Endpoint
-    from dynamo.worker.kv_publishing.publisher import KvEventSource, SnapshotPublisher
 
 __all__ = [
     "BaseEngine",
@@ -67,18 +66,18 @@ __all__ = [
 
 
 class EngineMetrics(Protocol):
-    """What `register_prometheus` is given. Do not keep it beyond that call."""
+    """What `register_prometheus` receives. Do not keep it beyond that call."""
 
     @property
     def auto_labels(self) -> Mapping[str, str]:
-        """Labels that identify this worker; add them to every sample of your own registry."""
+        """Return the labels that identify this worker; add them to every sample of your own registry."""
 
     def register_prometheus_expfmt_callback(self, callback: Callable[[], str]) -> None:
         """Append `callback()`, Prometheus exposition text, at every scrape."""
 
 
-class BaseEngine(ABC):
-    """What every engine has, whatever it produces."""
+class BaseEngine(Controllable, PublishesLoad, Drains, ABC):
+    """What every engine has, whatever it produces. The optional hooks are grouped in `dynamo.contract.hooks`."""
 
     @classmethod
     @abstractmethod
@@ -100,46 +99,29 @@ class BaseEngine(ABC):
     async def cleanup(self) -> None:
         """Release everything. Must be safe twice, and on an engine whose `start` failed or never ran.
 
-        Called at most once by the worker, after the streams were given time to end; what still runs should be told
-        to end here. An exception is logged, never retried.
+        Called at most once by the worker, after the streams had time to end; end here what still runs. An exception is
+        logged, never retried.
         """
 
     async def register_prometheus(self, metrics: EngineMetrics) -> None:
         """Connect the engine's own metrics; once, after `start`. Raising fails the start-up."""
 
-    def component_metrics_dp_ranks(self) -> list[int]:
-        """The data-parallel ranks that will publish snapshots; the same list at every call. []: none."""
-        return []
-
-    def attach_snapshot_publisher(self, publisher: SnapshotPublisher) -> None:
-        """Receive the publisher for the ranks above; once. Usable from any thread until `cleanup` returns."""
-
     async def on_endpoint_ready(self, endpoint: Endpoint) -> None:
-        """The serving endpoint exists and the model is not registered yet. Raising fails the start-up."""
+        """Use the serving endpoint before the model is registered. Raising fails the start-up."""
 
     async def health_check_payload(self) -> dict[str, Any] | None:
-        """A tiny request that proves the engine alive, or None for no canary. See `health_check`."""
+        """Return a tiny request that proves the engine alive, or None for no canary. See `health_check`."""
         return None
 
     async def abort(self, context: Context) -> None:
-        """The request was cancelled: tell the engine. At most once per request, concurrently with its generator.
+        """Stop a request that was cancelled. Called at most once per request, concurrently with its generator.
 
         Never called for a stream that ended by itself. Needed only where `generate` cannot see the cancellation
         itself; exceptions are logged at debug level.
         """
 
-    async def drain(self) -> None:
-        """Finish what must not be cut (transfers to peers, say). Once, at shutdown, after new requests have stopped."""
 
-    async def is_quiescent(self) -> bool | None:
-        """Whether no peer still needs this worker's memory; polled at the shutdown of a prefill worker if overridden.
-
-        None: not known.
-        """
-        return None
-
-
-class LLMEngine(BaseEngine):
+class LLMEngine(PublishesKvEvents, BaseEngine):
     """An engine that turns token ids into token ids."""
 
     @abstractmethod
@@ -156,28 +138,8 @@ class LLMEngine(BaseEngine):
             EngineShutdown: this engine is gone; another worker may continue the request.
         """
 
-    async def kv_event_sources(self) -> list[KvEventSource]:
-        """Where this engine's KV-cache events come from, one per data-parallel rank; the same ranks at every call."""
-        return []
-
-    def supported_controls(self) -> set[str]:
-        """Names served as `POST /engine/control/<name>`."""
-        return set()
-
-    def supported_updates(self) -> set[str]:
-        """Names served as `POST /engine/update/<name>`. `model_taints` is the framework's own."""
-        return set()
-
-    async def engine_control(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Serve one control. A failure the caller should read is a body with `"status": "error"`."""
-        return {"status": "error", "message": f"unsupported engine control: {name}"}
-
-    async def engine_update(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Serve one update; as `engine_control`."""
-        return {"status": "error", "message": f"unsupported engine update: {name}"}
-
     async def logits_processor_spec(self) -> LogitsProcessorSpec | None:
-        """The logits processors every request gets; read by the engine integration itself."""
+        """Return the logits processors of every request; read by the engine integration itself."""
         return None
 
 

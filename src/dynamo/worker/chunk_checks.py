@@ -75,7 +75,7 @@ def checked_request(body: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidArgument(f"the request must be an object, got {type(body).__name__}")
     if type(body.get("token_ids")) is not list:
-        if "token_ids" not in body:
+        if body.get("token_ids") is None:
             raise InvalidArgument("the request has no token_ids")
         try:
             normalize_request_token_ids(body)

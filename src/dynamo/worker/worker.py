@@ -398,12 +398,14 @@ class _EngineLife:
 
     def _prepare_admin(self) -> None:
         engine = self._engine
-        if not isinstance(engine, LLMEngine):
-            return
+        controls = checked_names("control", engine.supported_controls())
+        updates = checked_names("update", engine.supported_updates())
+        if not isinstance(engine, LLMEngine) and not controls and not updates:
+            return  # a raw engine has no taints to update either
         admin = AdminRoutes(
             engine,
-            controls=checked_names("control", engine.supported_controls()),
-            updates=checked_names("update", engine.supported_updates()),
+            controls=controls,
+            updates=updates,
             gate=lambda: self._life.gate,
             set_taints=lambda taints: update_model_taints(self._endpoint, taints),
         )

@@ -1,4 +1,4 @@
-"""Facade: `dynamo.worker.kv_publishing.publisher` under the path of the guide."""
+"""Facade: `dynamo.contract.kv_events` under the path of the guide."""
 
-from dynamo.worker.kv_publishing.publisher import *  # noqa: F403
-from dynamo.worker.kv_publishing.publisher import __all__ as __all__
+from dynamo.contract.kv_events import *  # noqa: F403
+from dynamo.contract.kv_events import __all__ as __all__

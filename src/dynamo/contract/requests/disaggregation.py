@@ -1,10 +1,11 @@
-"""The two halves of disaggregated serving, seen from an engine: prefill hands over, decode takes on."""
+"""The two halves of disaggregated serving, seen from an engine: prefill hands over, decode continues."""
 
 from __future__ import annotations
 
 from typing import Any, TypeVar, cast
 
 from dynamo.contract.modes import DisaggregationMode
+from dynamo.contract.requests.invalid import InvalidRequest
 
 __all__ = ["enforce_prefill_max_tokens", "extract_prefill_result", "require_prefill_result"]
 
@@ -21,16 +22,16 @@ def enforce_prefill_max_tokens(request: RequestT) -> RequestT:
 
 
 def extract_prefill_result(request: Any) -> dict[str, Any] | None:
-    """What the prefill worker handed over, or None."""
+    """Return what the prefill worker handed over, or None."""
     result = request.get("prefill_result")
     return cast("dict[str, Any]", result) if isinstance(result, dict) else None
 
 
 def require_prefill_result(request: Any, mode: DisaggregationMode = DisaggregationMode.DECODE) -> dict[str, Any]:
-    """What the prefill worker handed over. Raises ValueError without it; let canaries (`is_probe`) pass first."""
+    """Return what the prefill worker handed over. Raises InvalidRequest without it; let canaries (`is_probe`) pass first."""
     result = extract_prefill_result(request)
     if result is None:
-        raise ValueError(
+        raise InvalidRequest(
             f"{mode.value} worker received request with no prefill_result; "
             "route it through a prefill worker, or run this worker with --disaggregation-mode agg"
         )

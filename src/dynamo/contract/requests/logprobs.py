@@ -26,11 +26,11 @@ PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 """One mapping per prompt token, keyed by token id as text; None where nothing was computed (the first token)."""
 
 
-# -- what was asked for -----------------------------------------------------------------------------------------------
+# -- what is requested ------------------------------------------------------------------------------------------------
 
 
 def parse_logprob_options(output_options: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """(logprobs, prompt_logprobs) of a request; None: off. A value that makes no sense is off, with a warning."""
+    """Read (logprobs, prompt_logprobs) of a request; None: off. An impossible value is off, with a warning."""
     return _count(output_options, "logprobs"), _count(output_options, "prompt_logprobs")
 
 
@@ -52,7 +52,7 @@ def _count(options: Mapping[str, Any], name: str) -> int | None:
 
 
 def build_sglang_logprob_kwargs(output_options: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of SGLang's `async_generate` for these options; {} when nothing was asked for."""
+    """Return the keyword arguments of SGLang's `async_generate` for these options; {} when no logprobs are requested."""
     logprobs, prompt_logprobs = parse_logprob_options(output_options)
     if logprobs is None and prompt_logprobs is None:
         return {}
@@ -70,13 +70,13 @@ def build_sglang_logprob_kwargs(output_options: Mapping[str, Any]) -> dict[str, 
 
 def extract_from_completion_output(
     output: Any,
-    num_so_far: int,
+    num_output_tokens_so_far: int,
     tokenizer: Any = None,
     *,
     fallback_to_first_on_missing: bool = False,
     include_bytes: bool = False,
 ) -> Logprobs:
-    """The logprobs of the tokens after the first `num_so_far`.
+    """Return the logprobs of the tokens after the first `num_output_tokens_so_far`.
 
     All or nothing: when one position has no logprob, or the chosen token is missing in it (and may not be replaced by
     the first alternative), nothing is reported for the chunk, because `log_probs` must align with its tokens.
@@ -84,8 +84,9 @@ def extract_from_completion_output(
     positions = output.logprobs
     if not positions:
         return None, None
-    token_ids = list(output.token_ids[num_so_far:])
-    positions = list(positions[num_so_far : num_so_far + len(token_ids)])
+    start = num_output_tokens_so_far
+    token_ids = list(output.token_ids[start:])
+    positions = list(positions[start : start + len(token_ids)])
     if not token_ids or len(positions) != len(token_ids):
         return None, None
     if all(_is_number(position) for position in positions):
@@ -106,13 +107,16 @@ def extract_from_completion_output(
     return chosen, alternatives
 
 
-def extract_prompt_logprobs_from_completion_output(output: Any) -> PromptLogprobs | None:
-    """The prompt's logprobs for `engine_data["prompt_logprobs"]` of the last chunk; None when there are none."""
+def extract_prompt_logprobs_from_completion_output(output: Any, tokenizer: Any = None) -> PromptLogprobs | None:
+    """Return the prompt's logprobs for `engine_data["prompt_logprobs"]` of the last chunk; None when there are none.
+
+    `tokenizer` decodes the tokens that come without their text.
+    """
     positions = getattr(output, "prompt_logprobs", None)
     if not positions:
         return None
     return [
-        {str(token_id): _prompt_entry(entry) for token_id, entry in position.items()}
+        {str(token_id): _prompt_entry(token_id, entry, tokenizer) for token_id, entry in position.items()}
         if isinstance(position, Mapping)
         else None
         for position in positions
@@ -152,24 +156,24 @@ def _decode(tokenizer: Any, token_id: int) -> str | None:
         return None
 
 
-def _prompt_entry(entry: Any) -> dict[str, Any]:
+def _prompt_entry(token_id: Any, entry: Any, tokenizer: Any) -> dict[str, Any]:
+    text = getattr(entry, "decoded_token", None)
+    if text is None:
+        text = _decode(tokenizer, int(token_id))
+    rank = getattr(entry, "rank", None)
     record: dict[str, Any] = {"logprob": _logprob(entry)}
-    for name in ("rank", "decoded_token"):
-        value = getattr(entry, name, None)
-        if value is not None:
-            record[name] = value
-    return record
+    return record | ({} if rank is None else {"rank": rank}) | _decoded(text)
 
 
 # -- SGLang: `meta_info` with lists of (logprob, token id, text) -------------------------------------------------------
 
 
-def extract_from_sglang_meta(meta: Mapping[str, Any], *, return_tokens_as_token_ids: bool = False) -> Logprobs:
-    """The logprobs in one `meta_info` of SGLang, whose lists hold this chunk's tokens only."""
-    selected = meta.get("output_token_logprobs")
+def extract_from_sglang_meta(meta_info: Mapping[str, Any], *, return_tokens_as_token_ids: bool = False) -> Logprobs:
+    """Return the logprobs in one `meta_info` of SGLang, whose lists hold this chunk's tokens only."""
+    selected = meta_info.get("output_token_logprobs")
     if not selected:
         return None, None
-    tops = meta.get("output_top_logprobs")
+    tops = meta_info.get("output_top_logprobs")
     alternatives = (
         None if not tops else [_sglang_alternatives(position, return_tokens_as_token_ids) for position in tops]
     )
@@ -189,7 +193,7 @@ def _sglang_alternatives(position: Sequence[Any] | None, as_token_ids: bool) -> 
 
 
 def extract_prompt_logprobs_from_sglang_meta(meta: Mapping[str, Any]) -> PromptLogprobs | None:
-    """The prompt's logprobs for `engine_data["prompt_logprobs"]`; None when there are none."""
+    """Return the prompt's logprobs for `engine_data["prompt_logprobs"]`; None when there are none."""
     selected = meta.get("input_token_logprobs")
     if not selected:
         return None
@@ -201,8 +205,8 @@ def _sglang_prompt_position(selected: Sequence[Any] | None, top: Sequence[Any] |
     if selected is None or selected[0] is None:
         return None
     entries: dict[str, Any] = {}
-    for rank, (logprob, token_id, text) in enumerate(top or (), start=1):
-        entries[str(token_id)] = {"logprob": float(logprob), "rank": rank} | _decoded(text)
+    for logprob, token_id, text in top or ():
+        entries[str(token_id)] = {"logprob": float(logprob)} | _decoded(text)
     logprob, token_id, text = selected
     entries.setdefault(str(token_id), {"logprob": float(logprob)} | _decoded(text))
     return entries

@@ -30,6 +30,7 @@ from dynamo.contract.engine import (
     final_chunk,
     usage,
 )
+from dynamo.contract.requests.token_ids import normalize_request_token_ids
 from dynamo.engines.callable.signature import Call, Kind, Source, plan_call
 from dynamo.errors import Unknown
 from dynamo.protocol.model_types import ModelInput
@@ -174,7 +175,7 @@ class TokenCallableEngine(CallableEngine, LLMEngine):
     model_input = ModelInput.Tokens
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
-        prompt = len(request["token_ids"])
+        prompt = len(normalize_request_token_ids(request)["token_ids"])  # they may arrive packed
         limit = None if self.call.limits_itself else (request.get("stop_conditions") or {}).get("max_tokens")
         said = 0
         async with aclosing(self._items(self.call.for_tokens(request, context))) as items:

@@ -11,6 +11,7 @@ from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, w
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import DiffusionEngine, EngineConfig, RawRequest, RawResponseChunk
 from dynamo.contract.health_check import build_raw_health_check_payload, is_probe
+from dynamo.contract.requests.invalid import InvalidRequest
 from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.context import Context
 
@@ -64,21 +65,21 @@ class SampleDiffusionEngine(DiffusionEngine):
 
 
 def image_count(request: RawRequest) -> int:
-    """How many images were asked for. Raises ValueError unless it is 1 to 10."""
+    """Read how many images are requested. Raises InvalidRequest unless the number is 1 to 10."""
     count = request.get("n")
     if count is None:
         return 1
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_IMAGES:
-        raise ValueError(f"n must be an integer in 1..{MAX_IMAGES}, got {count!r}")
+        raise InvalidRequest(f"n must be an integer in 1..{MAX_IMAGES}, got {count!r}")
     return count
 
 
 def one_image(request: RawRequest) -> dict[str, str]:
-    """The picture in the form that was asked for. Raises ValueError for an unknown `response_format`."""
+    """Return the picture in the requested form. Raises InvalidRequest for an unknown `response_format`."""
     match request.get("response_format") or "url":
         case "url":
             return {"url": f"data:image/png;base64,{PIXEL_PNG}"}
         case "b64_json":
             return {"b64_json": PIXEL_PNG}
         case other:
-            raise ValueError(f"response_format must be url or b64_json, got {other!r}")
+            raise InvalidRequest(f"response_format must be url or b64_json, got {other!r}")

@@ -26,16 +26,19 @@ from dynamo.contract.engine import (
     usage,
 )
 from dynamo.contract.health_check import build_health_check_payload, is_probe
+from dynamo.contract.kv_events import KvEventSource, PushSource
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.contract.requests.disaggregation import enforce_prefill_max_tokens, require_prefill_result
+from dynamo.contract.requests.invalid import InvalidRequest
 from dynamo.contract.requests.multimodal import (
     encoder_terminal_chunk,
     extract_multimodal_kwargs,
     require_encoder_result,
 )
+from dynamo.contract.requests.token_ids import token_ids_to_list
 from dynamo.engines.sample.kv import BLOCK_TOKENS, TOTAL_BLOCKS, SampleKvCache
 from dynamo.runtime.context import Context
-from dynamo.worker.kv_publishing.publisher import KvEventSource, PushSource, SnapshotPublisher
+from dynamo.worker.kv_publishing.publisher import SnapshotPublisher
 
 __all__ = ["SampleLLMEngine"]
 
@@ -56,7 +59,7 @@ class SampleLLMEngine(LLMEngine):
         route_to_encoder: bool = False,
     ) -> None:
         self.model_name = model_name
-        self.max_tokens = max_tokens  # for requests that do not say
+        self.max_tokens = max_tokens  # for requests that set no limit
         self.delay = delay  # seconds per token
         self.disaggregation_mode = disaggregation_mode
         self.route_to_encoder = route_to_encoder
@@ -67,7 +70,7 @@ class SampleLLMEngine(LLMEngine):
         parser = BackendArgumentParser("sample-backend", description="A Dynamo backend that needs no model.")
         parser.add_argument("--model-name", default="sample-model", help="name to serve (default: sample-model)")
         parser.add_argument(
-            "--max-tokens", type=int, default=16, help="length of an answer nobody limits (default: 16)"
+            "--max-tokens", type=int, default=16, help="length of an answer without a limit (default: 16)"
         )
         parser.add_argument("--delay", type=float, default=0.01, help="seconds per token (default: 0.01)")
         add_backend_arguments(parser, component="sample")
@@ -88,7 +91,8 @@ class SampleLLMEngine(LLMEngine):
         )
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
-        prompt_tokens = len(request["token_ids"])
+        token_ids = token_ids_to_list(request["token_ids"])  # they may arrive packed
+        prompt_tokens = len(token_ids)
         if self.disaggregation_mode is DisaggregationMode.ENCODE:
             yield await self._encode(request, context, prompt_tokens)
             return
@@ -98,7 +102,7 @@ class SampleLLMEngine(LLMEngine):
 
         with (
             telemetry.start_span(context, "sample.tokens", prompt_len=prompt_tokens),
-            self._kv.blocks_of(request["token_ids"]),  # published now, removed when this generator is closed
+            self._kv.blocks_of(token_ids),  # published now, removed when this generator is closed
         ):
             for done in range(total):
                 if context.is_stopped():
@@ -132,7 +136,7 @@ class SampleLLMEngine(LLMEngine):
         return [PushSource(on_ready=self._kv.attach_events, dp_rank=0)]
 
     def component_metrics_dp_ranks(self) -> list[int]:
-        return [0]
+        return [] if self.disaggregation_mode is DisaggregationMode.ENCODE else [0]
 
     def attach_snapshot_publisher(self, publisher: SnapshotPublisher) -> None:
         self._kv.attach_snapshots(publisher)
@@ -140,10 +144,10 @@ class SampleLLMEngine(LLMEngine):
     # -- optional: disaggregated roles and media ----------------------------------------------------------------------
 
     def _accept(self, request: GenerateRequest) -> dict[str, Any] | None:
-        """Check what the role demands of a request and prepare it; returns the encoded media, if it has any."""
+        """Check what the role demands of a request and prepare it. Returns the encoded media, or None for a request of text."""
         if self.disaggregation_mode is DisaggregationMode.DECODE:
             if extract_multimodal_kwargs(request) is not None:
-                raise ValueError("decode worker should not receive raw multimodal payloads; prefill consumes them")
+                raise InvalidRequest("decode worker should not receive raw multimodal payloads; prefill consumes them")
             if not is_probe(request):
                 require_prefill_result(request, self.disaggregation_mode)
             return None
@@ -152,7 +156,7 @@ class SampleLLMEngine(LLMEngine):
         return self._encoded_media(request)
 
     def _encoded_media(self, request: GenerateRequest) -> dict[str, Any] | None:
-        """The encode worker's result, or our own where there is no encode worker; None for a request of text."""
+        """Return the encode worker's result, or our own where there is no encode worker; None for a request of text."""
         media = extract_multimodal_kwargs(request)
         if media is None and request.get("encoder_result") is None:
             return None
@@ -160,20 +164,22 @@ class SampleLLMEngine(LLMEngine):
             return None if media is None else encode_media(media)
         result = require_encoder_result(request, self.disaggregation_mode)
         if not str(result.get("handle", "")).startswith(ENCODER_HANDLE):
-            raise ValueError(f"encoder_result.handle must start with {ENCODER_HANDLE!r}, got {result.get('handle')!r}")
+            raise InvalidRequest(
+                f"encoder_result.handle must start with {ENCODER_HANDLE!r}, got {result.get('handle')!r}"
+            )
         return result
 
     async def _encode(self, request: GenerateRequest, context: Context, prompt_tokens: int) -> GenerateChunk:
-        """The whole answer of an encode worker: one chunk with a handle for the worker that generates."""
+        """Make the whole answer of an encode worker: one chunk with a handle for the worker that generates."""
         counts = usage(prompt_tokens, 0)
         if not context.is_stopped():
             await asyncio.sleep(self.delay)
         if context.is_stopped():
             return final_chunk("cancelled", usage=counts)
-        return encoder_terminal_chunk(encode_media(extract_multimodal_kwargs(request) or {}), counts)
+        return encoder_terminal_chunk(encode_media(extract_multimodal_kwargs(request) or {}), completion_usage=counts)
 
     def _finish(self, last: GenerateChunk, token_id: int, media: dict[str, Any] | None) -> None:
-        """Put the handoff to the next worker, and what became of the media, on the last chunk."""
+        """Put the hand-off to the next worker, and what became of the media, on the last chunk."""
         if self.disaggregation_mode is DisaggregationMode.PREFILL:
             last["disaggregated_params"] = {"sample_handle": uuid.uuid4().hex, "completed_tokens": [token_id]}
         if media is not None:
@@ -181,7 +187,7 @@ class SampleLLMEngine(LLMEngine):
 
 
 def encode_media(media: dict[str, Any]) -> dict[str, Any]:
-    """Stands in for an encoder: a handle, and what it would have looked at."""
+    """Stand in for an encoder: return a handle, and the media that an encoder would read."""
     return {"handle": ENCODER_HANDLE + uuid.uuid4().hex, "multimodal_kwargs": media}
 
 

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from dynamo.worker.kv_publishing.publisher import ComponentSnapshot, KvEventPublisher, SnapshotPublisher
+from dynamo.contract.kv_events import ComponentSnapshot
+from dynamo.worker.kv_publishing.publisher import KvEventPublisher, SnapshotPublisher
 
 __all__ = ["BLOCK_TOKENS", "TOTAL_BLOCKS", "SampleKvCache"]
 

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dynamo.contract.engine_config import EngineConfig
+from dynamo.contract.kv_events import PushSource, ZmqSource
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import CannotConnect, DynamoException
 from dynamo.worker.kv_publishing.load import KV_METRICS_TOPIC, SnapshotPublisher, WorkerMetricsPublisher
 from dynamo.worker.kv_publishing.outbox import EventChannel
 from dynamo.worker.kv_publishing.publisher import KV_EVENTS_TOPIC, KvEventPublisher
 from dynamo.worker.kv_publishing.recovery import KvRecovery
-from dynamo.worker.kv_publishing.sources import PushSource, ZmqSource
 from dynamo.worker.lifecycle_metrics import WorkerMetrics
 from dynamo.worker.running_requests import RunningRequests
 

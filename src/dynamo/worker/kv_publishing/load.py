@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from dynamo.contract.kv_events import ComponentSnapshot
 from dynamo.worker.kv_publishing.outbox import EventChannel
-from dynamo.worker.kv_publishing.sources import ComponentSnapshot
 
 __all__ = ["KV_METRICS_TOPIC", "RankLoad", "SnapshotPublisher", "WorkerMetricsPublisher"]
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
+from dynamo.contract.kv_events import ComponentSnapshot, KvEventSource, PushSource, ZmqSource
 from dynamo.errors import InvalidArgument
 from dynamo.kv.engine_events import Cleared, EngineEvent, Removed, Stored
 from dynamo.kv.hashing import block_hashes as hash_blocks
@@ -20,7 +21,6 @@ from dynamo.kv.ledger import KvLedger
 from dynamo.runtime.metrics import KvPublisherMetrics
 from dynamo.worker.kv_publishing.load import SnapshotPublisher, WorkerMetricsPublisher
 from dynamo.worker.kv_publishing.outbox import EventChannel, Outbox
-from dynamo.worker.kv_publishing.sources import ComponentSnapshot, KvEventSource, PushSource, ZmqSource
 
 if TYPE_CHECKING:
     from dynamo.worker.kv_publishing.zmq_source import ZmqEngineEvents
