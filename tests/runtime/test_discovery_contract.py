@@ -293,3 +293,12 @@ async def test_a_store_that_was_wiped_is_filled_again_and_readers_are_not_told_o
         news = await anext(changes)
     if not isinstance(rig, MemoryRig):  # a hub tells of the loss, and of the return at once
         assert news == [Put("v1/instances/mark", b"{}")]
+
+
+async def test_a_store_that_answers_has_no_trouble_and_its_ids_survive_a_reader_of_doubles(
+    open_store: OpenStore,
+) -> None:
+    store = await open_store()
+    await store.put(KEY, b"{}")
+    assert store.trouble() is None
+    assert int(float(store.lease_id)) == store.lease_id < 2**53

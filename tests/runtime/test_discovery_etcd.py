@@ -254,10 +254,12 @@ async def test_a_store_frozen_for_longer_than_the_ttl_loses_nobody(
         try:
             assert await reader.get_prefix(KEY) == {KEY: b"1"}  # from the last view
             await asyncio.sleep(TTL * 1.3)
+            assert "does not answer" in (reader.trouble() or "")
         finally:
             server.thaw()
         await until(lambda: server.leases() == [] or "again" in caplog.text)  # it knows that they ran out
         await until(lambda: server.keys() == {KEY: (b"1", lease_id)})
+        await until(lambda: reader.trouble() is None)
         await owner.put(MARK, b"")
         assert await collect(changes, Put(MARK, b"")) == [Put(MARK, b"")]
         await owner.delete(KEY)

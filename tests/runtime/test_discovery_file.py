@@ -251,11 +251,21 @@ def test_a_store_that_fails_keeps_the_last_view_and_says_so_once(
     for _ in range(3):
         clocks.advance(0.05)
         assert store.poll() == []
+    assert str(tmp_path) in (store.trouble() or "")
     assert len([record for record in caplog.records if "keeping the last view" in record.message]) == 1
     directory.unlink()
     clocks.advance(0.05)
     store.poll()
+    assert store.trouble() is None
     assert any("is back" in record.message for record in caplog.records)
+
+
+def test_a_file_system_that_hangs_is_reported_while_it_hangs(store: FileStore, clocks: Clocks) -> None:
+    store.read("v1/instances")
+    clocks.advance(4.9)
+    assert store.trouble() is None
+    clocks.advance(1.0)
+    assert "has not answered for 6 s" in (store.trouble() or "")
 
 
 def test_an_idle_poll_reads_no_directory(

@@ -249,6 +249,10 @@ class FrontendMetrics:
                 "migration_limit": "Retries of a request on another worker",
             }.items()
         }
+        self._workers = registry.gauge_vector(
+            name("model_workers"), "Workers whose instance can be reached, by role", ("model", "worker_type")
+        )
+        self._worker_counts: Mapping[tuple[str, str], int] = {}
         self._moves = registry.counter_vector(
             name("model_migration_total"), "Requests tried on another worker", ("model", "migration_type")
         )
@@ -310,6 +314,14 @@ class FrontendMetrics:
         for short, value in values.items():
             if value is not None:
                 self._model_gauges[short].labels(name).set(value)
+
+    def count_workers(self, counts: Mapping[tuple[str, str], int]) -> None:
+        """Set the gauge of workers by (model, role); what was counted before and is not counted now becomes 0."""
+        for key in self._worker_counts.keys() - counts.keys():
+            self._workers.labels(*key).set(0)
+        for key, count in counts.items():
+            self._workers.labels(*key).set(count)
+        self._worker_counts = counts
 
     def stalled(self, finding: StallKind) -> None:
         """A choice left its worker for want of progress."""

@@ -79,7 +79,8 @@ class HealthRoute:
         busy = [model for model in self._models.served() if model.admission.in_flight]
         if busy:
             healthy["load"] = [_load_of(model, now) for model in busy]
-        if degraded := [*self._loop_trouble(), *filter(None, [_queue_trouble(model, now) for model in busy])]:
+        queues = filter(None, [_queue_trouble(model, now) for model in busy])
+        if degraded := [*self._loop_trouble(), *self._store_trouble(), *queues]:
             healthy["degraded"] = degraded
         await reply(send, 200, _encode(healthy))
 
@@ -87,6 +88,11 @@ class HealthRoute:
         lag = self._metrics.event_loop_lag.value
         if lag > LAG_SECONDS:
             yield f"the event loop ran a timer {lag:.1f} s late"
+
+    def _store_trouble(self) -> Iterator[str]:
+        trouble = self._models.store_trouble
+        if trouble is not None:
+            yield f"discovery: {trouble}; workers that come or go are not seen, and the last view is kept"
 
 
 def _load_of(model: ServedModel, now: float) -> dict[str, Any]:

@@ -262,6 +262,11 @@ class ModelDirectory:
 
     # -- what operators see ------------------------------------------------------------------------------------------
 
+    @property
+    def store_trouble(self) -> str | None:
+        """Why the view of the cluster may be out of date; None while the discovery store answers."""
+        return self._discovery.trouble()
+
     def instances(self) -> list[dict[str, Any]]:
         """Every instance record, sorted by key, without its "type"."""
         return [record for _, record in sorted(self._instances.items())]
@@ -592,9 +597,18 @@ class ModelDirectory:
                     names.setdefault(name, []).append(served)
         for name in own:
             self._metrics.describe_model(name, {"ready": float(name in names)})
+        self._count_workers()
         self._by_name = {name: tuple(models) for name, models in names.items()}
         self._pending_names = self._book.names - frozenset(self._by_name)
         self._announce()
+
+    def _count_workers(self) -> None:
+        counts: dict[tuple[str, str], int] = {}
+        for key in self._book.keys:
+            group = self._book.group(key)
+            reachable = 0 if group is None else sum(map(self._has_instance, group.accepted))
+            counts[key.model, key.role] = counts.get((key.model, key.role), 0) + reachable
+        self._metrics.count_workers(counts)
 
     def _announce(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

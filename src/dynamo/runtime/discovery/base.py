@@ -52,6 +52,9 @@ class Discovery(Protocol):
     def lease_id(self) -> int:
         """The connection id (u64): the id of every instance of this runtime. Stable for the runtime's life."""
 
+    def trouble(self) -> str | None:
+        """Return why the view may be out of date; None while the store answers. May be called from any thread."""
+
     async def start(self) -> None:
         """Reach the store and take the lease. Raises `CannotConnect` naming the address and the flag."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 from dynamo.runtime.discovery.base import Change, matches
 from dynamo.runtime.discovery.etcd_store import EtcdStore
 from dynamo.runtime.discovery.feed import ChangeFeed
-from dynamo.runtime.discovery.keys import split_bucket
+from dynamo.runtime.discovery.keys import new_lease_id, split_bucket
 from dynamo.runtime.settings import EtcdSettings
 from dynamo.runtime.tasks import is_being_cancelled
 
@@ -37,7 +36,7 @@ class EtcdDiscovery:
     def __init__(self, settings: EtcdSettings, *, lease_id: int | None = None) -> None:
         """Raises InvalidArgument naming a variable that is wrong. Nothing is connected before `start`."""
         # Chosen here and not by etcd, so that it is known from the beginning and can be taken again: etcd's ids are i64.
-        self._lease_id = lease_id if lease_id is not None else secrets.randbits(63) or 1
+        self._lease_id = lease_id if lease_id is not None else new_lease_id()
         self._settings = settings
         self._store = EtcdStore(settings, lease_id=self._lease_id, tell=self._tell)
         self._feeds: dict[ChangeFeed, str] = {}  # -> its prefix; owned by the thread, as is the next one
@@ -50,6 +49,9 @@ class EtcdDiscovery:
     @property
     def lease_id(self) -> int:
         return self._lease_id
+
+    def trouble(self) -> str | None:
+        return self._store.trouble()
 
     async def start(self) -> None:
         if self._closed:

@@ -307,6 +307,10 @@ class EtcdStore:
             self._is_lost = False
             logger.info("etcd at %s is back", self.where)
 
+    def trouble(self) -> str | None:
+        """Return why the view may be out of date; see `base.Discovery`."""
+        return f"etcd at {self.where} does not answer" if self._is_lost else None
+
     def _lose(self, error: CannotConnect) -> None:
         if not self._is_lost:
             self._is_lost = True

@@ -54,6 +54,9 @@ class FileDiscovery:
     def lease_id(self) -> int:
         return self._lease_id
 
+    def trouble(self) -> str | None:
+        return self._store.trouble()
+
     async def start(self) -> None:
         if self._closed:
             raise RuntimeError("this discovery store is closed")

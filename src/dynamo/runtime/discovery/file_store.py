@@ -39,6 +39,8 @@ not show. One more scan this long after a new time was first seen finds it, what
 
 COARSE_CONFIRM_SECONDS: Final = 2.1  # for file systems that keep whole (FAT: even) seconds
 
+STALL_SECONDS: Final = 5.0  # a poll is due every 0.1 s and may wait a second for a lock
+
 CLOCK_JUMP_SECONDS: Final = 1.0  # wall and monotonic clock may drift apart this far between two polls
 
 
@@ -87,7 +89,7 @@ class FileStore:
         self._polled_at = monotonic()
         self._clock_offset = wall() - self._polled_at
         self._distrust_until = -math.inf
-        self._failing = False
+        self._failure: str | None = None  # of the last poll
 
     def open(self) -> None:
         """Make the root. Raises `CannotConnect` when it cannot be written."""
@@ -168,12 +170,21 @@ class FileStore:
                 self._poll_bucket(bucket, now, changes)
             except (OSError, CannotConnect) as error:
                 failure = error
-        if failure is not None and not self._failing:
+        if failure is not None and self._failure is None:
             logger.warning("file discovery store %s failed: %s; keeping the last view", self.root, failure)
-        elif failure is None and self._failing:
+        elif failure is None and self._failure is not None:
             logger.info("file discovery store %s is back", self.root)
-        self._failing = failure is not None
+        self._failure = None if failure is None else str(failure)
         return changes
+
+    def trouble(self) -> str | None:
+        """Return why the view may be out of date; see `base.Discovery`."""
+        if self._failure is not None:
+            return f"the file store {self.root} fails: {self._failure}"
+        since = self._monotonic() - self._polled_at  # a file system that hangs keeps the poll from returning
+        if self._buckets and since > STALL_SECONDS:
+            return f"the file store {self.root} has not answered for {since:.0f} s"
+        return None
 
     def close(self) -> None:
         """Remove what is ours, as far as it goes; what is left expires by itself."""

@@ -60,5 +60,9 @@ def split_key(key: str) -> tuple[str, str]:
 
 
 def new_lease_id() -> int:
-    """A random connection id: u64, not zero. It may exceed 2**53, as the native file store's do."""
-    return secrets.randbits(64) or 1
+    """Return a random connection id, not zero.
+
+    The type is u64, and ids of native workers use all of it. Ours stay within 53 bits: a reader of JSON that takes numbers
+    for doubles (`/health`, `nvext.worker_id`) then keeps every digit.
+    """
+    return secrets.randbits(53) or 1

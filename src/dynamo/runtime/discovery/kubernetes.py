@@ -107,6 +107,9 @@ class KubernetesDiscovery:
 
     # -- life ----------------------------------------------------------------------------------------------------
 
+    def trouble(self) -> str | None:
+        return f"{self._api.where} does not answer" if self._is_lost else None
+
     async def start(self) -> None:
         if self._closed:
             raise RuntimeError("this discovery store is closed")

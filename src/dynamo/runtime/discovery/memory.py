@@ -79,6 +79,9 @@ class MemoryDiscovery:
     def lease_id(self) -> int:
         return self._lease_id
 
+    def trouble(self) -> str | None:
+        return None
+
     async def start(self) -> None:
         self._check_open()
         self.hub._members[self._lease_id] = self
