@@ -22,6 +22,7 @@ import pytest
 from dynamo.errors import (
     CannotConnect,
     Disconnected,
+    DynamoException,
     EngineShutdown,
     HttpError,
     InvalidArgument,
@@ -29,6 +30,7 @@ from dynamo.errors import (
     StreamIncomplete,
     Unknown,
     WorkerUnavailable,
+    rule_of,
 )
 from dynamo.runtime import Client, Context, DistributedRuntime, Endpoint, UnaryClient, serve_unary_endpoint
 from dynamo.runtime.discovery import INSTANCES, MODEL_CARDS, FileDiscovery, MemoryDiscovery, MemoryHub
@@ -269,9 +271,29 @@ async def test_a_closed_client_starts_nothing_again(mem_runtime: DistributedRunt
         await client.generate("x")
 
 
-async def test_registering_what_is_not_served_is_an_error(mem_runtime: DistributedRuntime) -> None:
-    with pytest.raises(WorkerUnavailable, match="not served"):
-        await mem_runtime.endpoint(PATH).register_endpoint_instance()
+async def test_an_endpoint_can_be_advertised_before_it_is_served(open_runtime: Open) -> None:
+    worker, caller = open_runtime(), open_runtime()
+    endpoint = worker.endpoint(PATH)
+    await endpoint.register_endpoint_instance()
+    client = await connect(caller)
+    assert await client.wait_for_instances() == [worker.connection_id()]
+    with pytest.raises(DynamoException) as declined:
+        await values(client.generate("x"))
+    assert rule_of(declined.value).retryable
+    await serve(worker, echo)
+    assert await values(client.generate("x", annotated=False))
+    await endpoint.unregister_endpoint_instance()
+    while client.instance_ids():
+        await asyncio.sleep(0)
+
+
+async def test_what_was_advertised_and_not_served_can_be_taken_back(mem_runtime: DistributedRuntime) -> None:
+    endpoint = mem_runtime.endpoint(PATH)
+    await endpoint.register_endpoint_instance()
+    assert await mem_runtime.discovery.get_prefix(INSTANCES)
+    await endpoint.unregister_endpoint_instance()
+    await endpoint.unregister_endpoint_instance()
+    assert await mem_runtime.discovery.get_prefix(INSTANCES) == {}
 
 
 async def test_an_endpoint_is_served_once_by_a_runtime(open_runtime: Open) -> None:
@@ -298,7 +320,9 @@ async def test_rubbish_in_the_store_is_ignored_and_what_was_known_stays(
 
 async def test_instances_can_be_awaited_by_their_runtime_data(mem_runtime: DistributedRuntime) -> None:
     client = await mem_runtime.endpoint(PATH).client()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(
+        TimeoutError, match=r"^0 of 1 instance\(s\) of ns\.c\.e with runtime_data 'role' = 'x' appeared"
+    ):
         await client.wait_for_instance_by_runtime_data("role", "x", timeout_s=0.01)
     waiting = asyncio.create_task(client.wait_for_instance_by_runtime_data("role", "x", timeout_s=5))
     endpoint = mem_runtime.endpoint(PATH)
@@ -648,6 +672,39 @@ async def test_a_killed_handler_that_does_not_look_is_closed_where_it_stands(ope
     await stream.aclose()
     await closed.wait()
     assert await served.wait_idle(5)
+
+
+@pytest.mark.parametrize("yields", [False, True])
+async def test_a_handler_whose_caller_has_gone_may_look_and_clean_up(open_runtime: Open, yields: bool) -> None:
+    """It polls more slowly than an engine of our contract would be allowed to."""
+    worker = open_runtime()
+    cleaned = asyncio.get_running_loop().create_future()
+
+    async def handler(request: Any, context: Context) -> AsyncIterator[int]:
+        try:
+            yield 1
+            while not context.is_stopped():
+                await asyncio.sleep(0.1)  # longer than the 50 ms it had
+                if yields:
+                    yield 2
+            await asyncio.sleep(0)
+            cleaned.set_result("looked")
+        finally:
+            if not cleaned.done():
+                cleaned.set_result("cancelled")
+
+    served = await serve(worker, handler)
+    client = await connect(worker)
+    stream = await client.generate(None, annotated=False)
+    assert await anext(stream) == 1
+    await stream.aclose()
+    assert await cleaned == "looked"
+    assert await served.wait_idle(5)
+
+
+async def test_the_grace_of_a_handler_is_a_setting() -> None:
+    assert RuntimeSettings.from_env({"DYN_HANDLER_CANCEL_GRACE_SECS": "0.25"}).cancel_grace_seconds == 0.25
+    assert RuntimeSettings.from_env({}).cancel_grace_seconds == 1.0
 
 
 async def test_a_context_that_is_stopped_already_yields_nothing(open_runtime: Open) -> None:

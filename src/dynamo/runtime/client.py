@@ -124,16 +124,22 @@ class Client:
         """The ids of at least `min_count` such instances, sorted. Raises TimeoutError."""
         matching: dict[str, int] = {}
         prefix = f"{MODEL_CARDS}/{self._prefix.removeprefix(INSTANCES + '/')}"
-        async with asyncio.timeout(timeout_s), self._runtime.discovery.watch(prefix) as changes:
-            async for batch in changes:
-                for change in batch:
-                    matching.pop(change.key, None)
-                    if isinstance(change, Put):
-                        found = _runtime_data(change.value)
-                        if found is not None and found[1].get(key) == value:
-                            matching[change.key] = found[0]
-                if len(ids := sorted(set(matching.values()))) >= min_count:
-                    return ids
+        try:
+            async with asyncio.timeout(timeout_s), self._runtime.discovery.watch(prefix) as changes:
+                async for batch in changes:
+                    for change in batch:
+                        matching.pop(change.key, None)
+                        if isinstance(change, Put):
+                            found = _runtime_data(change.value)
+                            if found is not None and found[1].get(key) == value:
+                                matching[change.key] = found[0]
+                    if len(ids := sorted(set(matching.values()))) >= min_count:
+                        return ids
+        except TimeoutError:
+            raise TimeoutError(
+                f"{len(set(matching.values()))} of {min_count} instance(s) of {self._endpoint.path} with runtime_data "
+                f"{key!r} = {value!r} appeared within {timeout_s:g} s"
+            ) from None
         raise CannotConnect("the runtime was closed while waiting for instances")
 
     def inhibit(self, instance_id: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from dynamo.errors import DynamoException, EngineShutdown, WorkerUnavailable
+from dynamo.errors import DynamoException, EngineShutdown
 from dynamo.placement import RouterMode
 from dynamo.runtime.client import Client
 from dynamo.runtime.context import Context
@@ -108,7 +108,7 @@ class Endpoint:
         `graceful_shutdown` False: a shutdown of the runtime cuts the streams in flight instead of waiting for them.
         """
         served = await self.start_serving(
-            serve_python(handler),
+            serve_python(handler, cancel_grace_seconds=self.runtime.settings.cancel_grace_seconds),
             metrics_labels=metrics_labels,
             health_check_payload=health_check_payload,
             graceful=graceful_shutdown,
@@ -126,8 +126,12 @@ class Endpoint:
         Callers are native ones: on the native wire, over TCP or NATS. Any other request is an `InvalidArgument`. Returns
         when the endpoint was shut down.
         """
+        grace = self.runtime.settings.cancel_grace_seconds
         served = await self.start_serving(
-            serve_python_stream(handler), metrics_labels=metrics_labels, graceful=graceful_shutdown, takes_stream=True
+            serve_python_stream(handler, cancel_grace_seconds=grace),
+            metrics_labels=metrics_labels,
+            graceful=graceful_shutdown,
+            takes_stream=True,
         )
         try:
             await served.wait_closed()
@@ -183,18 +187,39 @@ class Endpoint:
         return served
 
     async def register_endpoint_instance(self) -> None:
-        """Advertise the served endpoint again. Raises `WorkerUnavailable` when this runtime does not serve it."""
-        await self._served().advertise()
+        """Advertise this endpoint (again). Before `serve_endpoint` it is there to be found, as the leader and the followers
+        of an engine of several nodes find each other; a request that comes then is declined, and may go elsewhere."""
+        served = self.runtime.served(self.path)
+        if served is not None:
+            await served.advertise()
+            return
+        await self.runtime.plane_server()
+        await self.runtime.discovery.put(self.instance_key, await self.instance_record())
 
     async def unregister_endpoint_instance(self) -> None:
-        """Take the served endpoint out of discovery; requests that come all the same are served."""
-        await self._served().withdraw()
-
-    def _served(self) -> ServedEndpoint:
+        """Take the endpoint out of discovery; requests that come all the same are served. Absent is fine."""
         served = self.runtime.served(self.path)
-        if served is None:
-            raise WorkerUnavailable(f"endpoint {self.path} is not served by this runtime; call serve_endpoint first")
-        return served
+        if served is not None:
+            await served.withdraw()
+            return
+        await self.runtime.start()
+        await self.runtime.discovery.delete(self.instance_key)
+
+    @property
+    def route(self) -> str:
+        """The native routing path of this runtime's instance; opaque to callers."""
+        return f"{self.connection_id():x}/{self.namespace}/{self.component}/{self.name}"
+
+    @property
+    def instance_key(self) -> str:
+        """Where this runtime's instance record is in discovery."""
+        return f"{INSTANCES}/{self.namespace}/{self.component}/{self.name}/{self.connection_id():x}"
+
+    async def instance_record(self) -> bytes:
+        """The record of this runtime's instance."""
+        server = await self.runtime.plane_server()
+        transport = server.transport(self.route)
+        return encode_instance(self.namespace, self.component, self.name, self.connection_id(), transport)
 
     # -- calling -------------------------------------------------------------------------------------------------
 
@@ -283,9 +308,8 @@ class ServedEndpoint:
         self._handler = handler
         self._payload = payload
         self._instance_id = endpoint.connection_id()
-        tail = f"{endpoint.namespace}/{endpoint.component}/{endpoint.name}"
-        self.route = f"{self._instance_id:x}/{tail}"  # the native routing path; opaque to callers
-        self._key = f"{INSTANCES}/{tail}/{self._instance_id:x}"
+        self.route = endpoint.route
+        self._key = endpoint.instance_key
         self._metrics = EndpointMetrics(
             self._runtime.metrics,
             namespace=endpoint.namespace,
@@ -384,11 +408,7 @@ class ServedEndpoint:
 
     async def record(self) -> bytes:
         """The instance record, as `advertise` puts it."""
-        server = await self._runtime.plane_server()
-        endpoint = self.endpoint
-        return encode_instance(
-            endpoint.namespace, endpoint.component, endpoint.name, self._instance_id, server.transport(self.route)
-        )
+        return await self.endpoint.instance_record()
 
     async def withdraw(self) -> None:
         """Remove the instance record; what arrives all the same is served. Idempotent."""

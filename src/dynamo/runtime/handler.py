@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 PythonHandler = Callable[..., Any]
 """`async def handler(request)` or `(request, context)` with `yield`; a coroutine that returns an async iterator also."""
 
-KILL_GRACE_SECONDS: Final = 0.05  # a killed handler may look at its context and end by itself for this long
+CANCEL_GRACE_SECONDS: Final = 1.0  # a handler whose caller has gone may look at its context and clean up for this long
 CLOSE_SECONDS: Final = 5.0  # how long a generator's `finally` may take before we go on without it
 ITEMS_PER_TURN: Final = 64  # a handler that never waits hands the loop to the others after this many items
 
@@ -37,8 +37,11 @@ ANNOTATED_MARK: Final = "_dynamo_annotated"
 ENVELOPE_KEYS: Final = ("data", "id", "event", "comment", "error")
 
 
-def serve_python(handler: PythonHandler) -> Handler:
-    """The runtime's form of a user's handler. Raises TypeError for something that is not callable."""
+def serve_python(handler: PythonHandler, *, cancel_grace_seconds: float = CANCEL_GRACE_SECONDS) -> Handler:
+    """Return the runtime's form of a user's handler. Raises TypeError for something that is not callable.
+
+    A handler whose caller has gone finds its context stopped; after `cancel_grace_seconds` it is cancelled where it stands.
+    """
     if not callable(handler):
         raise TypeError(f"an endpoint's handler must be an async generator function, got {type(handler).__name__}")
     with_context = takes_context(handler)
@@ -50,11 +53,11 @@ def serve_python(handler: PythonHandler) -> Handler:
         own = context.detached(context.id())
         own.prompt_tokens = context.prompt_tokens
         unlink = context.link_child(own)
-        closer = _Closer(context)
+        closer = _Closer(context, cancel_grace_seconds)
         stream: AsyncIterator[Any] | None = None
         try:
             stream = await _begin(handler(body, own) if with_context else handler(body))
-            await _pump(stream, sink)
+            await _pump(stream, context, sink)
             if own.is_stopped() and not context.is_stopped():
                 raise Disconnected("Stream ended before generation completed")  # a part must not pass for the whole
         except asyncio.CancelledError as error:
@@ -80,9 +83,9 @@ def serve_python(handler: PythonHandler) -> Handler:
     return handle
 
 
-def serve_python_stream(handler: PythonHandler) -> Handler:
-    """The same for `async def handler(requests)` or `(requests, context)`, where `requests` is a `RequestStream`."""
-    serve = serve_python(handler)
+def serve_python_stream(handler: PythonHandler, *, cancel_grace_seconds: float = CANCEL_GRACE_SECONDS) -> Handler:
+    """Do the same for `async def handler(requests)` or `(requests, context)`, where `requests` is a `RequestStream`."""
+    serve = serve_python(handler, cancel_grace_seconds=cancel_grace_seconds)
 
     async def handle(body: Any, context: Context, sink: ResponseSink) -> None:
         if not isinstance(body, RequestStream):
@@ -97,26 +100,28 @@ def serve_python_stream(handler: PythonHandler) -> Handler:
     return handle
 
 
-async def _pump(stream: AsyncIterator[Any], sink: ResponseSink) -> None:
+async def _pump(stream: AsyncIterator[Any], context: Context, sink: ResponseSink) -> None:
     burst = 0
     async for item in stream:
         sink.send_object(envelope(item))
-        if sink.ended:
-            return  # killed, lost or cut
+        if sink.ended and not context.is_killed():
+            return
+        # Killed, lost or cut: what follows is dropped, and the handler has its grace to look at its context.
         burst += 1
         if burst == ITEMS_PER_TURN:
             burst = 0
             await asyncio.sleep(0)
-        if not sink.has_credit():
+        if not sink.ended and not sink.has_credit():
             await sink.wait_credit()
 
 
 class _Closer:
     """Unblocks a handler whose caller is gone: first it may notice by itself, then its task is cancelled."""
 
-    __slots__ = ("_forget", "_loop", "_task", "_timer", "forced")
+    __slots__ = ("_forget", "_grace_seconds", "_loop", "_task", "_timer", "forced")
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, grace_seconds: float) -> None:
+        self._grace_seconds = grace_seconds
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._timer: asyncio.TimerHandle | None = None
@@ -125,7 +130,7 @@ class _Closer:
 
     def _cancelled(self, killed: bool) -> None:
         if killed and self._timer is None and self._task is not None:
-            self._timer = self._loop.call_later(KILL_GRACE_SECONDS, self._force)
+            self._timer = self._loop.call_later(self._grace_seconds, self._force)
 
     def _force(self) -> None:
         if self._task is not None:

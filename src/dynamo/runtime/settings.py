@@ -518,6 +518,7 @@ class RuntimeSettings:
     response_plane: str | None = None
     inhibit_seconds: float = 5.0  # how long a failed instance is left out; 0: not at all
     cuda_to_cpu_ratio: float = 8.0
+    cancel_grace_seconds: float = 1.0  # for a handler whose caller has gone, until it is cancelled
     shutdown_seconds: float = 900.0  # for streams in flight at `DistributedRuntime.shutdown()`
 
     @classmethod
@@ -538,5 +539,6 @@ class RuntimeSettings:
             response_plane=env_str("DYN_RESPONSE_PLANE", env=env),
             inhibit_seconds=env_float("DYN_RUNTIME_INHIBITED_DURATION_SECS", 5.0, minimum=0.0, env=env),
             cuda_to_cpu_ratio=env_float("DYN_ENCODER_CUDA_TO_CPU_RATIO", 8.0, minimum=0.001, env=env),
+            cancel_grace_seconds=env_float("DYN_HANDLER_CANCEL_GRACE_SECS", 1.0, minimum=0.0, env=env),
             shutdown_seconds=env_float("DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", 900.0, minimum=0.0, env=env),
         )
