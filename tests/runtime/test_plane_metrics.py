@@ -14,6 +14,7 @@ from dynamo.runtime import Client, Context, DistributedRuntime
 from dynamo.runtime.discovery import MemoryDiscovery, MemoryHub
 from dynamo.runtime.handler import serve_python
 from dynamo.runtime.request_plane.memory import MemoryPlane
+from dynamo.runtime.request_plane.stream import StreamBuffer
 
 PATH = "ns.c.e"
 
@@ -43,7 +44,7 @@ def values(runtime: DistributedRuntime, *names: str) -> list[float]:
 
 
 def alive() -> set[int]:
-    return {id(item) for item in gc.get_objects() if type(item).__name__ == "_BookedStream"}
+    return {id(item) for item in gc.get_objects() if isinstance(item, StreamBuffer)}
 
 
 @contextmanager
@@ -130,3 +131,5 @@ async def test_a_stream_leaves_nothing_to_the_collector(plane: str, way: str) ->
             else:
                 stream.close()
             del stream
+            for _ in range(10):  # the other side lets go of it in the next turns of the loop
+                await asyncio.sleep(0)

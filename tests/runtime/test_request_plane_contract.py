@@ -612,8 +612,7 @@ async def test_finishing_with_the_terminal_chunk_lets_the_worker_end_in_its_own_
 async def test_a_worker_that_does_not_end_after_its_terminal_chunk_is_told(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("memory", "mux.client", "native.stream"):
-        monkeypatch.setattr(f"dynamo.runtime.request_plane.{module}.FINISH_SECONDS", 0.01)
+    monkeypatch.setattr("dynamo.runtime.request_plane.stream.FINISH_SECONDS", 0.01)
     killed = asyncio.Event()
 
     async def handler(body: Any, context: Context, sink: ResponseSink) -> None:

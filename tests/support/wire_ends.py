@@ -71,10 +71,11 @@ async def work() -> None:
 
 
 async def ask() -> None:
-    from dynamo.runtime.request_plane.mux import client as mux
+    from dynamo.runtime.request_plane.mux import MuxClient
+    from dynamo.runtime.request_plane.mux import connection as mux
 
     mux.PING_SECONDS = 0.1  # type: ignore[misc]
-    client = mux.MuxClient()
+    client = MuxClient()
     calls: list[asyncio.Task[None]] = []
     while line := await asyncio.to_thread(sys.stdin.readline):
         match line.split():

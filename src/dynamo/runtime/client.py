@@ -28,7 +28,6 @@ from dynamo.placement import Booking, Candidate, Placement, PlacementRequest, Po
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Put
 from dynamo.runtime.instances import InstanceSet, decode_instance
-from dynamo.runtime.metrics import Histogram
 from dynamo.runtime.request_plane.base import OBJECT_INDEX, Instance, ResponseStream, StreamItem
 
 if TYPE_CHECKING:
@@ -205,13 +204,14 @@ class Client:
             raise
         sent = perf_counter()
         metrics.send_seconds.observe(sent - began)
-        return _BookedStream(
-            stream,
-            lambda: self._release(booking),
-            lambda error: self._on_first_sign(instance_id, error),
-            sent,
-            metrics.roundtrip_ttft_seconds,
-        )
+
+        def first(error: DynamoException | None) -> None:
+            self._on_first_sign(instance_id, error)
+            if error is None:
+                metrics.roundtrip_ttft_seconds.observe(perf_counter() - sent)
+
+        stream.book(first=first, released=lambda: self._release(booking))
+        return stream
 
     def record_failure(self, instance: Instance, error: DynamoException) -> bool:
         """Leave an instance out for a while if `error` tells something about the way to it.
@@ -365,59 +365,6 @@ class TransportView:
 
     def __repr__(self) -> str:
         return f"Transport({self.kind}={self.address})"
-
-
-class _BookedStream:
-    """A stream that gives its booking back when it is closed, and whose first batch is timed."""
-
-    __slots__ = ("_heard", "_release", "_roundtrip", "_sent", "_stream", "kill", "listen", "next_batch", "stop", "take")
-
-    def __init__(
-        self,
-        stream: ResponseStream,
-        release: Callable[[], None],
-        heard: Callable[[BaseException | None], None],
-        sent: float,
-        roundtrip: Histogram,
-    ) -> None:
-        """`heard` gets the first thing that comes, an error or None. `sent`: when the request had left, by `perf_counter`."""
-        self._stream = stream
-        self._release: Callable[[], None] | None = release
-        self._heard = heard
-        self._sent, self._roundtrip = sent, roundtrip
-        self.next_batch = self._first_batch
-        # Bound once: a layer of calls per batch would be paid for every token.
-        self.take = stream.take
-        self.listen = stream.listen
-        self.stop = stream.stop
-        self.kill = stream.kill
-
-    async def _first_batch(self) -> list[StreamItem]:
-        try:
-            batch = await self._stream.next_batch()
-        except DynamoException as error:
-            self._heard(error)
-            raise
-        finally:
-            self.next_batch = self._stream.next_batch  # from now on nothing stands in between
-        if batch:
-            self._heard(None)
-            self._roundtrip.observe(perf_counter() - self._sent)
-        return batch
-
-    def finish(self) -> None:
-        release, self._release = self._release, None
-        self.next_batch = self._stream.next_batch  # also where nothing was read: no cycle is left to the collector
-        if release is not None:
-            release()
-            self._stream.finish()
-
-    def close(self) -> None:
-        release, self._release = self._release, None
-        self.next_batch = self._stream.next_batch
-        if release is not None:
-            release()
-            self._stream.close()
 
 
 class Annotated:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dynamo.errors import InvalidArgument
+from dynamo.errors import DynamoException, InvalidArgument
 from dynamo.runtime.chaos.deeds import crash, drain, freeze
 from dynamo.runtime.chaos.director import Director, Visit
 from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, Kind
@@ -87,6 +87,11 @@ class _Stream:
 
     def listen(self, arrived: Callable[[], None] | None) -> None:
         self._stream.listen(arrived)
+
+    def book(
+        self, *, first: Callable[[DynamoException | None], None] | None, released: Callable[[], None] | None
+    ) -> None:
+        self._stream.book(first=first, released=released)
 
     def stop(self) -> None:
         self._stream.stop()

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from dynamo.errors import DynamoException
 from dynamo.runtime.context import Context
 
 OBJECT_INDEX: Final = -1  # the item is no token chunk: `extra` is an annotated envelope {data?, event?, comment?, id?}
@@ -116,6 +117,12 @@ class ResponseStream(Protocol):
         This is how a fast reader is fed without a task switch per token. It is called on the event loop, must not raise,
         and may be called without need; not while somebody waits in `next_batch`.
         """
+
+    def book(
+        self, *, first: Callable[[DynamoException | None], None] | None, released: Callable[[], None] | None
+    ) -> None:
+        """Call `first` once with what comes first: None for items, or the error. Call `released` when the reader releases the
+        stream by `finish` or `close`, once."""
 
     def stop(self) -> None:
         """Ask the worker to finish gracefully; keep reading."""

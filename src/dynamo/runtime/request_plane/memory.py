@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
@@ -19,13 +19,12 @@ from dynamo.errors import (
     DynamoException,
     InvalidArgument,
     ResponseTimeout,
-    StreamIncomplete,
     describe,
     revive,
 )
-from dynamo.runtime.context import Context, on_loop
+from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import (
-    FINISH_SECONDS,
+    END_INDEX,
     INITIAL_CREDITS,
     OBJECT_CREDIT_BYTES,
     OBJECT_INDEX,
@@ -35,6 +34,7 @@ from dynamo.runtime.request_plane.base import (
     StreamItem,
 )
 from dynamo.runtime.request_plane.core import ServerCore
+from dynamo.runtime.request_plane.stream import Event, State, StreamBuffer
 from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.runtime.tracing import TraceContext
 
@@ -103,7 +103,7 @@ class MemoryServer:
         """What callers see of a worker process that was killed: their streams break, and nobody answers any more."""
         self._leave()
         for stream in list(self._streams):
-            stream._lost(Disconnected("Stream ended before generation completed (the worker is gone)"))
+            stream.lost(Disconnected("Stream ended before generation completed (the worker is gone)"))
 
     def _leave(self) -> None:
         for path in self._paths:
@@ -142,191 +142,64 @@ class MemoryClient:
         )
         remote.prompt_tokens = context.prompt_tokens
         sink = MemorySink(loop, remote, len(encoded))
+        stream = sink.stream
+        assert stream is not None
         # A worker that declines raises here: Overloaded or WorkerUnavailable, as it would cross any other wire.
         try:
             server.core.dispatch(path, _decode(encoded), remote, sink)
         except DynamoException as error:
             raise revive(describe(error)) from None
-        stream = sink.stream
-        stream._follow(context, (self._streams, server._streams))
+        stream.live_in((self._streams, server._streams))
+        stream.follow(context)
         return stream
 
     async def close(self) -> None:
         self._closed = True
         for stream in list(self._streams):
-            stream._lost(Disconnected("Stream ended before generation completed (the caller's runtime is closed)"))
+            stream.lost(Disconnected("Stream ended before generation completed (the caller's runtime is closed)"))
 
 
-class MemoryStream:
-    """The caller's end; implements `ResponseStream`."""
+class MemoryStream(StreamBuffer):
+    """The caller's end."""
 
-    __slots__ = (
-        "__weakref__",
-        "_buffer",
-        "_draining",
-        "_ended",
-        "_error",
-        "_forget",
-        "_homes",
-        "_is_called",
-        "_listener",
-        "_loop",
-        "_offsets",
-        "_sink",
-        "_total",
-        "_waiter",
-    )
+    GRANT_AT = 1
+
+    __slots__ = ("__weakref__", "_homes", "_loop", "sink")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sink: MemorySink) -> None:
+        super().__init__()
         self._loop = loop
-        self._sink = sink
-        self._buffer: list[StreamItem] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._offsets = OffsetCounter()
-        self._draining: asyncio.TimerHandle | None = None  # only the end is awaited, and nobody reads it
-        self._ended = False  # nothing will be added to the buffer any more
-        self._error: DynamoException | None = None
-        self._total: int | None = None  # tokens the worker says it sent; None: there was no clean end
-        self._forget: Callable[[], None] | None = None
-        self._listener: Callable[[], None] | None = None
-        self._is_called = False  # the listener is about to be called
+        self.sink = sink
         self._homes: tuple[set[MemoryStream], ...] = ()
 
-    async def next_batch(self) -> list[StreamItem]:
-        while True:
-            batch = self.take()
-            if batch is None:
-                return []
-            if batch:
-                return batch
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+    def lost(self, error: DynamoException) -> None:
+        if self.state in (State.OPEN, State.DRAINING):
+            self._loop.call_soon(self.sink.abandon)
+        super().lost(error)
 
-    def take(self) -> list[StreamItem] | None:
-        if not self._buffer:
-            if not self._ended:
-                return []
-            if self._error is None and self._total is not None and self._total != self._offsets.total:
-                self._error = StreamIncomplete(
-                    f"the worker sent {self._total} tokens, {self._offsets.total} of them arrived"
-                )
-            if self._error is not None:
-                raise self._error
-            return None
-        batch, self._buffer = self._buffer, []
-        consumed = 0
-        for position, item in enumerate(batch):
-            if item.index == OBJECT_INDEX:
-                consumed += item.offset  # an object item carries its cost there
-                continue
-            count = len(item.token_ids)
-            if self._offsets.advance(item.index, count) != item.offset:
-                self.kill()
-                self._error = StreamIncomplete(
-                    f"the stream is not whole: choice {item.index} jumped to token {item.offset}"
-                )
-                return batch[:position] or self.take()
-            consumed += count or 1
-        self._sink._grant(consumed)
-        return batch
-
-    def listen(self, arrived: Callable[[], None] | None) -> None:
-        self._listener = arrived
-        if arrived is not None and (self._buffer or self._ended):
-            self._wake()
-
-    def stop(self) -> None:
-        if not self._ended:
-            self._loop.call_soon(self._sink.context.stop_generating)
-
-    def kill(self) -> None:
-        if not self._ended:
-            self._buffer.clear()
-            self._finish()
-            self._loop.call_soon(self._sink._abandon)
-
-    def finish(self) -> None:
-        self._unfollow()
-        self._buffer.clear()
-        if not self._ended and self._draining is None:
-            self._draining = self._loop.call_later(FINISH_SECONDS, self.kill)
-
-    def close(self) -> None:
-        if self._draining is None:
-            self.kill()
-            self._release()
-
-    def _deliver(self, item: StreamItem) -> None:
-        if not self._ended and self._draining is None:
-            self._buffer.append(item)
-            self._wake()
-
-    def _end(self, record: Any, total: int) -> None:
-        if not self._ended:
-            if record is not None:
-                self._error = revive(record)
-            else:
-                self._total = total
-            self._finish()
-
-    def _lost(self, error: DynamoException) -> None:
-        if not self._ended:
-            self._error = error
-            self._finish()
-            self._loop.call_soon(self._sink._abandon)
-
-    def _finish(self) -> None:
-        self._ended = True
-        if self._draining is not None:
-            self._draining.cancel()
-            self._draining = None
-        self._release()
-        self._wake()
-
-    def _follow(self, context: Context, homes: tuple[set[MemoryStream], ...]) -> None:
-        if not self._ended:  # a request that was declined or cancelled in the queue has ended by now
+    def live_in(self, homes: tuple[set[MemoryStream], ...]) -> None:
+        """Be a member of these sets until the stream ends."""
+        if self.state is State.OPEN:  # a request that was declined or cancelled in the queue has ended by now
             self._homes = homes
             for home in homes:
                 home.add(self)
-            self._forget = context.on_cancel(on_loop(self._loop, self._cancelled))
 
-    def _cancelled(self, killed: bool) -> None:
-        if killed:
-            self.kill()
-        else:
-            self.stop()
+    def _move(self, event: Event) -> bool:
+        moved = super()._move(event)
+        if moved and self.state in (State.ENDED, State.CLOSED):
+            for home in self._homes:
+                home.discard(self)
+            self._homes = ()
+        return moved
 
-    def _unfollow(self) -> None:
-        forget, self._forget = self._forget, None
-        if forget is not None:
-            forget()
+    def _send_stop(self) -> None:
+        self._loop.call_soon(self.sink.context.stop_generating)
 
-    def _release(self) -> None:
-        self._unfollow()
-        for home in self._homes:
-            home.discard(self)
-        self._homes = ()
+    def _send_kill(self) -> None:
+        self._loop.call_soon(self.sink.abandon)
 
-    def _wake(self) -> None:
-        if self._listener is not None:
-            # Not from inside the producer's call: the two sides of a plane must not run in each other's stack.
-            if not self._is_called:
-                self._is_called = True
-                self._loop.call_soon(self._call_listener)
-            return
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    def _call_listener(self) -> None:
-        self._is_called = False
-        if self._listener is not None:
-            self._listener()
-            if self._ended and self._listener is not None:  # the end came together with what it took
-                self._listener()
+    def _grant(self, credits: int) -> None:
+        self.sink.grant(credits)
 
 
 class MemorySink:
@@ -334,26 +207,24 @@ class MemorySink:
 
     __slots__ = (
         "_credit",
-        "_ended",
         "_object_bytes",
         "_offsets",
         "_waiter",
         "context",
-        "failure",
         "request_bytes",
         "stream",
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, context: Context, request_bytes: int) -> None:
         self._credit = INITIAL_CREDITS
-        self._ended = False
         self._offsets = OffsetCounter()
         self._waiter: asyncio.Future[None] | None = None
         self.context = context
-        self.failure: BaseException | None = None  # what `end` was given
         self.request_bytes = request_bytes
         self._object_bytes = 0
-        self.stream = MemoryStream(loop, self)
+        self.stream: MemoryStream | None = MemoryStream(
+            loop, self
+        )  # None: ended, so that the two do not keep each other
 
     def send_tokens(
         self,
@@ -362,7 +233,8 @@ class MemorySink:
         finish_reason: Any = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        if self._ended:
+        stream = self.stream
+        if stream is None:
             return
         if extra is not None:
             extra = _decode(_encode(extra))
@@ -370,16 +242,17 @@ class MemorySink:
         self._credit -= count or 1
         offset = self._offsets.advance(index, count)
         # stream_id 0: there is nothing to tell streams apart by. The ids are copied, as a wire would.
-        self.stream._deliver(StreamItem(0, index, offset, list(token_ids), finish_reason, extra))
+        stream.deliver(StreamItem(0, index, offset, list(token_ids), finish_reason, extra))
 
     def send_object(self, envelope: dict[str, Any]) -> None:
-        if self._ended:
+        stream = self.stream
+        if stream is None:
             return
         encoded = _encode(envelope)
         cost = len(encoded) // OBJECT_CREDIT_BYTES + 1
         self._credit -= cost
         self._object_bytes += len(encoded)
-        self.stream._deliver(StreamItem(0, OBJECT_INDEX, cost, [], None, _decode(encoded)))
+        stream.deliver(StreamItem(0, OBJECT_INDEX, cost, [], None, _decode(encoded)))
 
     @property
     def response_bytes(self) -> int:
@@ -390,7 +263,7 @@ class MemorySink:
         return self._credit > 0
 
     async def wait_credit(self) -> None:
-        while not (self._ended or self._credit > 0):
+        while not (self.ended or self._credit > 0):
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -398,25 +271,25 @@ class MemorySink:
                 self._waiter = None
 
     def end(self, error: BaseException | None = None) -> None:
-        if self._ended:
+        stream, self.stream = self.stream, None
+        if stream is None:
             return
-        self._ended = True
-        self.failure = error
         record = _decode(_encode(describe(error))) if error is not None else None
-        self.stream._end(record, self._offsets.total)
+        stream.end_with(StreamItem(0, END_INDEX, self._offsets.total, [], None, record))
         self._wake()
 
     @property
     def ended(self) -> bool:
-        return self._ended
+        return self.stream is None
 
-    def _grant(self, credits: int) -> None:
+    def grant(self, credits: int) -> None:
+        """The caller has taken so much."""
         self._credit += credits
         self._wake()
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """The caller is gone."""
-        self._ended = True
+        self.stream = None
         self._wake()
         self.context.kill()
 

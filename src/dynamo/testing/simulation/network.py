@@ -22,7 +22,7 @@ import msgspec
 
 from dynamo.errors import CannotConnect, Disconnected, DynamoException, describe
 from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import INITIAL_CREDITS, Instance, StreamItem
+from dynamo.runtime.request_plane.base import END_INDEX, INITIAL_CREDITS, Instance, StreamItem
 from dynamo.runtime.request_plane.memory import MemoryClient, MemoryPlane, MemoryServer, MemorySink, MemoryStream
 from dynamo.runtime.settings import RequestPlaneSettings
 
@@ -283,7 +283,7 @@ class Wire:
         self.arrived = 0  # at the caller
         self._caller_is_open = self._worker_is_open = True
         self._late: StreamItem | None = None
-        stream._sink = cast(MemorySink, self)
+        stream.sink = cast(MemorySink, self)
         sink.stream = cast(MemoryStream, self)
         link.wires.add(self)
 
@@ -291,13 +291,13 @@ class Wire:
         """The caller learns that the connection is gone."""
         if self._caller_is_open:
             self._close_caller()
-            self._stream._lost(Disconnected(f"Stream ended before generation completed ({why})"))
+            self._stream.lost(Disconnected(f"Stream ended before generation completed ({why})"))
 
     def worker_lost(self) -> None:
         """The worker learns that nobody is at the other end any more."""
         if self._worker_is_open:
             self._close_worker()
-            self._sink._abandon()
+            self._sink.abandon()
 
     def _close_caller(self) -> None:
         self._caller_is_open = False
@@ -313,7 +313,7 @@ class Wire:
 
     # -- what the worker's sink does to its stream -------------------------------------------------------------------
 
-    def _deliver(self, item: StreamItem) -> None:
+    def deliver(self, item: StreamItem) -> None:
         if not self._worker_is_open:
             return
         self.items += 1
@@ -335,38 +335,38 @@ class Wire:
     def _arrive(self, item: StreamItem) -> None:
         if self._caller_is_open:
             self.arrived += 1
-            self._stream._deliver(item)
+            self._stream.deliver(item)
 
-    def _end(self, record: Any, total: int) -> None:
+    def end_with(self, item: StreamItem) -> None:
         if not self._worker_is_open:
             return
         if self._late is not None:
             late, self._late = self._late, None
             self._send(late)
         self._close_worker()
-        self.link.down.send(lambda: self._ended(record, total))
+        self.link.down.send(lambda: self._ended(item))
 
-    def _ended(self, record: Any, total: int) -> None:
+    def _ended(self, item: StreamItem) -> None:
         if self._caller_is_open:
             self._close_caller()
-            self._stream._end(record, total)
+            self._stream.end_with(item)
 
     # -- what the caller's stream does to its sink -------------------------------------------------------------------
 
-    def _grant(self, credits: int) -> None:
+    def grant(self, credits: int) -> None:
         if self._caller_is_open:
             self.link.up.send(lambda: self._granted(credits))
 
     def _granted(self, credits: int) -> None:
         if not self._worker_is_open:
             return
-        self._sink._grant(credits)
+        self._sink.grant(credits)
         if self._sink._credit > INITIAL_CREDITS:
             self._network.on_breach(
                 f"a producer holds {self._sink._credit} credits, and {INITIAL_CREDITS} is all there are"
             )
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         if self._caller_is_open:
             self._close_caller()
             self.link.up.send(self.worker_lost)
@@ -438,10 +438,12 @@ class _Client(MemoryClient):
         remote.prompt_tokens = context.prompt_tokens
         sink = MemorySink(loop, remote, len(encoded))
         stream = sink.stream
+        assert stream is not None
         link.connect()
         wire = Wire(network, link, self._process, worker, body, stream, sink)
         link.up.send(lambda: self._dispatch(path, encoded, remote, sink, wire))
-        stream._follow(context, (self._streams,))
+        stream.live_in((self._streams,))
+        stream.follow(context)
         network.on_open(wire)
         return stream
 
@@ -454,4 +456,4 @@ class _Client(MemoryClient):
         try:
             server.core.dispatch(path, _decode(encoded), remote, sink)
         except DynamoException as error:
-            wire._end(describe(error), 0)
+            wire.end_with(StreamItem(0, END_INDEX, 0, [], None, describe(error)))

@@ -14,6 +14,7 @@ import msgspec
 from dynamo.errors import CannotConnect, ConnectionTimeout, Disconnected, InvalidArgument, Overloaded, ResponseTimeout
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, split_tcp
+from dynamo.runtime.request_plane.dial import Dialled, Dialler
 from dynamo.runtime.request_plane.native.call_home import CallHomeListener, keep_alive
 from dynamo.runtime.request_plane.native.frames import (
     MAX_CONTROL_BYTES,
@@ -112,9 +113,13 @@ class NativeClient:
         self._home = home
         self._waited = waited
         self._pools: dict[tuple[str, int], list[RequestSender]] = {}
-        self._dialling: dict[tuple[str, int], asyncio.Task[RequestSender]] = {}
-        self._dials = asyncio.Semaphore(settings.dial_limit)
-        self._closed = False
+        self._dialler = Dialler(
+            lambda address: RequestSender(address, settings, self._lost),
+            self._connected,
+            timeout_seconds=settings.connect_timeout_seconds,
+            security=self._security,
+            limit=settings.dial_limit,
+        )
 
     async def open(self, instance: Instance, body: Any, context: Context) -> NativeStream:
         try:
@@ -137,7 +142,7 @@ class NativeClient:
         waited = 0.0
         if sender is None:
             began = perf_counter()
-            sender = await self._connect(host, port)
+            sender = await self._dialler.connect(host, port)
             waited = perf_counter() - began
         if self._waited is not None:
             self._waited(waited)
@@ -161,9 +166,7 @@ class NativeClient:
         return stream
 
     async def close(self) -> None:
-        self._closed = True
-        for task in list(self._dialling.values()):
-            task.cancel()
+        self._dialler.close()
         await self._home.close()
         for pool in list(self._pools.values()):
             for sender in list(pool):
@@ -182,50 +185,8 @@ class NativeClient:
             return None
         return sender
 
-    async def _connect(self, host: str, port: int) -> RequestSender:
-        if self._closed:
-            raise CannotConnect("the runtime is closed")
-        where = (host, port)
-        task = self._dialling.get(where)
-        if task is None:
-            # Awaited below by everybody who wants this connection; it ends by itself within the time limit.
-            task = asyncio.get_running_loop().create_task(self._dial(host, port), name=f"dial {host}:{port}")
-            self._dialling[where] = task
-            task.add_done_callback(lambda done: self._dialled(where, done))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if caller is not None and caller.cancelling():
-                raise
-            raise CannotConnect("the runtime is closed") from None  # only `close` cancels a dial
-
-    def _dialled(self, where: tuple[str, int], task: asyncio.Task[RequestSender]) -> None:
-        self._dialling.pop(where, None)
-        if task.cancelled() or task.exception() is not None:
-            return  # whoever waits sees it; nobody waiting is fine too
-        if self._closed:
-            task.result().close()
-        elif task.result().usable:
-            self._pools.setdefault(where, []).append(task.result())
-
-    async def _dial(self, host: str, port: int) -> RequestSender:
-        loop = asyncio.get_running_loop()
-        address = f"{host}:{port}"
-        limit = self._settings.connect_timeout_seconds
-        try:
-            async with asyncio.timeout(limit), self._dials:
-                _, sender = await loop.create_connection(
-                    lambda: RequestSender(address, self._settings, self._lost),
-                    host,
-                    port,
-                    **self._security.connect_options(host),
-                )
-        except TimeoutError as error:
-            raise CannotConnect(f"{address} did not accept within {limit:g} s") from error
-        except OSError as error:
-            raise self._security.not_connected(address, error) from error
-        return sender
+    def _connected(self, where: tuple[str, int], sender: RequestSender) -> None:
+        self._pools.setdefault(where, []).append(sender)
 
     def _lost(self, sender: RequestSender) -> None:
         for where, pool in list(self._pools.items()):
@@ -239,7 +200,7 @@ def _busyness(sender: RequestSender) -> int:
     return sender.unacknowledged
 
 
-class RequestSender(asyncio.Protocol):
+class RequestSender(Dialled):
     """One pooled connection to a worker: request frames out, one ACK for each back, in the same order."""
 
     def __init__(self, address: str, settings: RequestPlaneSettings, on_lost: Callable[[RequestSender], None]) -> None:

@@ -1,0 +1,67 @@
+"""The caller's end of one `mux` stream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from dynamo.runtime.request_plane.base import INITIAL_CREDITS, StreamItem
+from dynamo.runtime.request_plane.expansion import exceeds_when_decoded
+from dynamo.runtime.request_plane.mux.frames import ProtocolError, decode_item
+from dynamo.runtime.request_plane.stream import State, StreamBuffer
+
+if TYPE_CHECKING:
+    from dynamo.runtime.request_plane.mux.connection import MuxConnection
+
+__all__ = ["MAX_BUFFERED_ITEMS", "MuxStream"]
+
+MAX_BUFFERED_ITEMS: Final = 2 * INITIAL_CREDITS + 64  # of one stream; an honest worker stays below half of it
+MAX_ITEM_BYTES: Final = 64 * 1024 * 1024  # one object item (an image, say)
+MAX_DECODED_ITEM_BYTES: Final = 512 * 1024 * 1024
+
+
+class MuxStream(StreamBuffer):
+    """One response stream at the caller. Its connection hands out the items of all streams of a frame, then calls the
+    listeners of those that got some."""
+
+    __slots__ = ("_connection", "_parts", "_parts_bytes", "stream_id")
+
+    def __init__(self, connection: MuxConnection, stream_id: int) -> None:
+        super().__init__()
+        self._connection = connection
+        self._parts: list[bytes] | None = None
+        self._parts_bytes = 0
+        self.stream_id = stream_id
+
+    def deliver(self, item: StreamItem) -> None:
+        super().deliver(item)
+        if len(self.items) > MAX_BUFFERED_ITEMS:
+            raise ProtocolError(f"stream {self.stream_id} was sent more than its credit allows")
+
+    def assemble(self, payload: bytes, last: bool) -> StreamItem | None:
+        """Add a piece of an item too large for one frame; the item once its last piece is there."""
+        if self._parts is None:
+            self._parts = []
+            self._parts_bytes = 0
+        self._parts_bytes += len(payload)
+        if self._parts_bytes > MAX_ITEM_BYTES:
+            raise ProtocolError(f"an item of more than {MAX_ITEM_BYTES} bytes")
+        self._parts.append(payload)
+        if not last:
+            return None
+        whole, self._parts = b"".join(self._parts), None
+        if exceeds_when_decoded(whole, MAX_DECODED_ITEM_BYTES):
+            raise ProtocolError(f"an item of {len(whole)} bytes takes more than {MAX_DECODED_ITEM_BYTES} once decoded")
+        return decode_item(whole)
+
+    def _call_soon(self) -> None:
+        self._connection.touch(self)
+
+    def _send_stop(self) -> None:
+        self._connection.cancel(self.stream_id, kill=False)
+
+    def _send_kill(self) -> None:
+        self._connection.drop(self.stream_id)
+
+    def _grant(self, credits: int) -> None:
+        if self.state is State.OPEN:
+            self._connection.grant(self.stream_id, credits)
