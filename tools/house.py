@@ -198,6 +198,8 @@ def docstrings_without_verb(house: Iterable[Module]) -> Figure:
     found = []
     for module in house:
         for function in module.functions():
+            if function.name == "__init__":
+                continue  # it describes the arguments
             if any(isinstance(d, ast.Name) and "property" in d.id for d in function.decorator_list):
                 continue  # a property is a noun
             doc = ast.get_docstring(function, clean=True)

@@ -207,9 +207,11 @@ def test_the_image_holds_what_the_files_need() -> None:
     installed = re.search(r'pip install --no-cache-dir "\.\[([a-z,]+)\]"', lines)
     assert installed is not None
     assert set(installed[1].split(",")) <= extras.keys()
-    assert {"etcd", "nats", "kubernetes"} <= set(installed[1].split(","))
+    assert {"etcd", "nats", "kubernetes", "reference", "guided"} <= set(installed[1].split(","))
+    assert "ENV DYN_HTTP_HOST=0.0.0.0" in lines  # else `dynamo serve` in a container would answer only inside of it
     for sources in re.findall(r"^COPY (.+) \S+$", lines, re.MULTILINE):
         assert all((ROOT / source).exists() for source in sources.split())
+        assert {f"!{source}" for source in sources.split()} <= set((ROOT / ".dockerignore").read_text().splitlines())
     build = COMPOSE["services"]["frontend"]["build"]
     assert (DEPLOY / build["context"] / build["dockerfile"]).resolve() == DEPLOY / "Containerfile"
     user = re.search(r"--uid (\d+)", lines)

@@ -15,7 +15,7 @@ from dynamo.cli.usage import CommandParser, UsageError, did_you_mean
 
 __all__ = ["ChatClient", "ServerError", "main"]
 
-DEFAULT_URL: Final = "http://127.0.0.1:8000"
+DEFAULT_PORT: Final = "8000"
 CONNECT_SECONDS: Final = 5.0
 READ_SECONDS: Final = 600.0  # a long prompt on a slow machine
 MAX_LINE_BYTES: Final = 1 << 20
@@ -35,7 +35,7 @@ class ChatClient:
         """Raises UsageError for a URL that is not HTTP."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise UsageError(f"{url!r} is not an HTTP address; write for example {DEFAULT_URL}")
+            raise UsageError(f"{url!r} is not an HTTP address; write for example http://127.0.0.1:{DEFAULT_PORT}")
         self._parts: SplitResult = parts
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"}
@@ -97,7 +97,8 @@ def main(argv: list[str]) -> int:
         "A MESSAGE of - is read from standard input.\n\nexample:\n  dynamo chat What is 27 + 15?",
     )
     parser.add_argument("message", nargs="*", metavar="MESSAGE", help="ask this, print the answer and leave")
-    parser.add_argument("--url", default=DEFAULT_URL, help="the server (default: %(default)s)")
+    port = os.environ.get("DYN_HTTP_PORT", "").strip() or DEFAULT_PORT  # as `dynamo serve` reads it
+    parser.add_argument("--url", default=f"http://127.0.0.1:{port}", help="the server (default: %(default)s)")
     parser.add_argument("--model", help="which model (default: the only one, or the first)")
     parser.add_argument("--system", metavar="TEXT", help="instructions that come before the conversation")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="at most so many tokens per answer")
