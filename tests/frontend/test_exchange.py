@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from dynamo.errors import ResponseTimeout, WorkerUnavailable
-from dynamo.frontend.apis.surfaces import ChatApi
+from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
 from dynamo.frontend.pipeline.inference import Call
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs

@@ -186,6 +186,24 @@ async def test_extra_fields_bring_what_was_asked_for(house: Cluster) -> None:
     assert bytes(ids) == b"abcEND"
 
 
+@pytest.mark.parametrize("logprobs", [None, True])
+async def test_the_worker_is_named_from_the_first_chunk_and_the_times_come_with_the_last(
+    house: Cluster, logprobs: bool | None
+) -> None:
+    worker = await house.worker(say("ab", "c", "d"))
+    nvext = {"extra_fields": ["worker_id", "timing"]}
+    streamed = await house.client.chat("hi", nvext=nvext, stream=True, logprobs=logprobs)
+    unary = await house.client.chat("hi", nvext=nvext, logprobs=logprobs)
+    parts = [chunk["nvext"] for chunk in streamed.chunks]
+    named = {"prefill_worker_id": worker.endpoint.connection_id(), "decode_worker_id": worker.endpoint.connection_id()}
+    assert [part["worker_id"] for part in (*parts, unary.json["nvext"])] == [named] * (len(parts) + 1)
+    assert ["timing" in part for part in parts] == [False] * (len(parts) - 1) + [True]
+    for timing in (parts[-1]["timing"], unary.json["nvext"]["timing"]):
+        assert timing["prefill_wait_time_ms"] >= 0
+        assert timing["prefill_time_ms"] >= 0
+        assert timing["prefill_wait_time_ms"] + timing["prefill_time_ms"] == pytest.approx(timing["ttft_ms"])
+
+
 async def test_annotations_come_before_the_data(house: Cluster) -> None:
     worker = await house.worker()
     annotations = ["request_id", "token_ids", "formatted_prompt", "mine", "llm_metrics"]

@@ -27,7 +27,7 @@ FILES = ("--discovery-backend", "file")
 
 PLAIN_IDS = """
 from dynamo.frontend.__main__ import main
-from dynamo.frontend.apis.surfaces import ChatApi
+from dynamo.frontend.apis.chat import ChatApi
 ChatApi.id_prefix = ""
 main()
 """

@@ -12,8 +12,8 @@ import pytest
 
 from dynamo.frontend.admission import model as model_admission
 from dynamo.frontend.admission.model import ModelAdmission, Urgency
-from dynamo.frontend.apis.surfaces import ChunkWriter
 from dynamo.frontend.http import inference_route
+from dynamo.frontend.pipeline.delivery import StreamDelivery
 from dynamo.runtime.request_plane.memory import MemorySink
 from dynamo.testing.simulation import ALL_KINDS, Kind, continuation, draw, run_scenario, shrink, simulate
 
@@ -99,13 +99,13 @@ def count_credits_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def send_a_token_twice(patch: pytest.MonkeyPatch) -> None:
-    write = ChunkWriter.write
+    encode = StreamDelivery._encode
 
     def twice(self: Any, deltas: list[Any]) -> bytes:
-        data = write(self, deltas)
+        data = encode(self, deltas)
         return data + data if deltas[0].tokens == 1 and deltas[0].finish_reason is None else data
 
-    patch.setattr(ChunkWriter, "write", twice)
+    patch.setattr(StreamDelivery, "_encode", twice)
 
 
 def take_more_than_there_are_places(patch: pytest.MonkeyPatch) -> None:

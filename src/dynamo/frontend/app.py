@@ -22,7 +22,9 @@ from starlette.types import ASGIApp
 from dynamo.errors import WorkerUnavailable
 from dynamo.frontend.admission.model import AdmissionPolicy
 from dynamo.frontend.admission.process import Admission, Stage
-from dynamo.frontend.apis.surfaces import Api, ChatApi, CompletionApi
+from dynamo.frontend.apis.base import Api
+from dynamo.frontend.apis.chat import ChatApi
+from dynamo.frontend.apis.completions import CompletionApi
 from dynamo.frontend.busy_threshold import LOAD_TOPIC, BusyThresholdRoute, LoadFollower
 from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply, reply_rejected
 from dynamo.frontend.http.inference_route import InferenceRoute
@@ -205,10 +207,9 @@ class Frontend:
 
     def _routes(self) -> Sequence[BaseRoute]:
         paths = self.settings.paths
-        chat = ChatApi(reasoning_field=self.settings.reasoning_field_name)
         catalogue = ModelsRoute(self.models, self.settings)
         return [
-            _Endpoint(paths["chat"], self._inference(chat), "POST"),
+            _Endpoint(paths["chat"], self._inference(ChatApi()), "POST"),
             _Endpoint(paths["completions"], self._inference(CompletionApi()), "POST"),
             _Endpoint(paths["models"], catalogue, "GET"),
             _Endpoint(paths["models"] + "/{model:path}", catalogue, "GET"),

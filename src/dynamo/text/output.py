@@ -40,12 +40,14 @@ class CallBegan(NamedTuple):
     """A call of this function; the arguments that follow, up to the next `CallBegan`, are its own."""
 
     name: str
+    id: str | None = None  # None: the text carries none
 
 
 class CallArguments(NamedTuple):
     """The next piece of the arguments: all pieces together are the text of a JSON object, if the call ends."""
 
     text: str
+    call: int | None = None  # of which call, counted from 0; None: of the last one that began
 
 
 class CallEnded(NamedTuple):
@@ -62,6 +64,7 @@ class JoinedCall:
     name: str
     arguments: str = ""
     is_complete: bool = False
+    id: str | None = None
 
 
 @dataclass(slots=True)
@@ -82,7 +85,7 @@ class Joiner:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[JoinedCall] = []
-        self._arguments: list[str] = []  # of the last call
+        self._arguments: list[list[str]] = []  # of each call
 
     def add(self, events: Iterable[OutputEvent]) -> None:
         """Take over the next events."""
@@ -92,11 +95,11 @@ class Joiner:
                     self._content.append(text)
                 case Reasoning(text):
                     self._reasoning.append(text)
-                case CallBegan(name):
-                    self._close_call()
-                    self._calls.append(JoinedCall(name))
-                case CallArguments(text):
-                    self._arguments.append(text)
+                case CallBegan(name, call_id):
+                    self._calls.append(JoinedCall(name, id=call_id))
+                    self._arguments.append([])
+                case CallArguments(text, call):
+                    self._arguments[-1 if call is None else call].append(text)
                 case CallEnded():
                     self._calls[-1].is_complete = True
                 case _:
@@ -104,13 +107,9 @@ class Joiner:
 
     def result(self) -> Joined:
         """What they say together."""
-        self._close_call()
+        for call, arguments in zip(self._calls, self._arguments, strict=True):
+            call.arguments = "".join(arguments)
         return Joined("".join(self._content), "".join(self._reasoning), self._calls)
-
-    def _close_call(self) -> None:
-        if self._calls:
-            self._calls[-1].arguments += "".join(self._arguments)
-        self._arguments = []
 
 
 def joined(events: Iterable[OutputEvent]) -> Joined:

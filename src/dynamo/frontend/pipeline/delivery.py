@@ -6,43 +6,52 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
-from dynamo.frontend.apis.surfaces import Answer, ChunkWriter, UnaryAnswer
+from dynamo.frontend.apis.base import Answer, Renderer
 from dynamo.frontend.http.asgi import ClientGone
-from dynamo.frontend.pipeline.exchange import Exchange, Phase
+from dynamo.frontend.pipeline.collector import CollectedAnswer
+from dynamo.frontend.pipeline.events import ChoiceOutput, TokenSource
+from dynamo.frontend.pipeline.exchange import Phase
 from dynamo.frontend.pipeline.generation import Delta, SingleGeneration, generate
 from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
-from dynamo.frontend.pipeline.parsed_answers import ParsedChunkWriter, ParsedUnaryAnswer
+from dynamo.frontend.pipeline.parsing_stage import ParsingStage
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
 from dynamo.frontend.pipeline.stage_timer import PARSE
-from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.escaping import json_text
 from dynamo.protocol.openai.requests import Request
-from dynamo.protocol.openai.sse import DONE, annotation_event
+from dynamo.protocol.openai.sse import annotation_event
 
 __all__ = ["StreamDelivery", "UnaryDelivery", "annotation_events"]
 
 
 class _Delivery:
-    """What both ways share: the first token, the counters, and how generation ended."""
+    """What both ways share: deltas to events, the counters, and how generation ended."""
 
-    __slots__ = ("_answer", "_exchange", "_first_token_seconds", "_idle")
+    __slots__ = ("_answer", "_exchange", "_has_begun", "_idle", "_renderer", "_source", "_stage")
 
-    def __init__(self, exchange: Exchange, answer: Answer, idle: IdleTimeout | None) -> None:
-        self._exchange, self._answer, self._idle = exchange, answer, idle
-        self._first_token_seconds: float | None = None
+    def __init__(self, answer: Answer, renderer: Renderer, idle: IdleTimeout | None) -> None:
+        work, model = answer.work, answer.model
+        self._answer, self._renderer, self._idle = answer, renderer, idle
+        self._exchange = answer.exchange
+        self._has_begun = False
+        self._source = TokenSource(wants_logprobs=answer.wants_logprobs)
+        self._stage: ParsingStage | None = None
+        if work.parsing is not None:
+            self._stage = ParsingStage(work.parsing, work, None if model.takes_text else model.text.tokenizer)
 
-    def _note(self, deltas: Sequence[Delta], now: float) -> None:
-        """Count one wake-up."""
-        exchange = self._exchange
+    def _outputs(self, deltas: Sequence[Delta]) -> list[ChoiceOutput]:
+        """Count one wake-up and return its events."""
+        exchange, now = self._exchange, asyncio.get_running_loop().time()
         if self._idle is not None:
             self._idle.last = now
-        if self._first_token_seconds is None:
-            self._first_token_seconds = now - exchange.arrival.at
+        if not self._has_begun:
+            self._has_begun = True
             exchange.enter(Phase.STREAMING, now)
             if exchange.slot is not None:
                 exchange.slot.begun(now)
         assert exchange.counters is not None
         exchange.counters.tokens(deltas[0].tokens if len(deltas) == 1 else sum([delta.tokens for delta in deltas]), now)
+        outputs = self._source.outputs(deltas)
+        return outputs if self._stage is None else self._stage.outputs(outputs)
 
     def _check_end(self) -> None:
         """Raise unless generation came to its own end. Call it once, before the last bytes are sent."""
@@ -63,29 +72,9 @@ class _Delivery:
 class StreamDelivery(_Delivery):
     """Sends one streamed answer."""
 
-    __slots__ = ("_includes_usage", "_writer")
+    __slots__ = ()
 
-    def __init__(
-        self, exchange: Exchange, answer: Answer, idle: IdleTimeout | None, settings: FrontendSettings
-    ) -> None:
-        super().__init__(exchange, answer, idle)
-        request, always = answer.request, settings.force_include_usage
-        self._includes_usage = request.include_usage or always
-        continuous = request.continuous_usage or always
-        parsing = answer.work.parsing
-        if parsing is None:
-            self._writer = ChunkWriter(answer, continuous_usage=continuous)
-        else:
-            self._writer = ParsedChunkWriter(
-                answer,
-                parsing,
-                continuous_usage=continuous,
-                reasoning_field=settings.reasoning_field_name,
-                dispatches_calls=settings.streaming_tool_dispatch,
-                dispatches_reasoning=settings.streaming_reasoning_dispatch,
-            )
-
-    async def send(self, stream: AnswerStream, head: bytes) -> None:
+    async def send(self, stream: AnswerStream, head: bytes, *, with_usage: bool) -> None:
         """Send the whole answer; `head` comes before its first event."""
         answer, timer = self._answer, self._exchange.timer
         timer.mark(PARSE)
@@ -102,16 +91,16 @@ class StreamDelivery(_Delivery):
             self._check_end()
         finally:
             self.close()
-        last = self._writer.usage_chunk() + DONE if self._includes_usage else DONE
+        last = self._renderer.end(with_usage=with_usage)
         if timer.is_wanted:
             timer.ended()
             last = timer.comment() + last
         await stream.end(head + last)
 
     def _encode(self, deltas: list[Delta]) -> bytes:
-        self._note(deltas, asyncio.get_running_loop().time())
-        self._writer.first_token_seconds = self._first_token_seconds
-        return self._writer.write(deltas)
+        outputs = self._outputs(deltas)
+        render = self._renderer.stream
+        return render(outputs[0]) if len(outputs) == 1 else b"".join([render(output) for output in outputs])
 
     async def _send_single(self, stream: AnswerStream, head: bytes) -> bytes:
         """Send one choice: its first delta waits for its turn, the others go from socket to socket while the client
@@ -134,7 +123,7 @@ class StreamDelivery(_Delivery):
                     await stream.write(data)
                     exchange.timer.answering()
                 while stream.can_push:
-                    ends = self._writer.splice()
+                    ends = self._renderer.splice()
                     plain = None if ends is None else self._splicer(ends, stream, refused)
                     await single.push(accept, plain)
                     if not refused:
@@ -176,21 +165,17 @@ class UnaryDelivery(_Delivery):
     async def send(self, sink: AnswerSink) -> None:
         """Gather the answer and send it."""
         answer, timer = self._answer, self._exchange.timer
-        parsing = answer.work.parsing
-        gathered = UnaryAnswer(answer) if parsing is None else ParsedUnaryAnswer(answer, parsing)
-        loop_time = asyncio.get_running_loop().time
+        collected = CollectedAnswer(answer.choices)
         timer.mark(PARSE)
         try:
             async with aclosing(generate(answer.model, answer.work, self._exchange.context)) as batches:
                 async for deltas in batches:
-                    self._note(deltas, loop_time())
-                    gathered.add(deltas)
+                    collected.add(self._outputs(deltas))
                     timer.answering()
             self._check_end()
         finally:
             self.close()
-        gathered.first_token_seconds = self._first_token_seconds
-        body = gathered.body()
+        body = self._renderer.collect(collected)
         headers: HeaderPairs = ()
         if timer.is_wanted:
             timer.ended()

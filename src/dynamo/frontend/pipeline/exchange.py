@@ -101,9 +101,13 @@ class Exchange:
             self.phase = phase
             self.phase_times[phase] = now
 
+    def now(self) -> float:
+        """Return the time of the clock of its phases."""
+        return asyncio.get_running_loop().time()
+
     def end(self) -> None:
         """Note that the request is over. Idempotent."""
-        self.enter(Phase.ENDED, asyncio.get_running_loop().time())
+        self.enter(Phase.ENDED, self.now())
 
     def end_with(self, reason: DynamoException) -> None:
         """Kill the work; the client reads `reason`. Does nothing once the request is over or has another reason."""
@@ -118,7 +122,7 @@ class Exchange:
             self.context.kill()
 
     def _dispatched(self) -> None:
-        self.enter(Phase.DISPATCHED, asyncio.get_running_loop().time())
+        self.enter(Phase.DISPATCHED, self.now())
 
 
 class ExchangeRegister:

@@ -110,6 +110,11 @@ class WorkRequest:
         """How many of `prompt_tokens` the workers had cached; None when none of them said."""
         return sum(self._cached.values()) if self._cached else None
 
+    @property
+    def is_usage_known(self) -> bool:
+        """Whether the counts are tokens of the model, and may be shown as usage."""
+        return True
+
     def open_choice(self, model: GenerationModel, context: Context, index: int, prompt: list[int]) -> Choice:
         """Make one choice of the request, ready to run."""
         return _TokenChoice(model, self, context, index, prompt)

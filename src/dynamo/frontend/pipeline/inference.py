@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,7 +15,7 @@ from typing import Any, Final
 from dynamo.errors import DynamoException, Overloaded, ResponseTimeout
 from dynamo.frontend.admission.model import Shed, urgency_of
 from dynamo.frontend.admission.process import Admission, NotReady
-from dynamo.frontend.apis.surfaces import Answer, Api
+from dynamo.frontend.apis.base import Answer, Api, RenderOptions
 from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics, RequestType
 from dynamo.frontend.models.directory import ModelDirectory, ServedModel
 from dynamo.frontend.pipeline.delivery import StreamDelivery, UnaryDelivery, annotation_events
@@ -219,21 +218,21 @@ class Call:
     ) -> None:
         """Prepare, generate and answer. Raises what went wrong on the way."""
         loop, pipeline, timer = asyncio.get_running_loop(), self._pipeline, exchange.timer
-        request, model, began = resolved.request, resolved.model, exchange.arrival.at
+        request, model = resolved.request, resolved.model
         work, text = await self._api.prepare(pipeline.preprocessor, request, resolved.effects, model, timer)
         work.watch = pipeline.stalls
         exchange.work = work
         exchange.enter(Phase.PREPROCESSED, loop.time())
-        received_at = time.time() - (loop.time() - began)
-        answer = Answer(self._api, request, model, work, exchange.context.id(), received_at)
+        answer = Answer(exchange, request, model, work)
         limit = self._settings.backend_stream_timeout_seconds
         idle = None if limit is None else IdleTimeout(exchange, work.fail_over_idle_streams, limit)
+        renderer = self._api.renderer(answer, self._options(request))
         if stream is None:
-            await UnaryDelivery(exchange, answer, idle).send(sink)
+            await UnaryDelivery(answer, renderer, idle).send(sink)
         else:
-            await StreamDelivery(exchange, answer, idle, self._settings).send(
-                stream, annotation_events(request, answer, text)
-            )
+            head = annotation_events(request, answer, text)
+            with_usage = request.include_usage or self._settings.force_include_usage
+            await StreamDelivery(answer, renderer, idle).send(stream, head, with_usage=with_usage)
         self._count_end(exchange, work)
 
     # -- ends ----------------------------------------------------------------------------------------------------
@@ -281,6 +280,15 @@ class Call:
                 await stream.end(rejected.frame() + DONE)
                 return
         await sink.reject(rejected)
+
+    def _options(self, request: Request) -> RenderOptions:
+        settings = self._settings
+        return RenderOptions(
+            continuous_usage=request.continuous_usage or settings.force_include_usage,
+            reasoning_field=settings.reasoning_field_name,
+            dispatches_calls=settings.streaming_tool_dispatch,
+            dispatches_reasoning=settings.streaming_reasoning_dispatch,
+        )
 
     def _rejection(self, error: BaseException) -> RequestRejected:
         return rejection_of(error, overload_status=self._settings.overload_status)

@@ -26,6 +26,7 @@ __all__ = [
     "completion_body",
     "completion_logprobs",
     "token_logprobs",
+    "tool_call",
     "usage_json",
 ]
 
@@ -184,6 +185,11 @@ class Choice:
     logprobs: bytes | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+
+
+def tool_call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call as a message shows it."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def chat_body(

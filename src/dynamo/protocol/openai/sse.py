@@ -85,7 +85,7 @@ class ChatStream:
             return self._head[index] + (_encode(text) if text.isascii() else json_text(text)) + tail
         if not text and finish_reason is None and logprobs is None:
             return b""
-        members = b'"content":' + json_text(text) if text or not self._has_role(index) else b""
+        members = b'"content":' + json_text(text) if text or not self.has_role(index) else b""
         return self.members(
             index,
             members,
@@ -108,7 +108,7 @@ class ChatStream:
         nvext: bytes | None = None,
     ) -> bytes:
         """A delta of other members (`"reasoning_content":"..."`, `"tool_calls":[...]`), as JSON without braces."""
-        if not self._has_role(index):
+        if not self.has_role(index):
             members = members + b',"role":"assistant"' if members else b'"role":"assistant"'
             self._first[index] = self._plain
         head = self._head[index]
@@ -134,9 +134,10 @@ class ChatStream:
     def plain_ends(self) -> tuple[bytes, bytes] | None:
         """What stands before and behind the text's JSON string in an event of choice 0 that says nothing else; None while
         the role is still to be said."""
-        return (self._head[0], self._plain) if self._has_role(0) else None
+        return (self._head[0], self._plain) if self.has_role(0) else None
 
-    def _has_role(self, index: int) -> bool:
+    def has_role(self, index: int) -> bool:
+        """Return whether an event of choice `index` has named the role."""
         return self._first[index] is self._plain
 
 

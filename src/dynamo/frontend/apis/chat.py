@@ -1,0 +1,225 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from dynamo.frontend.apis.base import Answer, Api, Renderer, RenderOptions
+from dynamo.frontend.apis.chat_dispatch import DispatchEvents
+from dynamo.frontend.models.directory import ServedModel
+from dynamo.frontend.pipeline.collector import CollectedAnswer, CollectedChoice
+from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
+from dynamo.frontend.pipeline.generation import WorkRequest
+from dynamo.frontend.pipeline.preprocess import Preprocessor
+from dynamo.frontend.pipeline.stage_timer import StageTimer
+from dynamo.protocol.model_types import ModelType
+from dynamo.protocol.openai.body import BodyLimits
+from dynamo.protocol.openai.escaping import json_line, json_text
+from dynamo.protocol.openai.headers import HeaderEffects
+from dynamo.protocol.openai.requests import ChatRequest, decode_chat, validate_chat
+from dynamo.protocol.openai.responses import Choice, chat_body, chat_logprobs, tool_call
+from dynamo.protocol.openai.sse import DONE, ChatStream
+from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, Reasoning
+
+__all__ = ["ChatApi"]
+
+_NO_CONTENT: Final = b'"content":""'
+
+
+class ChatApi(Api[ChatRequest]):
+    """Chat completions."""
+
+    endpoint = "chat_completions"
+    id_prefix = "chatcmpl-"
+    model_type = ModelType.Chat
+
+    def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> ChatRequest:
+        return decode_chat(body, ignore_unsupported=ignore_unsupported, limits=limits)
+
+    def validate(self, request: ChatRequest) -> None:
+        validate_chat(request)
+
+    async def prepare(
+        self,
+        preprocessor: Preprocessor,
+        request: ChatRequest,
+        effects: HeaderEffects,
+        model: ServedModel,
+        timer: StageTimer,
+    ) -> tuple[WorkRequest, str | None]:
+        return await preprocessor.chat(request, effects, model, timer)
+
+    def renderer(self, answer: Answer, options: RenderOptions) -> Renderer:
+        return _ChatRenderer(answer, options)
+
+
+class _ChatRenderer(Renderer):
+    """Text, reasoning and tool calls in members of their own."""
+
+    def __init__(self, answer: Answer, options: RenderOptions) -> None:
+        super().__init__(answer, options)
+        dispatches = options.dispatches_calls or options.dispatches_reasoning
+        self._dispatch = DispatchEvents(options) if dispatches else None
+        self._is_plain = not (options.continuous_usage or answer.wants_nvext or dispatches)
+        self._is_spliced = self._is_plain and not answer.wants_logprobs and answer.work.parsing is None
+        self._chunks: ChatStream | None = None
+        self._calls: dict[int, int] = {}  # how many began, by choice
+        self._reasoning_head = json_text(options.reasoning_field) + b":"
+        as_text = answer.request.return_tokens_as_token_ids is not True
+        self._one_token_logprobs = answer.model.text.logprob_pieces.line if as_text else None
+
+    def stream(self, output: ChoiceOutput) -> bytes:
+        events = output.events
+        if self._is_plain and len(events) < 2:
+            # Nearly every output: nothing yet, or one piece of text.
+            if not events:
+                return b""
+            event = events[0]
+            if isinstance(event, Content):
+                return self._opened().delta(output.choice, event.text)
+            if isinstance(event, Reasoning):
+                return self._opened().members(output.choice, self._reasoning_head + json_text(event.text))
+        return self._in_full(output)
+
+    def splice(self) -> tuple[bytes, bytes] | None:
+        return self._opened().plain_ends() if self._is_spliced else None
+
+    def end(self, *, with_usage: bool) -> bytes:
+        usage = self._answer.usage() if with_usage else None
+        return DONE if usage is None else self._opened().usage_chunk(usage) + DONE
+
+    def collect(self, collected: CollectedAnswer) -> bytes:
+        answer = self._answer
+        return chat_body(
+            answer.id,
+            answer.created,
+            answer.model_name,
+            [self._choice(index, choice) for index, choice in enumerate(collected.choices)],
+            answer.usage(),
+            nvext=self._collected_nvext(collected),
+            reasoning_field=self._options.reasoning_field,
+        )
+
+    def _choice(self, index: int, choice: CollectedChoice) -> Choice:
+        found = choice.joined()
+        is_all_text = not found.reasoning and not found.calls
+        return Choice(
+            index,
+            found.content or ("" if is_all_text else None),
+            None if choice.finished is None else choice.finished.reason,
+            logprobs=self._logprobs(choice.logprobs),
+            reasoning_content=found.reasoning or None,
+            tool_calls=[tool_call(call.id or "", call.name, call.arguments) for call in found.calls] or None,
+        )
+
+    def _opened(self) -> ChatStream:
+        """Return the chunks' fixed bytes; made late, as a model that takes text brings its own id."""
+        if self._chunks is None:
+            answer = self._answer
+            self._chunks = ChatStream(answer.id, answer.created, answer.model_name, n=answer.choices)
+        return self._chunks
+
+    def _in_full(self, output: ChoiceOutput) -> bytes:
+        """Return the chunks of an output with everything its client wants: one for all text, one for each call or piece
+        of one. Log probabilities and extensions go with the first chunk, the reason with the last."""
+        answer, chunks = self._answer, self._opened()
+        beside = b"" if self._dispatch is None else self._dispatch.events(output)
+        deltas, found, finished = self._read(output)
+        logprobs = self._logprobs(found)
+        if not deltas and logprobs is None and finished is None:
+            self._hold(output)
+            return beside
+        output = self._with_held(output)
+        usage = answer.usage() if self._options.continuous_usage else None
+        if not deltas:
+            deltas = [b"" if chunks.has_role(output.choice) else _NO_CONTENT]
+        written = [beside]
+        for position, members in enumerate(deltas):
+            is_first, is_end = position == 0, position == len(deltas) - 1 and finished is not None
+            nvext = None
+            if answer.wants_nvext:
+                nvext = answer.nvext(
+                    finished=is_end,
+                    stop_reason=finished.stop_reason if is_end and finished is not None else None,
+                    token_ids=output.token_ids if is_first else None,
+                    engine_data=output.engine_data if is_first else None,
+                )
+            written.append(
+                chunks.members(
+                    output.choice,
+                    members,
+                    finish_reason=finished.reason if is_end and finished is not None else None,
+                    logprobs=logprobs if is_first else None,
+                    usage=usage,
+                    nvext=nvext,
+                )
+            )
+        return b"".join(written)
+
+    def _read(self, output: ChoiceOutput) -> tuple[list[bytes], list[Logprobs], Finished | None]:
+        """Return the deltas' members as JSON without braces, the log probabilities, and the end."""
+        text = reasoning = ""
+        found: list[Logprobs] = []
+        finished: Finished | None = None
+        pieces: list[dict[str, Any]] = []
+        is_open = False  # the last piece takes more arguments
+        began = self._calls.get(output.choice, 0)
+        for event in output.events:
+            match event:
+                case Content():
+                    text += event.text
+                case Reasoning():
+                    reasoning += event.text
+                case CallBegan(name, call_id):
+                    pieces.append({"index": began, **tool_call(call_id or "", name, "")})
+                    began += 1
+                    is_open = True
+                case CallArguments(said, call):
+                    index = began - 1 if call is None else call
+                    if not is_open or pieces[-1]["index"] != index:  # of a call that began in an earlier chunk
+                        pieces.append({"index": index, "function": {"arguments": ""}})
+                        is_open = True
+                    pieces[-1]["function"]["arguments"] += said
+                case CallEnded():
+                    is_open = False
+                case Logprobs():
+                    found.append(event)
+                case Finished():
+                    finished = event
+        self._calls[output.choice] = began
+        members = [self._reasoning_head + json_text(reasoning)] if reasoning else []
+        if text:
+            members.append(b'"content":' + json_text(text))
+        return [b",".join(members)] * bool(members) + [_call_members(piece) for piece in pieces], found, finished
+
+    def _logprobs(self, found: Sequence[Logprobs]) -> bytes | None:
+        """Return the JSON of log probabilities; None when there are none."""
+        if not found:
+            return None
+        ready = [one for each in found for one in each.ready]
+        if ready:
+            return json_line(_merged(ready))
+        first, line = found[0], self._one_token_logprobs
+        if (
+            line is not None
+            and len(found) == 1
+            and first.log_probs is not None
+            and len(first.token_ids) == len(first.log_probs) == 1
+            and not first.top_logprobs
+        ):
+            return line(first.token_ids[0], first.log_probs[0])
+        items = [item for each in found for item in self._answer.logprob_items(each)]
+        return chat_logprobs(items) if items else None
+
+
+def _call_members(piece: dict[str, Any]) -> bytes:
+    """Return the member of one piece of a call; the first piece also has an empty text, as in 1.6.1."""
+    content = _NO_CONTENT + b"," if "id" in piece else b""
+    return content + b'"tool_calls":[' + json_line(piece) + b"]"
+
+
+def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return log probability objects of a worker as one."""
+    content = [item for part in parts for item in part.get("content") or ()]
+    return {**parts[-1], "content": content}

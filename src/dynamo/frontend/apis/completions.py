@@ -1,0 +1,137 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dynamo.frontend.apis.base import Answer, Api, Renderer, RenderOptions
+from dynamo.frontend.models.directory import ServedModel
+from dynamo.frontend.pipeline.collector import CollectedAnswer
+from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
+from dynamo.frontend.pipeline.generation import WorkRequest
+from dynamo.frontend.pipeline.preprocess import Preprocessor
+from dynamo.frontend.pipeline.stage_timer import StageTimer
+from dynamo.protocol.model_types import ModelType
+from dynamo.protocol.openai.body import BodyLimits
+from dynamo.protocol.openai.escaping import json_line
+from dynamo.protocol.openai.headers import HeaderEffects
+from dynamo.protocol.openai.requests import CompletionRequest, decode_completion, validate_completion
+from dynamo.protocol.openai.responses import Choice, completion_body, completion_logprobs
+from dynamo.protocol.openai.sse import DONE, CompletionStream
+from dynamo.text.output import Content
+
+__all__ = ["CompletionApi"]
+
+
+class CompletionApi(Api[CompletionRequest]):
+    """Text completions."""
+
+    endpoint = "completions"
+    id_prefix = "cmpl-"
+    model_type = ModelType.Completions
+
+    def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> CompletionRequest:
+        return decode_completion(body, ignore_unsupported=ignore_unsupported, limits=limits)
+
+    def validate(self, request: CompletionRequest) -> None:
+        validate_completion(request)
+
+    async def prepare(
+        self,
+        preprocessor: Preprocessor,
+        request: CompletionRequest,
+        effects: HeaderEffects,
+        model: ServedModel,
+        timer: StageTimer,
+    ) -> tuple[WorkRequest, str | None]:
+        return await preprocessor.completion(request, effects, model, timer)
+
+    def renderer(self, answer: Answer, options: RenderOptions) -> Renderer:
+        return _CompletionRenderer(answer, options)
+
+
+class _CompletionRenderer(Renderer):
+    """Only text, log probabilities and the end have a place in a completion."""
+
+    def __init__(self, answer: Answer, options: RenderOptions) -> None:
+        super().__init__(answer, options)
+        self._is_plain = not (options.continuous_usage or answer.wants_nvext or answer.wants_logprobs)
+        self._chunks: CompletionStream | None = None
+        self._text_offsets: dict[int, int] = {}
+
+    def stream(self, output: ChoiceOutput) -> bytes:
+        text, logprobs = "", None
+        finished: Finished | None = None
+        for event in output.events:
+            if isinstance(event, Content):
+                text += event.text
+            elif isinstance(event, Logprobs):
+                logprobs = self._logprobs(output.choice, [event])
+            elif isinstance(event, Finished):
+                finished = event
+        reason = None if finished is None else finished.reason
+        if self._is_plain and logprobs is None:
+            return self._opened().delta(output.choice, text, finish_reason=reason) if text or reason else b""
+        if not text and finished is None and logprobs is None:
+            self._hold(output)
+            return b""
+        answer, output = self._answer, self._with_held(output)
+        nvext = None
+        if answer.wants_nvext:
+            nvext = answer.nvext(
+                finished=finished is not None,
+                stop_reason=None if finished is None else finished.stop_reason,
+                token_ids=output.token_ids,
+                engine_data=output.engine_data,
+            )
+        usage = answer.usage() if self._options.continuous_usage else None
+        return self._opened().delta(
+            output.choice, text, finish_reason=reason, logprobs=logprobs, usage=usage, nvext=nvext
+        )
+
+    def splice(self) -> tuple[bytes, bytes] | None:
+        return self._opened().plain_ends() if self._is_plain else None
+
+    def end(self, *, with_usage: bool) -> bytes:
+        usage = self._answer.usage() if with_usage else None
+        return DONE if usage is None else self._opened().usage_chunk(usage) + DONE
+
+    def collect(self, collected: CollectedAnswer) -> bytes:
+        answer = self._answer
+        choices = []
+        for index, choice in enumerate(collected.choices):
+            reason = None if choice.finished is None else choice.finished.reason
+            logprobs = self._logprobs(index, choice.logprobs)
+            choices.append(Choice(index, choice.joined().content, reason, logprobs=logprobs))
+        nvext = self._collected_nvext(collected)
+        return completion_body(answer.id, answer.created, answer.model_name, choices, answer.usage(), nvext=nvext)
+
+    def _opened(self) -> CompletionStream:
+        """Return the chunks' fixed bytes; made late, as a model that takes text brings its own id."""
+        if self._chunks is None:
+            answer = self._answer
+            self._chunks = CompletionStream(answer.id, answer.created, answer.model_name, choices=answer.choices)
+        return self._chunks
+
+    def _logprobs(self, choice: int, found: Sequence[Logprobs]) -> bytes | None:
+        """Return the JSON of what follows the log probabilities given before for the same choice."""
+        ready = [one for each in found for one in each.ready]
+        if ready:
+            return json_line(_merged(ready))
+        items = [item for each in found for item in self._answer.logprob_items(each)]
+        if not items:
+            return None
+        offset = self._text_offsets.get(choice, 0)
+        self._text_offsets[choice] = offset + sum(len(item.token) for item in items)
+        return completion_logprobs(items, text_offset=offset)
+
+
+def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return log probability objects of a worker as one: their lists one behind the other."""
+    whole: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            held = whole.get(name)
+            whole[name] = [*held, *value] if isinstance(held, list) and isinstance(value, list) else value
+    return whole

@@ -1,0 +1,64 @@
+"""Gathers the events of an answer that goes out as one body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
+from dynamo.text.output import Joined, Joiner
+
+__all__ = ["CollectedAnswer", "CollectedChoice", "merged"]
+
+
+class CollectedChoice:
+    """One choice of the answer."""
+
+    __slots__ = ("_joiner", "finished", "logprobs")
+
+    def __init__(self) -> None:
+        self._joiner = Joiner()
+        self.finished: Finished | None = None
+        self.logprobs: list[Logprobs] = []
+
+    def add(self, output: ChoiceOutput) -> None:
+        for event in output.events:
+            if isinstance(event, Logprobs):
+                self.logprobs.append(event)
+            elif isinstance(event, Finished):
+                self.finished = event
+            else:
+                self._joiner.add((event,))
+
+    def joined(self) -> Joined:
+        """Return its text, reasoning and calls; to be called once."""
+        return self._joiner.result()
+
+
+class CollectedAnswer:
+    """All choices of the answer."""
+
+    __slots__ = ("choices", "engine_data", "stop_reason", "token_ids")
+
+    def __init__(self, choices: int) -> None:
+        self.choices = [CollectedChoice() for _ in range(choices)]
+        self.token_ids: list[int] = []  # of all choices, in order of arrival: only asked for where there is one
+        self.engine_data: dict[str, Any] | None = None
+        self.stop_reason: str | int | None = None
+
+    def add(self, outputs: Sequence[ChoiceOutput]) -> None:
+        """Take over the events of one wake-up."""
+        for output in outputs:
+            choice = self.choices[output.choice]
+            choice.add(output)
+            self.token_ids += output.token_ids
+            if choice.finished is not None:
+                self.stop_reason = choice.finished.stop_reason
+            self.engine_data = merged(self.engine_data, output.engine_data)
+
+
+def merged(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the members of both; those of the second win."""
+    if first is None and second is None:
+        return None
+    return {**(first or {}), **(second or {})}

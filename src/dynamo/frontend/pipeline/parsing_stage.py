@@ -1,0 +1,95 @@
+"""The stage that reads the text of an answer: reasoning and tool calls become events of their own.
+
+The events do not depend on how the text was cut, so a streamed answer joined by its client is the unary one.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
+from dynamo.frontend.pipeline.generation import WorkRequest
+from dynamo.frontend.pipeline.parsing import OutputPlan, ReasoningCounter
+from dynamo.text.output import CallBegan, CallEnded, Content, OutputEvent
+from dynamo.text.output_parser import OutputParser
+from dynamo.text.tokenizer import Tokenizer
+
+__all__ = ["ParsingStage"]
+
+
+class _ParsedChoice:
+    """How far one choice has been read."""
+
+    __slots__ = ("complete_calls", "logprobs", "parser")
+
+    def __init__(self, parser: OutputParser) -> None:
+        self.parser = parser
+        self.complete_calls = 0
+        self.logprobs: Logprobs | None = None  # of text that shows nothing yet
+
+
+class ParsingStage:
+    """Events in, events out. Only chat answers are parsed."""
+
+    __slots__ = ("_choices", "_counters", "_plan", "_tokenizer", "_work")
+
+    def __init__(self, plan: OutputPlan, work: WorkRequest, tokenizer: Tokenizer | None) -> None:
+        """`tokenizer`: None where the model takes text, and there are no tokens to count."""
+        self._plan, self._work, self._tokenizer = plan, work, tokenizer
+        self._choices: dict[int, _ParsedChoice] = {}
+        self._counters: dict[int, ReasoningCounter] = {}
+        if plan.reasoning is not None and tokenizer is not None:
+            work.reasoning_tokens = 0
+
+    def outputs(self, outputs: Sequence[ChoiceOutput]) -> list[ChoiceOutput]:
+        """Return what the same wake-up shows once its text is read."""
+        return [self._output(output) for output in outputs]
+
+    def _output(self, output: ChoiceOutput) -> ChoiceOutput:
+        choice = self._choices.get(output.choice)
+        if choice is None:
+            choice = self._choices[output.choice] = _ParsedChoice(self._plan.parser())
+        if output.token_ids:
+            self._count_reasoning(output)
+        events: list[Event] = []
+        finished: Finished | None = None
+        for event in output.events:
+            if isinstance(event, Content):
+                self._add(choice, events, choice.parser.push(event.text))
+            elif isinstance(event, Logprobs):
+                choice.logprobs = event if choice.logprobs is None else choice.logprobs.then(event)
+            elif isinstance(event, Finished):
+                self._add(choice, events, choice.parser.finish())
+                finished = event
+            else:  # an engine that reads its own text
+                self._add(choice, events, [event])
+        if choice.logprobs is not None and (events or finished is not None):
+            events.append(choice.logprobs)
+            choice.logprobs = None
+        if finished is not None:
+            # An answer that ended by itself and called is "tool_calls"; one that was cut off stays cut off.
+            is_call = finished.reason == "stop" and choice.complete_calls > 0
+            events.append(Finished("tool_calls", finished.stop_reason) if is_call else finished)
+        return ChoiceOutput(output.choice, events, output.token_ids, output.engine_data)
+
+    def _add(self, choice: _ParsedChoice, events: list[Event], found: Sequence[OutputEvent]) -> None:
+        for event in found:
+            if isinstance(event, CallEnded):
+                choice.complete_calls += 1
+            elif isinstance(event, CallBegan) and event.id is None:
+                event = CallBegan(event.name, f"call-{uuid.uuid4()}")
+            events.append(event)
+
+    def _count_reasoning(self, output: ChoiceOutput) -> None:
+        work, tokenizer = self._work, self._tokenizer
+        if work.reasoning_tokens is None or tokenizer is None:
+            return
+        counter = self._counters.get(output.choice)
+        if counter is None:
+            skip = (work.body.get("output_options") or {}).get("skip_special_tokens")
+            prompt = work.prompts[output.choice // work.choices]
+            counter = self._counters[output.choice] = self._plan.counter(
+                tokenizer, prompt, skip_special_tokens=skip is None or bool(skip)
+            )
+        work.reasoning_tokens += counter.count(output.token_ids)
