@@ -21,7 +21,7 @@ from dynamo.engines.callable.engine import engine_class
 from dynamo.engines.sample.diffusion_engine import image_count, one_image
 from dynamo.engines.sample.engine import SampleLLMEngine
 from dynamo.errors import InvalidArgument
-from dynamo.llm import RouterMode
+from dynamo.llm import ModelRuntimeConfig, RouterMode
 from dynamo.runtime.client import Annotated
 from dynamo.runtime.context import Context
 
@@ -198,3 +198,97 @@ async def test_every_kind_of_engine_has_the_control_and_update_hooks() -> None:
     assert (await engine.engine_update(update="x", body={}))["message"] == "unsupported engine update: x"
     for kind in (LLMEngine, RawEngine, DiffusionEngine):
         assert kind.engine_control is BaseEngine.engine_control
+
+
+# -- setters of the runtime configuration -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "error"),
+    [
+        ("total_kv_blocks", ["1", 1.5, {"a": 1}], TypeError),
+        ("total_kv_blocks", [-1, 2**64], OverflowError),
+        ("context_length", [-1, 2**32], OverflowError),
+        ("data_parallel_size", [None, "x"], TypeError),
+        ("enable_eagle", [1, "true", None], TypeError),
+        ("kv_event_publishing_enabled", ["yes", 1], TypeError),
+        ("reasoning_parser", [1, b"x", ["x"]], TypeError),
+        ("kv_transfer_enforcement", ["bogus", "Required"], ValueError),
+        ("kv_transfer_enforcement", [1], TypeError),
+        ("kv_transfer_preferred_weight", ["x", [1]], TypeError),
+        ("tokenizer_backend", ["bogus"], ValueError),
+        ("topology_domains", [{"a": 1}, {1: "x"}, ["x"], None], TypeError),
+        ("taints", [["x"], {1}, "x"], TypeError),
+        ("structural_tag", [{"scpoe": "auto"}], ValueError),
+    ],
+)
+def test_a_setter_rejects_what_the_native_one_rejects(name: str, values: list[Any], error: type[Exception]) -> None:
+    config = ModelRuntimeConfig()
+    before = getattr(config, name)
+    for value in values:
+        with pytest.raises(error, match=name):
+            setattr(config, name, value)
+    assert getattr(config, name) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "stored"),
+    [
+        ("total_kv_blocks", 2**63, 2**63),
+        ("max_num_seqs", True, 1),
+        ("kv_transfer_enforcement", "required", "required"),
+        ("kv_transfer_enforcement", "", None),
+        ("kv_transfer_preferred_weight", 1, 1.0),
+        ("topology_domains", {"zone": "a"}, {"zone": "a"}),
+        ("taints", {"b", "a"}, {"a", "b"}),
+        ("tokenizer_backend", "fastokens", "fastokens"),
+        ("context_length", None, None),
+    ],
+)
+def test_a_setter_stores_what_the_native_one_stores(name: str, value: Any, stored: Any) -> None:
+    config = ModelRuntimeConfig()
+    setattr(config, name, value)
+    assert getattr(config, name) == stored
+    assert type(getattr(config, name)) is type(stored)
+
+
+@pytest.mark.parametrize(
+    ("tag", "error"),
+    [
+        ({"scpoe": "auto"}, ValueError),
+        ({"scope": "x"}, ValueError),
+        ({"schema": None}, ValueError),
+        ({"reasoning_boundary": "x"}, ValueError),
+        ({"exclude_special_tokens": 3}, ValueError),
+        ({1: 2}, ValueError),
+        ("auto", TypeError),
+    ],
+)
+def test_a_structural_tag_is_checked(tag: Any, error: type[Exception]) -> None:
+    config = ModelRuntimeConfig()
+    with pytest.raises(error, match="structural_tag"):
+        config.set_structural_tag(tag)
+    assert config.structural_tag is None
+
+
+def test_a_structural_tag_is_completed() -> None:
+    config = ModelRuntimeConfig()
+    config.set_structural_tag({"scope": "always"})
+    assert config.structural_tag == {
+        "scope": "always",
+        "schema": "auto",
+        "allow_tool_calls_with_structured_output": False,
+        "reasoning_boundary": "auto",
+        "tool_arguments_any_order": False,
+    }
+    config.set_structural_tag()
+    assert config.structural_tag is None
+
+
+def test_a_bootstrap_address_is_checked_and_read_back() -> None:
+    config = ModelRuntimeConfig()
+    for host, port, error in (("h", 70000, OverflowError), ("h", "1", TypeError), (3, 1, TypeError)):
+        with pytest.raises(error, match="bootstrap"):
+            config.set_disaggregated_endpoint(host, port)  # type: ignore[arg-type]
+    config.set_disaggregated_endpoint("h", 1)
+    assert (config.bootstrap_host, config.bootstrap_port) == ("h", 1)

@@ -29,13 +29,13 @@ from dynamo.contract.config import (
     RESPONSE_PLANES,
     WorkerConfig,
     WorkerFields,
-    check_structural_tag,
 )
 from dynamo.contract.modes import DisaggregationMode, parse_disaggregation_mode
 from dynamo.contract.parsers import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.model_types import parse_endpoint_types
 from dynamo.protocol.parsers import REASONING_PARSERS, TOOL_PARSERS
+from dynamo.protocol.structural_tag import check_structural_tag
 from dynamo.runtime.settings import FALSY, TRUTHY
 
 __all__ = ["BackendArgumentParser", "add_backend_arguments", "worker_config_from"]

@@ -10,6 +10,7 @@ from typing import Any, Final, Self, TypedDict, Unpack
 from dynamo.contract.health_check import parse_health_check_payload_cli
 from dynamo.contract.modes import DisaggregationMode, coerce_disaggregation_mode
 from dynamo.protocol.model_types import ModelInput
+from dynamo.protocol.structural_tag import TAG_SCHEMAS, TAG_SCOPES, check_structural_tag
 
 __all__ = [
     "DEFAULT_COMPONENT",
@@ -28,8 +29,8 @@ RESPONSE_PLANES: Final = ("tcp", "quic")
 
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "structural_tag_mode": ("off", "on"),
-    "structural_tag_scope": ("auto", "always"),
-    "structural_tag_schema": ("auto", "strict"),
+    "structural_tag_scope": TAG_SCOPES,
+    "structural_tag_schema": TAG_SCHEMAS,
 }
 
 
@@ -183,26 +184,6 @@ class WorkerConfig:
         if "health_check_payload" not in overrides:
             values["health_check_payload"] = _canary_of(runtime_cfg)
         return cls(**{**values, **overrides})
-
-
-_TAG_MEMBERS: Final[Mapping[str, tuple[str, ...]]] = {
-    "scope": _CHOICES["structural_tag_scope"],
-    "schema": _CHOICES["structural_tag_schema"],
-    # Native ones that nothing of ours reads; their values are the native frontend's affair.
-    "allow_tool_calls_with_structured_output": (),
-    "exclude_special_tokens": (),
-    "reasoning_boundary": (),
-    "tool_arguments_any_order": (),
-}
-
-
-def check_structural_tag(tag: Mapping[str, Any] | None) -> None:
-    """Raises ValueError naming the member that is unknown or wrong."""
-    for name, value in (tag or {}).items():
-        if name not in _TAG_MEMBERS:
-            raise ValueError(f"structural_tag has no member {name!r}; it has {', '.join(_TAG_MEMBERS)}")
-        if _TAG_MEMBERS[name] and value not in _TAG_MEMBERS[name]:
-            raise ValueError(f"structural_tag.{name} must be one of {', '.join(_TAG_MEMBERS[name])}, got {value!r}")
 
 
 _REQUIRED_ATTRIBUTES: Final = ("namespace", "discovery_backend", "request_plane", "event_plane")

@@ -6,7 +6,7 @@ system: unknown members are ignored and `null` counts as absent. A member of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -14,7 +14,21 @@ import msgspec
 from blake3 import blake3
 
 from dynamo.errors import InvalidArgument
+from dynamo.protocol.field_checks import (
+    U16,
+    U32,
+    U64,
+    Check,
+    boolean,
+    choice,
+    integer,
+    number,
+    text,
+    text_mapping,
+    text_set,
+)
 from dynamo.protocol.model_types import ModelType, WorkerType
+from dynamo.protocol.structural_tag import check_structural_tag, complete_structural_tag
 
 __all__ = [
     "DEFAULT_BLOCK_SIZE",
@@ -70,7 +84,10 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(le=2**63 - 1)]  # JSON knows no b
 
 
 class ModelRuntimeConfig(msgspec.Struct, kw_only=True):
-    """What the engine found out about itself at start-up. None and empty members are not published."""
+    """What the engine found out about itself at start-up. None and empty members are not published.
+
+    Assigning to a field checks the value, and the error names the field. Reading a foreign card does not.
+    """
 
     context_length: Count | None = None  # tokens
     total_kv_blocks: Count | None = None  # per data-parallel rank
@@ -103,6 +120,21 @@ class ModelRuntimeConfig(msgspec.Struct, kw_only=True):
     kv_transfer_preferred_weight: float | None = None
     max_gpu_lora_count: int | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Store a field after its check."""
+        check = _RUNTIME_CONFIG_CHECKS.get(name)
+        super().__setattr__(name, value if check is None else check(name, value))
+
+    @property
+    def bootstrap_host(self) -> str | None:
+        """Where decode peers bootstrap, or None."""
+        return (self.disaggregated_endpoint or {}).get("bootstrap_host")
+
+    @property
+    def bootstrap_port(self) -> int | None:
+        """The port of `bootstrap_host`, or None."""
+        return (self.disaggregated_endpoint or {}).get("bootstrap_port")
+
     def set_engine_specific(self, key: str, value: Any) -> None:
         """Add one entry to `runtime_data`. A str that is JSON is stored as the value it spells."""
         if isinstance(value, str):
@@ -111,18 +143,20 @@ class ModelRuntimeConfig(msgspec.Struct, kw_only=True):
         self.runtime_data[key] = value
 
     def get_engine_specific(self, key: str) -> Any:
-        """One entry of `runtime_data`, or None."""
+        """Return one entry of `runtime_data`, or None."""
         return self.runtime_data.get(key)
 
-    def set_structural_tag(self, policy: Any) -> None:
-        self.structural_tag = policy
+    def set_structural_tag(self, structural_tag: Mapping[str, Any] | None = None) -> None:
+        """Advertise a policy of structural tags, completed with its defaults. Raises ValueError naming the wrong member."""
+        self.structural_tag = complete_structural_tag(structural_tag)
 
     def set_disaggregated_endpoint(self, bootstrap_host: str | None = None, bootstrap_port: int | None = None) -> None:
         """Advertise where decode peers bootstrap; published only when both are given."""
-        if bootstrap_host is None or bootstrap_port is None:
-            self.disaggregated_endpoint = None
-        else:
-            self.disaggregated_endpoint = {"bootstrap_host": bootstrap_host, "bootstrap_port": bootstrap_port}
+        host = text("bootstrap_host", bootstrap_host)
+        port = integer(U16)("bootstrap_port", bootstrap_port)
+        self.disaggregated_endpoint = (
+            None if host is None or port is None else {"bootstrap_host": host, "bootstrap_port": port}
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The members as the card carries them."""
@@ -133,6 +167,38 @@ class ModelRuntimeConfig(msgspec.Struct, kw_only=True):
 
 
 RuntimeConfigRecord = ModelRuntimeConfig
+
+
+def _check_tag(name: str, value: Any) -> Any:
+    check_structural_tag(value)
+    return value
+
+
+_RUNTIME_CONFIG_CHECKS: Final[Mapping[str, Check]] = {
+    "context_length": integer(U32),
+    "total_kv_blocks": integer(U64),
+    "max_num_seqs": integer(U64),
+    "max_num_batched_tokens": integer(U64),
+    "max_gpu_lora_count": integer(U32),
+    "data_parallel_start_rank": integer(U32, optional=False),
+    "data_parallel_size": integer(U32, optional=False),
+    "tool_call_parser": text,
+    "reasoning_parser": text,
+    "exclude_tools_when_tool_choice_none": boolean(),
+    "enable_local_indexer": boolean(),
+    "enable_eagle": boolean(),
+    "kv_event_publishing_enabled": boolean(optional=True),
+    "kv_event_source_mode": text,
+    "kv_state_endpoint": text,
+    "kv_transfer_domain": text,
+    "kv_transfer_enforcement": choice("required", "preferred"),
+    "kv_transfer_preferred_weight": number,
+    "stable_routing_id": text,
+    "structural_tag": _check_tag,
+    "taints": text_set,
+    "tokenizer_backend": choice("default", "fastokens", "basetenkenizer"),
+    "topology_domains": text_mapping,
+}
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
