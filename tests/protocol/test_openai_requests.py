@@ -171,6 +171,16 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"guided_choice": []}, None),
         ({"guided_grammar": "root ::= x"}, {"grammar": "root ::= x"}),
         ({"guided_whitespace_pattern": " *"}, {"whitespace_pattern": " *"}),
+        (
+            {"guided_whitespace_pattern": " *", "response_format": {"type": "json_object"}},
+            {"json": {"type": "object"}, "whitespace_pattern": " *"},
+        ),
+        ({"guided_whitespace_pattern": "", "guided_json": SCHEMA}, {"json": SCHEMA, "whitespace_pattern": ""}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json": SCHEMA}),
+        ({"structured_outputs": {"json_object": True}}, {"json": {"type": "object"}}),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, {"regex": "a"}),
+        ({"structured_outputs": {"choice": ["a"]}}, {"choice": ["a"]}),
+        ({"structured_outputs": {"structural_tag": {"type": "x"}}}, {"structural_tag": {"type": "x"}}),
         ({"guided_regex": "a", "guided_decoding_backend": "x"}, {"regex": "a", "backend": "x"}),
         ({"guided_decoding_backend": "x"}, None),
     ],
@@ -529,6 +539,28 @@ def test_sessions() -> None:
     assert apply_headers(chat(), {"x-session-id": "s"}).agent_context == {"session_id": "s"}
     coder = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a", "x-claude-code-parent-agent-id": "p"}
     assert apply_headers(chat(), coder).agent_context == {"session_id": "s", "agent_id": "a", "parent_agent_id": "p"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "routing"),
+    [
+        ({"priority": 3}, {"priority": 3, "priority_jump": 3.0}),
+        ({"priority": -3, "nvext": {}}, {"priority": -3, "priority_jump": 0.0}),
+        ({"priority": 3, "nvext": {"agent_hints": {"osl": 9}}}, {"priority": 3, "priority_jump": 3.0}),
+        ({"priority": 3, "nvext": {"agent_hints": {"priority": 5}}}, {"priority": 5, "priority_jump": 5.0}),
+        ({"priority": 3, "nvext": {"agent_hints": {"latency_sensitivity": 9}}}, {"priority": 3, "priority_jump": 3.0}),
+    ],
+)
+def test_a_top_level_priority_is_that_of_nvext(fields: dict[str, Any], routing: dict[str, Any]) -> None:
+    found = to_worker_fields(chat(**fields))["routing"]
+    found.pop("expected_output_tokens", None)
+    assert found == routing
+
+
+def test_verbosity_and_documents_are_variables_of_the_template() -> None:
+    variables = template_variables(chat(verbosity="high", documents=[{"text": "x"}]))
+    assert variables == {"verbosity": "high", "documents": [{"text": "x"}]}
+    assert template_variables(chat(verbosity="high", chat_template_args={"verbosity": "own"})) == {"verbosity": "own"}
 
 
 def test_the_engine_is_told_of_salts_of_client_tokens_and_of_media_options() -> None:

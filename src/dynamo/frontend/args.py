@@ -312,6 +312,12 @@ def _build(base: FrontendSettings) -> _Parser:
         help="leave tools out of the prompt [DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE]",
     )
     text(
+        "--ignore-unsupported-fields",
+        action=argparse.BooleanOptionalAction,
+        default=base.ignore_unsupported_fields,
+        help="ignore unknown request fields instead of refusing them [DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS]",
+    )
+    text(
         "--allow-control-tokens-in-text",
         action=argparse.BooleanOptionalAction,
         default=base.allow_control_tokens_in_text,

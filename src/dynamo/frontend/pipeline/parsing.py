@@ -111,7 +111,7 @@ def plan_output(
             if prompt is None:
                 prompt = tokenizer.decode(prompt_ids[-PROMPT_TAIL_TOKENS:], skip_special_tokens=False)
             begins_inside = form.begins_inside(prompt)
-            guides_json = request.guided_json is not None or _guides_json(request)
+            guides_json = "json" in request.guidance or _guides_json(request)
             reasoning = functools.partial(form.parser, begins_inside=begins_inside, json_is_content=guides_json)
             has_ended = prompt.rstrip(WHITE_SPACE).endswith(form.marks[1])  # as a template writes for "no thinking"
             expects_reasoning = begins_inside or (thinking is not False and not has_ended)

@@ -15,7 +15,6 @@ from dynamo.text.tools import ToolFormat
 
 __all__ = ["structural_tag"]
 
-_GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern")
 _ANY_OBJECT: Final = {"type": "object"}
 
 
@@ -64,6 +63,4 @@ def _policy(config: ModelRuntimeConfig) -> _Policy | None:
 def _has_a_form(request: ChatRequest) -> bool:
     """Whether the request guides the whole answer itself."""
     form = request.response_format
-    return (form is not None and form.type != "text") or any(
-        getattr(request, name) not in (None, []) for name in _GUIDED
-    )
+    return (form is not None and form.type != "text") or bool(request.guidance)

@@ -204,6 +204,10 @@ def template_variables(request: ChatRequest, *, default_thinking_mode: str | Non
     variables = dict(request.template_args)
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
+    if request.verbosity is not None:
+        variables.setdefault("verbosity", request.verbosity)
+    if request.documents is not None:
+        variables.setdefault("documents", request.documents)
     mode = thinking_mode(request, default=default_thinking_mode)
     if mode is None:
         return variables

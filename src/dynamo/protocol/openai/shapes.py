@@ -147,6 +147,22 @@ class ResponseFormat(Struct):
     json_schema: JsonSchemaFormat | None = None
 
 
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """vLLM's one object for all kinds of guidance. Unknown keys are refused: a constraint must not get lost."""
+
+    json: JsonObject | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: JsonObject | str | None = None
+    whitespace_pattern: str | None = None
+    # Hints for one engine's compiler, without an effect here.
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+
+
 class StreamOptions(Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -245,6 +261,14 @@ class CommonRequest(Struct, kw_only=True, dict=True):
     guided_choice: list[str] | None = None
     guided_decoding_backend: str | None = None
     guided_whitespace_pattern: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: I32 | None = None  # into `nvext.agent_hints`, which wins
+    # accepted hints without an effect on the tokens
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     nvext: NvExt | None = None
     # passed to the worker as they are
     cache_salt: str | None = None
@@ -256,7 +280,27 @@ class CommonRequest(Struct, kw_only=True, dict=True):
 
     def free_form(self) -> tuple[Any, ...]:
         """The members in which any JSON may stand, and so nest."""
-        return (self.metadata, self.guided_json)
+        structured = self.structured_outputs
+        return (
+            self.metadata,
+            self.guided_json,
+            *((structured.json, structured.structural_tag) if structured is not None else ()),
+        )
+
+    @property
+    def guidance(self) -> dict[str, tuple[str, Any]]:
+        """The guidance asked for outright: the engine's name of each kind -> (the client's field, its value)."""
+        asked: dict[str, tuple[str, Any]] = {}
+        for kind in ("json", "regex", "choice", "grammar", "whitespace_pattern"):
+            if (value := getattr(self, f"guided_{kind}")) not in (None, []):
+                asked[kind] = (f"guided_{kind}", value)
+        if (structured := self.structured_outputs) is not None:
+            for kind in ("json", "regex", "choice", "grammar", "structural_tag", "whitespace_pattern"):
+                if (value := getattr(structured, kind)) not in (None, []):
+                    asked.setdefault(kind, (f"structured_outputs.{kind}", value))
+            if structured.json_object is True:
+                asked.setdefault("json", ("structured_outputs.json_object", {"type": "object"}))
+        return asked
 
     @property
     def choices_per_prompt(self) -> int:
@@ -317,12 +361,9 @@ class ChatRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True):
     # deprecated: answered with a 501 that names the successor
     functions: Any = None
     function_call: Any = None
-    # accepted hints without an effect on the tokens
-    store: bool | None = None
-    service_tier: str | None = None
-    prediction: JsonObject | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    prediction: JsonObject | None = None  # a hint without an effect on the tokens
+    verbosity: Literal["low", "medium", "high"] | None = None  # a variable of the template
+    documents: list[JsonObject] | None = None  # likewise
     # templates and reasoning
     chat_template_args: JsonObject | None = None
     chat_template_kwargs: JsonObject | None = None  # alias; `chat_template_args` wins
@@ -337,10 +378,10 @@ class ChatRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True):
     def free_form(self) -> tuple[Any, ...]:
         form = self.response_format
         return (
+            *super().free_form(),
             self.messages,
             self.tools,
-            self.metadata,
-            self.guided_json,
+            self.documents,
             form.json_schema.schema if form is not None and form.json_schema is not None else None,
             self.chat_template_args,
             self.chat_template_kwargs,
@@ -380,6 +421,12 @@ class CompletionRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True)
     best_of: I64 | None = None
     suffix: str | None = None
     logprobs: I64 | None = None
+    response_format: ResponseFormat | None = None
+
+    def free_form(self) -> tuple[Any, ...]:
+        form = self.response_format
+        schema = form.json_schema.schema if form is not None and form.json_schema is not None else None
+        return (*super().free_form(), schema)
 
     @property
     def output_limit(self) -> int | None:

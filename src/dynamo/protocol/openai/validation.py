@@ -40,10 +40,10 @@ MAX_GRAMMAR_NESTING: Final = 500
 MIN_EMBEDS_BYTES: Final = 100
 MAX_EMBEDS_BYTES: Final = 10 * 1024 * 1024
 MAX_NAMED_UNSUPPORTED: Final = 16  # unknown keys spelt out in one message; the rest is a count
+LET_PASS: Final = (
+    ". A frontend started with --ignore-unsupported-fields (DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS=1) ignores them"
+)
 MAX_LISTED_STRINGS: Final = 1024  # annotations, extra fields, taints: lists that only name things
-
-# With a forced tool choice none of them is left to choose.
-_GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern")
 
 _TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _TOKEN_ID_KEY: Final = re.compile(r"[0-9]{1,10}")
@@ -128,6 +128,7 @@ def validate_completion(request: CompletionRequest) -> None:
         _invalid(f"Suffix must not exceed {MAX_SUFFIX_CHARACTERS} characters, got {len(request.suffix)}", "suffix")
     _check_stop(request, prefix="Validation: ")
     _check_user(request)
+    _check_response_format(request)
     _check_guided(request)
     _check_nvext(request, prompts=prompts)
 
@@ -145,7 +146,7 @@ def _check_unsupported(request: CommonRequest) -> None:
     if names:
         shown = ", ".join(f"`{name[:64]}`" for name in names[:MAX_NAMED_UNSUPPORTED])
         more = f" and {len(names) - MAX_NAMED_UNSUPPORTED} more" if len(names) > MAX_NAMED_UNSUPPORTED else ""
-        _invalid(f"Unsupported parameter(s): {shown}{more}", names[0][:64])
+        _invalid(f"Unsupported parameter(s): {shown}{more}{LET_PASS}", names[0][:64])
 
 
 def _check_model(request: CommonRequest) -> None:
@@ -221,22 +222,18 @@ def _check_user(request: CommonRequest) -> None:
 
 
 def _check_guided(request: CommonRequest) -> None:
-    asked = [
-        name
-        for name, value in (
-            ("guided_json", request.guided_json),
-            ("guided_regex", request.guided_regex),
-            ("guided_choice", request.guided_choice or None),
-            ("guided_grammar", request.guided_grammar),
-            ("guided_whitespace_pattern", request.guided_whitespace_pattern),
-        )
-        if value is not None
-    ]
+    guidance = request.guidance
+    asked = [field for field, _ in guidance.values()]
+    structured = request.structured_outputs
+    if structured is not None and any(field.startswith("guided_") for field in asked):
+        _invalid("`structured_outputs` and `guided_*` say the same in two ways: send one of them", "structured_outputs")
     # A forced tool choice drops `response_format`, so there is nothing for it to disagree with.
-    if isinstance(request, ChatRequest) and request.guided_json is None and forced_choice(request) is None:
-        form = request.response_format
+    if "json" not in guidance and (not isinstance(request, ChatRequest) or forced_choice(request) is None):
+        form = request.response_format if isinstance(request, ChatRequest | CompletionRequest) else None
         if form is not None and form.type != "text":
             asked.append("response_format")
+    if "whitespace_pattern" in guidance and ("json" in guidance or "response_format" in asked):
+        asked.remove(guidance["whitespace_pattern"][0])  # it shapes the JSON
     if not asked:
         return
     if len(asked) > 1:
@@ -244,6 +241,8 @@ def _check_guided(request: CommonRequest) -> None:
             f"Only one kind of guided decoding is allowed, got {', '.join(f'`{name}`' for name in asked)}", asked[1]
         )
     _check_wire("guided_json", request.guided_json)
+    if structured is not None:
+        _check_wire("structured_outputs", (structured.json, structured.structural_tag))
     grammar = request.guided_grammar
     if grammar is not None and (depth := _bracket_depth(grammar)) > MAX_GRAMMAR_NESTING:
         _invalid(
@@ -329,13 +328,12 @@ def _check_tool_choice(request: ChatRequest) -> None:
             _invalid('tool_choice is "required" but tools is empty', "tool_choice")
     elif all(tool["function"]["name"] != choice for tool in request.tools or ()):
         _invalid(f'tool named "{choice[:128]}" in tool_choice is not present in tools', "tool_choice")
-    for name in _GUIDED:
-        if getattr(request, name) not in (None, []):
-            _invalid(f"`{name}` cannot be used with a forced tool_choice, which guides the whole answer itself", name)
+    for name, _ in request.guidance.values():
+        _invalid(f"`{name}` cannot be used with a forced tool_choice, which guides the whole answer itself", name)
     _check_wire("tools", request.tools)
 
 
-def _check_response_format(request: ChatRequest) -> None:
+def _check_response_format(request: ChatRequest | CompletionRequest) -> None:
     form = request.response_format
     if form is None or form.type != "json_schema":
         return

@@ -14,10 +14,9 @@ import msgspec
 from dynamo.protocol.openai.shapes import ChatRequest, CommonRequest, CompletionRequest, NvExt
 from dynamo.protocol.openai.tool_schema import forced_schema
 
-__all__ = ["FRONTEND_ANNOTATIONS", "finish_preprocessing", "to_worker_fields"]
+__all__ = ["finish_preprocessing", "to_worker_fields"]
 
-# Answered by the frontend itself; the worker gets the first three all the same, as 1.6.1 sends them.
-FRONTEND_ANNOTATIONS: Final = frozenset({"request_id", "token_ids", "formatted_prompt", "llm_metrics", "payload_usage"})
+# Events inside a frontend; every other annotation is the worker's, too, as in 1.6.1.
 _INTERNAL_ANNOTATIONS: Final = frozenset({"llm_metrics", "payload_usage"})
 _NEVER_FORWARDED: Final = "x-bypass-remote-prefill"  # only the router may say so
 _QUERY_PREFIX: Final = "query_instance_id:"
@@ -121,22 +120,16 @@ def _guided_decoding(request: CommonRequest) -> dict[str, Any] | None:
 
     A forced tool choice beats `response_format`, and so does an explicit `guided_json`; both together were refused.
     """
-    schema: Any = request.guided_json
-    if schema is None and isinstance(request, ChatRequest):
-        schema = forced_schema(request)
-    if schema is None and isinstance(request, ChatRequest) and (form := request.response_format) is not None:
+    guided = {kind: value for kind, (_, value) in request.guidance.items()}
+    schema: Any = forced_schema(request) if isinstance(request, ChatRequest) else None
+    form = request.response_format if isinstance(request, ChatRequest | CompletionRequest) else None
+    if schema is None and form is not None:
         if form.type == "json_object":
             schema = {"type": "object"}
         elif form.type == "json_schema" and form.json_schema is not None:
             schema = form.json_schema.schema
-    asked = {
-        "json": schema,
-        "regex": request.guided_regex,
-        "choice": request.guided_choice or None,
-        "grammar": request.guided_grammar,
-        "whitespace_pattern": request.guided_whitespace_pattern,
-    }
-    guided = {name: value for name, value in asked.items() if value is not None}
+    if schema is not None and "json" not in guided:
+        guided = {"json": schema, **guided}
     if not guided:
         return None
     if request.guided_decoding_backend is not None:
@@ -158,18 +151,21 @@ def _routing(request: CommonRequest) -> dict[str, Any]:
     """The pins and hints for the router; `{}` for a request that may go anywhere."""
     nvext = request.nvext
     routing: dict[str, Any] = {}
-    if nvext is not None:
+    if nvext is None:
+        _set_priority(routing, request.priority)
+    else:
         for name in ("backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank"):
             if (value := getattr(nvext, name)) is not None:
                 routing[name] = value
         hints = nvext.agent_hints
+        if hints is None or hints.priority is None:
+            _set_priority(routing, request.priority)
         if hints is not None:
             if hints.osl is not None:
                 routing["expected_output_tokens"] = hints.osl
             if hints.priority is not None:
-                routing["priority"] = hints.priority
-                routing["priority_jump"] = float(max(0, hints.priority))
-            elif hints.latency_sensitivity is not None:
+                _set_priority(routing, hints.priority)
+            elif hints.latency_sensitivity is not None and request.priority is None:
                 routing["priority_jump"] = max(0.0, hints.latency_sensitivity)
             if hints.strict_priority is not None:
                 routing["strict_priority"] = hints.strict_priority
@@ -183,6 +179,12 @@ def _routing(request: CommonRequest) -> dict[str, Any]:
     if salt is not None:
         routing["cache_salt"] = salt
     return routing
+
+
+def _set_priority(routing: dict[str, Any], priority: int | None) -> None:
+    if priority is not None:
+        routing["priority"] = priority
+        routing["priority_jump"] = float(max(0, priority))
 
 
 def _extra_args(request: CommonRequest, completion: CompletionRequest | None) -> dict[str, Any] | None:
