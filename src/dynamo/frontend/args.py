@@ -54,6 +54,12 @@ _INERT_WITH_VALUE: Final = (
     "--router-disk-cache-hit-weight", "--router-temperature", "--router-tracking-hash", "--router-ttl-secs",
     "--router-approximate-cache-policy", "--router-queue-threshold", "--router-event-threads",
     "--router-queue-policy", "--shared-cache-multiplier", "--shared-cache-type", "--router-predicted-ttl-secs",
+    # of the load model that `--router-prefill-load-model ais` names, under both of its names
+    "--aic-attention-dp-size", "--aic-backend", "--aic-backend-version", "--aic-model-path", "--aic-moe-ep-size",
+    "--aic-moe-tp-size", "--aic-mtp-seed", "--aic-nextn", "--aic-nextn-accept-rates", "--aic-perf-config",
+    "--aic-system", "--aic-tp-size", "--ais-attention-dp-size", "--ais-backend", "--ais-backend-version",
+    "--ais-model-path", "--ais-moe-ep-size", "--ais-moe-tp-size", "--ais-mtp-seed", "--ais-nextn",
+    "--ais-nextn-accept-rates", "--ais-perf-config", "--ais-system", "--ais-tp-size",
 )  # fmt: skip
 _INERT_SWITCHES: Final = (
     "--dyn-debug-perf", "--tokenizer-fallback", "--trust-remote-code",
