@@ -135,11 +135,11 @@ def memory_runtime() -> DistributedRuntime:
 
 
 @asynccontextmanager
-async def cluster(tmp_path: Path, **settings: Any) -> AsyncIterator[Cluster]:
-    """A frontend without workers; everything is closed at the end."""
+async def cluster(tmp_path: Path, *, inline: bool = True, **settings: Any) -> AsyncIterator[Cluster]:
+    """A frontend without workers; everything is closed at the end. `inline`: long work runs on the loop."""
     runtime = memory_runtime()
     settings.setdefault("model_cache_dir", tmp_path / "cache")
-    async with Frontend(FrontendSettings(**settings), runtime, offload=InlineOffload()) as frontend:
+    async with Frontend(FrontendSettings(**settings), runtime, offload=InlineOffload() if inline else None) as frontend:
         found = Cluster(frontend)
         try:
             yield found

@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
+from time import thread_time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,6 +47,7 @@ from dynamo.protocol.records import ModelCard
 from dynamo.router.stall_detector import StallDetector, StallPolicy
 from dynamo.runtime.event_plane.base import Event
 from dynamo.text.model import TextModel, load_text_model
+from dynamo.text.template_sandbox import NO_CLOCK
 
 if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
@@ -77,6 +79,8 @@ class Frontend:
         self._peers = peers
         self.metrics = FrontendMetrics(runtime.metrics, prefix=settings.metrics_prefix)
         self._runtime = runtime
+        # CPU time of the rendering thread, so that a busy machine refuses nothing; none under virtual time.
+        self._template_clock = thread_time if offload is None else NO_CLOCK
         self._offload: Offload = ThreadOffload(settings.preprocess_workers) if offload is None else offload
         self._files = ModelFiles(settings.model_cache_dir, settings.model_files)
         self.models = ModelDirectory(
@@ -202,6 +206,8 @@ class Frontend:
             sources.directory,
             custom_template=template,
             now=self._now,
+            template_budget=self.settings.template_budget,
+            template_clock=self._template_clock,
             tokenizer_cache_bytes=self.settings.tokenizer_cache_bytes,
         )
 

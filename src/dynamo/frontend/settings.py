@@ -16,6 +16,7 @@ from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, GuidedLimits
 from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_MESSAGES
 from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_status
 from dynamo.runtime.settings import env_bool, env_float, env_int, env_str
+from dynamo.text.template_sandbox import BudgetSpec
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ class FrontendSettings:
     force_include_usage: bool = False
     exclude_tools_when_tool_choice_none: bool = True
     custom_jinja_template: str | None = None
+    template_budget: BudgetSpec = field(default_factory=BudgetSpec)  # of each rendering of a chat template
     allow_control_tokens_in_text: bool = False  # a message may spell the tokens that end a turn
     reasoning_field_name: str = "reasoning_content"
     streaming_tool_dispatch: bool = False
@@ -226,6 +228,11 @@ class FrontendSettings:
             ignore_unsupported_fields=env_bool("DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS", env=env),
             disable_nvext=env_bool("DYN_DISABLE_FRONTEND_NVEXT", env=env),
             force_include_usage=env_bool("DYN_ENABLE_FORCE_INCLUDE_USAGE", env=env),
+            template_budget=BudgetSpec(
+                steps=env_int("DYN_TEMPLATE_MAX_STEPS", default.template_budget.steps, minimum=1, env=env),
+                sizes=env_int("DYN_TEMPLATE_MAX_MB", 256, minimum=1, env=env) * 1024 * 1024,
+                seconds=env_float("DYN_TEMPLATE_SECS", default.template_budget.seconds, minimum=0.001, env=env),
+            ),
             allow_control_tokens_in_text=env_bool("DYN_ALLOW_CONTROL_TOKENS_IN_TEXT", env=env),
             exclude_tools_when_tool_choice_none=env_bool("DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE", True, env=env),
             reasoning_field_name=env_str("DYN_REASONING_FIELD_NAME", default.reasoning_field_name, env=env)

@@ -13,6 +13,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.protocol.openai.responses import ChatLogprobs
 from dynamo.text.control_tokens import ControlTokens
 from dynamo.text.prefix_cache import CachedTokenizer
+from dynamo.text.template_sandbox import NO_CLOCK, BudgetSpec
 from dynamo.text.templates import PLAIN_TEMPLATE, ChatTemplate
 from dynamo.text.tokenizer import (
     BatchTokenizer,
@@ -65,19 +66,21 @@ def load_text_model(
     *,
     custom_template: str | Path | None = None,
     now: Callable[[], datetime] | None = None,
+    template_budget: BudgetSpec | None = None,
+    template_clock: Callable[[], float] = NO_CLOCK,
     tokenizer_cache_bytes: int = 0,
 ) -> TextModel:
     """Read a model directory; None is a model known only by name: bytes as tokens, and the plain template.
 
     `custom_template` replaces the model's template: its text, or the path of a file with it. `now` is the clock that
-    templates may print. A positive `tokenizer_cache_bytes` puts a `CachedTokenizer` of that size in front.
+    templates may print; `template_budget` bounds each rendering, its seconds as `template_clock` counts them. A positive `tokenizer_cache_bytes` puts a `CachedTokenizer` of that size in front.
 
     Raises:
         InvalidArgument: a file is missing or malformed; the message names it.
     """
     custom = custom_template.read_text(encoding="utf-8") if isinstance(custom_template, Path) else custom_template
     if directory is None:
-        template = ChatTemplate(custom or PLAIN_TEMPLATE, now=now)
+        template = ChatTemplate(custom or PLAIN_TEMPLATE, now=now, budget=template_budget, clock=template_clock)
         return TextModel(ByteTokenizer(), template, (), has_chat_template=custom is not None)
     directory = Path(directory)
     if not directory.is_dir():
@@ -91,7 +94,9 @@ def load_text_model(
     names = special_tokens(directory)
     return TextModel(
         tokenizer=tokenizer,
-        template=ChatTemplate(source or PLAIN_TEMPLATE, special_tokens=names, now=now),
+        template=ChatTemplate(
+            source or PLAIN_TEMPLATE, special_tokens=names, now=now, budget=template_budget, clock=template_clock
+        ),
         eos_token_ids=_eos_token_ids(generation, config, loaded.eos_token, loaded),
         context_length=_context_length(config, tokenizer_config),
         generation_config=generation,

@@ -16,12 +16,19 @@ from typing import Any, Final, NamedTuple, NoReturn
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dynamo.errors import InvalidArgument
 from dynamo.text.messages import TemplateTraits, ThinkMarks, readable_messages, traits_of
+from dynamo.text.template_sandbox import (
+    NO_CLOCK,
+    BudgetedSandbox,
+    BudgetExceeded,
+    BudgetSpec,
+    paid_filter,
+    render_within,
+)
 
-__all__ = ["PLAIN_TEMPLATE", "ChatTemplate", "TemplateRejected"]
+__all__ = ["INLINE_BUDGET", "PLAIN_TEMPLATE", "BudgetExceeded", "BudgetSpec", "ChatTemplate", "TemplateRejected"]
 
 # For a model known only by name: readable lines, and an open line for the answer.
 PLAIN_TEMPLATE: Final = (
@@ -32,6 +39,10 @@ PLAIN_TEMPLATE: Final = (
 )
 
 
+MAX_SOURCE_CHARACTERS: Final = 256 * 1024  # the longest template in use has 30 KiB; this one compiles in seconds
+COSTLY_RENDERINGS: Final = 100  # that go elsewhere at once, after one that took too long where it was
+INLINE_BUDGET: Final = BudgetSpec(steps=20_000, sizes=4 * 1024 * 1024, seconds=0.005)
+"""What a rendering may take on an event loop; a conversation of 20 messages takes 300 steps and under a millisecond."""
 MAX_COMPILED: Final = 16  # compiling takes milliseconds, and every worker of a model brings the same template
 
 
@@ -53,7 +64,7 @@ class _Program(NamedTuple):
 class ChatTemplate:
     """A compiled chat template. Rendering is pure and may run on several threads at once."""
 
-    __slots__ = ("_constants", "_default", "_named")
+    __slots__ = ("_budget", "_clock", "_constants", "_costly", "_default", "_named")
 
     def __init__(
         self,
@@ -63,15 +74,19 @@ class ChatTemplate:
         eos_token: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
         now: Callable[[], datetime] | None = None,
+        budget: BudgetSpec | None = None,
+        clock: Callable[[], float] = NO_CLOCK,
     ) -> None:
         """Compile `source`: one template, or several by name ("default", and "tool_use" where tools are given).
 
         `special_tokens` are further variables (`pad_token`, ...). `now` gives `strftime_now` its time; without it that
-        name is undefined, which templates check for.
+        name is undefined, which templates check for. `budget` bounds each rendering, its seconds as `clock` counts them.
 
         Raises:
-            InvalidArgument: a template does not compile; the message has the line.
+            InvalidArgument: a template is too long, or does not compile; the message has the line.
         """
+        self._budget, self._clock = budget or BudgetSpec(), clock
+        self._costly = 0  # of the renderings to come, how many are expected to take long
         environment = _environment(now)
         sources = {"default": source} if isinstance(source, str) else source
         self._named = {
@@ -87,6 +102,17 @@ class ChatTemplate:
             if token is not None:
                 self._constants[name] = token
 
+    def expect_cheap(self) -> bool:
+        """Whether the next rendering is expected to stay within `INLINE_BUDGET`; costly ones are tried again later."""
+        if self._costly == 0:
+            return True
+        self._costly -= 1
+        return False
+
+    def was_costly(self) -> None:
+        """Remember that a rendering took more than `INLINE_BUDGET`."""
+        self._costly = COSTLY_RENDERINGS
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -97,6 +123,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         think_marks: ThinkMarks | None = None,
         variables: Mapping[str, Any] | None = None,
+        budget: BudgetSpec | None = None,
         **named: Any,
     ) -> str:
         """The prompt. `variables`, and what is `named` here, are visible to the template and win over the model's own.
@@ -109,31 +136,41 @@ class ChatTemplate:
         says what becomes of null members. `continue_final_message` ends the prompt with the last message's text, so that the answer goes on
         from it; it excludes the generation prompt, which is then left out.
 
+        `budget` replaces the template's own.
+
         Raises:
-            TemplateRejected: the template refused, or cannot work with these messages.
+            TemplateRejected: the template refused, cannot work with these messages, or takes more than its own budget.
+            BudgetExceeded: it takes more than `budget`.
         """
         program = (self._named.get("tool_use") if tools else None) or self._default
         if program is None:
             raise TemplateRejected(f"it has only named templates ({', '.join(self._named)}) and none is the default")
         messages = [_with_joined_text(message) for message in messages]
         messages = readable_messages(messages, program.traits, think_marks)
+        given = {
+            **self._constants,
+            "tools": tools or None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            **named,
+            **(variables or {}),
+            "messages": messages,
+        }
         try:
-            prompt = program.template.render(
-                {
-                    **self._constants,
-                    "tools": tools or None,
-                    "add_generation_prompt": add_generation_prompt and not continue_final_message,
-                    **named,
-                    **(variables or {}),
-                    "messages": messages,
-                }
-            )
+            prompt = render_within(program.template, given, budget or self._budget, self._clock)
+        except BudgetExceeded as error:
+            if budget is not None:
+                raise
+            raise TemplateRejected(str(error)) from error
         except Exception as error:  # a template is a program: whatever it raises, these messages made it raise
             raise TemplateRejected(_describe(error)) from error
         return _cut_behind_final_message(prompt, messages) if continue_final_message else prompt
 
 
-def _compile(environment: ImmutableSandboxedEnvironment, name: str, source: str) -> Template:
+def _compile(environment: BudgetedSandbox, name: str, source: str) -> Template:
+    if len(source) > MAX_SOURCE_CHARACTERS:
+        raise InvalidArgument(
+            f"the model's chat template {name!r} has {len(source)} characters, at most {MAX_SOURCE_CHARACTERS} are read"
+        )
     try:
         return Template.from_code(environment, _code(source), environment.make_globals(None))
     except TemplateError as error:
@@ -193,11 +230,11 @@ class _GenerationTag(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-def _environment(now: Callable[[], datetime] | None) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment(now: Callable[[], datetime] | None) -> BudgetedSandbox:
+    environment = BudgetedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = paid_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
     if now is not None:
         environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)

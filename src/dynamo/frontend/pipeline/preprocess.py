@@ -34,6 +34,7 @@ from dynamo.protocol.openai.requests import (
 )
 from dynamo.protocol.openai.tool_schema import forced_choice
 from dynamo.text.control_tokens import Guarded, RenderedPrompt
+from dynamo.text.templates import INLINE_BUDGET, BudgetExceeded, BudgetSpec
 
 __all__ = ["Preprocessor"]
 
@@ -64,7 +65,7 @@ class Preprocessor:
             text = raw_prompt(request)
             if text is None:
                 overhead.mark(PARSE)
-                prompt = self._render(request, model)
+                prompt = await self._rendered(request, model)
                 text = prompt.text
                 overhead.mark(TEMPLATE)
             else:
@@ -108,7 +109,17 @@ class Preprocessor:
             tell_worker(request, config, plan, tokenizer, work.body)
             self._check_guided(work.body)
 
-    def _render(self, request: ChatRequest, model: ServedModel) -> RenderedPrompt:
+    async def _rendered(self, request: ChatRequest, model: ServedModel) -> RenderedPrompt:
+        """Render here where that is quick, else in the executor: a template may be anybody's program."""
+        template = model.text.template
+        if template.expect_cheap():
+            try:
+                return self._render(request, model, INLINE_BUDGET)
+            except BudgetExceeded:
+                template.was_costly()
+        return await self._offload(lambda: self._render(request, model))
+
+    def _render(self, request: ChatRequest, model: ServedModel, budget: BudgetSpec | None = None) -> RenderedPrompt:
         if not model.text.can_chat:
             raise RequestRejected(
                 400,
@@ -138,6 +149,7 @@ class Preprocessor:
             continue_final_message=request.continue_final_message is True,
             think_marks=think_marks(config, model.text.tokenizer),
             variables=variables if guarded is None else guarded.variables,
+            budget=budget,
         )
         prompt = RenderedPrompt(text) if guarded is None else guarded.restore(text)
         self._metrics.template_seconds.observe(perf_counter() - began)
