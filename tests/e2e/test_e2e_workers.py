@@ -102,6 +102,24 @@ async def test_two_workers_take_turns(pair: Pair, tag: str) -> None:
     assert sorted(pair.served_by(tag).values()) == [17, 17]  # the choices of one request are spread as well
 
 
+async def test_the_streams_of_the_only_worker_go_on_at_its_replacement(stack: Stack, name: str, tag: str) -> None:
+    frontend = stack.cluster.frontend(f"{name}-frontend", DYN_REPLACEMENT_WAIT_SECS="60")
+    only = stack.cluster.worker(f"{name}-a", name)
+    stack.cluster.wait_ready(frontend, only)
+    request = asyncio.create_task(
+        ask(frontend.port, CHAT, chat(name, stream=True), headers=script(["say", SENTENCE, 0.05], tag=tag))
+    )
+    await only.sees("first", tag)
+    only.kill()
+    await only.ended()
+    late = asyncio.create_task(ask(frontend.port, CHAT, chat(name), headers=script(["say", SENTENCE], tag=tag)))
+    await until(lambda: len(frontend.log.split("waiting up to 60.0 s for a replacement")) == 3)
+    stack.cluster.worker(f"{name}-b", name)
+    for reply in await asyncio.gather(request, late):
+        assert (reply.status, reply.text) == (200, SENTENCE)
+    assert frontend.log.count("moves to worker") == 2
+
+
 async def test_a_worker_killed_under_load_costs_nothing(pair: Pair, tag: str) -> None:
     def request(streamed: bool) -> Coroutine[Any, Any, Reply]:
         headers = script(["say", SENTENCE, 0.05], tag=tag)

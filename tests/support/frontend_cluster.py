@@ -139,6 +139,8 @@ async def cluster(tmp_path: Path, *, inline: bool = True, **settings: Any) -> As
     """A frontend without workers; everything is closed at the end. `inline`: long work runs on the loop."""
     runtime = memory_runtime()
     settings.setdefault("model_cache_dir", tmp_path / "cache")
+    # These tests lose workers for good, and do not wait for others.
+    settings.setdefault("replacement_wait_seconds", 0.0)
     async with Frontend(FrontendSettings(**settings), runtime, offload=InlineOffload() if inline else None) as frontend:
         found = Cluster(frontend)
         try:

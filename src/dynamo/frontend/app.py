@@ -91,6 +91,7 @@ class Frontend:
             metrics=self.metrics,
             placement=self._placement_policy,
             enforce_disagg=settings.enforce_disagg,
+            replacement_wait_seconds=settings.replacement_wait_seconds,
             policy=AdmissionPolicy(
                 settings.max_requests_per_model, settings.max_queue_age_seconds, settings.capacity_share
             ),

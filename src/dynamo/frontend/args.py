@@ -235,6 +235,14 @@ def _build(base: FrontendSettings) -> _Parser:
         help="no other worker for a sequence longer than this [DYN_MIGRATION_MAX_SEQ_LEN]",
     )
     where(
+        "--replacement-wait-seconds",
+        type=_factor,
+        default=base.replacement_wait_seconds,
+        metavar="SECONDS",
+        help="how long a request waits for a replacement when a model's last worker was lost (%(default)s; 0: not at all) "
+        "[DYN_REPLACEMENT_WAIT_SECS]",
+    )
+    where(
         "--stall-floor-seconds",
         type=_factor,
         default=base.stall_floor_seconds,

@@ -112,6 +112,7 @@ class FrontendSettings:
     peek_seconds: float = DEFAULT_PEEK_SECONDS
     keep_alive_seconds: float | None = KEEP_ALIVE_SECONDS
     backend_stream_timeout_seconds: float | None = None
+    replacement_wait_seconds: float = 10.0  # for a worker in place of the last one, which was lost; 0: not at all
     stall_floor_seconds: float = 10.0  # no stream is taken for stalled before; 0: none ever is
     stall_factor: float = 20.0  # nor before this many times its own longest gap between tokens
     first_token_timeout_seconds: float | None = None  # of each worker that is asked
@@ -217,6 +218,9 @@ class FrontendSettings:
             keep_alive_seconds=alive_ms / 1000 or None,
             backend_stream_timeout_seconds=inactive or None,
             grace_period_seconds=env_float("DYN_HTTP_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", 0.0, minimum=0, env=env),
+            replacement_wait_seconds=env_float(
+                "DYN_REPLACEMENT_WAIT_SECS", default.replacement_wait_seconds, minimum=0, env=env
+            ),
             stall_floor_seconds=env_float("DYN_STALL_FLOOR_SECS", default.stall_floor_seconds, minimum=0, env=env),
             stall_factor=env_float("DYN_STALL_FACTOR", default.stall_factor, minimum=1, env=env),
             first_token_timeout_seconds=first_token or None,

@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dynamo.errors import DynamoException, Overloaded, StreamIncomplete, WorkerUnavailable, rule_of
+from dynamo.errors import (
+    CannotConnect,
+    Disconnected,
+    DynamoException,
+    EngineShutdown,
+    Overloaded,
+    StreamIncomplete,
+    WorkerUnavailable,
+    rule_of,
+)
 from dynamo.placement import PlacementRequest, WorkerKey
 from dynamo.router.migration import Move, continued, migration_blocker, tokens_left
 from dynamo.router.pool import ChosenWorker, WorkerPool
 from dynamo.router.stages import DispatchRecord, Stage, StageJob, StageTimer, run_stages
 from dynamo.router.stall_detector import StallDetector
 from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseStream, StreamItem
+from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamItem
 
 __all__ = ["DEFAULT_RETRIES", "DispatchLimits", "DispatchRequest", "Dispatcher", "RoutedStream"]
 
@@ -84,7 +93,7 @@ class DispatchRequest:
         """How many tokens were generated so far."""
         return self.text_tokens if self.takes_text else len(self.generated)
 
-    def placement(self, excluded: Sequence[WorkerKey], *, healthy_only: bool = False) -> PlacementRequest:
+    def placement(self, excluded: Collection[WorkerKey], *, healthy_only: bool = False) -> PlacementRequest:
         """Return what the choice of a worker may look at."""
         routing: Mapping[str, Any] = self.body.get("routing") or {}
         return PlacementRequest(
@@ -100,11 +109,13 @@ class DispatchRequest:
 class Dispatcher:
     """Opens requests at the workers of one model."""
 
-    __slots__ = ("pool", "stages")
+    __slots__ = ("pool", "replacement_wait_seconds", "stages")
 
-    def __init__(self, pool: WorkerPool) -> None:
-        """`pool`: the workers that answer."""
+    def __init__(self, pool: WorkerPool, *, replacement_wait_seconds: float = 0.0) -> None:
+        """`pool`: the workers that answer. `replacement_wait_seconds`: how long a request that lost the last of them waits
+        for a replacement; 0: it fails at once."""
         self.pool = pool
+        self.replacement_wait_seconds = replacement_wait_seconds
         self.stages: Sequence[Stage] = ()  # before the worker that answers
 
     def open(self, request: DispatchRequest, context: Context) -> RoutedStream:
@@ -118,27 +129,41 @@ class Dispatcher:
 class _Attempts:
     """The workers that one request has tried."""
 
-    __slots__ = ("_shed", "count", "excluded")
+    __slots__ = ("_shed", "_tried", "count")
 
     def __init__(self) -> None:
         self.count = 0
-        self.excluded: list[WorkerKey] = []  # not to be tried again
+        self._tried: dict[WorkerKey, Instance] = {}  # not to be tried again
         self._shed: list[WorkerKey] = []  # of those, the ones that only had no room
 
     def begin(self, worker: ChosenWorker) -> None:
         self.count += 1
-        self.excluded.append(worker.key)
+        self._tried[worker.key] = worker.instance
+
+    @property
+    def excluded(self) -> Collection[WorkerKey]:
+        """The workers that are not to be tried again."""
+        return self._tried.keys()
 
     def failed(self, worker: ChosenWorker, error: DynamoException) -> None:
         """Note why an attempt failed. A worker that only had no room may be tried again once another worker is lost."""
         if isinstance(error, Overloaded):
             self._shed.append(worker.key)
         elif self._shed:
-            self.excluded = [key for key in self.excluded if key not in self._shed]
+            for key in self._shed:
+                self._tried.pop(key, None)
             self._shed.clear()
 
     def readmit(self, worker: ChosenWorker) -> None:
-        self.excluded = [key for key in self.excluded if key != worker.key]
+        """Let a worker be tried again."""
+        self._tried.pop(worker.key, None)
+
+    def readmit_restarted(self, pool: WorkerPool) -> None:
+        """Let workers be tried again that registered anew under their old id."""
+        for key, instance in list(self._tried.items()):
+            current = pool.instance(key[1])
+            if current is not None and current is not instance and (current.endpoint == instance.endpoint):
+                del self._tried[key]
 
 
 class _Loss:
@@ -340,7 +365,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
             logger.warning("request %s cannot go on at another worker: %s", self.request_id, blocker)
             raise error
         logger.warning(
-            "request %s: worker %x was lost after %d tokens (%s: %s); going on at another",
+            "request %s: lost worker %x after %d tokens (%s: %s)",
             self.request_id,
             worker.instance.instance_id,
             self.tokens,
@@ -417,7 +442,11 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         if not stages:
             return await self._begin(lost_by)
         if lost_by is not None and not self._dispatcher.pool.has_worker(request.placement(self._attempts.excluded)):
-            raise lost_by  # no worker could go on, so no prompt need be computed again
+            # No worker could go on, so no prompt need be computed again.
+            if not self._expects_replacement(lost_by):
+                raise lost_by
+            if await self._await_replacement(lost_by, self._now()) is None:
+                return []
         detector = request.stall_detector
         limit = None if detector is None else detector.policy.first_token_seconds
         job = StageJob(self._body, self._context, request.record, request.timer, request.limits.retries, limit)
@@ -437,7 +466,9 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         move: Move | None = None
         lost_at = 0.0
         while True:
-            worker = self._choose(last)
+            worker = await self._choose(last)
+            if worker is None:
+                return []  # cancelled while it waited for one
             timer.routed()
             self._worker = worker
             self._attempts.begin(worker)
@@ -457,7 +488,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
                 if not self._may_move(error):
                     raise
                 logger.info(
-                    "request %s: worker %x failed before its first token (%s: %s); trying another",
+                    "request %s: worker %x failed before its first token (%s: %s)",
                     context.id(),
                     worker.instance.instance_id,
                     type(error).__name__,
@@ -475,14 +506,79 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
                 record.instances.append(worker.instance)
                 return items
 
-    def _choose(self, last: DynamoException | None) -> ChosenWorker:
-        """Choose a worker. Where none is left, raise why the last one failed: that tells more."""
+    async def _choose(self, last: DynamoException | None) -> ChosenWorker | None:
+        """Choose a worker; where none is left, wait for a replacement if one is expected. None: the request was cancelled.
+
+        Where no worker can be had, why the last one failed is raised: that tells more. `last` None: none has failed.
+        """
+        worker: ChosenWorker | None
         try:
-            return self._dispatcher.pool.choose(self._request.placement(self._attempts.excluded))
-        except WorkerUnavailable:
-            if last is None:
-                raise
-            raise last from None
+            worker = self._dispatcher.pool.choose(self._request.placement(self._attempts.excluded))
+        except WorkerUnavailable as error:
+            failure = last or error
+            if not self._expects_replacement(last):
+                raise failure from None
+            emptied_at = self._dispatcher.pool.emptied_at
+            worker = await self._await_replacement(failure, self._now() if last or emptied_at is None else emptied_at)
+        if worker is not None and last is not None:
+            logger.info("request %s: moves to worker %x", self.request_id, worker.instance.instance_id)
+        return worker
+
+    def _expects_replacement(self, last: DynamoException | None) -> bool:
+        """Return whether a worker was there moments ago and is gone now, and the request may wait for the next one.
+
+        An error that a worker reports of a request shows that the worker is there, and so does a worker that is silent:
+        neither makes room for a replacement.
+        """
+        dispatcher = self._dispatcher
+        if (
+            dispatcher.replacement_wait_seconds <= 0
+            or self._request.pinned_instance_id is not None
+            or self._context.is_stopped()
+        ):
+            return False
+        if last is None:
+            emptied_at = dispatcher.pool.emptied_at
+            return emptied_at is not None and self._now() < emptied_at + dispatcher.replacement_wait_seconds
+        if isinstance(last, CannotConnect | Disconnected):
+            return not last.is_reported
+        return isinstance(last, EngineShutdown | WorkerUnavailable)
+
+    async def _await_replacement(self, failure: DynamoException, lost_at: float) -> ChosenWorker | None:
+        """Wait until a worker can be chosen. Raises `failure` when none comes in time; None: the request was cancelled.
+
+        `lost_at`: when the last worker was lost.
+        """
+        pool, began = self._dispatcher.pool, self._now()
+        deadline = lost_at + self._dispatcher.replacement_wait_seconds
+        if self._context.deadline is not None:
+            deadline = min(deadline, self._context.deadline)
+        logger.warning(
+            "request %s: no worker of model %s is left; waiting up to %.1f s for a replacement",
+            self.request_id,
+            pool.name,
+            deadline - began,
+        )
+        while not self._context.is_stopped():
+            self._attempts.readmit_restarted(pool)
+            try:
+                worker = pool.choose(self._request.placement(self._attempts.excluded))
+            except WorkerUnavailable:
+                if self._now() >= deadline:
+                    break
+                await pool.wait_for_change(self._context, deadline)
+            else:
+                logger.warning("request %s: a replacement came after %.1f s", self.request_id, self._now() - began)
+                return worker
+        else:
+            return None
+        logger.warning(
+            "request %s: gave up after %.1f s: no replacement came for the last worker of model %s",
+            self.request_id,
+            self._now() - began,
+            pool.name,
+        )
+        raise failure
 
     def _release(self) -> None:
         if self._stream is not None:

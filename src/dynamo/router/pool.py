@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from dynamo.errors import DynamoException, WorkerUnavailable
 from dynamo.placement import Candidate, Placement, PlacementRequest, Policy, WorkerKey, eligible, place
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.runtime.context import Context
+from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.base import Instance, ResponseStream
 
 __all__ = ["ChosenWorker", "WorkerClient", "WorkerPool"]
@@ -66,7 +66,7 @@ class WorkerPool:
     Workers of several models and roles may share an endpoint name; one model may stand on several endpoints.
     """
 
-    __slots__ = ("_clients", "_members", "_policy", "busy", "name", "runtime_config")
+    __slots__ = ("_clients", "_members", "_policy", "_waiters", "busy", "emptied_at", "name", "runtime_config")
 
     def __init__(self, name: str, clients: Mapping[str, WorkerClient], policy: Policy) -> None:
         """`name`: for error texts. `clients` by endpoint ("namespace.component.endpoint"); it may change any time.
@@ -74,6 +74,10 @@ class WorkerPool:
         self.name = name
         self._clients = clients
         self._policy = policy
+        self._waiters: set[asyncio.Future[None]] = set()  # requests that wait for a worker; bounded by those in flight
+        self.emptied_at: float | None = (
+            None  # when the last reachable member was lost; None: one is there, or never was
+        )
         self._members: Mapping[str, frozenset[int]] = {}  # instance ids by endpoint
         self.runtime_config = ModelRuntimeConfig()  # what the engine registered about itself
         self.busy: frozenset[int] = frozenset()  # members whose reported load exceeds a threshold
@@ -107,6 +111,38 @@ class WorkerPool:
             endpoint in self._clients and not ids.isdisjoint(self._clients[endpoint].instance_ids())
             for endpoint, ids in self._members.items()
         )
+
+    def members_changed(self, was_reachable: bool) -> None:
+        """Wake the requests that wait for a worker, and note when the last member was lost.
+
+        To be called after `set_members` and whenever a client's instances have changed. `was_reachable`: before that.
+        """
+        if self.is_reachable:
+            self.emptied_at = None
+        elif was_reachable:
+            self.emptied_at = asyncio.get_running_loop().time()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait_for_change(self, context: Context, until: float) -> None:
+        """Return when the members have changed, at the time `until`, or when `context` is stopped."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def wake(_killed: bool = False) -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        self._waiters.add(waiter)
+        timer = loop.call_at(until, wake)
+        forget = context.on_cancel(on_loop(loop, wake))
+        try:
+            await waiter
+        finally:
+            forget()
+            timer.cancel()
+            self._waiters.discard(waiter)
 
     def choose(self, request: PlacementRequest) -> ChosenWorker:
         """Choose the worker of one attempt. Open it in the same turn of the loop: that is where its load is booked.

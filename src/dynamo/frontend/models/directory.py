@@ -81,13 +81,14 @@ class ServedModel(WorkerPool):
         *,
         placement: Policy,
         admission: AdmissionPolicy,
+        replacement_wait_seconds: float = 0.0,
     ) -> None:
         super().__init__(group.key.model, clients, placement)
         self.admission = ModelAdmission(group.key.model, admission)
         self.namespace = group.key.namespace
         self.text = text
         self.created = int(time.time())
-        self.dispatcher = Dispatcher(self)
+        self.dispatcher = Dispatcher(self, replacement_wait_seconds=replacement_wait_seconds)
         self.update(group)
 
     def update(self, group: Group) -> None:
@@ -135,20 +136,25 @@ class ModelDirectory:
         metrics: FrontendMetrics,
         placement: Callable[[], Policy],
         enforce_disagg: bool = False,
+        replacement_wait_seconds: float = 0.0,
         policy: AdmissionPolicy | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """`placement` makes the policy of one group of workers. `enforce_disagg`: prompts of a disaggregated model are computed by prefill workers or not at all. `policy`: how
-        many requests each model takes."""
+        """`placement` makes the policy of one group of workers. `enforce_disagg`: prompts of a disaggregated model are computed by prefill workers or not at all.
+        `replacement_wait_seconds`: how long a model whose last worker was lost goes on taking requests, which wait for the
+        next worker. `policy`: how many requests each model takes."""
         self._discovery, self._connect, self._load, self._metrics = discovery, connect, load, metrics
         self._scope = scope
         self._placement = placement
+        self._replacement_wait_seconds = replacement_wait_seconds
+        self._expiries: dict[GroupKey, asyncio.TimerHandle] = {}  # of models that wait for a worker, at most one each
         self._enforce_disagg, self._rng = enforce_disagg, rng
         self._policy = policy or AdmissionPolicy()
         self._book = CardBook(scope)
         self._prefill: dict[_Place, PrefillRouter] = {}  # of every model that has, or had, prefill workers
         self._complete: set[GroupKey] = set()  # groups that had all the roles they need, once
         self._served: dict[GroupKey, ServedModel] = {}
+        self._reachable: set[GroupKey] = set()  # of those, the ones that had a worker when that was last looked at
         self._loading: dict[GroupKey, _Loading] = {}
         self._by_name: dict[str, tuple[ServedModel, ...]] = {}  # also by alias
         self._pending_names: frozenset[str] = frozenset()  # registered, cannot answer yet
@@ -180,6 +186,9 @@ class ModelDirectory:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for timer in self._expiries.values():
+            timer.cancel()
+        self._expiries.clear()
         for router in self._prefill.values():
             await router.aclose()
 
@@ -231,7 +240,11 @@ class ModelDirectory:
 
     def models(self) -> list[ServedModel]:
         """One entry per name, sorted."""
-        return [found[0] for name, found in sorted(self._by_name.items()) if found[0].name == name]
+        return [
+            found[0]
+            for name, found in sorted(self._by_name.items())
+            if found[0].name == name and any(each.is_reachable for each in found)
+        ]
 
     @property
     def is_loading(self) -> bool:
@@ -374,12 +387,10 @@ class ModelDirectory:
             self._reconcile_prefill(key, group)
             return
         if group is None:
-            self._complete.discard(key)
-            if served is not None:
-                del self._served[key]
-                logger.info("model %s is gone from namespace %s", key.model, key.namespace)
-                if not self._book.groups(key.model):
-                    self._metrics.forget_model(key.model)
+            if served is None:
+                self._complete.discard(key)
+            else:
+                served.set_members(())  # `_index` forgets it once no request may wait for a worker of it
             self._clear_up()
             return
         self._complain(group)
@@ -390,6 +401,9 @@ class ModelDirectory:
             return
         if served is not None:  # the first card's workers have left; the others take over with another model
             del self._served[key]
+            self._reachable.discard(key)
+            if (timer := self._expiries.pop(key, None)) is not None:
+                timer.cancel()
         reason = _unservable(group)
         if reason is not None:
             logger.warning("model %s in namespace %s is not served: %s", key.model, key.namespace, reason)
@@ -486,7 +500,12 @@ class ModelDirectory:
         if group is None:
             return
         served = self._served[key] = ServedModel(
-            group, text, self._clients, placement=self._placement(), admission=self._policy
+            group,
+            text,
+            self._clients,
+            placement=self._placement(),
+            admission=self._policy,
+            replacement_wait_seconds=self._replacement_wait_seconds,
         )
         self._gauges(served)
         if served.admission.ignores_factor:
@@ -582,7 +601,9 @@ class ModelDirectory:
 
     def _index(self) -> None:
         """Who may be asked for: what is loaded and has an instance. The rest of the book is registered, not ready."""
+        self._note_presence()
         names: dict[str, list[ServedModel]] = {}
+        ready: set[str] = set()
         own = {key.model for key in self._book.keys}  # a name of one's own is nobody else's alias
         for key in sorted(self._served):
             served = self._served[key]
@@ -590,13 +611,16 @@ class ModelDirectory:
                 router = self._prefill.get(_place(key))
                 used = router is not None and (self._enforce_disagg or _is_reachable(router))
                 served.dispatcher.stages = (PrefillStage(router, served),) if router is not None and used else ()
-            if not self._is_ready(key):
+            is_ready = self._is_ready(key)
+            if not is_ready and key not in self._expiries:
                 continue
+            if is_ready:
+                ready.add(key.model)
             for name in dict.fromkeys((served.name, *served.card.aliases)):
                 if name == served.name or name not in own:
                     names.setdefault(name, []).append(served)
         for name in own:
-            self._metrics.describe_model(name, {"ready": float(name in names)})
+            self._metrics.describe_model(name, {"ready": float(name in ready)})
         self._count_workers()
         self._by_name = {name: tuple(models) for name, models in names.items()}
         self._pending_names = self._book.names - frozenset(self._by_name)
@@ -609,6 +633,41 @@ class ModelDirectory:
             reachable = 0 if group is None else sum(map(self._has_instance, group.accepted))
             counts[key.model, key.role] = counts.get((key.model, key.role), 0) + reachable
         self._metrics.count_workers(counts)
+
+    def _note_presence(self) -> None:
+        """Note which models lost their last worker, and forget those that wait for no other one."""
+        for key, served in list(self._served.items()):
+            was_reachable = key in self._reachable
+            served.members_changed(was_reachable)
+            if served.emptied_at is None:
+                if served.is_reachable:
+                    self._reachable.add(key)
+                if (timer := self._expiries.pop(key, None)) is not None:
+                    timer.cancel()
+                continue
+            self._reachable.discard(key)
+            if was_reachable and self._replacement_wait_seconds > 0:
+                logger.warning(
+                    "model %s has lost its last worker in namespace %s; its requests wait up to %g s for a replacement",
+                    key.model,
+                    key.namespace,
+                    self._replacement_wait_seconds,
+                )
+                self._expiries[key] = asyncio.get_running_loop().call_later(
+                    self._replacement_wait_seconds, self._stop_waiting, key
+                )
+        for key in [key for key in self._served if self._book.group(key) is None and key not in self._expiries]:
+            del self._served[key]
+            self._reachable.discard(key)
+            self._complete.discard(key)
+            logger.info("model %s is gone from namespace %s", key.model, key.namespace)
+            if not self._book.groups(key.model):
+                self._metrics.forget_model(key.model)
+
+    def _stop_waiting(self, key: GroupKey) -> None:
+        """Give up on a replacement for the last worker of a model."""
+        self._expiries.pop(key, None)
+        self._index()
 
     def _announce(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
