@@ -307,6 +307,71 @@ async def test_what_happens_while_the_store_is_down_is_made_up_for(server: EtcdS
     assert set(server.keys()) == {KEY, MARK}
 
 
+async def test_a_store_out_of_space_loses_nobody_whose_lease_ran_out_meanwhile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quota = ("--quota-backend-bytes", str(16 * 1024 * 1024))
+    with EtcdServer(tmp_path / "small", *quota) as small:
+        settings = EtcdSettings(endpoints=small.url, lease_ttl_seconds=TTL, keepalive_timeout_seconds=1.0)
+        worker, leaver, frontend = (EtcdDiscovery(settings) for _ in range(3))
+        try:
+            for store in (worker, leaver, frontend):
+                await store.start()
+            await worker.put(KEY, b"one")
+            await leaver.put(OTHER, b"two")
+            async with frontend.watch("v1/instances") as changes:
+                assert sorted(put.key for put in await anext(changes)) == [KEY, OTHER]
+                seen: list[Change] = []
+
+                async def follow() -> None:
+                    async for batch in changes:
+                        seen.extend(batch)
+
+                following = asyncio.create_task(follow())
+                filled = await asyncio.to_thread(fill, small)
+                await leaver.close()
+                for lease in (worker.lease_id, frontend.lease_id):  # all leases run out
+                    await asyncio.to_thread(small.call, "lease/revoke", {"ID": lease})
+                assert small.keys() == {}
+                await until(lambda: "out of space" in (frontend.trouble() or ""))
+                await asyncio.sleep(2.5 * TTL)  # for longer than any doubt that ends by itself
+                assert await frontend.get_prefix("v1/instances") == {KEY: b"one", OTHER: b"two"}
+                assert seen == []
+                await asyncio.to_thread(make_room, small, filled)
+                await until(lambda: KEY in set(small.keys()))
+                await until(lambda: seen == [Delete(OTHER)])  # the one that did not come back
+                await until(lambda: frontend.trouble() is None)
+                following.cancel()
+        finally:
+            for store in (worker, leaver, frontend):
+                await store.close()
+    assert "NOSPACE" in caplog.text
+
+
+def fill(server: EtcdServer) -> int:
+    """Write until the quota is reached; how many records that took."""
+    block = base64.b64encode(b"z" * 1_000_000).decode()
+    for number in range(100):
+        try:
+            server.call("kv/put", {"key": base64.b64encode(f"fill{number}".encode()).decode(), "value": block})
+        except AssertionError as error:
+            if "database space exceeded" not in str(error):
+                raise
+            return number
+    raise AssertionError("the quota was never reached")
+
+
+def make_room(server: EtcdServer, filled: int) -> None:
+    """What an operator does about it."""
+    for number in range(filled):
+        server.call("kv/deleterange", {"key": base64.b64encode(f"fill{number}".encode()).decode()})
+    revision = server.call("kv/range", {"key": "AA=="})["header"]["revision"]
+    server.call("kv/compaction", {"revision": revision, "physical": True})
+    server.call("maintenance/defragment", {})
+    for alarm in server.call("maintenance/alarm", {"action": "GET"})["alarms"]:
+        server.call("maintenance/alarm", {"action": "DEACTIVATE", **alarm})
+
+
 async def test_changes_that_were_compacted_away_are_found_by_reading_again(
     server: EtcdServer, open_store: Open, caplog: pytest.LogCaptureFixture
 ) -> None:

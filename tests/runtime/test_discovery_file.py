@@ -304,21 +304,6 @@ def test_a_value_renamed_over_an_old_one_is_one_put(store: FileStore, tmp_path: 
     assert pass_time(clocks, 1, store) == [Put("v1/instances/a/b/c/1", b"2")]
 
 
-def test_a_directory_locked_by_another_program_is_a_clear_error(
-    store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.put(KEY, b"{}")
-    monkeypatch.setattr(file_store_module, "LOCK_ATTEMPTS", 2)
-    handle = os.open(tmp_path / "v1" / "instances", os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        with pytest.raises(CannotConnect, match="locked"):
-            store.put(KEY, b"2")
-    finally:
-        os.close(handle)
-    store.put(KEY, b"3")
-
-
 async def test_a_root_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = FileDiscovery(tmp_path / "file" / "root")
@@ -411,3 +396,33 @@ async def test_a_watch_that_is_cancelled_before_its_snapshot_leaves_nothing_behi
     await discovery.get_prefix("v1/instances")  # behind whatever was asked for before
     assert discovery._feeds == {}
     await discovery.close()
+
+
+def test_a_lock_that_another_program_never_releases_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(file_store_module.time, "sleep", waits.append)
+    first, second = (FileStore(tmp_path, ttl_seconds=10) for _ in range(2))
+    for store in (first, second):
+        store.open()
+    bucket = tmp_path / "v1" / "instances"
+    bucket.mkdir(parents=True)
+    with_lock = os.open(bucket, os.O_RDONLY)
+    try:
+        fcntl.flock(with_lock, fcntl.LOCK_EX)
+        first.put("v1/instances/a", b"1")
+        assert len(waits) == file_store_module.LOCK_ATTEMPTS - 1  # about a second, once
+        assert (first.put_new("v1/instances/b", b"2"), second.put_new("v1/instances/b", b"3")) == (True, False)
+        first.delete("v1/instances/a")
+        assert second.read("v1/instances")[0] == {"v1/instances/b": b"2"}
+        assert len(waits) == 2 * (file_store_module.LOCK_ATTEMPTS - 1)  # each process has waited once
+        warnings = [record.getMessage() for record in caplog.records]
+        assert len(warnings) == 2
+        assert "going on without the lock" in warnings[0]
+    finally:
+        os.close(with_lock)
+    first.put("v1/instances/c", b"4")
+    for store in (first, second):
+        store.close()
+    assert [path.name for path in bucket.iterdir()] == []

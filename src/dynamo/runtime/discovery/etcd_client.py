@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_PORT: Final = 2379
 
 NOT_FOUND: Final = 5
+RESOURCE_EXHAUSTED: Final = 8  # also what an etcd that is out of space declines writes with
 FAILED_PRECONDITION: Final = 9
 UNAUTHENTICATED: Final = 16
 # "Not here, not now" in gRPC's numbers: cancelled, deadline exceeded, resource exhausted, unavailable.
@@ -47,6 +48,11 @@ class EtcdError(DynamoException):
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+    @property
+    def is_out_of_space(self) -> bool:
+        """Whether etcd declines writes because of its quota; no other member will take them."""
+        return self.code == RESOURCE_EXHAUSTED and "space exceeded" in str(self)
 
 
 class Compacted(EtcdError):
@@ -168,6 +174,11 @@ class EtcdClient:
     async def delete(self, key: str) -> None:
         await self._call("kv/deleterange", {"key": key.encode()}, _Answer)
 
+    async def is_out_of_space(self) -> bool:
+        """Whether the NOSPACE alarm is on: then etcd declines every write, also that of a lease, until it is disarmed."""
+        status = await self._call("maintenance/status", {}, _Status)
+        return any("NOSPACE" in error for error in status.errors)
+
     async def range(self, prefix: str) -> tuple[dict[str, bytes], int]:
         """Everything that starts with `prefix`, and the revision this was true at."""
         start, end = span(prefix)
@@ -240,7 +251,7 @@ class EtcdClient:
                 async with asyncio.timeout(self._attempt_seconds):
                     return await self._ask(where, path, body, kind, headers)
             except EtcdError as error:
-                if error.code not in _TRY_ANOTHER:
+                if error.code not in _TRY_ANOTHER or error.is_out_of_space:
                     raise
                 failures.append(f"{where}: {error}")
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -481,6 +492,10 @@ class _Response(msgspec.Struct):
 class _Transaction(msgspec.Struct):
     succeeded: bool = False
     responses: list[_Response] = []
+
+
+class _Status(msgspec.Struct):
+    errors: list[str] = []
 
 
 class _Authenticated(msgspec.Struct):

@@ -68,6 +68,7 @@ class EtcdStore:
         self._heard_at = 0.0  # the last time etcd answered
         self._doubt_until = -math.inf
         self._is_lost = False
+        self._is_full = False
         self._has_lease = False
         self._closed = False
 
@@ -150,11 +151,12 @@ class EtcdStore:
             self._unwanted.discard(key)
             try:
                 await self._write(key)
-            except CannotConnect as error:
-                logger.warning("%s is put into etcd when that answers again: %s", key, error)
-                self._unsure.add(key)
-                self._repair_wanted.set()
-            except EtcdError:
+            except (CannotConnect, EtcdError) as error:
+                if isinstance(error, CannotConnect) or error.is_out_of_space:
+                    logger.warning("%s is put into etcd when etcd takes it: %s", key, error)
+                    self._unsure.add(key)
+                    self._repair_wanted.set()
+                    return
                 if before is None:
                     del self._own[key]
                 else:
@@ -248,14 +250,17 @@ class EtcdStore:
                 self._lose(error)
                 delay = next(delays)
             except EtcdError as error:
-                logger.warning("etcd declines to renew the lease %x: %s", self._lease_id, error)
+                level = logging.DEBUG if self._is_full else logging.WARNING
+                logger.log(level, "etcd declines to renew the lease %x: %s; trying again", self._lease_id, error)
+                await self._check_space()
                 delay = next(delays)
             except Exception:  # the boundary: a defect in here must not end what keeps the lease
                 logger.exception("renewing the lease %x failed", self._lease_id)
             await asyncio.sleep(delay)
 
     async def _take_again(self) -> None:
-        logger.warning("etcd no longer knows the lease %x; taking it again", self._lease_id)
+        level = logging.DEBUG if self._is_full else logging.WARNING
+        logger.log(level, "etcd no longer knows the lease %x; taking it again", self._lease_id)
         self._ttl = await self._client.grant(self._lease_id, self._settings.lease_ttl_seconds)
         self._unsure.update(self._own)
         self._repair_wanted.set()
@@ -274,7 +279,8 @@ class EtcdStore:
             except CannotConnect:
                 self._repair_wanted.set()  # the lease's loop says so
             except EtcdError as error:
-                logger.warning("etcd declines what this process wants to be there: %s", error)
+                level = logging.DEBUG if self._is_full else logging.WARNING
+                logger.log(level, "etcd declines the records of this process: %s; trying again", error)
                 if self._unsure or self._unwanted:
                     self._repair_wanted.set()
             except Exception:  # the boundary, as above
@@ -309,12 +315,33 @@ class EtcdStore:
 
     def trouble(self) -> str | None:
         """Return why the view may be out of date; see `base.Discovery`."""
-        return f"etcd at {self.where} does not answer" if self._is_lost else None
+        if self._is_lost:
+            return f"etcd at {self.where} does not answer"
+        return f"etcd at {self.where} is out of space" if self._is_full else None
 
     def _lose(self, error: CannotConnect) -> None:
         if not self._is_lost:
             self._is_lost = True
             logger.warning("%s; going on with what was last known", error)
+
+    async def _check_space(self) -> None:
+        """Doubt what is missing while etcd is out of space: a lease that runs out then cannot be taken again."""
+        try:
+            is_full = await self._client.is_out_of_space()
+        except (CannotConnect, EtcdError) as error:
+            logger.debug("etcd does not give its status: %s", error)
+            return
+        if is_full or self._is_full:
+            self._doubt(self._now())  # after the end of the alarm, too: the owners need a while to come back
+        if is_full and not self._is_full:
+            logger.warning(
+                "etcd at %s is out of space (NOSPACE) and declines writes; records that vanish are kept. Compact and "
+                "defragment it, then disarm the alarm (etcdctl alarm disarm)",
+                self.where,
+            )
+        elif self._is_full and not is_full:
+            logger.info("etcd at %s takes writes again", self.where)
+        self._is_full = is_full
 
     def _doubt(self, now: float) -> None:
         self._doubt_until = now + self._ttl
@@ -348,6 +375,8 @@ class EtcdStore:
         async with bucket.reading:
             found, revision = await self._client.range(bucket.prefix)
             self._hear()
+            if any(key not in found for key in bucket.view.read(bucket.prefix)):
+                await self._check_space()
             # A watch that runs may have been faster than this answer. A store that was wiped counts anew, so at the
             # start a lower number is as good as a higher one.
             if is_start or revision >= bucket.revision:
@@ -364,6 +393,8 @@ class EtcdStore:
                 async with self._client.watch(bucket.prefix, revision + 1) as batches:
                     delays = Delays()
                     async for events in batches:
+                        if any(event.value is None for event in events):
+                            await self._check_space()
                         self._take(bucket, events)
             except Compacted:
                 logger.info("etcd has forgotten changes of %s; reading it again", bucket.name)
@@ -401,6 +432,10 @@ class EtcdStore:
 
     def _settle(self, bucket: _Bucket) -> None:
         bucket.settling = None
+        self._spawn(self._settle_when_sure(bucket), f"settle {bucket.name}")
+
+    async def _settle_when_sure(self, bucket: _Bucket) -> None:
+        await self._check_space()
         self._publish(bucket, bucket.view.settle(self._now()))
 
     def _now(self) -> float:

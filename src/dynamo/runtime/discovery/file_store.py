@@ -2,7 +2,7 @@
 
 Synchronous and owned by one thread; `file.py` gives it that thread. The layout is the native one:
 `ROOT/{bucket}/{percent-encoded key}`, written to `.tmp_*` and renamed, mutations under an exclusive `flock` of the bucket's
-directory. A file lives as long as its modification time is renewed; whoever uses the bucket removes the dead ones.
+directory (but see `FOREIGN_LOCK_SECONDS`). A file lives as long as its modification time is renewed; whoever uses the bucket removes the dead ones.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ logger = logging.getLogger(__name__)
 
 LOCK_ATTEMPTS: Final = 100
 LOCK_RETRY_SECONDS: Final = 0.01
+"""A lock is held for milliseconds by whoever keeps the store's rules, so one that is held for longer than these attempts is
+another program's, or its holder hangs. Then the store goes on without it: every write is one rename, link or unlink, so the lock
+only saves work."""
+
+FOREIGN_LOCK_SECONDS: Final = 30.0  # how long a lock that was not released is not waited for again
 
 CONFIRM_SECONDS: Final = 0.1
 """A directory's time has the resolution of a kernel tick (up to 10 ms), so a change in the tick of the one before it does
@@ -64,6 +69,7 @@ class _Bucket:
     handle: int | None = None  # holds the directory, or its inode might be that of the one made after it
     confirm_at: float = math.inf
     scan_at: float = -math.inf
+    unlocked_until: float = -math.inf  # another program holds its lock; until then the lock is not waited for
     keep_until: float = -math.inf  # after a loss of the store: until then nothing that is missing counts as gone
 
 
@@ -120,9 +126,12 @@ class FileStore:
         self._judge_clocks(self._monotonic())
         with self._locked(bucket):
             path = bucket.path / name
-            if path.exists() and not self._is_dead(path.stat()):
+            with suppress(FileNotFoundError):
+                if not self._is_dead(path.stat()):
+                    return False
+                path.unlink()
+            if not self._write(bucket, name, value, is_new=True):
                 return False
-            self._write(bucket, name, value)
         self._own[key] = value
         self._renew_soon()
         return True
@@ -372,11 +381,16 @@ class FileStore:
         bucket, inside = split_key(key)
         return self._bucket(bucket), encode_name(inside)
 
-    def _write(self, bucket: _Bucket, name: str, value: bytes) -> None:
+    def _write(self, bucket: _Bucket, name: str, value: bytes, *, is_new: bool = False) -> bool:
+        """Write a file at once or not at all; with `is_new` return False, having written nothing, where there is one."""
         temporary = bucket.path / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
         try:
             temporary.write_bytes(value)
-            os.replace(temporary, bucket.path / name)
+            if is_new and not self._link(temporary, bucket.path / name):
+                temporary.unlink()
+                return False
+            if not is_new:
+                os.replace(temporary, bucket.path / name)
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink()
@@ -386,25 +400,51 @@ class FileStore:
                     "endpoint names"
                 ) from error
             raise
+        return True
+
+    @staticmethod
+    def _link(temporary: Path, path: Path) -> bool:
+        """Give a file its name unless the name is taken, whoever holds the lock."""
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+                raise
+            os.replace(temporary, path)  # a file system without hard links: only the lock tells who is first
+            return True
+        temporary.unlink()
+        return True
 
     @contextmanager
     def _locked(self, bucket: _Bucket) -> Iterator[None]:
-        """Hold the directory's lock; a second at most is waited for it."""
+        """Hold the directory's lock, or go on without it once another program has held it for a second."""
         handle = self._open_directory(bucket)
         try:
-            for attempt in range(LOCK_ATTEMPTS):
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError as error:
-                    if attempt == LOCK_ATTEMPTS - 1:
-                        raise CannotConnect(
-                            f"the file discovery store {bucket.path} stays locked by another process"
-                        ) from error
-                    time.sleep(LOCK_RETRY_SECONDS)
+            self._lock(bucket, handle)
             yield
         finally:
             os.close(handle)  # this releases the lock
+
+    def _lock(self, bucket: _Bucket, handle: int) -> None:
+        attempts = 1 if self._monotonic() < bucket.unlocked_until else LOCK_ATTEMPTS
+        for attempt in range(attempts):
+            if attempt:
+                time.sleep(LOCK_RETRY_SECONDS)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            bucket.unlocked_until = -math.inf
+            return
+        if attempts > 1:
+            bucket.unlocked_until = self._monotonic() + FOREIGN_LOCK_SECONDS
+            logger.warning(
+                "file discovery store: another process has held the lock of %s for %g s; going on without the lock",
+                bucket.path,
+                LOCK_ATTEMPTS * LOCK_RETRY_SECONDS,
+            )
 
     def _open_directory(self, bucket: _Bucket) -> int:
         flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
