@@ -34,6 +34,10 @@ STATUSES = {
     111: (418, ""),
     112: (503, ""),
     113: (400, ""),
+    114: (429, ""),
+    115: (404, ""),
+    116: (422, ""),
+    117: (529, ""),
 }
 """What a client gets for what the engine raises when it is asked for so many tokens."""
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
+from dynamo.common.backend.run import run
 from dynamo.llm import HttpError
 from dynamo.llm import exceptions as kinds
-from dynamo.worker.run import run
 
 SENTENCE = "count from 0 to 9"
 FOREVER = 2000  # max_tokens (or somewhat less, where a stream has moved) of an answer that ends when it is cancelled
@@ -35,6 +35,10 @@ FAILURES = {
     111: lambda: HttpError(418, "I am a teapot"),
     112: lambda: HttpError(503, "a secret"),
     113: lambda: ValueError("a secret"),
+    114: lambda: HttpError(429, "slow down"),
+    115: lambda: HttpError(404, "no such adapter"),
+    116: lambda: HttpError(422, "too odd"),
+    117: lambda: HttpError(529, "a secret"),
 }
 
 
