@@ -44,6 +44,7 @@ STATUSES = {
 
 DIFFERENT = {
     ("native", 109): (500, ""),  # a 1.6.1 worker sends WorkerUnavailable as Backend.Unknown
+    ("ours", 116): (400, ""),  # a 1.6.1 frontend answers 400 to most 4xx
     ("ours", 113): (500, ""),  # a ValueError of an engine is the engine's mistake, as the guide says
 }
 """The same by the worker's system, where it is another one."""

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo import errors
-from dynamo.errors import DynamoException, HttpError, InvalidArgument
+from dynamo.errors import DynamoException, HttpError, InvalidArgument, http_assertion, rule_of
 from dynamo.runtime.request_plane.core import typed_error
 from dynamo.runtime.request_plane.native.frames import (
     ACCEPTED,
@@ -25,6 +25,7 @@ from dynamo.runtime.request_plane.native.frames import (
     SENTINEL,
     STOP,
     AckDecoder,
+    Annotated,
     Codec,
     ControlMessage,
     MalformedFrame,
@@ -46,6 +47,7 @@ from dynamo.runtime.request_plane.native.frames import (
     encode_two_part,
     error_item,
     error_record,
+    failure_of,
     handshake,
     prologue,
     stream_item,
@@ -396,12 +398,32 @@ def test_every_kind_of_error_has_a_record_that_1_6_1_understands(kind: type[Base
     assert ("public" in record) == (kind is InvalidArgument)
 
 
-def test_an_asserted_status_travels_as_a_json_message() -> None:
-    for error in (HttpError(418, "teapot"), HttpError(503, "later")):
-        record = error_record(typed_error(error))
-        assert record["error_type"] == "InvalidArgument"
-        assert json.loads(record["message"]) == {"message": error.message, "code": error.code}
-        assert "public" not in record
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, ("InvalidArgument", "InvalidRequest", "request.invalid")),
+        (404, ("Unknown", "NotFound", "request.not_found")),
+        (408, ("ResponseTimeout", "DeadlineExceeded", "request.deadline_exceeded")),
+        (418, ("InvalidArgument", "InvalidRequest", "request.invalid")),
+        (429, ("ResourceExhausted", "RateLimited", "request.rate_limited")),
+        (500, ("Unknown", "Internal", "runtime.internal")),
+        (503, ("Unavailable", "Unavailable", "backend.unavailable")),
+        (529, ("ResourceExhausted", "CapacityExhausted", "capacity.exhausted")),
+    ],
+)
+def test_an_asserted_status_travels_as_1_6_1_sends_it(status: int, kind: tuple[str, str, str]) -> None:
+    record = error_record(typed_error(HttpError(status, "words")))
+    assert (record["error_type"], record["class"], record["reason"]) == kind
+    assert json.loads(record["message"]) == {"message": "words", "code": status}
+    assert "public" not in record
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 431, 500, 501, 502, 504, 511])
+def test_a_status_that_a_native_engine_asserts_is_read_whatever_its_type(status: int) -> None:
+    error = failure_of(Annotated(event="error", error=error_record(typed_error(HttpError(status, "words")))))
+    assert error is not None
+    assert http_assertion(error) == (status, "words")
+    assert not rule_of(error).retryable
 
 
 def test_an_error_item_keeps_its_causes() -> None:

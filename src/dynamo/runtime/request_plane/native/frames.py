@@ -24,6 +24,7 @@ import msgspec
 
 from dynamo.errors import (
     DynamoException,
+    InvalidArgument,
     Overloaded,
     RouterQueueLimitExceeded,
     SelectionServiceError,
@@ -525,6 +526,8 @@ def failure_of(annotated: Annotated) -> DynamoException | None:
         return None
     if isinstance(annotated.error, dict):
         error = revive(annotated.error)
+        if (asserted := _asserted_in(error)) is not None:
+            return asserted
         match annotated.error.get("public"):
             case {"message": str(text)} if text != str(error):
                 error.args = (text,)  # what was written for clients, without the prefixes meant for logs
@@ -532,6 +535,20 @@ def failure_of(annotated: Annotated) -> DynamoException | None:
     comment = annotated.comment
     texts = comment if isinstance(comment, list) else ()
     return Unknown("; ".join(map(str, texts)) or "the worker sent an error without a text")
+
+
+def _asserted_in(error: DynamoException) -> DynamoException | None:
+    """The error of a status that the engine asserted: 1.6.1 sends it under several types, we under two."""
+    asserted = http_assertion(Unknown(str(error)))
+    if asserted is None or asserted[0] in (499, 503, 529) or not 400 <= asserted[0] < 600:
+        return None
+    claim: DynamoException = Unknown(str(error))
+    if asserted[0] < 500:
+        claim = InvalidArgument(str(error))
+        claim.public = False
+    claim.is_reported = error.is_reported
+    claim.__cause__ = error.__cause__
+    return claim
 
 
 def stream_item(annotated: Annotated) -> StreamItem:
@@ -576,9 +593,9 @@ def error_record(error: BaseException) -> dict[str, Any]:
     record = describe(error)
     asserted = http_assertion(error)
     if asserted is not None:
-        # A status the engine asserts travels as InvalidArgument whose message is JSON; there is no text for clients.
+        # A status the engine asserts travels as JSON in the message; there is no text for clients.
         status, message = asserted
-        record["error_type"] = "InvalidArgument"
+        record["error_type"], record["class"], record["reason"] = _asserted_as(status)
         record["message"] = json.dumps({"message": message, "code": status})
         record.pop("public", None)
         return record
@@ -588,6 +605,33 @@ def error_record(error: BaseException) -> dict[str, Any]:
     record["error_type"] = _ERROR_TYPES.get(kind, record["error_type"])
     return record
 
+
+def _asserted_as(status: int) -> tuple[str, str, str]:
+    """Type, class and reason that 1.6.1 gives a status which an engine asserts."""
+    if (found := _ASSERTED.get(status)) is not None:
+        return found
+    if 400 <= status < 500:
+        return "InvalidArgument", "InvalidRequest", "request.invalid"
+    return "Unknown", "Internal", "runtime.internal"
+
+
+_ASSERTED: Final[Mapping[int, tuple[str, str, str]]] = {
+    401: ("Unknown", "Unauthenticated", "request.unauthenticated"),
+    403: ("Unknown", "PermissionDenied", "request.permission_denied"),
+    404: ("Unknown", "NotFound", "request.not_found"),
+    408: ("ResponseTimeout", "DeadlineExceeded", "request.deadline_exceeded"),
+    409: ("Unknown", "Conflict", "request.conflict"),
+    413: ("InvalidArgument", "PayloadTooLarge", "request.payload_too_large"),
+    415: ("InvalidArgument", "UnsupportedMedia", "request.unsupported_media"),
+    429: ("ResourceExhausted", "RateLimited", "request.rate_limited"),
+    431: ("InvalidArgument", "PayloadTooLarge", "request.payload_too_large"),
+    499: ("Cancelled", "Cancelled", "request.cancelled"),
+    501: ("Unknown", "NotImplemented", "runtime.not_implemented"),
+    502: ("Unknown", "BackendProtocol", "backend.protocol"),
+    503: ("Unavailable", "Unavailable", "backend.unavailable"),
+    504: ("ResponseTimeout", "DeadlineExceeded", "request.deadline_exceeded"),
+    529: ("ResourceExhausted", "CapacityExhausted", "capacity.exhausted"),
+}
 
 _REASONS: Final[Mapping[type[DynamoException], str]] = {
     Overloaded: "capacity.worker_overloaded",
