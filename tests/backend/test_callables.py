@@ -15,7 +15,7 @@ from dynamo.contract.conformance import run_conformance, run_raw_conformance
 from dynamo.engines.callable.engine import CallableEngine, engine_class
 from dynamo.engines.callable.signature import Kind, Source, plan_call
 from dynamo.errors import InvalidArgument
-from dynamo.protocol.openai.plain_text import conversation_text, cut, read_piece
+from dynamo.protocol.openai.plain_text import conversation_text, cut, read_chunk
 from dynamo.worker.worker import Worker
 from support import callables
 from support.asgi_client import Exchange
@@ -153,6 +153,7 @@ async def test_a_prompt_and_a_conversation_reach_either_kind(house: House) -> No
     assert said(await house.client.completion("once", temperature=0.0)) == "once|0.0|None"
     assert said(await house.client.chat("once", max_tokens=3)) == "once|0.5|3"  # it takes max_tokens: nobody cuts
     answer = await house.client.completion(["one", "two"], n=2, temperature=1.0)
+    assert answer.status == 200, answer.body
     assert [choice["text"] for choice in answer.json["choices"]] == ["one|1.0|None"] * 2 + ["two|1.0|None"] * 2
     assert answer.json["usage"]["prompt_tokens"] == 6
 
@@ -293,7 +294,7 @@ def test_a_cut_never_divides_a_code_point(tokens: int) -> None:
     ("chunk", "sentence"),
     [
         ("text", "expected an OpenAI chunk with choices, got str"),
-        ({"choices": [{}, {}]}, "one choice"),
+        ({"choices": [{}, 5]}, "a choice must be an object"),
         ({"choices": [{"index": 0, "delta": {"tool_calls": [1]}}]}, "tool_calls"),
         ({"choices": [{"index": 0, "delta": {"content": 5}}]}, "must be strings"),
         ({"choices": [], "usage": 3}, "usage must be an object"),
@@ -301,7 +302,7 @@ def test_a_cut_never_divides_a_code_point(tokens: int) -> None:
 )
 def test_a_chunk_nobody_could_show_is_named(chunk: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        read_piece(chunk)
+        read_chunk(chunk)
 
 
 def test_the_worker_is_registered_as_one_that_takes_text() -> None:

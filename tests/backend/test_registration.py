@@ -411,6 +411,15 @@ async def test_a_raw_model_is_a_name_and_asks_nobody() -> None:
     assert (card.is_name_only, card.model_input, card.model_type) == (True, "Text", "Images")
 
 
+async def test_a_model_that_takes_text_registers_how_long_a_request_may_be(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
+    for directory, length in ((str(tmp_path), 4096), (str(tmp_path / "missing"), 0)):
+        endpoint = RecordingEndpoint()
+        await register_model(ModelInput.Text, ModelType.Chat, endpoint, directory, worker_type=WorkerType.Aggregated)
+        card = decode_card(endpoint.cards[None])
+        assert (card.is_name_only, card.context_length) == (True, length)
+
+
 async def test_taints_change_nothing_else_on_the_card() -> None:
     endpoint = RecordingEndpoint()
     await register_model(ModelInput.Text, ModelType.Chat, endpoint, "m", worker_type=WorkerType.Aggregated)

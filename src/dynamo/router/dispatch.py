@@ -54,6 +54,7 @@ class DispatchRequest:
     __slots__ = (
         "body",
         "generated",
+        "is_complete",
         "limits",
         "pinned_instance_id",
         "prompt",
@@ -87,6 +88,7 @@ class DispatchRequest:
         self.stall_detector = stall_detector
         self.generated: list[int] = []
         self.text_tokens = 0  # counted by the reader where the engine takes text
+        self.is_complete = False  # set by the reader: the answer is whole, so the stream may end at any time
 
     @property
     def tokens(self) -> int:
@@ -345,8 +347,9 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
     # -- the ends of a worker's stream -------------------------------------------------------------------------------
 
     def _on_missing_terminal_chunk(self) -> None:
-        """Take an end without a terminal chunk: right after a cancellation that is the end, else a breach."""
-        if not self._context.is_stopped():
+        """Take an end without a terminal chunk: right behind a whole answer or a cancellation that is the end, else a
+        breach."""
+        if not self._request.is_complete and not self._context.is_stopped():
             raise self._missing_end("the worker ended the stream without a finish reason")
         self._is_closed = True
 

@@ -44,6 +44,7 @@ __all__ = [
     "fetch_model",
     "plan_role",
     "publish_card",
+    "read_context_lengths",
     "read_model_directory",
     "register_model",
     "resolve_assets",
@@ -125,6 +126,18 @@ def read_model_directory(directory: Path) -> ModelAssets:
             artefacts["chat_template_file"] = _template(kind, directory / name, is_custom=False)
             break
     return ModelAssets(artefacts, _context_length_of(config), _legacy_context_length_of(tokenizer_config))
+
+
+def read_context_lengths(name: str) -> ModelAssets | None:
+    """Read how long a request may be, and nothing else: all that a frontend needs of a model that takes text; blocking.
+
+    None for a name that is not a directory.
+    """
+    directory = Path(name)
+    if not name or not directory.is_dir():
+        return None
+    config, tokenizer_config = _read_json(directory / "config.json"), _read_json(directory / "tokenizer_config.json")
+    return ModelAssets({}, _context_length_of(config), _legacy_context_length_of(tokenizer_config))
 
 
 def file_record(path: Path) -> dict[str, Any]:
@@ -375,7 +388,10 @@ async def register_model(
         raise InvalidArgument("lora_name and base_model_path belong together: give both or neither")
     source = base_model_path if base_model_path is not None else model_path
     takes_text = model_input is not ModelInput.Tokens
-    assets = None if skip_model_assets or takes_text else await resolve_assets(source)
+    if takes_text:
+        assets = await asyncio.to_thread(read_context_lengths, source)
+    else:
+        assets = None if skip_model_assets else await resolve_assets(source)
     members = {
         "router_config": router_config,
         "tensor_model_config": tensor_model_config,

@@ -47,6 +47,7 @@ from dynamo.worker.registration import (
     check_encoder_route,
     plan_role,
     publish_card,
+    read_context_lengths,
     resolve_assets,
     runtime_config_of,
     unregister_model,
@@ -369,7 +370,10 @@ class _EngineLife:
         config = self._config
         plan = plan_role(config.disaggregation_mode, config.endpoint_types, route_to_encoder=config.route_to_encoder)
         is_raw = isinstance(self._engine, RawEngine)
-        assets = None if is_raw else await resolve_assets(config.model_name)
+        if is_raw:
+            assets = await asyncio.to_thread(read_context_lengths, config.model_name or engine_config.model)
+        else:
+            assets = await resolve_assets(config.model_name)
         card = await asyncio.to_thread(
             build_card,
             self._served_name,

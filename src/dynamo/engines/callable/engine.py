@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing
 from typing import Any, ClassVar, Final, Self
@@ -120,12 +120,28 @@ class TextCallableEngine(CallableEngine, RawEngine):
 
     async def generate(self, request: RawRequest, context: Context) -> AsyncGenerator[RawResponseChunk, None]:
         is_chat = isinstance(request.get("messages"), list)
+        head = {"id": context.id(), "created": int(time.time()), "model": request.get("model") or self.model_name}
+        choices = request.get("n") or 1
+        total: Mapping[str, Any] = usage(prompt_tokens(request), 0)
+        begun: set[int] = set()
+        ended = 0
+        runs = [self._pieces(_of_choice(request, number), context) for number in range(choices)]
+        async with aclosing(_side_by_side(runs)) as pieces:
+            async for index, piece in pieces:
+                if piece.usage is not None:
+                    ended += 1
+                    total = piece.usage if choices == 1 else _added(total, piece.usage)
+                shown = TextPiece(piece.text, piece.finish_reason, total if ended == choices else None)
+                yield stream_piece(head, shown, is_chat=is_chat, is_first=index not in begun, index=index)
+                begun.add(index)
+
+    async def _pieces(self, request: RawRequest, context: Context) -> AsyncGenerator[TextPiece, None]:
+        """Yield one choice; the last piece has the reason and the usage. A choice that is stopped just ends."""
         arguments = self.call.for_text(request, context)
         limit = None if self.call.limits_itself else _limit(request)
-        asked = prompt_tokens(request)
-        head = {"id": context.id(), "created": int(time.time()), "model": request.get("model") or self.model_name}
-        said = 0
-        is_first = True
+        stops = [] if self.call.takes("stop") else _stops(request)
+        longest = max(map(len, stops), default=0)
+        said, tail = 0, ""
         reason: str | None = None
         counts: Mapping[str, Any] | None = None
         async with aclosing(self._items(arguments)) as items:
@@ -139,14 +155,15 @@ class TextCallableEngine(CallableEngine, RawEngine):
                     text, reason = cut(text, limit - said), "length"
                 said += count(text)
                 if text:
-                    yield stream_piece(head, TextPiece(text), is_chat=is_chat, is_first=is_first)
-                    is_first = False
+                    yield TextPiece(text)
+                if longest and reason is None:  # the frontend cuts the text at the stop string
+                    tail += text
+                    reason = "stop" if any(stop in tail for stop in stops) else None
+                    tail = tail[-longest:]
                 if reason is not None:
                     break
-        if context.is_stopped():
-            return
-        counts = counts or usage(asked, said)
-        yield stream_piece(head, TextPiece("", reason or "stop", counts), is_chat=is_chat, is_first=is_first)
+        if not context.is_stopped():
+            yield TextPiece("", reason or "stop", counts or usage(prompt_tokens(request), said))
 
     def _piece(self, item: Any) -> TextPiece:
         if isinstance(item, str):
@@ -218,10 +235,66 @@ def _limit(body: Mapping[str, Any]) -> int | None:
     return None
 
 
+def _stops(body: Mapping[str, Any]) -> list[str]:
+    stop = body.get("stop")
+    return [stop] if isinstance(stop, str) else [one for one in stop or () if isinstance(one, str) and one]
+
+
 def _shown(item: Any) -> str:
     if isinstance(item, Mapping):
         return f"a dict with {', '.join(sorted(map(str, item)))}"
     return type(item).__name__
+
+
+def _of_choice(body: RawRequest, number: int) -> RawRequest:
+    """Return the request of one of n choices. With a seed, each gets another one: the same seed twice is the same text."""
+    seed = body.get("seed")
+    return body if number == 0 or seed is None else {**body, "seed": seed + number}
+
+
+def _added(total: Mapping[str, Any], one: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the usage of several choices: the prompt counts once."""
+    prompt = one.get("prompt_tokens", total["prompt_tokens"])
+    return usage(prompt, total["completion_tokens"] + one.get("completion_tokens", 0))
+
+
+async def _side_by_side(
+    streams: Sequence[AsyncGenerator[TextPiece, None]],
+) -> AsyncGenerator[tuple[int, TextPiece], None]:
+    """Yield (index, piece) of streams that run at once. A failure of one ends all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for piece in only:
+                yield 0, piece
+        return
+    arrived: asyncio.Queue[tuple[int, TextPiece | Exception | None]] = asyncio.Queue(READ_AHEAD)
+
+    async def pump(index: int, stream: AsyncGenerator[TextPiece, None]) -> None:
+        end: Exception | None = None
+        try:
+            async with aclosing(stream):
+                async for piece in stream:
+                    await arrived.put((index, piece))
+        except Exception as error:  # the reader below raises it
+            end = error
+        await arrived.put((index, end))
+
+    # Ended and awaited in the `finally` below.
+    tasks = [asyncio.create_task(pump(*pair), name=f"choice {pair[0]}") for pair in enumerate(streams)]
+    running = len(tasks)
+    try:
+        while running:
+            index, entry = await arrived.get()
+            if isinstance(entry, Exception):
+                raise entry
+            if entry is None:
+                running -= 1
+            else:
+                yield index, entry
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # -- three ways to get at what a callable says ------------------------------------------------------------------------

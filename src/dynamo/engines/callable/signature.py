@@ -124,8 +124,6 @@ class Call:
         return arguments
 
     def _check(self, body: Mapping[str, Any]) -> None:
-        if (body.get("n") or 1) > 1:
-            raise InvalidArgument("n must be 1: the frontend asks for several choices one by one")
         for name in _TOKEN_ONLY:
             if body.get(name):
                 raise InvalidArgument(f"{name} needs token ids, and this model takes and gives text")

@@ -55,6 +55,10 @@ class Answer:
         self.model_name = request.model
         self._wanted = frozenset(request.extra_fields)
 
+    def rename(self, id: str) -> None:
+        """Take the id of a worker that writes the answer itself; before anything was rendered."""
+        self.id = id
+
     @property
     def wants_logprobs(self) -> bool:
         return self.request.requested_logprobs is not None

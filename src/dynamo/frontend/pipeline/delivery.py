@@ -16,6 +16,7 @@ from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
 from dynamo.frontend.pipeline.parsing_stage import ParsingStage
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
 from dynamo.frontend.pipeline.stage_timer import PARSE
+from dynamo.frontend.pipeline.text_generation import TextSource, TextWork
 from dynamo.protocol.openai.escaping import json_text
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.openai.sse import annotation_event
@@ -33,7 +34,11 @@ class _Delivery:
         self._answer, self._renderer, self._idle = answer, renderer, idle
         self._exchange = answer.exchange
         self._has_begun = False
-        self._source = TokenSource(wants_logprobs=answer.wants_logprobs)
+        self._source: TokenSource | TextSource
+        if isinstance(work, TextWork):
+            self._source = TextSource(work, answer.rename)
+        else:
+            self._source = TokenSource(wants_logprobs=answer.wants_logprobs)
         self._stage: ParsingStage | None = None
         if work.parsing is not None:
             self._stage = ParsingStage(work.parsing, work, None if model.takes_text else model.text.tokenizer)

@@ -111,6 +111,11 @@ class WorkRequest:
         return sum(self._cached.values()) if self._cached else None
 
     @property
+    def streams_per_prompt(self) -> int:
+        """How many requests to workers each prompt becomes."""
+        return self.choices
+
+    @property
     def is_usage_known(self) -> bool:
         """Whether the counts are tokens of the model, and may be shown as usage."""
         return True
@@ -230,7 +235,7 @@ async def _fan_out(model: GenerationModel, work: WorkRequest, context: Context) 
     unlink = []
     try:
         for prompt_index, prompt in enumerate(work.prompts):
-            for number in range(work.choices):
+            for number in range(work.streams_per_prompt):
                 index = prompt_index * work.choices + number
                 # Engines key their requests by id, so each choice gets one of its own.
                 child = context.detached(f"{context.id()}-{index}")

@@ -1,36 +1,39 @@
 """Requests to models that take text: the worker gets the client's own body and yields OpenAI's chunks.
 
-No template, no tokenizer: what is left to do here is one choice at a time, stop strings, and the counts. A token is one byte
-of UTF-8 unless the worker reports its own usage.
+No template and no tokenizer. What is left to do here is to check the chunks, stop strings, and the counts: text, reasoning,
+tool calls, log probabilities, usage and the id of the answer pass through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from dynamo.errors import Unknown, revive
+from dynamo.errors import DynamoException, Unknown, revive
+from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
 from dynamo.frontend.pipeline.generation import Choice, Delta, GenerationModel, WorkRequest
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.protocol.openai.plain_text import TextPiece, count, prompt_tokens, read_piece
+from dynamo.protocol.openai.plain_text import TextChunk, TextDelta, count, prompt_tokens, read_chunk
 from dynamo.protocol.openai.requests import ChatRequest, CompletionRequest
 from dynamo.router.dispatch import DispatchRequest
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import StreamItem
+from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, Reasoning
 from dynamo.text.stops import StopStrings
 
-__all__ = ["TextWork", "text_prompts", "text_work"]
+__all__ = ["TextSource", "TextWork", "text_prompts", "text_work"]
 
 _TOKEN_ONLY: Final = ("prompt_logprobs", "stop_token_ids", "allowed_token_ids", "bad_words_token_ids")
 
 
 class TextWork(WorkRequest):
-    """A request to a text model: one body per prompt instead of token ids."""
+    """A request to a text model: one body and one stream per prompt, whatever the number of choices."""
 
-    __slots__ = ("_prompt_counts", "bodies", "include_stop", "stops")
+    __slots__ = ("_prompt_counts", "_usage_of", "bodies", "include_stop", "stops", "worker_answer_id")
 
     def __init__(
         self, request: ChatRequest | CompletionRequest, work: WorkRequest, bodies: list[dict[str, Any]]
@@ -43,19 +46,48 @@ class TextWork(WorkRequest):
             retries=work.retries,
             overhead=work.overhead,
         )
+        self.is_single = len(bodies) == 1
         self.bodies = bodies
         self.stops = work.body["stop_conditions"]["stop"] or []
         self.include_stop = request.include_stop_str_in_output is True
+        self.worker_answer_id: str | None = None  # what the worker calls its answer
+        # Until the worker reports usage the counts are bytes of UTF-8. Metrics need some count, clients never see it.
         self._prompt_counts = [prompt_tokens(body) for body in bodies]
         self.prompt_tokens = sum(self._prompt_counts)
+        self._usage_of: set[int] = set()  # the prompts with a usage of the worker's own
+
+    @property
+    def streams_per_prompt(self) -> int:
+        return 1
+
+    @property
+    def is_usage_known(self) -> bool:
+        """Whether the worker has reported usage for every prompt."""
+        return len(self._usage_of) == len(self.bodies)
 
     def open_choice(self, model: GenerationModel, context: Context, index: int, prompt: list[int]) -> Choice:
-        return _TextChoice(model, self, context, index)
+        return _TextStream(model, self, context, index)
 
-    def note_prompt(self, prompt_index: int, tokens: int) -> None:
-        """A worker counted this prompt itself."""
-        self.prompt_tokens += tokens - self._prompt_counts[prompt_index]
-        self._prompt_counts[prompt_index] = tokens
+    def has_usage(self, prompt_index: int) -> bool:
+        """Whether the worker has reported usage for this prompt."""
+        return prompt_index in self._usage_of
+
+    def note_usage(self, prompt_index: int, usage: Mapping[str, Any]) -> None:
+        """Take over what the worker reports of a prompt, but for the tokens of its answer."""
+        self._usage_of.add(prompt_index)
+        prompt = usage.get("prompt_tokens")
+        if isinstance(prompt, int):
+            self.prompt_tokens += prompt - self._prompt_counts[prompt_index]
+            self._prompt_counts[prompt_index] = prompt
+        if isinstance(cached := _detail(usage, "prompt_tokens_details", "cached_tokens"), int):
+            self.note_cached(prompt_index, cached)
+        if isinstance(reasoning := _detail(usage, "completion_tokens_details", "reasoning_tokens"), int):
+            self.reasoning_tokens = reasoning if self.is_single else (self.reasoning_tokens or 0) + reasoning
+
+
+def _detail(usage: Mapping[str, Any], group: str, name: str) -> Any:
+    details = usage.get(group)
+    return details.get(name) if isinstance(details, Mapping) else None
 
 
 def text_prompts(request: CompletionRequest) -> list[str]:
@@ -74,8 +106,6 @@ def text_work(request: ChatRequest | CompletionRequest, work: WorkRequest) -> Te
     """
     if request.token_data is not None:
         raise _needs_tokens("nvext.token_data", "cannot be served")
-    if request.requested_logprobs is not None:
-        raise _needs_tokens("logprobs", "cannot be served")
     stops = work.body["stop_conditions"]
     for name in _TOKEN_ONLY:
         if getattr(request, name):
@@ -83,9 +113,9 @@ def text_work(request: ChatRequest | CompletionRequest, work: WorkRequest) -> Te
     if stops["stop_token_ids"]:
         raise _needs_tokens("stop", "must be text")
     body = {name: value for name, value in msgspec.to_builtins(request).items() if value is not None}
-    for name in ("n", "stream_options", "best_of"):
-        body.pop(name, None)
     body["stream"] = True
+    asked = {name: value for name, value in (body.get("stream_options") or {}).items() if value is not None}
+    body["stream_options"] = {"include_usage": True, **asked}  # an answer as one body has usage, too
     bodies = [body]
     if isinstance(request, CompletionRequest):
         bodies = [{**body, "prompt": prompt} for prompt in text_prompts(request)]
@@ -96,19 +126,91 @@ def _needs_tokens(field: str, verdict: str) -> RequestRejected:
     return RequestRejected(400, f"`{field}` {verdict}: this model takes and gives text, not token ids", param=field)
 
 
-class _TextChoice(Choice):
-    """One choice whose stream is made of OpenAI's chunks."""
+class TextDeltas(Delta):
+    """What one wake-up brought of all choices of one prompt."""
 
-    __slots__ = ("_stops", "_text_work")
+    __slots__ = ("outputs",)
+
+    def __init__(self, choice: int) -> None:
+        super().__init__(choice)
+        self.outputs: list[ChoiceOutput] = []
+
+
+class TextSource:
+    """Events from the deltas of a model that takes text."""
+
+    __slots__ = ("_answer_id", "_work")
+
+    def __init__(self, work: TextWork, answer_id: Callable[[str], None]) -> None:
+        """`answer_id` is called with what the worker calls its answer, before the first event."""
+        self._work = work
+        self._answer_id: Callable[[str], None] | None = answer_id
+
+    def outputs(self, deltas: Sequence[Delta]) -> list[ChoiceOutput]:
+        """Return what the chunks of one wake-up hold."""
+        if self._answer_id is not None and self._work.worker_answer_id is not None:
+            self._answer_id(self._work.worker_answer_id)
+            self._answer_id = None
+        return [output for delta in deltas if isinstance(delta, TextDeltas) for output in delta.outputs]
+
+
+class _OpenChoice:
+    """How far one choice has come."""
+
+    __slots__ = ("_calls", "has_run_on", "index", "is_over", "stops")
+
+    def __init__(self, index: int, stops: StopStrings | None) -> None:
+        self.index = index
+        self.stops = stops
+        self.is_over = False
+        self.has_run_on = False  # the worker sent more text behind a stop string
+        self._calls: dict[int, int] = {}  # the worker's number of a call -> its place among those that began
+
+    def events(self, delta: TextDelta) -> list[Event]:
+        """Return the events of a delta. Once a stop string or a reason came, `is_over` is set."""
+        events: list[Event] = []
+        if delta.reasoning:
+            events.append(Reasoning(delta.reasoning))
+        text, matched = (delta.text, None) if self.stops is None else self.stops.push(delta.text)
+        if delta.finish_reason is not None and matched is None and self.stops is not None:
+            text += self.stops.finish()
+        if text:
+            events.append(Content(text))
+        for position, call in enumerate(delta.tool_calls):
+            events += self._call(position, call)
+        if delta.logprobs is not None:
+            events.append(Logprobs(ready=(delta.logprobs,)))
+        if matched is not None or delta.finish_reason is not None:
+            self.is_over = True
+            if self._calls:
+                events.append(CallEnded())
+            reason = "stop" if matched is not None else _finish_reason(delta.finish_reason or "")
+            events.append(Finished(reason, matched))
+        return events
+
+    def _call(self, position: int, call: Mapping[str, Any]) -> list[Event]:
+        number, function = call.get("index"), call["function"]
+        number = position if number is None else number
+        events: list[Event] = []
+        if number not in self._calls:
+            if self._calls:
+                events.append(CallEnded())
+            self._calls[number] = len(self._calls)
+            events.append(CallBegan(function.get("name") or "", call.get("id") or f"call-{uuid.uuid4()}"))
+        if arguments := function.get("arguments"):
+            events.append(CallArguments(arguments, self._calls[number]))
+        return events
+
+
+class _TextStream(Choice):
+    """The choices of one prompt, whose stream is made of OpenAI's chunks."""
+
+    __slots__ = ("_choices", "_text_work")
 
     def __init__(self, model: GenerationModel, work: TextWork, context: Context, index: int) -> None:
         self._text_work = work
-        number = index % work.choices
-        body = work.bodies[index // work.choices]
-        if number and body.get("seed") is not None:  # as in `generation`: the same seed twice is the same text twice
-            body = {**body, "seed": body["seed"] + number}
         request = DispatchRequest(
-            body,
+            work.bodies[index // work.choices],
             (),
             record=work,
             timer=work.overhead,
@@ -117,70 +219,88 @@ class _TextChoice(Choice):
             takes_text=True,
             stall_detector=work.watch,
         )
-        self._stops = StopStrings(work.stops, include=work.include_stop) if work.stops else None
+        stops, include = work.stops, work.include_stop
+        self._choices = [
+            _OpenChoice(index + number, StopStrings(stops, include=include) if stops else None)
+            for number in range(work.choices)
+        ]
         super().__init__(model, work, context, index, request)
 
-    def _absorb(self, items: Sequence[StreamItem]) -> Delta:
-        delta = Delta(self._index)
+    async def next(self) -> Delta | None:
+        """Return everything new; None once all choices have ended. A worker lost behind its whole answer is no failure."""
+        try:
+            return await super().next()
+        except DynamoException:
+            if not self._request.is_complete:
+                raise
+            self._is_over = True
+            return None
+
+    async def push(self, accept: Callable[[list[Delta]], bool], plain: Callable[[str, int], bool] | None) -> None:
+        """Call `accept` with what arrives. See `SingleGeneration.push`."""
+        try:
+            await super().push(accept, plain)
+        except DynamoException:
+            if not self._request.is_complete:
+                raise
+            self._is_over = True
+
+    def _absorb(self, items: Sequence[StreamItem]) -> TextDeltas:
+        delta, work, request = TextDeltas(self._index), self._text_work, self._request
         for item in items:
-            piece = _piece_of(item)
-            tokens = count(piece.text)
-            self._request.text_tokens += tokens
-            delta.tokens += tokens
-            self._work.completion_tokens += tokens
-            matched = None
-            if self._stops is None:
-                delta.text += piece.text
-            elif piece.text:
-                shown, matched = self._stops.push(piece.text)
-                delta.text += shown
-            if piece.usage is not None:
-                self._note_usage(piece.usage)
-            if matched is not None:
-                delta.finish_reason, delta.stop_reason = "stop", matched
-                self._work.finish_reason = "stop"
-                self._leave(has_finished=piece.finish_reason is not None)
-                break
-            if piece.finish_reason is not None:
-                delta.text += "" if self._stops is None else self._stops.finish()
-                delta.finish_reason = self._work.finish_reason = _finish_reason(piece.finish_reason)
-                self._leave(has_finished=True)
-                break
+            chunk = _chunk_of(item)
+            if work.worker_answer_id is None and work.is_single:
+                work.worker_answer_id = chunk.id
+            for one in chunk.deltas:
+                if one.choice >= len(self._choices):
+                    raise Unknown(f"the worker sent choice {one.choice} of a request for {len(self._choices)}")
+                choice = self._choices[one.choice]
+                if choice.is_over:  # cut by a stop string of the request
+                    choice.has_run_on = choice.has_run_on or bool(one.text)
+                    continue
+                tokens = count(one.text) + count(one.reasoning)
+                request.text_tokens += tokens
+                delta.tokens += tokens
+                work.completion_tokens += tokens
+                if events := choice.events(one):
+                    delta.outputs.append(ChoiceOutput(choice.index, events))
+            if chunk.usage is not None:
+                self._note_usage(chunk.usage)
+        if all(choice.is_over for choice in self._choices):
+            request.is_complete = True  # from here on only usage can follow
+            if work.has_usage(self._prompt_index):
+                self._is_over = True
+                self.stream.finish()
+            elif any(choice.has_run_on for choice in self._choices):
+                self._is_over = True
+                self.stream.stop()  # the worker does not look for the request's stop strings, and would go on
         return delta
 
-    def _leave(self, *, has_finished: bool) -> None:
-        self._is_over = True
-        if has_finished:
-            self.stream.finish()
-        else:
-            self.stream.stop()  # a stop of ours: the worker may go on for a moment, but its stream is left
-
     def _note_usage(self, usage: Mapping[str, Any]) -> None:
-        prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if isinstance(prompt, int):
-            self._text_work.note_prompt(self._prompt_index, prompt)
+        self._text_work.note_usage(self._prompt_index, usage)
+        completion = usage.get("completion_tokens")
         if isinstance(completion, int):
             self._work.completion_tokens += completion - self._request.text_tokens
             self._request.text_tokens = completion
-        details = usage.get("prompt_tokens_details")
-        if isinstance(details, Mapping) and isinstance(cached := details.get("cached_tokens"), int):
-            self._work.note_cached(self._prompt_index, cached)
 
 
-def _piece_of(item: StreamItem) -> TextPiece:
-    """Raises the error that the chunk may carry, and Unknown for what is no chunk."""
+def _chunk_of(item: StreamItem) -> TextChunk:
+    """Return the chunk of an item. Raises the error that the item may carry, and Unknown for what is not a chunk."""
     if item.index >= 0:
         raise Unknown("a model that takes text sent token ids")
     envelope = item.extra or {}
     if envelope.get("event") == "error":
         raise revive(envelope.get("error") or {"message": "; ".join(envelope.get("comment") or ["unknown error"])})
     try:
-        return read_piece(envelope.get("data"))
+        return read_chunk(envelope.get("data"))
     except ValueError as error:
         raise Unknown(f"the worker's chunk is invalid: {error}") from error
 
 
 def _finish_reason(word: str) -> str:
+    """Return OpenAI's word: an engine that reads its own tool calls may end with them."""
+    if word in ("tool_calls", "function_call"):
+        return "tool_calls"
     try:
         found = normalise(word)
     except (EngineFailed, TypeError) as error:

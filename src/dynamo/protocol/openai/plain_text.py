@@ -9,14 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-__all__ = ["TextPiece", "conversation_text", "count", "cut", "prompt_tokens", "read_piece", "stream_piece"]
+__all__ = [
+    "TextChunk",
+    "TextDelta",
+    "TextPiece",
+    "conversation_text",
+    "count",
+    "cut",
+    "prompt_tokens",
+    "read_chunk",
+    "stream_piece",
+]
 
 _CHAT: Final = "chat.completion.chunk"
 _COMPLETION: Final = "text_completion"
 
 
 class TextPiece(NamedTuple):
-    """One chunk of a text model's stream."""
+    """One piece of plain text, as a callable yields it."""
 
     text: str
     finish_reason: str | None = None  # on the last piece
@@ -49,9 +59,30 @@ def cut(text: str, tokens: int) -> str:
     return text.encode(errors="replace")[: max(0, tokens)].decode(errors="ignore")
 
 
-def stream_piece(head: Mapping[str, Any], piece: TextPiece, *, is_chat: bool, is_first: bool) -> dict[str, Any]:
-    """The chunk object of one piece; `head` holds id, created and model."""
-    choice: dict[str, Any] = {"index": 0, "finish_reason": piece.finish_reason, "logprobs": None}
+class TextDelta(NamedTuple):
+    """What one chunk of a text model's stream adds to one choice."""
+
+    choice: int
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: Sequence[Mapping[str, Any]] = ()  # as OpenAI's chunks carry them
+    logprobs: Mapping[str, Any] | None = None  # of the API's own shape
+    finish_reason: str | None = None  # on the choice's last delta
+
+
+class TextChunk(NamedTuple):
+    """One chunk object of a text model's stream."""
+
+    id: str | None
+    deltas: Sequence[TextDelta]
+    usage: Mapping[str, Any] | None = None
+
+
+def stream_piece(
+    head: Mapping[str, Any], piece: TextPiece, *, is_chat: bool, is_first: bool, index: int = 0
+) -> dict[str, Any]:
+    """Return the chunk object of one piece; `head` holds id, created and model."""
+    choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason, "logprobs": None}
     if is_chat:
         choice["delta"] = {"content": piece.text, "role": "assistant"} if is_first else {"content": piece.text}
     else:
@@ -62,28 +93,47 @@ def stream_piece(head: Mapping[str, Any], piece: TextPiece, *, is_chat: bool, is
     return chunk
 
 
-def read_piece(chunk: Any) -> TextPiece:
-    """What a chunk object of one choice says. Raises ValueError that names what it holds and nobody could show."""
+def read_chunk(chunk: Any) -> TextChunk:
+    """Return what a chunk object holds. Raises ValueError that names what is not of OpenAI's shape."""
     if not isinstance(chunk, Mapping) or not isinstance(chunk.get("choices"), list):
         raise ValueError(f"expected an OpenAI chunk with choices, got {_shown(chunk)}")
-    usage = chunk.get("usage")
+    id, usage = chunk.get("id"), chunk.get("usage")
     if usage is not None and not isinstance(usage, Mapping):
         raise ValueError(f"usage must be an object, got {_shown(usage)}")
-    if not chunk["choices"]:
-        return TextPiece("", usage=usage)
-    choice = chunk["choices"][0]
-    if len(chunk["choices"]) > 1 or not isinstance(choice, Mapping) or choice.get("index") not in (0, None):
-        raise ValueError("a chunk must hold one choice with index 0: choices are asked for one by one")
+    return TextChunk(id if isinstance(id, str) and id else None, [_delta(one) for one in chunk["choices"]], usage)
+
+
+def _delta(choice: Any) -> TextDelta:
+    if not isinstance(choice, Mapping):
+        raise ValueError(f"a choice must be an object, got {_shown(choice)}")
+    index, reason, logprobs = choice.get("index") or 0, choice.get("finish_reason"), choice.get("logprobs")
+    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+        raise ValueError(f"a choice's index must be an integer from 0, got {index!r}")
+    if logprobs is not None and not isinstance(logprobs, Mapping):
+        raise ValueError(f"logprobs must be an object, got {_shown(logprobs)}")
     delta = choice.get("delta")
-    said: Mapping[str, Any] = delta if isinstance(delta, Mapping) else {"content": choice.get("text")}
-    for name in ("tool_calls", "function_call", "reasoning_content"):
-        if said.get(name):
-            raise ValueError(f"{name} from a model that takes text is not in this version")
-    text = said.get("content")
-    reason = choice.get("finish_reason")
-    if not isinstance(text, str | None) or not isinstance(reason, str | None):
-        raise ValueError("content and finish_reason must be strings")
-    return TextPiece(text or "", reason, usage)
+    members: Mapping[str, Any] = delta if isinstance(delta, Mapping) else {"content": choice.get("text")}
+    text = members.get("content")
+    reasoning = members.get("reasoning_content") or members.get("reasoning")
+    if not all(isinstance(value, str | None) for value in (text, reasoning, reason)):
+        raise ValueError("content, reasoning_content and finish_reason must be strings")
+    calls = members.get("tool_calls") or []
+    if members.get("function_call"):  # the older name of a single call
+        calls = [{"index": 0, "function": members["function_call"]}]
+    if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+        raise ValueError("tool_calls must be a list of objects with an index and a function of strings")
+    return TextDelta(index, text or "", reasoning or "", calls, logprobs, reason)
+
+
+def _is_call(call: Any) -> bool:
+    if not isinstance(call, Mapping) or not isinstance(call.get("index"), int | None):
+        return False
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return False
+    return all(
+        isinstance(value, str | None) for value in (call.get("id"), function.get("name"), function.get("arguments"))
+    )
 
 
 def _content_text(content: Any) -> str:
