@@ -47,6 +47,8 @@ def test_a_flag_wins_over_its_variable() -> None:
         ({"DYN_CONTEXT_WINDOW": "4096"}, "context_window", 4096),
         ({"DYN_CONTEXT_WINDOW": "none"}, "context_window", None),
         ({"DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": "9"}, "backend_stream_timeout_seconds", 9.0),
+        ({"DYN_OPEN_GUIDED_OBJECTS": "1"}, "open_guided_objects", True),
+        ({"DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS": "1"}, "ignore_unsupported_fields", True),
         ({"DYN_ALLOW_CONTROL_TOKENS_IN_TEXT": "1"}, "allow_control_tokens_in_text", True),
         ({"DYN_REASONING_FIELD_NAME": "reasoning"}, "reasoning_field_name", "reasoning"),
         ({"DYN_ENABLE_STREAMING_TOOL_DISPATCH": "1"}, "streaming_tool_dispatch", True),

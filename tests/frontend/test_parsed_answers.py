@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dynamo.engines.callable.engine import engine_class
+from dynamo.protocol.openai.closed_schema import TIGHT_WHITE_SPACE
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.worker.worker import Worker
 from support.asgi_client import Exchange
@@ -21,7 +22,9 @@ from support.tiny_model import write_tiny_model
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 WEATHER = ("weather", '{"city": "Köln"}')
+TIGHT = {"whitespace_pattern": TIGHT_WHITE_SPACE}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CLOSED = {**PARAMETERS, "additionalProperties": False}
 
 
 def tool(name: str = "weather", **function: Any) -> dict[str, Any]:
@@ -367,15 +370,16 @@ async def test_a_required_call_guides_the_engine_and_reads_its_json(house: Clust
     schema = guidance(house)["json"]
     assert (schema["type"], schema["minItems"]) == ("array", 1)
     assert schema["items"]["anyOf"][1] == {
-        "properties": {"name": {"type": "string", "enum": ["time"]}, "parameters": PARAMETERS},
+        "properties": {"name": {"type": "string", "enum": ["time"]}, "parameters": CLOSED},
         "required": ["name", "parameters"],
+        "additionalProperties": False,
     }
 
 
 async def test_a_named_call_guides_with_its_parameters_and_streams_its_arguments(house: Cluster) -> None:
     await house.worker(byte_by_byte('{"city": "Köln"}'), **parsers())
     assert (await hear(house, tools=TOOLS, tool_choice=NAMED)).said == ("", "", [WEATHER], "tool_calls")
-    assert guidance(house) == {"json": PARAMETERS}
+    assert guidance(house) == {"json": CLOSED, **TIGHT}
     streamed = await house.client.chat("hi", tools=TOOLS, tool_choice=NAMED, stream=True)
     deltas = [call for chunk in streamed.chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
     assert deltas[0]["function"] == {"name": "weather", "arguments": '{"city":'}
@@ -447,15 +451,15 @@ async def test_guidance_waits_for_reasoning_and_a_json_answer_is_none(house: Clu
     ("fields", "schema"),
     [
         ({"type": "json_object"}, {"type": "object"}),
-        ({"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}, PARAMETERS),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}, CLOSED),
     ],
 )
 async def test_a_response_format_guides_the_engine(house: Cluster, fields: dict[str, Any], schema: Any) -> None:
     await house.worker(say('{"city": "Köln"}'), **parsers())
     assert (await hear(house, response_format=fields)).said == ('{"city": "Köln"}', "", [], "stop")
-    assert guidance(house) == {"json": schema}
+    assert guidance(house) == {"json": schema, **TIGHT}
     await house.client.chat("hi", response_format=fields, tools=TOOLS, tool_choice=NAMED)
-    assert guidance(house) == {"json": PARAMETERS}  # a forced choice drops the format
+    assert guidance(house) == {"json": CLOSED, **TIGHT}  # a forced choice drops the format
     await house.client.chat("hi", response_format={"type": "text"})
     assert guidance(house) is None
 
@@ -597,3 +601,35 @@ async def test_earlier_reasoning_and_calls_reach_the_prompt(house: Cluster, reas
     assert (await house.client.chat("", messages=messages)).status == 200
     prompt = bytes(worker.requests[0]["token_ids"]).decode()
     assert prompt == f"user: 2+2?\nassistant: {kept}4\nassistant: \nassistant: "
+
+
+async def test_the_letter_of_a_schema_is_a_setting(tmp_path: Path) -> None:
+    async with cluster(tmp_path, open_guided_objects=True) as house:
+        await house.worker(say("{}"), **parsers())
+        await house.client.chat("hi", tools=TOOLS, tool_choice=NAMED, guided_decoding_backend="x")
+        assert guidance(house) == {"json": PARAMETERS, "backend": "x", **TIGHT}
+        await house.client.chat("hi", tools=TOOLS, tool_choice="required")
+        (item, _) = guidance(house)["json"]["items"]["anyOf"]
+        assert item["additionalProperties"] is False  # the wrapper is ours
+        assert item["properties"]["parameters"] == PARAMETERS
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("native", [False, True])
+async def test_a_forced_call_cut_off_at_any_place_is_never_content(house: Cluster, choice: Any, native: bool) -> None:
+    arguments = '{"city": "Köln"}'
+    forced = arguments if choice == NAMED else f'[{{"name": "weather", "parameters": {arguments}}}]'
+    text = CALL if native else forced
+    worker = await house.worker(**parsers())
+    longest = ""
+    for length in range(1, len(text)):
+        worker.script = say(text[:length], finish="length")
+        heard = await hear(house, tools=TOOLS, tool_choice=choice)
+        assert (heard.content, heard.reason) == ("", "length")
+        if heard.calls:
+            ((name, said),) = heard.calls
+            assert name == "weather"
+            assert arguments.startswith(said)
+            assert len(said) >= len(longest)
+            longest = said
+    assert len(longest) >= len(arguments) - 1

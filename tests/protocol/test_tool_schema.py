@@ -39,10 +39,12 @@ def test_a_required_call_is_an_array_of_calls() -> None:
                     {
                         "properties": {"name": {"type": "string", "enum": ["a"]}, "parameters": A},
                         "required": ["name", "parameters"],
+                        "additionalProperties": False,
                     },
                     {
                         "properties": {"name": {"type": "string", "enum": ["b"]}, "parameters": ANY},
                         "required": ["name", "parameters"],
+                        "additionalProperties": False,
                     },
                 ],
             },

@@ -110,3 +110,66 @@ async def test_a_json_answer_fits_its_schema_also_behind_reasoning(tmp_path: Pat
                 (one,) = answer.json["choices"]
                 check([("weather", json.loads(one["message"]["content"]))], {"weather"})
                 assert one["finish_reason"] == "stop"
+
+
+# How the usual clients write a tool with one boolean.
+WAYS = {
+    "a dict": {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]},
+    "a pydantic model": {
+        "properties": {"yes": {"description": "Is it?", "title": "Yes", "type": "boolean"}},
+        "required": ["yes"],
+        "title": "Answer",
+        "type": "object",
+    },
+    "langchain function calling": {
+        "description": "An answer.",
+        "properties": {"yes": {"default": False, "type": "boolean"}},
+        "type": "object",
+    },
+    "pydantic-ai": {
+        "additionalProperties": False,
+        "properties": {"yes": {"anyOf": [{"type": "boolean"}, {"type": "null"}], "default": None}},
+        "type": "object",
+    },
+    "instructor": {
+        "$defs": {"Answer": {"properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "type": "object"}},
+        "properties": {"task": {"$ref": "#/$defs/Answer"}},
+        "required": ["task"],
+        "title": "Task",
+        "type": "object",
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_boolean_tool_of_every_client_ends_with_a_valid_call(
+    tmp_path: Path, speaking_model: Path, way: str
+) -> None:
+    tool = {"type": "function", "function": {"name": "answer", "parameters": WAYS[way]}}
+    named = {"type": "function", "function": {"name": "answer"}}
+    async with speaking(tmp_path, speaking_model) as house:
+        for seed in range(4):
+            for choice in ("required", named):
+                fields = {"parallel_tool_calls": False, "temperature": 2.0, "max_tokens": 100, "seed": seed}
+                answer = await house.client.chat("hi", tools=[tool], tool_choice=choice, **fields)
+                assert answer.status == 200, answer.body
+                (one,) = answer.json["choices"]
+                assert (one["finish_reason"], one["message"]["content"]) == ("tool_calls", None), one
+                ((name, arguments),) = calls_of(one)
+                assert name == "answer"
+                assert set(arguments) <= {"yes", "task"}
+
+
+async def test_calls_without_end_are_cut_and_never_content(tmp_path: Path, speaking_model: Path) -> None:
+    # As instructor asks for an iterable: the model may go on with items for as long as it likes.
+    item = WAYS["a dict"]
+    many = {"type": "object", "properties": {"tasks": {"type": "array", "items": item, "minItems": 30}}}
+    tool = {"type": "function", "function": {"name": "answer", "parameters": {**many, "required": ["tasks"]}}}
+    async with speaking(tmp_path, speaking_model) as house:
+        for choice in ("required", {"type": "function", "function": {"name": "answer"}}):
+            fields = {"tools": [tool], "tool_choice": choice, "max_tokens": 100, "temperature": 1.0, "seed": 1}
+            (one,) = (await house.client.chat("hi", **fields)).json["choices"]
+            assert (one["finish_reason"], one["message"]["content"]) == ("length", None)
+            (call,) = one["message"]["tool_calls"]
+            assert call["function"]["name"] == "answer"
+            assert call["function"]["arguments"].lstrip().startswith("{")

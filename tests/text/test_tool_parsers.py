@@ -167,7 +167,17 @@ ONE = '{"name": "f", "parameters": {"x": 1}}'
         ("[]", "[]", []),
         ("[1]", "[1]", []),
         ('{"x": 1}', '{"x": 1}', []),
-        (f'[{ONE}, {{"name": "g", "par', ', {"name": "g", "par', [F]),
+        (f'[{ONE}, {{"name": "g", "par', "", [F, JoinedCall("g")]),
+        (f'[{ONE}, {{"name": "g', "", [F]),
+        (f"[{ONE},", "", [F]),
+        ("[", "", []),
+        ('[{"na', "", []),
+        ('[{"name": "f", "parameters": {"x": "a\nb', "", [JoinedCall("f", '{"x": "a\\u000ab')]),  # cut off
+        ('{"arguments": {"x": 1}, "name": "f"', "", [F]),
+        ('{"name": "f", "parameters": {"x": 1}', "", [F]),
+        ('{"name": "f", "id": 1', "", [JoinedCall("f")]),
+        ('{"x": "cut', '{"x": "cut', []),  # not the beginning of a call
+        ('{"name": 1, "x', '{"name": 1, "x', []),
         (f"[{ONE}] and more", " and more", [F]),
         (f"[{ONE}; {ONE}]", f"; {ONE}]", [F]),
     ],
@@ -187,6 +197,8 @@ def test_a_required_call(text: str, content: str, calls: list[JoinedCall]) -> No
         ('{"x"} ', Joined('{"x"} ')),
         ("[1]", Joined("[1]")),
         ('{"x": "ab', Joined("", "", [JoinedCall("f", '{"x": "ab')])),  # cut off by max_tokens
+        (' {"x', Joined("", "", [JoinedCall("f", '{"x')])),
+        ("{", Joined("", "", [JoinedCall("f", "{")])),
         ('{"x": }', Joined("}", "", [JoinedCall("f", '{"x": ')])),
     ],
 )
@@ -213,6 +225,23 @@ def test_forced_choices_also_read_the_models_own_format() -> None:
     assert run(NamedCallParser("f", HermesParser()), ["oh no"]) == Joined("oh no")
 
 
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (len('<tool_call>\n{"na'), Joined()),
+        (len('<tool_call>\n{"name": "f"'), Joined("", "", [JoinedCall("f")])),
+        (len('<tool_call>\n{"name": "f", "arguments": {"x"'), Joined("", "", [JoinedCall("f", '{"x"')])),
+        (len('<tool_call>\n{"name": "f", "arguments": {"x": 1}'), Joined("", "", [F])),
+    ],
+)
+def test_a_forced_call_in_the_models_own_format_that_is_cut_off_is_what_there_is_of_it(
+    length: int, expected: Joined
+) -> None:
+    assert run(RequiredCallsParser(HermesParser()), [CALL[:length]]) == expected
+    assert run(NamedCallParser("f", HermesParser()), [CALL[:length]]) == expected
+    assert hermes(CALL[:length]) == Joined(CALL[:length])  # a call that only may come
+
+
 # -- every way of cutting ------------------------------------------------------------------------------------------------
 
 PARSERS: dict[str, Make] = {
@@ -225,6 +254,7 @@ PARSERS: dict[str, Make] = {
 every_parser = pytest.mark.parametrize("make", PARSERS.values(), ids=PARSERS.keys())
 
 EXAMPLES = [
+    '[{"name": "f", "parameters": {"x": "a',
     f"Hi \n {CALL} \n{CALL} bye ",
     '<tool_call>{"name": "f", "arguments": {"a": ["\\u00e9\n", -1.5e+3, true, null, {}]}} </tool_cal> x',
     "a <<tool_call><tool_call> {</tool_call",

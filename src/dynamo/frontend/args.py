@@ -332,6 +332,12 @@ def _build(base: FrontendSettings) -> _Parser:
         help="ignore unknown request fields instead of refusing them [DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS]",
     )
     text(
+        "--open-guided-objects",
+        action=argparse.BooleanOptionalAction,
+        default=base.open_guided_objects,
+        help="let guided objects have members that their schema does not list [DYN_OPEN_GUIDED_OBJECTS]",
+    )
+    text(
         "--allow-control-tokens-in-text",
         action=argparse.BooleanOptionalAction,
         default=base.allow_control_tokens_in_text,

@@ -129,6 +129,7 @@ class FrontendSettings:
     exclude_tools_when_tool_choice_none: bool = True
     custom_jinja_template: str | None = None
     template_budget: BudgetSpec = field(default_factory=BudgetSpec)  # of each rendering of a chat template
+    open_guided_objects: bool = False  # guided objects may have members that their schema does not list
     allow_control_tokens_in_text: bool = False  # a message may spell the tokens that end a turn
     reasoning_field_name: str = "reasoning_content"
     streaming_tool_dispatch: bool = False
@@ -237,6 +238,7 @@ class FrontendSettings:
                 sizes=env_int("DYN_TEMPLATE_MAX_MB", 256, minimum=1, env=env) * 1024 * 1024,
                 seconds=env_float("DYN_TEMPLATE_SECS", default.template_budget.seconds, minimum=0.001, env=env),
             ),
+            open_guided_objects=env_bool("DYN_OPEN_GUIDED_OBJECTS", env=env),
             allow_control_tokens_in_text=env_bool("DYN_ALLOW_CONTROL_TOKENS_IN_TEXT", env=env),
             exclude_tools_when_tool_choice_none=env_bool("DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE", True, env=env),
             reasoning_field_name=env_str("DYN_REASONING_FIELD_NAME", default.reasoning_field_name, env=env)

@@ -130,7 +130,13 @@ def plan_output(
 
 
 def tell_worker(
-    request: ChatRequest, config: ModelRuntimeConfig, plan: OutputPlan, tokenizer: Tokenizer, body: dict[str, Any]
+    request: ChatRequest,
+    config: ModelRuntimeConfig,
+    plan: OutputPlan,
+    tokenizer: Tokenizer,
+    body: dict[str, Any],
+    *,
+    closes_objects: bool = True,
 ) -> None:
     """Change the worker's request as the parsers need it.
 
@@ -147,7 +153,7 @@ def tell_worker(
     if plan.tools is not None and form is not None:
         marks += form.marks
         _show_ends(form, tokenizer, body["stop_conditions"])
-        if (tag := structural_tag(request, config, form)) is not None:
+        if (tag := structural_tag(request, config, form, closes_objects=closes_objects)) is not None:
             backend = request.guided_decoding_backend
             sampling["guided_decoding"] = {"structural_tag": tag, **({} if backend is None else {"backend": backend})}
     if plan.expects_reasoning and sampling["guided_decoding"] is not None:

@@ -19,6 +19,7 @@ from dynamo.frontend.pipeline.stage_timer import PARSE, QUEUE, TEMPLATE, TOKENIS
 from dynamo.frontend.pipeline.text_generation import text_prompts, text_work
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.guided_limits import find_excess
+from dynamo.protocol.openai.closed_schema import bounded_guidance
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.model_limits import check_ranks, check_token_ids
@@ -106,7 +107,8 @@ class Preprocessor:
             request, config, prompt=prompt, tokenizer=tokenizer, prompt_ids=work.prompts[0]
         )
         if plan is not None and work.body:
-            tell_worker(request, config, plan, tokenizer, work.body)
+            closes = not self._settings.open_guided_objects
+            tell_worker(request, config, plan, tokenizer, work.body, closes_objects=closes)
             self._check_guided(work.body)
 
     async def _rendered(self, request: ChatRequest, model: ServedModel) -> RenderedPrompt:
@@ -186,6 +188,9 @@ class Preprocessor:
             check_token_ids(request, model.text.vocabulary_size)
         body = finish_preprocessing(to_worker_fields(request), model.text.eos_token_ids)
         self._check_guided(body)
+        if (guided := body["sampling_options"]["guided_decoding"]) is not None:
+            closes = not self._settings.open_guided_objects
+            body["sampling_options"]["guided_decoding"] = bounded_guidance(guided, closes_objects=closes)
         body["model"] = request.model
         body["mdc_sum"] = model.mdc_sum
         if body["sampling_options"]["n"] is not None:

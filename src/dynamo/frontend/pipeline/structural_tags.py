@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
+from dynamo.protocol.openai.closed_schema import closed_schema
 from dynamo.protocol.openai.requests import ChatRequest
 from dynamo.protocol.openai.tool_schema import REQUIRED, forced_choice, parameters_of
 from dynamo.protocol.records import ModelRuntimeConfig
@@ -25,7 +26,9 @@ class _Policy(NamedTuple):
     is_strict: bool  # the arguments follow their schema; otherwise only those of strict tools and forced choices
 
 
-def structural_tag(request: ChatRequest, config: ModelRuntimeConfig, form: ToolFormat) -> dict[str, Any] | None:
+def structural_tag(
+    request: ChatRequest, config: ModelRuntimeConfig, form: ToolFormat, *, closes_objects: bool = True
+) -> dict[str, Any] | None:
     """The tag of this request, which may call tools; None when the engine is not to be guided by one."""
     policy = _policy(config)
     if policy is None or form.call_tag is None:
@@ -38,7 +41,9 @@ def structural_tag(request: ChatRequest, config: ModelRuntimeConfig, form: ToolF
     tags = [
         form.call_tag(
             name := tool["function"]["name"],
-            parameters_of(tool) if policy.is_strict or choice is not None or name in strict else _ANY_OBJECT,
+            (closed_schema(parameters_of(tool)) if closes_objects else parameters_of(tool))
+            if policy.is_strict or choice is not None or name in strict
+            else _ANY_OBJECT,
         )
         for tool in tools
     ]

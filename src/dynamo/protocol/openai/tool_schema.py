@@ -55,6 +55,7 @@ def required_schema(tools: Sequence[Mapping[str, Any]], *, only_one: bool = Fals
             {
                 "properties": {"name": {"type": "string", "enum": [name]}, "parameters": parameters},
                 "required": ["name", "parameters"],
+                "additionalProperties": False,
             }
         )
     schema: JsonObject = {

@@ -23,6 +23,9 @@ class ToolParser(Protocol):
         """The next piece of text, which may be empty."""
         ...
 
-    def finish(self) -> list[OutputEvent]:
-        """The text has ended: what was held back. Call it once; nothing may be pushed behind it."""
+    def finish(self, *, keeps_cut_call: bool = False) -> list[OutputEvent]:
+        """The text has ended: what was held back. Call it once; nothing may be pushed behind it.
+
+        `keeps_cut_call`: a call had to come, so what there is of one that was cut off is that call and no content.
+        """
         ...

@@ -11,7 +11,7 @@ from enum import IntEnum, auto
 from dynamo.text.markers import MAX_SEPARATOR, WHITE_SPACE
 from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, OutputEvent
 from dynamo.text.tools.base import ToolParser
-from dynamo.text.tools.calls import MAX_CALL_CHARACTERS, call_events, read_call
+from dynamo.text.tools.calls import MAX_CALL_CHARACTERS, call_events, cut_call_events, read_call
 from dynamo.text.tools.json_object import JsonObjectReader
 
 __all__ = ["NamedCallParser", "RequiredCallsParser"]
@@ -40,8 +40,8 @@ def _behind_end(raw: list[str], text: str, at: int) -> tuple[int, _In]:
 class RequiredCallsParser:
     """`tool_choice: "required"`: an array of calls `{"name", "parameters" or "arguments"}`, or a single one.
 
-    A call is told when its object is complete. From the first character on that does not fit, everything is content,
-    a call that is not complete included.
+    A call is told when its object is complete, or at the end of the text, which may have been cut off: a call had to come,
+    so what there is of one is that call. From the first character on that does not fit, everything is content.
 
     Held back: `calls.MAX_CALL_CHARACTERS` of a call, or what the model's own parser holds back.
     """
@@ -79,11 +79,13 @@ class RequiredCallsParser:
                     at = len(text)
         return events
 
-    def finish(self) -> list[OutputEvent]:
+    def finish(self, *, keeps_cut_call: bool = True) -> list[OutputEvent]:
         left, self._raw = "" if self._in is _In.END else "".join(self._raw), []
+        if keeps_cut_call and self._in is _In.ELEMENT and (cut := cut_call_events("".join(self._json))) is not None:
+            return cut
         events: list[OutputEvent] = [Content(left)] if left else []
         if self._in is _In.NATIVE and self._native is not None:
-            events += self._native.finish()
+            events += self._native.finish(keeps_cut_call=keeps_cut_call)
         return events
 
     def _begin(self, text: str, events: list[OutputEvent]) -> int:
@@ -208,11 +210,14 @@ class NamedCallParser:
                     at = len(text)
         return events
 
-    def finish(self) -> list[OutputEvent]:
+    def finish(self, *, keeps_cut_call: bool = True) -> list[OutputEvent]:
         left, self._raw = "" if self._in is _In.END else "".join(self._raw), []
+        begun = "".join(self._json).lstrip(WHITE_SPACE)
+        if keeps_cut_call and self._in is _In.BEGINNING and begun:
+            return [CallBegan(self._name), CallArguments(begun)]
         events: list[OutputEvent] = [Content(left)] if left else []
         if self._in is _In.NATIVE and self._native is not None:
-            events += self._of_this_name(self._native.finish())
+            events += self._of_this_name(self._native.finish(keeps_cut_call=keeps_cut_call))
         return events
 
     def _begin(self, text: str, at: int, events: list[OutputEvent]) -> int:

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from dynamo.text.markers import LINE_BREAKS, MAX_SEPARATOR, WHITE_SPACE, MarkerSearch
 from dynamo.text.output import Content, OutputEvent
-from dynamo.text.tools.calls import MAX_CALL_CHARACTERS, call_events, read_call
+from dynamo.text.tools.calls import MAX_CALL_CHARACTERS, call_events, cut_call_events, read_call
 from dynamo.text.tools.json_object import JsonObjectReader
 
 __all__ = ["CLOSING", "OPENING", "HermesParser", "call_tag"]
@@ -82,8 +82,14 @@ class HermesParser:
                     at = self._read_closing(text, at)
         return events
 
-    def finish(self) -> list[OutputEvent]:
+    def finish(self, *, keeps_cut_call: bool = False) -> list[OutputEvent]:
+        if keeps_cut_call and self._in is _In.CALL and (cut := cut_call_events("".join(self._json))) is not None:
+            self._raw = []
+            return cut
         held, self._held = self._held, ""
+        begun = held.strip(WHITE_SPACE)
+        if keeps_cut_call and self._in is not _In.TEXT and (OPENING.startswith(begun) or CLOSING.startswith(begun)):
+            held = ""  # the beginning of a tag that was cut off
         if self._has_called and self._in in (_In.SEPARATOR, _In.BEHIND_OBJECT) and not held.strip(LINE_BREAKS):
             held = ""
         left, self._raw = "".join(self._raw) + held, []
