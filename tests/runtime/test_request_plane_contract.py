@@ -262,6 +262,20 @@ async def test_an_exception_without_a_type_is_unknown_and_names_its_class(plane:
         await call(plane)
 
 
+async def test_a_sink_keeps_what_it_was_ended_with(plane: Plane) -> None:
+    sinks: list[Any] = []
+    failure = InvalidArgument("too long")
+
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        sinks.append(sink)
+        sink.end(failure)
+
+    plane.serve(handler)
+    with pytest.raises(InvalidArgument):
+        await call(plane)
+    assert sinks[0].failure is failure
+
+
 async def test_a_clean_end_without_items_is_an_empty_stream(plane: Plane) -> None:
     async def handler(body: Any, context: Context, sink: ResponseSink) -> None: ...
 

@@ -211,6 +211,7 @@ class MemorySink:
         "_offsets",
         "_waiter",
         "context",
+        "failure",
         "request_bytes",
         "stream",
     )
@@ -220,6 +221,7 @@ class MemorySink:
         self._offsets = OffsetCounter()
         self._waiter: asyncio.Future[None] | None = None
         self.context = context
+        self.failure: BaseException | None = None  # what `end` was given
         self.request_bytes = request_bytes
         self._object_bytes = 0
         self.stream: MemoryStream | None = MemoryStream(
@@ -274,6 +276,7 @@ class MemorySink:
         stream, self.stream = self.stream, None
         if stream is None:
             return
+        self.failure = error
         record = _decode(_encode(describe(error))) if error is not None else None
         stream.end_with(StreamItem(0, END_INDEX, self._offsets.total, [], None, record))
         self._wake()

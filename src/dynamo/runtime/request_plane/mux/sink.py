@@ -33,10 +33,10 @@ class MuxSink:
         "context",
         "credit",
         "ended",
+        "failure",
         "offset",
         "outbox",
         "request_bytes",
-        "total",
     )
 
     def __init__(
@@ -50,8 +50,8 @@ class MuxSink:
         self._others: dict[int, int] | None = None  # offsets of the choices other than 0
         self.context = context
         self.credit = credit
+        self.failure: BaseException | None = None  # what `end` was given
         self.offset = 0  # of choice 0, nearly always the only one
-        self.total = 0
         self.request_bytes = 0
         self._object_bytes = 0
         self.ended = False
@@ -71,7 +71,6 @@ class MuxSink:
             self.offset = offset + count
         else:
             offset = self._advance(index, count)
-        self.total += count
         self.credit -= count or 1
         outbox = self.outbox
         # A plain tuple: encoding it costs half of what a Struct instance would, and nobody keeps it.
@@ -88,6 +87,11 @@ class MuxSink:
         offset = self._others.get(index, 0)
         self._others[index] = offset + count
         return offset
+
+    @property
+    def total(self) -> int:
+        """Tokens sent so far, over all choices."""
+        return self.offset if self._others is None else self.offset + sum(self._others.values())
 
     def send_object(self, envelope: dict[str, Any]) -> None:
         if self.ended:
@@ -129,6 +133,7 @@ class MuxSink:
         if self.ended:
             return
         self.ended = True
+        self.failure = error
         record = describe(error) if error is not None else None
         self.outbox.add((self._stream_id, END_INDEX, self.total, (), None, record))
         self.connection.forget(self._stream_id)

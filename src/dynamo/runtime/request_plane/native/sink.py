@@ -66,6 +66,7 @@ class NativeSink(asyncio.Protocol):
         "_timer",
         "_transport",
         "_waiters",
+        "failure",
         "request_bytes",
         "response_bytes",
     )
@@ -103,6 +104,7 @@ class NativeSink(asyncio.Protocol):
         self._stall_seconds, self._refused = write_stall_seconds, refused
         self._log = log or LogRate(logger)
         self._on_closed = on_closed
+        self.failure: BaseException | None = None  # what `end` was given
         self.request_bytes = request_bytes  # the body's length, encoded
         self.response_bytes = 0  # item frames, their prefixes included
         self._forget: Callable[[], None] | None = context.on_cancel(on_loop(self._loop, self._cancelled))
@@ -153,6 +155,7 @@ class NativeSink(asyncio.Protocol):
         if self._has_ended:
             return
         self._has_ended = True
+        self.failure = error
         self._forget_context()
         self._stop_timer()
         if self._gone:
