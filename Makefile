@@ -41,6 +41,9 @@ check: $(VENV)/.dev ## format, lint, strict types, import arrows, the figures of
 house: $(VENV)/.dev ## the figures of the house beside their bars (ARGS="--list classes" names the places)
 	@$(BIN)/python tools/house.py $(ARGS)
 
+docs: $(VENV)/.dev ## write the tables of docs/metrics.md from the code
+	@$(BIN)/python tools/metrics_page.py
+
 format: $(VENV)/.dev ## rewrite the code in the house style
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
@@ -76,4 +79,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test check house format bench bench-native soak test-fresh test-fuzz test-faults fault-table test-engines test-interop clean
+.PHONY: help serve test check house docs format bench bench-native soak test-fresh test-fuzz test-faults fault-table test-engines test-interop clean

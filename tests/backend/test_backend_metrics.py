@@ -23,7 +23,10 @@ from dynamo.contract.metrics import (
     register_engine_registry,
     register_global_registry,
 )
-from dynamo.runtime.metrics import CallerMetrics, EndpointMetrics, MetricsRegistry, TransportMetrics, WorkHandlerMetrics
+from dynamo.runtime.endpoint_metrics import EndpointMetrics
+from dynamo.runtime.loop_watchdog import LoopBlockMetrics
+from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.request_plane.metrics import CallerMetrics, WorkHandlerMetrics
 from dynamo.worker.lifecycle_metrics import WorkerMetrics
 
 NAMES: dict[str, Any] = {
@@ -313,9 +316,12 @@ def constants(group: type) -> set[str]:
             [names.lifecycle, names.kvstats],
             lambda registry: WorkerMetrics(registry, **NAMES, dp_ranks=[0]).publish(0, Snapshot(kv_cache_hit_rate=1.0)),
         ),
-        (names.name_prefix.WORK_HANDLER, [names.work_handler_pool], WorkHandlerMetrics),
+        (
+            names.name_prefix.WORK_HANDLER,
+            [names.work_handler_pool],
+            lambda registry: (WorkHandlerMetrics(registry), LoopBlockMetrics(registry)),
+        ),
         (names.name_prefix.REQUEST_PLANE, [names.request_plane], CallerMetrics),
-        (names.name_prefix.TRANSPORT_TCP, [names.transport], TransportMetrics),
     ],
 )
 def test_the_published_names_are_those_that_are_exposed(
@@ -326,3 +332,10 @@ def test_the_published_names_are_those_that_are_exposed(
     exposed = {line.split()[2] for line in lines(registry) if line.startswith("# TYPE")}
     published = {f"{prefix}_{name}" for group in groups for name in constants(group)}
     assert {name for name in exposed if name.startswith(prefix)} == published
+
+
+def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    registry = MetricsRegistry()
+    with pytest.raises(ImportError, match=r"dynamo-unified\[prometheus\]"):
+        register_global_registry(registry, engine_prefix="engine:")

@@ -8,7 +8,7 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,9 @@ import dynamo.frontend.args as frontend_args
 from dynamo.contract.args import add_backend_arguments
 from dynamo.contract.conformance import FAILURE_NAMES
 from dynamo.errors import RULES
-from dynamo.frontend.metrics import _LOG_BUCKETS, FrontendMetrics
+from dynamo.frontend.metrics import _LOG_BUCKETS
 from dynamo.frontend.settings import FrontendSettings
-from dynamo.runtime import metrics as runtime_metrics
-from dynamo.runtime.loop_watchdog import LoopBlockMetrics
-from dynamo.worker.kv_publishing.publisher import ComponentSnapshot
-from dynamo.worker.lifecycle_metrics import WorkerMetrics
+from dynamo.runtime.request_plane import metrics as plane_metrics
 from support.doc_pages import PAGES, READ, ROOT, code, rows
 
 SOURCE = ROOT / "src" / "dynamo"
@@ -102,110 +99,44 @@ def test_the_kits_failures_are_those_of_the_code() -> None:
 # -- metrics -------------------------------------------------------------------------------------------------------------
 
 
-class Recording(runtime_metrics.MetricsRegistry):
-    """A registry that notes what it is asked for: series that appear on first use, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: dict[str, tuple[str, list[str]]] = {}
-
-    def _note(self, name: str, kind: str, labels: Any, more: Sequence[str] = ()) -> None:
-        self.asked.setdefault(name, (kind, [label for label, _ in runtime_metrics._pairs(labels)] + list(more)))
-
-    def counter(self, name: str, help: str, labels: Any = (), **options: Any) -> Any:
-        self._note(name, "counter", labels)
-        return super().counter(name, help, labels, **options)
-
-    def gauge(self, name: str, help: str, labels: Any = (), **options: Any) -> Any:
-        self._note(name, "gauge", labels)
-        return super().gauge(name, help, labels, **options)
-
-    def histogram(self, name: str, help: str, labels: Any = (), **options: Any) -> Any:
-        self._note(name, "histogram", labels)
-        return super().histogram(name, help, labels, **options)
-
-    def counter_vector(self, name: str, help: str, label_names: Sequence[str], labels: Any = ()) -> Any:
-        self._note(name, "counter", labels, label_names)
-        return super().counter_vector(name, help, label_names, labels)
-
-    def gauge_vector(self, name: str, help: str, label_names: Sequence[str], labels: Any = ()) -> Any:
-        self._note(name, "gauge", labels, label_names)
-        return super().gauge_vector(name, help, label_names, labels)
-
-    def histogram_vector(
-        self, name: str, help: str, label_names: Sequence[str], labels: Any = (), **options: Any
-    ) -> Any:
-        self._note(name, "histogram", labels, label_names)
-        return super().histogram_vector(name, help, label_names, labels, **options)
-
-
-def registered() -> dict[str, tuple[str, list[str]]]:
-    registry = Recording()
-    runtime_metrics.register_uptime(registry, "1")
-    runtime_metrics.CallerMetrics(registry)
-    runtime_metrics.WorkHandlerMetrics(registry)
-    LoopBlockMetrics(registry)
-    runtime_metrics.RefusalMetrics(registry, "dynamo_transport_tcp_refusals_total", ["idle"])
-    runtime_metrics.RefusalMetrics(registry, "dynamo_system_refusals_total", ["idle"])
-    if is_used("TransportMetrics"):
-        runtime_metrics.TransportMetrics(registry)
-    runtime_metrics.EndpointMetrics(registry, namespace="n", component="c", endpoint="e", worker_id="1")
-    engine = WorkerMetrics(registry, namespace="n", component="c", endpoint="e", worker_id="1", model="m", dp_ranks=[0])
-    engine.publish(0, ComponentSnapshot(1, 2, 0.5, 0, 0.5))
-    runtime_metrics.EventPlaneMetrics(registry)
-    runtime_metrics.NatsMetrics(registry)
-    runtime_metrics.KvPublisherMetrics(registry)
-    FrontendMetrics(registry, env={})
-    return registry.asked
+def test_the_metrics_tables_are_those_of_the_code() -> None:
+    assert (
+        subprocess.run([sys.executable, ROOT / "tools" / "metrics_page.py", "--check"], check=False).returncode == 0
+    ), "docs/metrics.md is not current: make docs"
 
 
 def is_used(name: str) -> bool:
-    """Whether code outside the module that defines the metrics mentions a name."""
+    """Whether code outside the modules that define the metrics mentions a name."""
     return any(
         re.search(rf"\b{name}\b", path.read_text())
         for path in SOURCE.rglob("*.py")
-        if path != SOURCE / "runtime" / "metrics.py" and path.name != "prometheus_names.py"
+        if path.name not in ("metrics.py", "prometheus_names.py")
     )
 
 
-def test_the_metrics_tables_are_what_the_code_registers() -> None:
-    documented = {code(row[0])[0]: (row[1], code(row[2])) for row in rows("metrics.md", "Name", "Type", "Labels")}
-    assert documented == registered()
-
-
 def test_a_metric_is_said_to_be_not_filled_exactly_when_nothing_fills_it() -> None:
-    attributes = {
-        name: attribute
-        for kind in (runtime_metrics.CallerMetrics, runtime_metrics.WorkHandlerMetrics)
-        for name, attribute in _attributes(kind)
-    }
+    families = {**plane_metrics.CALLER, **plane_metrics.WORK_HANDLER}
     not_filled = {code(row[0])[0] for row in rows("metrics.md", "Name", "Type") if "Not filled" in row[3]}
-    assert not_filled == {name for name, attribute in attributes.items() if not is_used(rf"\.{attribute}"[2:])}
+    assert not_filled == {family.name for attribute, family in families.items() if not is_used(attribute)}
 
 
-def _attributes(kind: Callable[[runtime_metrics.MetricsRegistry], Any]) -> Iterator[tuple[str, str]]:
-    registry = runtime_metrics.MetricsRegistry()
-    holder = kind(registry)
-    for name, family in registry._families.items():
-        for attribute in type(holder).__slots__:
-            if any(getattr(holder, attribute) is series for series in family.series.values()):
-                yield name, attribute
-
-
-def test_no_other_module_registers_metrics() -> None:
-    """Else the table above would not see them."""
-    known = {
-        "runtime/metrics.py",
-        "runtime/loop_watchdog.py",
-        "worker/lifecycle_metrics.py",
-        "frontend/metrics.py",
-    }
+def test_metrics_are_registered_by_their_families_only() -> None:
+    """Else the page would not have them."""
     found = {
         path.relative_to(SOURCE).as_posix()
         for path in SOURCE.rglob("*.py")
         if re.search(r"\b(registry|metrics)\.(counter|gauge|histogram)(_vector)?\(", path.read_text())
     }
-    assert found <= known
+    assert found == {"runtime/metrics/family.py"}
+
+
+def test_every_family_of_the_code_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    names = {
+        name for path in SOURCE.rglob("*.py") for name in re.findall(r"Family\(\s*\"([a-z_]+)\"", path.read_text())
+    }
+    missing = [name for name in names if f"`{name}`" not in page and f"`dynamo_frontend_{name}`" not in page]
+    assert (missing, len(names) > 80) == ([], True)
 
 
 # -- settings ------------------------------------------------------------------------------------------------------------

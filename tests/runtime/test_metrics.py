@@ -5,23 +5,19 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo.runtime.metrics import (
-    DURATION_BUCKETS,
-    CallerMetrics,
-    EndpointMetrics,
-    MetricsRegistry,
-    TransportMetrics,
-    WorkHandlerMetrics,
-    register_uptime,
-    sanitize,
-)
+from dynamo.runtime.endpoint_metrics import EndpointMetrics
+from dynamo.runtime.metrics import DURATION_BUCKETS, Family, MetricsRegistry, sanitize
+from dynamo.runtime.process_metrics import process_values, register_process, register_uptime
+from dynamo.runtime.request_plane.metrics import CallerMetrics, WorkHandlerMetrics
 
 LABELS = 'dynamo_namespace="ns",dynamo_component="c",dynamo_endpoint="e",worker_id="1f"'
 
@@ -137,7 +133,7 @@ def test_nonsense_buckets_are_refused(buckets: tuple[float, ...]) -> None:
 
 def test_the_transports_names() -> None:
     registry = MetricsRegistry()
-    for make in (WorkHandlerMetrics, CallerMetrics, TransportMetrics):
+    for make in (WorkHandlerMetrics, CallerMetrics):
         make(registry)
         make(registry)  # one per process, whoever comes first
     names = {line.split()[2] for line in lines(registry) if line.startswith("# TYPE")}
@@ -164,10 +160,6 @@ def test_the_transports_names() -> None:
         "dynamo_request_plane_quarantined_instances",
         "dynamo_request_plane_quarantines_total",
         "dynamo_request_plane_probes_total",
-        "dynamo_transport_tcp_bytes_sent_total",
-        "dynamo_transport_tcp_bytes_received_total",
-        "dynamo_transport_tcp_errors_total",
-        "dynamo_transport_tcp_accept_backoff_total",
     }
 
 
@@ -233,7 +225,7 @@ def test_a_failing_callback_is_logged_once_and_costs_only_its_own_metrics(caplog
 def test_a_label_that_grows_without_end_stops_growing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dynamo.runtime.metrics.MAX_SERIES", 3)
+    monkeypatch.setattr("dynamo.runtime.metrics.registry.MAX_SERIES", 3)
     registry = MetricsRegistry()
     vector = registry.counter_vector("a_total", "", ["model"])
     for n in range(10):
@@ -292,3 +284,42 @@ def test_a_histogram_counts_every_value_once(values: list[float]) -> None:
         str(below(1)), str(below(10)), str(below(100)), str(len(values)),
     ]  # fmt: skip
     assert (histogram.count, float(found["h_sum"])) == (len(values), pytest.approx(sum(values)))
+
+
+# -- families
+
+
+def test_a_family_registers_what_it_says_and_continues_what_is_there() -> None:
+    registry = MetricsRegistry()
+    family = Family("x_total", "counter", "Things, see [a page](page.md)", ("a", "b")).under("p")
+    family.counters(registry, {"a": "1"}).labels("2").inc()
+    family.counters(registry, {"a": "1"}).labels("2").inc()
+    assert lines(registry) == [
+        "# HELP p_x_total Things, see a page",
+        "# TYPE p_x_total counter",
+        'p_x_total{a="1",b="2"} 2',
+    ]
+
+
+# -- the process
+
+
+def test_a_process_exposes_what_the_kernel_knows_of_it() -> None:
+    registry = MetricsRegistry()
+    register_process(registry)
+    found = {line.split()[0]: float(line.split()[1]) for line in lines(registry) if not line.startswith("#")}
+    assert 0 < found["process_resident_memory_bytes"] < found["process_virtual_memory_bytes"]
+    assert 0 < found["process_open_fds"] <= found["process_max_fds"]
+    assert 0 < found["process_start_time_seconds"] <= time.time()
+    assert found["process_cpu_seconds_total"] > 0
+
+
+def test_an_engine_that_exposes_its_process_itself_is_not_contradicted() -> None:
+    registry = MetricsRegistry()
+    register_process(registry)
+    registry.add_callback(lambda: "# TYPE process_open_fds gauge\nprocess_open_fds 7\n")
+    assert [line for line in lines(registry) if line.startswith("process_open_fds")] == ["process_open_fds 7"]
+
+
+def test_without_a_proc_only_the_cpu_time_is_known(tmp_path: Path) -> None:
+    assert process_values(tmp_path).keys() == {"cpu"}

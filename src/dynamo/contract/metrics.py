@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from dynamo.runtime.metrics import MetricsRegistry, TypedFamily, endpoint_labels, escape_label
+from dynamo.runtime.endpoint_metrics import endpoint_labels
+from dynamo.runtime.metrics import MetricsRegistry, TypedFamily, escape_label
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -29,6 +30,10 @@ __all__ = [
     "register_global_registry",
 ]
 
+NOT_INSTALLED: Final = (
+    "registries of prometheus-client can be read only where that package is installed: "
+    "pip install 'dynamo-unified[prometheus]'"
+)
 MULTIPROC_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 
 
@@ -101,7 +106,10 @@ def register_global_registry(
     are in that registry already they cannot be attached: then `engine_prefix` is taken from the registry and only
     `multiproc_only_prefixes` from the files, so that no metric appears twice.
     """
-    from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
+    try:
+        from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
+    except ImportError as error:
+        raise ImportError(f"{NOT_INSTALLED} ({error})") from error
 
     def expose(registry: CollectorRegistry, prefixes: Sequence[str]) -> None:
         register_engine_registry(metrics, registry, prefix_filters=prefixes, exclude_prefixes=exclude_prefixes)

@@ -7,11 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
+from dynamo.frontend.metric_families import FAMILIES, MODEL_FACTS
 from dynamo.frontend.pipeline.stage_timer import ROUTE, STAGES, StageTimer
 from dynamo.router.migration import Move
 from dynamo.router.stall_detector import StallKind
 from dynamo.runtime.metric_snapshots import absorb
-from dynamo.runtime.metrics import Counter, Gauge, Histogram, MetricsRegistry
+from dynamo.runtime.metrics import Counter, Family, Gauge, Histogram, MetricsRegistry, Vector
 from dynamo.runtime.settings import env_float, env_int
 
 __all__ = ["UNKNOWN_MODEL", "FrontendMetrics", "RequestMetrics", "RequestType", "check_buckets", "log_buckets"]
@@ -22,14 +23,6 @@ UNKNOWN_MODEL: Final = "unknown_model"
 RequestType = Literal["stream", "unary"]
 
 MAX_BUCKETS: Final = 64  # a histogram is scraped whole; more buckets than this tell nobody anything
-
-_TOKENIZE_BUCKETS: Final = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
-_STAGE_BUCKETS: Final = (*_TOKENIZE_BUCKETS, 2.5, 5.0)
-_OVERHEAD_BUCKETS: Final = (0.00001, 0.00005, *_STAGE_BUCKETS, 10.0, 30.0, 60.0, 300.0)
-_TEMPLATE_BUCKETS: Final = (0.00001, 0.00005, 0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05)
-_MIGRATION_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-_EVENT_LOOP_BUCKETS: Final = (0.0, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
-_TOKENIZER_LATENCY_MS_BUCKETS: Final = (0.5, *(float(2**exponent) for exponent in range(10)))
 
 STALL_SECONDS: Final = 0.1  # a loop turn this late is worth an alert: every stream of the process stood still
 
@@ -130,141 +123,64 @@ class FrontendMetrics:
     ) -> None:
         """Raises ValueError naming the variable when a `DYN_HISTOGRAM_*` setting makes no buckets."""
         env = os.environ if env is None else env
-        per_model = ("model",)
+        self._families = {family.name: family.under(prefix) for family in FAMILIES}
 
-        def name(short: str) -> str:
-            return f"{prefix}_{short}"
+        def counters(name: str) -> Vector[Counter]:
+            return self._families[name].counters(registry)
 
-        route = ("model", "endpoint", "request_type")
-        self._started = registry.counter_vector(name("requests_started_total"), "Requests that arrived", route)
-        self._requests = registry.counter_vector(
-            name("requests_total"), "Requests that ended", (*route, "status", "error_type")
-        )
-        self._failures = registry.counter_vector(name("failures_total"), "Failed requests", ("class", "reason"))
-        self._inflight = registry.gauge_vector(name("inflight_requests"), "Requests being handled", per_model)
-        self._active = registry.gauge_vector(name("active_requests"), "Requests whose first token came", per_model)
-        self._queued = registry.gauge_vector(name("queued_requests"), "Requests waiting for a first token", per_model)
-        self._queue_age = registry.gauge_vector(
-            name("model_queue_age_seconds"), "How long the oldest request without a token waits for a place", per_model
-        )
-        self._duration = registry.histogram_vector(
-            name("request_duration_seconds"),
-            "From arrival to end",
-            per_model,
-            buckets=_buckets("REQUEST_DURATION", env),
-        )
-        self._ttft = registry.histogram_vector(
-            name("time_to_first_token_seconds"),
-            "From arrival to the first token",
-            per_model,
-            buckets=_buckets("TTFT", env),
-        )
-        self._itl = registry.histogram_vector(
-            name("inter_token_latency_seconds"), "Between tokens of a choice", per_model, buckets=_buckets("ITL", env)
-        )
-        self._isl = registry.histogram_vector(
-            name("input_sequence_tokens"), "Prompt tokens", per_model, buckets=_buckets("INPUT_SEQUENCE_TOKENS", env)
-        )
-        self._osl = registry.histogram_vector(
-            name("output_sequence_tokens"),
-            "Tokens generated",
-            per_model,
-            buckets=_buckets("OUTPUT_SEQUENCE_TOKENS", env),
-        )
-        self._cached = registry.histogram_vector(
-            name("cached_tokens"), "Prompt tokens the engine had", per_model, buckets=_buckets("CACHED_TOKENS", env)
-        )
-        self._output_total = registry.counter_vector(name("output_tokens_total"), "Tokens generated", per_model)
-        self.disconnected_clients = registry.gauge(
-            name("disconnected_clients"), "Clients that left before their answer ended"
-        )
-        self._cancellations = registry.counter_vector(
-            name("model_cancellation_total"), "Requests whose client left", ("model", "endpoint", "request_type")
-        )
-        self._rejections = registry.counter_vector(
-            name("model_rejection_total"), "Requests declined for overload", ("model", "endpoint")
-        )
-        self._shed = registry.counter_vector(
-            name("model_shed_total"), "Requests refused before their prompt was looked at", ("model", "reason")
-        )
-        stalled = registry.counter_vector(
-            name("stalled_streams_total"), "Choices that left a worker without progress", ("finding",)
-        )
-        self._stalled = {finding: stalled.labels(finding.name.lower()) for finding in StallKind}
-        self.card_conflicts = registry.counter_vector(
-            name("model_card_conflicts_total"), "Workers left out: their card differs from the first", per_model
-        )
-        self.materialise_failures = registry.counter_vector(
-            name("model_load_failures_total"), "Failed attempts to load a model's tokenizer and template", per_model
-        )
-        self.tokenize_seconds = registry.histogram(
-            name("tokenize_seconds"), "Tokenising one prompt", buckets=_TOKENIZE_BUCKETS
-        )
-        self.template_seconds = registry.histogram(
-            name("template_seconds"), "Rendering one chat template", buckets=_TEMPLATE_BUCKETS
-        )
-        self.tokenizer_latency = registry.histogram(
-            name("tokenizer_latency_ms"),
-            "Tokenising one prompt",
-            {"operation": "tokenize"},
-            buckets=_TOKENIZER_LATENCY_MS_BUCKETS,
-        )
-        stage = registry.histogram_vector(
-            name("stage_duration_seconds"), "One stage of a request", ("stage", "phase"), buckets=_STAGE_BUCKETS
-        )
+        def gauges(name: str) -> Vector[Gauge]:
+            return self._families[name].gauges(registry)
+
+        def histograms(name: str, setting: str) -> Vector[Histogram]:
+            return self._families[name].with_buckets(_buckets(setting, env)).histograms(registry)
+
+        def one(name: str) -> Family:
+            return self._families[name]
+
+        self._started = counters("requests_started_total")
+        self._requests = counters("requests_total")
+        self._failures = counters("failures_total")
+        self._inflight = gauges("inflight_requests")
+        self._active = gauges("active_requests")
+        self._queued = gauges("queued_requests")
+        self._queue_age = gauges("model_queue_age_seconds")
+        self._duration = histograms("request_duration_seconds", "REQUEST_DURATION")
+        self._ttft = histograms("time_to_first_token_seconds", "TTFT")
+        self._itl = histograms("inter_token_latency_seconds", "ITL")
+        self._isl = histograms("input_sequence_tokens", "INPUT_SEQUENCE_TOKENS")
+        self._osl = histograms("output_sequence_tokens", "OUTPUT_SEQUENCE_TOKENS")
+        self._cached = histograms("cached_tokens", "CACHED_TOKENS")
+        self._output_total = counters("output_tokens_total")
+        self.disconnected_clients = one("disconnected_clients").gauge(registry)
+        self._cancellations = counters("model_cancellation_total")
+        self._rejections = counters("model_rejection_total")
+        self._shed = counters("model_shed_total")
+        stalled = counters("stalled_streams_total")
+        self._stalled = {kind: stalled.labels(kind.name.lower()) for kind in StallKind}
+        self.card_conflicts = counters("model_card_conflicts_total")
+        self.materialise_failures = counters("model_load_failures_total")
+        self.tokenize_seconds = one("tokenize_seconds").histogram(registry)
+        self.template_seconds = one("template_seconds").histogram(registry)
+        self.tokenizer_latency = one("tokenizer_latency_ms").histogram(registry, {"operation": "tokenize"})
+        stage = one("stage_duration_seconds").histograms(registry)
         self.preprocess_seconds: Histogram = stage.labels("preprocess", "")
         self._route_seconds: Histogram = stage.labels("route", "")
         self._dispatch_seconds: Histogram = stage.labels("dispatch", "")
-        overhead = registry.histogram_vector(
-            name("overhead_seconds"),
-            "Where the time of a request went; the stages add up to it",
-            ("stage",),
-            buckets=_OVERHEAD_BUCKETS,
-        )
-        self._overhead: tuple[Histogram, ...] = tuple([overhead.labels(one) for one in STAGES])
-        self.processes = registry.gauge(name("processes"), "Frontend processes that answer on this port")
+        stages = one("overhead_seconds").histograms(registry)
+        self._stages: tuple[Histogram, ...] = tuple([stages.labels(name) for name in STAGES])
+        self.processes = one("processes").gauge(registry)
         self.processes.set(1)
-        self.process_restarts = registry.counter(
-            name("process_restarts_total"), "Frontend processes that ended by themselves and were started again"
-        )
-        self._facts = (f"{prefix}_model_", f"{prefix}_event_loop_lag_")
-        self.event_loop_delay = registry.histogram(
-            name("event_loop_delay_seconds"), "How late the event loop ran a timer", buckets=_EVENT_LOOP_BUCKETS
-        )
-        self.event_loop_lag = registry.gauge(
-            name("event_loop_lag_seconds"), "How late the event loop ran its last timer of a second"
-        )
-        self.event_loop_stalls = registry.counter(
-            name("event_loop_stall_total"), f"Timers that ran more than {STALL_SECONDS} s late"
-        )
-        self._model_gauges = {
-            short: registry.gauge_vector(name(f"model_{short}"), text, per_model)
-            for short, text in {
-                "ready": "1 while the model serves",
-                "total_kv_blocks": "KV blocks of one worker",
-                "max_num_seqs": "Sequences one worker runs at once",
-                "max_num_batched_tokens": "Tokens of one engine step",
-                "context_length": "Context window in tokens",
-                "kv_cache_block_size": "Tokens of one KV block",
-                "migration_limit": "Retries of a request on another worker",
-            }.items()
-        }
-        self._workers = registry.gauge_vector(
-            name("model_workers"), "Workers whose instance can be reached, by role", ("model", "worker_type")
-        )
+        self.process_restarts = one("process_restarts_total").counter(registry)
+        self._facts = (f"{prefix}_model_", f"{prefix}_event_loop_lag_", "process_start_time_", "process_max_fds")
+        self.event_loop_delay = one("event_loop_delay_seconds").histogram(registry)
+        self.event_loop_lag = one("event_loop_lag_seconds").gauge(registry)
+        self.event_loop_stalls = one("event_loop_stall_total").counter(registry)
+        self._model_gauges = {short: gauges(f"model_{short}") for short in MODEL_FACTS}
+        self._workers = gauges("model_workers")
         self._worker_counts: Mapping[tuple[str, str], int] = {}
-        self._moves = registry.counter_vector(
-            name("model_migration_total"), "Requests tried on another worker", ("model", "migration_type")
-        )
-        self._move_seconds = registry.histogram_vector(
-            name("model_migration_duration_seconds"),
-            "From the loss of a worker to the first thing another one said",
-            ("model", "migration_type", "outcome"),
-            buckets=_MIGRATION_BUCKETS,
-        )
-        self._refusals = registry.counter_vector(
-            name("refusals_total"), "Requests and connections declined by a limit of the listener", ("limit",)
-        )
+        self._moves = counters("model_migration_total")
+        self._move_seconds = one("model_migration_duration_seconds").histograms(registry)
+        self._refusals = counters("refusals_total")
         self._registry = registry
         self._models: dict[str, ModelSeries] = {}
         self._routes: dict[tuple[str, str, str], RouteSeries] = {}
@@ -336,7 +252,7 @@ class FrontendMetrics:
 
     def observe_stages(self, timer: StageTimer) -> None:
         """Count the stages of a request that was answered in full."""
-        for histogram, seconds in zip(self._overhead, timer.seconds, strict=True):
+        for histogram, seconds in zip(self._stages, timer.seconds, strict=True):
             histogram.observe(seconds)
         self._route_seconds.observe(timer.seconds[ROUTE])
         self._dispatch_seconds.observe(timer.dispatch_seconds)

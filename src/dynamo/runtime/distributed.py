@@ -20,21 +20,17 @@ from dynamo.runtime.discovery.memory import MemoryDiscovery, shared_hub
 from dynamo.runtime.endpoint import Endpoint, ServedEndpoint
 from dynamo.runtime.event_plane.base import EventPlane
 from dynamo.runtime.event_plane.memory import shared_event_plane
+from dynamo.runtime.event_plane.metrics import EventPlaneMetrics
 from dynamo.runtime.health import HealthState
 from dynamo.runtime.loop_watchdog import LoopWatchdog
-from dynamo.runtime.metrics import (
-    CallerMetrics,
-    EventPlaneMetrics,
-    MetricsRegistry,
-    NatsMetrics,
-    RefusalMetrics,
-    WorkHandlerMetrics,
-    register_uptime,
-)
+from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.nats_metrics import NatsMetrics
+from dynamo.runtime.process_metrics import register_process, register_uptime
 from dynamo.runtime.progress import Progress
 from dynamo.runtime.request_plane.base import Instance, RequestPlaneClient, RequestPlaneServer
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.memory import TRANSPORT, MemoryPlane, shared_plane
+from dynamo.runtime.request_plane.metrics import REFUSALS, CallerMetrics, RefusalMetrics, WorkHandlerMetrics
 from dynamo.runtime.request_plane.security import PlaneSecurity
 from dynamo.runtime.settings import (
     CanarySettings,
@@ -177,6 +173,7 @@ class DistributedRuntime:
         if self.event_plane == "nats" or self._event_settings.broker_enabled:
             await self.events.start()  # what was asked for by name is there from the beginning, or nothing begins
         register_uptime(self.metrics, f"{self.connection_id():x}")
+        register_process(self.metrics)
         if self._system.enabled:
             await self.status_server.start()
 
@@ -328,7 +325,7 @@ class DistributedRuntime:
         # Imported here: a frontend or a simulation never listens.
         from dynamo.runtime.request_plane.listener import LIMITS, Listener
 
-        refusals = RefusalMetrics(self.metrics, "dynamo_transport_tcp_refusals_total", LIMITS)
+        refusals = RefusalMetrics(self.metrics, REFUSALS["tcp"], LIMITS)
         if self._request_plane == "nats":
             from dynamo.runtime.request_plane.native.nats_server import NatsServer
 

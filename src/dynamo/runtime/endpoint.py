@@ -14,11 +14,12 @@ from dynamo.placement import RouterMode
 from dynamo.runtime.client import Client
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS
+from dynamo.runtime.endpoint_metrics import EndpointMetrics
 from dynamo.runtime.event_plane.base import EventPublisher, Scope
 from dynamo.runtime.handler import PythonHandler, serve_python, serve_python_stream
 from dynamo.runtime.health import Canary
 from dynamo.runtime.instances import encode_instance
-from dynamo.runtime.metrics import EndpointMetrics, TypedFamily
+from dynamo.runtime.metrics import TypedFamily
 from dynamo.runtime.progress import Progress
 from dynamo.runtime.request_log import WorkerRequestLog
 from dynamo.runtime.request_plane.base import Handler, ResponseSink

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from dynamo.runtime.metrics import Counter, MetricsRegistry
+from dynamo.runtime.metrics import Family, MetricsRegistry
 
 __all__ = ["Block", "LogLimit", "LoopBlockMetrics", "LoopWatchdog", "place_of"]
 
@@ -83,17 +83,24 @@ def _name_frame(frame: FrameType) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
+BLOCKS: Final = Family(
+    "dynamo_work_handler_event_loop_blocks_total",
+    "counter",
+    "How often one callback blocked the event loop for longer than `DYN_LOOP_BLOCK_THRESHOLD_SECS`",
+)
+BLOCKED_SECONDS: Final = Family(
+    "dynamo_work_handler_event_loop_blocked_seconds_total", "counter", "Seconds of these blocks of the event loop"
+)
+FAMILIES: Final = (BLOCKS, BLOCKED_SECONDS)
+
+
 class LoopBlockMetrics:
     """What the watchdog counts. One per process."""
 
     __slots__ = ("blocked_seconds", "blocks")
 
     def __init__(self, registry: MetricsRegistry) -> None:
-        def counter(name: str, help: str) -> Counter:
-            return registry.counter(f"dynamo_work_handler_event_loop_{name}_total", help, exist_ok=True)
-
-        self.blocks = counter("blocks", "How often a callback blocked the event loop")
-        self.blocked_seconds = counter("blocked_seconds", "Seconds of these blocks")
+        self.blocks, self.blocked_seconds = BLOCKS.counter(registry), BLOCKED_SECONDS.counter(registry)
 
 
 class LoopWatchdog:

@@ -25,7 +25,8 @@ from dynamo.errors import CannotConnect
 from dynamo.runtime.addresses import WILDCARDS, detect_host
 from dynamo.runtime.blocked_probes import BlockedProbes
 from dynamo.runtime.health import HealthState
-from dynamo.runtime.metrics import MetricsRegistry, RefusalMetrics
+from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.request_plane.metrics import REFUSALS, RefusalMetrics
 from dynamo.runtime.settings import SystemSettings
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class StatusServer:
         if self._server is not None:
             return
         if self._refusals is None:
-            self._refusals = RefusalMetrics(self._metrics, "dynamo_system_refusals_total", LIMITS)
+            self._refusals = RefusalMetrics(self._metrics, REFUSALS["system"], LIMITS)
         loop = asyncio.get_running_loop()
         host, port = self._host, max(self._settings.port, 0)
         try:

@@ -4,13 +4,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
-from dynamo.runtime.metrics import Gauge, MetricsRegistry, endpoint_labels
+from dynamo.runtime.endpoint_metrics import AUTO_LABELS, endpoint_labels
+from dynamo.runtime.metrics import Family, Gauge, MetricsRegistry
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["WorkerMetrics", "worker_labels"]
+__all__ = ["FAMILIES", "WorkerMetrics", "worker_labels"]
+
+ENGINE_LABELS: Final = (*AUTO_LABELS, "model", "model_name")
+RANK_LABELS: Final = (*ENGINE_LABELS, "dp_rank")
+
+LOAD_TIME: Final = Family(
+    "dynamo_component_model_load_time_seconds", "gauge", "Seconds the engine's `start()` took", ENGINE_LABELS
+)
+DRAIN_TIME: Final = Family(
+    "dynamo_component_drain_time_seconds", "gauge", "Seconds the drain phase took; 0 before its end", ENGINE_LABELS
+)
+CLEANUP_TIME: Final = Family(
+    "dynamo_component_cleanup_time_seconds", "gauge", "Seconds `cleanup()` took; 0 before its end", ENGINE_LABELS
+)
+TOTAL_BLOCKS: Final = Family("dynamo_component_total_blocks", "gauge", "KV blocks the engine has", RANK_LABELS)
+CACHE_USAGE: Final = Family(
+    "dynamo_component_gpu_cache_usage_percent",
+    "gauge",
+    "Used part of the KV cache, 0 to 1 (despite its name)",
+    RANK_LABELS,
+)
+HIT_RATE: Final = Family(
+    "dynamo_component_kv_cache_hit_rate",
+    "gauge",
+    "Part of the prompt blocks that the KV cache held, 0 to 1; there from the first measurement on",
+    RANK_LABELS,
+)
+FAMILIES: Final = (LOAD_TIME, DRAIN_TIME, CLEANUP_TIME, TOTAL_BLOCKS, CACHE_USAGE, HIT_RATE)
 
 
 def worker_labels(
@@ -52,21 +80,14 @@ class WorkerMetrics:
             model_name=model_name,
         )
 
-        def gauge(name: str, help: str, rank: int | None = None) -> Gauge:
-            own = labels if rank is None else (*labels, ("dp_rank", str(rank)))
-            return registry.gauge(f"dynamo_component_{name}", help, own, exist_ok=True)
+        def rank_gauge(family: Family, rank: int) -> Gauge:
+            return family.gauge(registry, (*labels, ("dp_rank", str(rank))))
 
-        self._gauge = gauge
-        self.model_load_time_seconds = gauge("model_load_time_seconds", "Seconds the engine's start() took")
-        self.drain_time_seconds = gauge("drain_time_seconds", "Seconds the drain phase took; 0 before its end")
-        self.cleanup_time_seconds = gauge("cleanup_time_seconds", "Seconds cleanup() took; 0 before its end")
-        self._ranks = {
-            rank: (
-                gauge("total_blocks", "KV blocks the engine has", rank),
-                gauge("gpu_cache_usage_percent", "Used part of the KV cache, 0 to 1", rank),
-            )
-            for rank in dp_ranks
-        }
+        self._rank_gauge = rank_gauge
+        self.model_load_time_seconds = LOAD_TIME.gauge(registry, labels)
+        self.drain_time_seconds = DRAIN_TIME.gauge(registry, labels)
+        self.cleanup_time_seconds = CLEANUP_TIME.gauge(registry, labels)
+        self._ranks = {rank: (rank_gauge(TOTAL_BLOCKS, rank), rank_gauge(CACHE_USAGE, rank)) for rank in dp_ranks}
         self._hit_rates: dict[int, Gauge] = {}
         self._complained = False
 
@@ -96,8 +117,6 @@ class WorkerMetrics:
         if hit_rate is not None:
             held = self._hit_rates.get(dp_rank)
             if held is None:
-                held = self._hit_rates[dp_rank] = self._gauge(
-                    "kv_cache_hit_rate", "Part of the prompt blocks that the KV cache held, 0 to 1", dp_rank
-                )
+                held = self._hit_rates[dp_rank] = self._rank_gauge(HIT_RATE, dp_rank)
             held.set(float(hit_rate))
         return True

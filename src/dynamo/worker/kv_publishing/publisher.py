@@ -18,8 +18,8 @@ from dynamo.kv.engine_events import Cleared, EngineEvent, Removed, Stored
 from dynamo.kv.hashing import block_hashes as hash_blocks
 from dynamo.kv.hashing import to_unsigned
 from dynamo.kv.ledger import KvLedger
-from dynamo.runtime.metrics import KvPublisherMetrics
 from dynamo.worker.kv_publishing.load import SnapshotPublisher, WorkerMetricsPublisher
+from dynamo.worker.kv_publishing.metrics import KvPublisherMetrics
 from dynamo.worker.kv_publishing.outbox import EventChannel, Outbox
 
 if TYPE_CHECKING:

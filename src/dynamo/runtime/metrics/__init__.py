@@ -1,0 +1,32 @@
+"""Metrics of a process: a registry, families as tables, and their text. Each set of metrics lives next to what it counts."""
+
+from dynamo.runtime.metrics.exposition import CONTENT_TYPE, TypedFamily, escape_label, sanitize
+from dynamo.runtime.metrics.family import Family
+from dynamo.runtime.metrics.registry import (
+    DURATION_BUCKETS,
+    LATENCY_BUCKETS,
+    MAX_SERIES,
+    Counter,
+    Gauge,
+    Histogram,
+    MetricsRegistry,
+    TooManySeries,
+    Vector,
+)
+
+__all__ = [
+    "CONTENT_TYPE",
+    "DURATION_BUCKETS",
+    "LATENCY_BUCKETS",
+    "MAX_SERIES",
+    "Counter",
+    "Family",
+    "Gauge",
+    "Histogram",
+    "MetricsRegistry",
+    "TooManySeries",
+    "TypedFamily",
+    "Vector",
+    "escape_label",
+    "sanitize",
+]

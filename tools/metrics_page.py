@@ -1,0 +1,67 @@
+"""Write the tables of docs/metrics.md from the families in the code: `make docs`.
+
+A table stands behind its marker, `<!-- table: NAME -->`; what stands between the tables is written by hand.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from dynamo.frontend.metric_families import FAMILIES as FRONTEND
+from dynamo.runtime.endpoint_metrics import FAMILIES as ENDPOINT
+from dynamo.runtime.event_plane.metrics import FAMILIES as EVENTS
+from dynamo.runtime.loop_watchdog import FAMILIES as LOOP
+from dynamo.runtime.metrics import Family
+from dynamo.runtime.nats_metrics import ERRORS
+from dynamo.runtime.process_metrics import PROCESS, UPTIME
+from dynamo.runtime.request_plane.metrics import CALLER, REFUSALS, WORK_HANDLER
+from dynamo.worker.kv_publishing.metrics import FAMILIES as KV_PUBLISHER
+from dynamo.worker.lifecycle_metrics import FAMILIES as ENGINE
+
+PAGE: Final = Path(__file__).parent.parent / "docs" / "metrics.md"
+
+TABLES: Final[Mapping[str, tuple[Family, ...]]] = {
+    "process": (UPTIME, *PROCESS.values(), *CALLER.values()),
+    "events": (*EVENTS, ERRORS),
+    "worker": (*ENDPOINT, *WORK_HANDLER.values(), *LOOP, *REFUSALS.values()),
+    "engine": ENGINE,
+    "kv": KV_PUBLISHER,
+    "frontend": tuple(family.under("dynamo_frontend") for family in FRONTEND),
+}
+
+_TABLE: Final = re.compile(r"(<!-- table: (\w+) -->\n)(?:\|.*\n)*")
+
+
+def table(families: Iterable[Family]) -> str:
+    """Return the rows of one table, with its head."""
+    lines = ["| Name | Type | Labels | Meaning |", "|---|---|---|---|"]
+    for family in families:
+        labels = ", ".join(f"`{label}`" for label in family.labels)
+        lines.append(f"| `{family.name}` | {family.kind} | {labels}{' ' if labels else ''}| {family.meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def written(page: str) -> str:
+    """Return the page with its tables as the code has them. Raises ValueError when a table has no place."""
+    found = {name for _, name in _TABLE.findall(page)}
+    if found != TABLES.keys():
+        raise ValueError(f"the page has tables {sorted(found)}, the code {sorted(TABLES)}")
+    return _TABLE.sub(lambda match: match[1] + table(TABLES[match[2]]), page)
+
+
+def main() -> int:
+    """Write the page; with `--check` only compare, status 1 when it is not current."""
+    text = PAGE.read_text()
+    fresh = written(text)
+    if "--check" in sys.argv[1:]:
+        return int(fresh != text)
+    PAGE.write_text(fresh)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
