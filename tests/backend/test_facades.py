@@ -3,9 +3,11 @@ import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import dynamo
 import dynamo._core
 import dynamo.errors
 import dynamo.llm
@@ -21,6 +23,18 @@ NAMES = {
     "dynamo._core": "Context ContextMetadata SpanProxy backend ModelInput ModelType WorkerType KvEventPublisher "
     "WorkerMetricsPublisher Endpoint DistributedRuntime Client get_tool_parser_names get_reasoning_parser_names "
     "log_message MediaDecoder MediaFetcher " + EXCEPTIONS,
+    "dynamo.common.config_dump": "add_config_dump_args dump_config get_config_dump get_environment_vars register_encoder",
+    "dynamo.common.configuration": "ArgGroup ConfigBase add_argument env_or_default add_negatable_bool_argument",
+    "dynamo.common.model_taints": "MODEL_TAINT_ROUTE TOPOLOGY_TAINT_PREFIX register_model_taint_route",
+    "dynamo.common.token_budget": "TOKEN_BUDGET_RUNTIME_KEY TokenBudget publish_token_budget",
+    "dynamo.common.utils.endpoint_types": "parse_endpoint_types",
+    "dynamo.common.utils.env": "env_bool",
+    "dynamo.common.utils.guided_json": "admits_only_empty_object reject_nonprogressing_guided_json_ref_cycles",
+    "dynamo.common.utils.input_params": "InputParamManager resolve_thinking_token_budget",
+    "dynamo.common.utils.namespace": "get_worker_namespace",
+    "dynamo.common.utils.prometheus": "LLMBackendMetrics gather_with_labels get_prometheus_expfmt "
+    "register_engine_metrics_callback",
+    "dynamo.common.utils.runtime": "create_runtime parse_endpoint run_async",
     "dynamo._core.backend": "Worker WorkerConfig EngineConfig LlmRegistration RuntimeConfig DisaggregationMode "
     "EngineMetrics SnapshotPublisher HEALTH_CHECK_KEY",
     "dynamo.llm": "ModelInput ModelType WorkerType KvEventPublisher WorkerMetricsPublisher register_model "
@@ -64,6 +78,84 @@ NAMES = {
     "dynamo.runtime": "Context DistributedRuntime Client Endpoint dynamo_worker dynamo_endpoint",
     "dynamo.runtime.logging": "configure_dynamo_logging",
 }
+
+
+# Every module of the guide's and the native paths, and the room it shows.
+FACADES = {
+    "dynamo._core": "many rooms",
+    "dynamo._core.absent": "itself",
+    "dynamo._core.backend": "many rooms",
+    "dynamo.common": "a folder",
+    "dynamo.common.backend": "dynamo.contract",
+    "dynamo.common.backend.agent_context": "dynamo.contract.requests.agent_context",
+    "dynamo.common.backend.args": "dynamo.contract.args",
+    "dynamo.common.backend.disagg": "dynamo.contract.requests.disaggregation",
+    "dynamo.common.backend.dp_rank": "dynamo.contract.requests.dp_rank",
+    "dynamo.common.backend.engine": "dynamo.contract.engine",
+    "dynamo.common.backend.health_check": "dynamo.contract.health_check",
+    "dynamo.common.backend.logprobs": "dynamo.contract.requests.logprobs",
+    "dynamo.common.backend.metrics": "dynamo.contract.metrics",
+    "dynamo.common.backend.multimodal": "dynamo.contract.requests.multimodal",
+    "dynamo.common.backend.publisher": "dynamo.contract.kv_events",
+    "dynamo.common.backend.run": "dynamo.worker.run",
+    "dynamo.common.backend.sample_diffusion_engine": "dynamo.engines.sample.diffusion_engine",
+    "dynamo.common.backend.sample_diffusion_main": "dynamo.engines.sample.diffusion_main",
+    "dynamo.common.backend.sample_engine": "dynamo.engines.sample.engine",
+    "dynamo.common.backend.sample_main": "dynamo.engines.sample.main",
+    "dynamo.common.backend.telemetry": "dynamo.contract.telemetry",
+    "dynamo.common.backend.testing": "dynamo.contract.conformance",
+    "dynamo.common.backend.worker": "dynamo.worker.worker",
+    "dynamo.common.config_dump": "dynamo.contract.config_dump",
+    "dynamo.common.configuration": "dynamo.contract.flag_declarations",
+    "dynamo.common.configuration.arg_group": "dynamo.contract.flag_declarations",
+    "dynamo.common.configuration.config_base": "dynamo.contract.flag_declarations",
+    "dynamo.common.configuration.utils": "dynamo.contract.flag_declarations",
+    "dynamo.common.constants": "dynamo.contract.modes",
+    "dynamo.common.http": "absent",
+    "dynamo.common.model_taints": "dynamo.worker.taint_route",
+    "dynamo.common.protocols": "absent",
+    "dynamo.common.storage": "absent",
+    "dynamo.common.token_budget": "dynamo.contract.token_budget",
+    "dynamo.common.utils": "dynamo.contract.requests",
+    "dynamo.common.utils.endpoint_types": "dynamo.contract.lower_level",
+    "dynamo.common.utils.engine_response": "dynamo.contract.requests.engine_response",
+    "dynamo.common.utils.env": "dynamo.runtime.settings",
+    "dynamo.common.utils.graceful_shutdown": "dynamo.worker.graceful_shutdown",
+    "dynamo.common.utils.guided_json": "dynamo.contract.guided_json",
+    "dynamo.common.utils.input_params": "dynamo.contract.requests.input_params",
+    "dynamo.common.utils.namespace": "dynamo.contract.lower_level",
+    "dynamo.common.utils.prometheus": "dynamo.contract.engine_gauges",
+    "dynamo.common.utils.runtime": "dynamo.contract.lower_level",
+    "dynamo.common.utils.structural_tag": "dynamo.contract.requests.structural_tag",
+    "dynamo.common.utils.token_ids": "dynamo.contract.requests.token_ids",
+    "dynamo.common.utils.topology": "absent",
+    "dynamo.llm": "many rooms",
+    "dynamo.llm.exceptions": "dynamo.errors",
+}
+ROOT = Path(dynamo.__file__).parent
+
+
+def test_every_module_of_the_guides_paths_is_in_the_list() -> None:
+    found = set()
+    for folder in ("common", "llm", "_core"):
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT.parent).with_suffix("").parts
+            found.add(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    assert found == set(FACADES)
+
+
+@pytest.mark.parametrize(("path", "room"), [(p, r) for p, r in FACADES.items() if r.startswith("dynamo.")])
+def test_a_facade_defines_nothing_of_its_own(path: str, room: str) -> None:
+    facade, origin = importlib.import_module(path), importlib.import_module(room)
+    if facade is origin:
+        return
+    names = [name for name in getattr(facade, "__all__", ()) if name != "telemetry"]
+    assert names
+    for name in names:
+        found = getattr(facade, name)
+        assert getattr(found, "__module__", None) != path, f"{path}.{name} is defined in a facade"
+    if not hasattr(origin, "__path__"):
+        assert [name for name in names if getattr(origin, name) is not getattr(facade, name)] == []
 
 
 @pytest.mark.parametrize("path", sorted(NAMES))

@@ -1,6 +1,9 @@
 """The native module's names. Re-exports only; new code imports from where things live."""
 
+from typing import NoReturn
+
 from dynamo._core import backend
+from dynamo._core.absent import raise_absent
 from dynamo.contract.parsers import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.errors import (
     Cancelled,
@@ -19,13 +22,25 @@ from dynamo.errors import (
     Unknown,
     WorkerUnavailable,
 )
+from dynamo.protocol.lora import lora_name_to_id
 from dynamo.protocol.media import MediaDecoder, MediaFetcher
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
-from dynamo.runtime import Client, DistributedRuntime, Endpoint
+from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.runtime import Client, DistributedRuntime, Endpoint, PyAsyncRequestStream
 from dynamo.runtime.context import Context, ContextMetadata
+from dynamo.runtime.instances import RouterMode
 from dynamo.runtime.log_message import log_message
 from dynamo.runtime.tracing import SpanProxy
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher, WorkerMetricsPublisher
+from dynamo.worker.registration import fetch_model, register_model, unregister_model, update_model_taints
+
+__version__ = "1.6.1+unified"
+"""The version of the native system whose names these are."""
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise_absent(__name__, name)
+
 
 __all__ = [
     "Cancelled",
@@ -45,9 +60,12 @@ __all__ = [
     "MediaDecoder",
     "MediaFetcher",
     "ModelInput",
+    "ModelRuntimeConfig",
     "ModelType",
     "Overloaded",
+    "PyAsyncRequestStream",
     "ResponseTimeout",
+    "RouterMode",
     "RouterQueueLimitExceeded",
     "SelectionServiceError",
     "SpanProxy",
@@ -57,7 +75,12 @@ __all__ = [
     "WorkerType",
     "WorkerUnavailable",
     "backend",
+    "fetch_model",
     "get_reasoning_parser_names",
     "get_tool_parser_names",
     "log_message",
+    "lora_name_to_id",
+    "register_model",
+    "unregister_model",
+    "update_model_taints",
 ]

@@ -1,12 +1,26 @@
-"""The native module's names for the worker and its configuration. Re-exports only."""
+"""The native module's names for the worker and its configuration: re-exports, and the native constructors."""
 
-from dynamo.contract.config import RuntimeConfig, WorkerConfig
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from dynamo.contract.config import (
+    DEFAULT_COMPONENT,
+    DEFAULT_ENDPOINT,
+    DEFAULT_ENDPOINT_TYPES,
+    RuntimeConfig,
+)
+from dynamo.contract.config import WorkerConfig as _WorkerConfig
+from dynamo.contract.engine import BaseEngine, RawEngine
 from dynamo.contract.engine_config import EngineConfig, LlmRegistration
 from dynamo.contract.health_check import HEALTH_CHECK_KEY
 from dynamo.contract.metrics import EngineMetrics
 from dynamo.contract.modes import NativeDisaggregationMode as DisaggregationMode
+from dynamo.protocol.model_types import ModelInput
+from dynamo.runtime.settings import env_str
 from dynamo.worker.kv_publishing.publisher import SnapshotPublisher
-from dynamo.worker.worker import Worker
+from dynamo.worker.worker import Worker as _Worker
 
 __all__ = [
     "HEALTH_CHECK_KEY",
@@ -19,3 +33,68 @@ __all__ = [
     "Worker",
     "WorkerConfig",
 ]
+
+
+class WorkerConfig(_WorkerConfig):
+    """The native constructor: the planes are those of `runtime`, and where it names none, those of the environment."""
+
+    def __init__(
+        self,
+        namespace: str,
+        component: str = DEFAULT_COMPONENT,
+        endpoint: str = DEFAULT_ENDPOINT,
+        model_name: str = "",
+        served_model_name: str | None = None,
+        model_input: ModelInput = ModelInput.Tokens,
+        endpoint_types: str = DEFAULT_ENDPOINT_TYPES,
+        custom_jinja_template: str | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        *,
+        runtime: RuntimeConfig | None = None,
+        **fields: Any,
+    ) -> None:
+        planes = runtime or RuntimeConfig()
+        chosen: dict[str, Any] = {
+            "discovery_backend": planes.discovery_backend or "",  # empty: the runtime reads its variable
+            "request_plane": planes.request_plane or "",
+            "event_plane": planes.event_plane,
+            "response_plane": planes.response_plane or env_str("DYN_RESPONSE_PLANE", "tcp"),
+        }
+        super().__init__(
+            namespace,
+            component,
+            endpoint,
+            model_name,
+            served_model_name,
+            model_input,
+            endpoint_types,
+            custom_jinja_template=custom_jinja_template,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            **{**chosen, **fields},
+        )
+
+
+class Worker(_Worker):
+    """The native constructor: the event loop that will run the engine, and whether the engine is raw."""
+
+    def __init__(
+        self,
+        engine: BaseEngine,
+        config: _WorkerConfig,
+        event_loop: asyncio.AbstractEventLoop | None = None,
+        raw: bool = False,
+        **options: Any,
+    ) -> None:
+        """`options` are those of `dynamo.common.backend.Worker`. Raises TypeError for `raw` with a token engine."""
+        if raw and not isinstance(engine, RawEngine):
+            raise TypeError(f"raw=True needs a RawEngine, got {type(engine).__name__}")
+        super().__init__(engine, config, **options)
+        self._event_loop = event_loop
+
+    async def run(self) -> None:
+        """Serve, as `dynamo.common.backend.Worker.run`. Raises RuntimeError on another loop than the one given."""
+        if self._event_loop not in (None, asyncio.get_running_loop()):
+            raise RuntimeError("Worker.run() was called on another event loop than the one it was created with")
+        await super().run()

@@ -1,3 +1,35 @@
-"""What an engine author implements and may call: the engine classes, chunks, configuration, arguments, and the conformance kit."""
+"""What an engine author implements and may call: the engine classes, chunks, configuration, arguments, and the conformance kit.
 
-__all__: list[str] = []
+The names of the guide's front door (`dynamo.common.backend`) but the worker, which drives an engine and is not part of
+its contract. `run(MyEngine)` is in `dynamo.common.backend.run`.
+"""
+
+from dynamo.contract import telemetry
+from dynamo.contract.config import WorkerConfig
+from dynamo.contract.engine import (
+    BaseEngine,
+    DiffusionEngine,
+    EngineConfig,
+    GenerateChunk,
+    GenerateRequest,
+    LLMEngine,
+    LlmRegistration,
+    RawEngine,
+    RawRequest,
+    RawResponseChunk,
+)
+
+__all__ = [
+    "BaseEngine",
+    "DiffusionEngine",
+    "EngineConfig",
+    "GenerateChunk",
+    "GenerateRequest",
+    "LLMEngine",
+    "LlmRegistration",
+    "RawEngine",
+    "RawRequest",
+    "RawResponseChunk",
+    "WorkerConfig",
+    "telemetry",
+]

@@ -1,6 +1,10 @@
 """The guide's names for models and their registration. Re-exports only."""
 
-from dynamo.errors import HttpError
+from typing import NoReturn
+
+from dynamo._core.absent import raise_absent
+from dynamo.errors import HttpError, RouterQueueLimitExceeded
+from dynamo.protocol.lora import lora_name_to_id
 from dynamo.protocol.media import MediaDecoder, MediaFetcher
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
@@ -12,6 +16,11 @@ register_llm = register_model
 unregister_llm = unregister_model
 fetch_llm = fetch_model
 
+
+def __getattr__(name: str) -> NoReturn:
+    raise_absent(__name__, name)
+
+
 __all__ = [
     "HttpError",
     "KvEventPublisher",
@@ -21,10 +30,12 @@ __all__ = [
     "ModelRuntimeConfig",
     "ModelType",
     "RouterMode",
+    "RouterQueueLimitExceeded",
     "WorkerMetricsPublisher",
     "WorkerType",
     "fetch_llm",
     "fetch_model",
+    "lora_name_to_id",
     "register_llm",
     "register_model",
     "unregister_llm",

@@ -14,36 +14,44 @@ __all__ = ["MediaDecoder", "MediaFetcher"]
 class MediaDecoder(dict[str, Any]):
     """The kinds of media that are decoded before the worker sees them, each with its options."""
 
-    def enable_image(self, options: Mapping[str, Any] | None = None) -> None:
-        self["image"] = dict(options or {})
+    def enable_image(self, decoder_options: Mapping[str, Any] | None = None) -> None:
+        """Decode images."""
+        self["image"] = dict(decoder_options or {})
 
-    def enable_video(self, options: Mapping[str, Any] | None = None) -> None:
-        self["video"] = dict(options or {})
+    def enable_video(self, decoder_options: Mapping[str, Any] | None = None) -> None:
+        """Decode videos."""
+        self["video"] = dict(decoder_options or {})
 
-    def enable_audio(self, options: Mapping[str, Any] | None = None) -> None:
-        self["audio"] = dict(options or {})
+    def enable_audio(self, decoder_options: Mapping[str, Any] | None = None) -> None:
+        """Decode audio."""
+        self["audio"] = dict(decoder_options or {})
 
 
 class MediaFetcher(dict[str, Any]):
     """How media that a request names by URL are fetched."""
 
-    def user_agent(self, value: str) -> None:
-        self["user_agent"] = value
+    def user_agent(self, user_agent: str) -> None:
+        """Set the User-Agent header of a fetch."""
+        self["user_agent"] = user_agent
 
-    def timeout_ms(self, value: int) -> None:
-        """Milliseconds for one fetch. Raises ValueError below 1."""
-        if value < 1:
-            raise ValueError(f"timeout_ms must be at least 1, got {value}")
-        self["timeout_ms"] = value
+    def timeout_ms(self, timeout_ms: int) -> None:
+        """Limit one fetch, in milliseconds. Raises ValueError below 1."""
+        if timeout_ms < 1:
+            raise ValueError(f"timeout_ms must be at least 1, got {timeout_ms}")
+        self["timeout_ms"] = timeout_ms
 
-    def allow_direct_ip(self, value: bool) -> None:
-        """Whether a URL may name an address instead of a host."""
-        self["allow_direct_ip"] = value
+    def allow_direct_ip(self, allow: bool) -> None:
+        """Set whether a URL may name an address instead of a host."""
+        self["allow_direct_ip"] = allow
 
-    def allow_direct_port(self, value: bool) -> None:
-        """Whether a URL may name a port."""
-        self["allow_direct_port"] = value
+    def allow_direct_port(self, allow: bool) -> None:
+        """Set whether a URL may name a port."""
+        self["allow_direct_port"] = allow
 
-    def allowed_media_domains(self, values: Iterable[str]) -> None:
-        """Only these hosts may be asked."""
-        self["allowed_media_domains"] = sorted(set(values))
+    def allow_private_ips(self, allow: bool) -> None:
+        """Set whether a host may have an address of a private network."""
+        self["allow_private_ips"] = allow
+
+    def allowed_media_domains(self, domains: Iterable[str]) -> None:
+        """Set the only hosts that media may be fetched from."""
+        self["allowed_media_domains"] = sorted(set(domains))

@@ -27,11 +27,12 @@ WEIGHT_PATTERNS: Final = (
 T = TypeVar("T")
 
 
-async def fetch_model(name: str, ignore_weights: bool = False) -> str:
-    """The local directory of a model: `name` itself if it is one, else the hub's copy (downloaded when it is not cached).
+async def fetch_model(remote_name: str, ignore_weights: bool = False) -> str:
+    """Return the local directory of a model: the name itself if it is one, else the hub's copy (downloaded when needed).
 
     Raises CannotConnect when the hub does not answer or does not know the name.
     """
+    name = remote_name
     if (here := local_path(name)) is not None:
         return str(here)
     try:

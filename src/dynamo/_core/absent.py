@@ -1,0 +1,54 @@
+"""Names of the native module that this system does not have, and what takes their place."""
+
+from __future__ import annotations
+
+from typing import Final, NoReturn
+
+__all__ = ["ABSENT", "raise_absent"]
+
+_FRONTEND: Final = "run the frontend as a process (python -m dynamo.frontend) or embed dynamo.frontend.Frontend"
+_ROUTER: Final = "this version places requests without an index of KV blocks, see endpoint.client(router_mode)"
+_KV_STATE: Final = "KV events travel on the event plane; read them with dynamo.router.KvEventFeed"
+_FORWARD_PASS: Final = "forward-pass metrics are not published; register your own with register_prometheus"
+_PLANNER: Final = "there is no planner; scale by the workers' /metrics"
+_MOCKER: Final = "use dynamo.common.backend.sample_engine, or the simulation (dynamo simulate)"
+
+ABSENT: Final[dict[str, str]] = {
+    **dict.fromkeys(
+        (
+            *("EngineType", "EntrypointArgs", "HttpAsyncEngine", "HttpService", "KserveGrpcService", "RouterConfig"),
+            *("FrontendExtensionContext", "FrontendResponse", "FrontendRoute", "LoadThresholdConfig", "RoutedEngine"),
+            *("PythonAsyncEngine", "make_engine", "run_input"),
+        ),
+        _FRONTEND,
+    ),
+    **dict.fromkeys(
+        (
+            *("KvRouter", "KvRouterConfig", "OverlapScores", "RadixTree", "RoutingConstraints", "SelectionCacheConfig"),
+            *("SelectionService", "compute_block_hash_for_seq", "run_select_service", "run_slot_tracker"),
+            "resolve_routing_image_token_id",
+        ),
+        _ROUTER,
+    ),
+    **dict.fromkeys(("KvDcRelay", "KvStateAgentHost", "KvStateAttachmentOwner", "run_kv_indexer"), _KV_STATE),
+    **dict.fromkeys(("FpmDirectPublisher", "FpmEventRelay", "FpmEventSubscriber"), _FORWARD_PASS),
+    **dict.fromkeys(("PlannerDecision", "VirtualConnectorClient", "VirtualConnectorCoordinator"), _PLANNER),
+    **dict.fromkeys(("run_mocker_trace_replay", "run_mocker_synthetic_trace_replay"), _MOCKER),
+    "FirstTokenSource": "the worker notices the first token itself",
+    "LoRADownloader": "give the engine the directory of an adapter",
+    "ModelDeploymentCard": "the worker writes the card from WorkerConfig and EngineConfig; see dynamo.protocol.records.ModelCard",
+    "ModelCardInstanceId": "an instance is named by endpoint.connection_id()",
+    "MultimodalEmbeddingCachePublisher": "embeddings are not cached by this system",
+    "ReasoningConfig": "choose a parser with WorkerConfig.reasoning_parser",
+    "LLMUnaryClient": "call an endpoint with endpoint.client(); see dynamo.runtime.UnaryClient",
+    "UnaryChatModel": "call an endpoint with endpoint.client(); see dynamo.runtime.UnaryClient",
+    "AisPerfConfig": "there is no performance model",
+}
+"""Name -> what to use in its place."""
+
+
+def raise_absent(module: str, name: str) -> NoReturn:
+    """Raise ImportError with what to use in place of a known name, else AttributeError."""
+    if name in ABSENT:
+        raise ImportError(f"{module}.{name} is not part of dynamo-unified; {ABSENT[name]}")
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")

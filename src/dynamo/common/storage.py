@@ -1,0 +1,6 @@
+"""Not part of this system. The import says what to use in its place."""
+
+raise ImportError(
+    "dynamo.common.storage (media files in a file system or bucket) is not part of dynamo-unified; "
+    "use fsspec in your engine. --media-output-fs-url and --media-output-http-url are parsed into its arguments."
+)
