@@ -82,6 +82,8 @@ class Frontend:
         # CPU time of the rendering thread, so that a busy machine refuses nothing; none under virtual time.
         self._template_clock = thread_time if offload is None else NO_CLOCK
         self._offload: Offload = ThreadOffload(settings.preprocess_workers) if offload is None else offload
+        # Threads of its own: whatever a card names must not keep prompts waiting for a thread.
+        self._loading: Offload = ThreadOffload(settings.concurrent_model_loads) if offload is None else offload
         self._files = ModelFiles(settings.model_cache_dir, settings.model_files)
         self.models = ModelDirectory(
             runtime.discovery,
@@ -96,6 +98,8 @@ class Frontend:
                 settings.max_requests_per_model, settings.max_queue_age_seconds, settings.capacity_share
             ),
             rng=runtime.rng,
+            max_models=settings.max_models,
+            concurrent_loads=settings.concurrent_model_loads,
         )
         self.exchanges = ExchangeRegister()
         stall_policy = StallPolicy(
@@ -167,6 +171,7 @@ class Frontend:
         self.watch.close()
         await self.loads.aclose()
         await self.models.aclose()
+        self._loading.close()
         self._offload.close()
 
     def _probe_loop(self, due: float) -> None:
@@ -195,7 +200,7 @@ class Frontend:
         return self._runtime.events.subscribe(self._runtime.endpoint(endpoint).event_scope, LOAD_TOPIC)
 
     async def _load(self, card: ModelCard, worker_hosts: frozenset[str]) -> TextModel:
-        return await self._offload(lambda: self._load_blocking(card, worker_hosts))
+        return await self._loading(lambda: self._load_blocking(card, worker_hosts))
 
     def _load_blocking(self, card: ModelCard, worker_hosts: frozenset[str]) -> TextModel:
         sources = self._files.collect(card, worker_hosts)

@@ -139,6 +139,8 @@ class FrontendSettings:
     preprocess_workers: int = 0  # threads for long prompts and model files; 0: chosen by the number of processors
     inline_tokenize_characters: int = INLINE_TOKENIZE_CHARACTERS
     tokenizer_cache_bytes: int = 64 * 1024 * 1024  # 0: off
+    max_models: int = 2000  # by name, namespace and role; adapters count
+    concurrent_model_loads: int = 2
     model_files: FilePolicy = field(default_factory=FilePolicy)
     model_cache_dir: Path = field(default_factory=lambda: Path.home() / ".cache" / "dynamo" / "mdc" / "by-slug")
     paths: Mapping[str, str] = field(default_factory=default_paths)
@@ -250,6 +252,10 @@ class FrontendSettings:
                 env_str("DYN_METADATA_HEADER", default.metadata_header_prefix, env=env) or ""
             ).lower(),
             preprocess_workers=env_int("DYN_PREPROCESS_WORKERS", 0, minimum=0, env=env),
+            max_models=env_int("DYN_MAX_MODELS", default.max_models, minimum=1, env=env),
+            concurrent_model_loads=env_int(
+                "DYN_CONCURRENT_MODEL_LOADS", default.concurrent_model_loads, minimum=1, env=env
+            ),
             model_files=_file_policy(env),
             tokenizer_cache_bytes=cache_bytes if env_bool("DYN_TOKENIZER_CACHE", True, env=env) else 0,
             paths={

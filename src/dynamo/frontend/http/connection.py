@@ -56,6 +56,8 @@ LIMITS: Final = (
     "json_depth",
     "json_containers",
     "messages",
+    "models",
+    "card_size",
     "guided_brackets",
     "guided_characters",
     "guided_depth",

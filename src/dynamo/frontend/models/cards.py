@@ -8,7 +8,7 @@ rule but keeps silent about it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,11 +17,13 @@ from dynamo.protocol.model_types import ModelInput, WorkerType
 from dynamo.protocol.records import ModelCard, ModelRecord, decode_model_record
 from dynamo.runtime.discovery.base import MODEL_CARDS, Change, Put
 
-__all__ = ["MAX_CARDS", "CardBook", "CardEntry", "Group", "GroupKey", "Scope"]
+__all__ = ["MAX_CARDS", "MAX_MODELS", "CardBook", "CardEntry", "Group", "GroupKey", "Scope"]
 
 logger = logging.getLogger(__name__)
 
 MAX_CARDS: Final = 100_000  # a store gone wild must not take the frontend's memory
+MAX_MODELS: Final = 2000  # by name, namespace and role; adapters count
+MAX_CARD_BYTES: Final = 1024 * 1024  # of a record; the largest in use have 20 KB
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +79,18 @@ class Group:
 class CardBook:
     """Every readable card in scope, in order of arrival."""
 
-    def __init__(self, scope: Scope) -> None:
-        self._scope = scope
+    def __init__(
+        self, scope: Scope, *, max_groups: int = MAX_MODELS, refused: Callable[[str], None] = lambda limit: None
+    ) -> None:
+        """`refused` counts a card that is ignored, under the limit's name."""
+        self._scope, self._max_groups, self._refused = scope, max_groups, refused
+        self._is_full = False  # a card was ignored for want of room, and the log says so
         self._where: dict[str, GroupKey] = {}  # card key -> group
         self._groups: dict[GroupKey, dict[str, CardEntry]] = {}  # insertion order is arrival order
+
+    def __len__(self) -> int:
+        """How many groups there are."""
+        return len(self._groups)
 
     def apply(self, changes: Iterable[Change]) -> list[GroupKey]:
         """Take over a batch; the groups that may look different now, each once, in order."""
@@ -135,6 +145,10 @@ class CardBook:
         return frozenset(entry.endpoint for group in self._groups.values() for entry in group.values())
 
     def _put(self, key: str, value: bytes) -> GroupKey | None:
+        if len(value) > MAX_CARD_BYTES:
+            self._refused("card_size")
+            logger.error("model card %s has %d bytes, more than %d; it is ignored", key, len(value), MAX_CARD_BYTES)
+            return None
         try:
             entry, group_key = _read(key, value)
         except InvalidArgument as error:
@@ -158,6 +172,16 @@ class CardBook:
         if len(self._where) >= MAX_CARDS:
             logger.error("more than %d model cards; %s is ignored", MAX_CARDS, key)
             return None
+        if group_key not in self._groups and len(self._groups) >= self._max_groups:
+            self._refused("models")
+            if not self._is_full:
+                self._is_full = True
+                logger.error(
+                    "more than %d models (DYN_MAX_MODELS); %s and further new ones are ignored until others leave",
+                    self._max_groups,
+                    key,
+                )
+            return None
         self._where[key] = group_key
         self._groups.setdefault(group_key, {})[key] = entry
         return group_key
@@ -170,6 +194,7 @@ class CardBook:
         entries.pop(key, None)
         if not entries:
             del self._groups[group_key]
+            self._is_full = False
         return group_key
 
 

@@ -20,7 +20,7 @@ import msgspec
 from dynamo.errors import DynamoException
 from dynamo.frontend.admission.model import AdmissionPolicy, ModelAdmission
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.models.cards import CardBook, CardEntry, Group, GroupKey, Scope
+from dynamo.frontend.models.cards import MAX_MODELS, CardBook, CardEntry, Group, GroupKey, Scope
 from dynamo.frontend.models.file_policy import host_of_instance
 from dynamo.frontend.pipeline.parsing import report_chat_template, warn_of_missing_parsers
 from dynamo.placement import Policy
@@ -39,11 +39,15 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = (1, 2, 4, 8, 16, 30)  # then 30 again and again: the files may be on their way
 WATCH_RETRY_SECONDS: Final = 1.0
+SLICE: Final = 16  # records that are taken over in one go; each costs up to a tenth of a millisecond
+INDEXED_AT_ONCE: Final = 64  # groups; looking through more of them takes milliseconds, and is done
+INDEX_SECONDS: Final = 0.1  # this long after the first change, for all changes since
 
 _PREFILL, _DECODE = str(WorkerType.Prefill), str(WorkerType.Decode)
 
 _Place = tuple[str, str]  # model, namespace
 
+CONCURRENT_LOADS: Final = 2  # models whose files are read at once
 SERVABLE: Final = ModelType.Chat | ModelType.Completions
 
 
@@ -139,6 +143,8 @@ class ModelDirectory:
         replacement_wait_seconds: float = 0.0,
         policy: AdmissionPolicy | None = None,
         rng: random.Random | None = None,
+        max_models: int = MAX_MODELS,
+        concurrent_loads: int = CONCURRENT_LOADS,
     ) -> None:
         """`placement` makes the policy of one group of workers. `enforce_disagg`: prompts of a disaggregated model are computed by prefill workers or not at all.
         `replacement_wait_seconds`: how long a model whose last worker was lost goes on taking requests, which wait for the
@@ -150,7 +156,7 @@ class ModelDirectory:
         self._expiries: dict[GroupKey, asyncio.TimerHandle] = {}  # of models that wait for a worker, at most one each
         self._enforce_disagg, self._rng = enforce_disagg, rng
         self._policy = policy or AdmissionPolicy()
-        self._book = CardBook(scope)
+        self._book = CardBook(scope, max_groups=max_models, refused=metrics.refused)
         self._prefill: dict[_Place, PrefillRouter] = {}  # of every model that has, or had, prefill workers
         self._complete: set[GroupKey] = set()  # groups that had all the roles they need, once
         self._served: dict[GroupKey, ServedModel] = {}
@@ -161,9 +167,12 @@ class ModelDirectory:
         self._clients: dict[str, WorkerClient] = {}
         self._instances: dict[str, dict[str, Any]] = {}  # by key, without "type"
         self._rejected: dict[str, str] = {}  # card key -> fingerprint that was complained about
+        self._queued: frozenset[str] = frozenset()  # models whose gauge of waiting requests is above 0
         self._turn = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
+        self._indexing: asyncio.TimerHandle | None = None
+        self._loads = asyncio.Semaphore(concurrent_loads)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -181,6 +190,9 @@ class ModelDirectory:
 
     async def aclose(self) -> None:
         """Stop watching; idempotent. Models served so far stay known; the clients are the runtime's to close."""
+        if self._indexing is not None:
+            self._indexing.cancel()
+            self._indexing = None
         tasks, self._tasks = [*self._tasks, *(loading.task for loading in self._loading.values())], []
         self._loading.clear()
         for task in tasks:
@@ -195,10 +207,14 @@ class ModelDirectory:
     async def _follow(self, bucket: str, take: Callable[[Sequence[Change]], None], first: asyncio.Event) -> None:
         known: set[str] = set()  # what `take` may still hold
 
-        def pass_on(batch: Sequence[Change]) -> None:
-            known.update(change.key for change in batch if isinstance(change, Put))
-            take(batch)
-            known.difference_update(change.key for change in batch if isinstance(change, Delete))
+        async def pass_on(changes: Sequence[Change]) -> None:
+            for start in range(0, len(changes), SLICE):
+                if start:  # so that streams go on while hundreds of records come in
+                    await asyncio.sleep(0)
+                batch = changes[start : start + SLICE]
+                known.update(change.key for change in batch if isinstance(change, Put))
+                take(batch)
+                known.difference_update(change.key for change in batch if isinstance(change, Delete))
 
         while True:
             try:
@@ -206,10 +222,10 @@ class ModelDirectory:
                     snapshot: Sequence[Change] = await anext(changes, [])
                     present = {change.key for change in snapshot}
                     # What vanished while an earlier watch was broken comes first.
-                    pass_on([*(Delete(key) for key in known - present), *snapshot])
+                    await pass_on([*(Delete(key) for key in known - present), *snapshot])
                     first.set()
                     async for batch in changes:
-                        pass_on(batch)
+                        await pass_on(batch)
                 return  # the store was closed
             except DynamoException as error:
                 logger.warning("the watch on %s failed and is set up again: %s", bucket, error)
@@ -259,9 +275,13 @@ class ModelDirectory:
         """Set the gauges of how long requests have been waiting; once a second is often enough."""
         ages: dict[str, float] = {}
         for model in self._served.values():
-            ages[model.name] = max(ages.get(model.name, 0.0), model.admission.queue_age_seconds(now))
+            if (age := model.admission.queue_age_seconds(now)) > 0:
+                ages[model.name] = max(ages.get(model.name, 0.0), age)
+        for name in self._queued - ages.keys():
+            self._metrics.model(name).queue_age.set(0)
         for name, age in ages.items():
             self._metrics.model(name).queue_age.set(age)
+        self._queued = frozenset(ages)
 
     async def change(self) -> None:
         """Return after the next change."""
@@ -476,8 +496,10 @@ class ModelDirectory:
             if group is None:
                 return
             try:
-                text = await self._load(group.card, await self._hosts_of(key))
-                await self._connect_all(group.accepted)
+                hosts = await self._hosts_of(key)
+                async with self._loads:
+                    text = await self._load(group.card, hosts)
+                    await self._connect_all(group.accepted)
                 break
             except Exception as error:  # the boundary: nobody knows what a stranger's files do to a parser
                 delay = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
@@ -600,8 +622,18 @@ class ModelDirectory:
         )
 
     def _index(self) -> None:
-        """Who may be asked for: what is loaded and has an instance. The rest of the book is registered, not ready."""
+        """Bring up to date who may be asked for: at once, or in a moment where that takes long."""
         self._note_presence()
+        if len(self._book) <= INDEXED_AT_ONCE:
+            self._index_now()
+        elif self._indexing is None:
+            self._indexing = asyncio.get_running_loop().call_later(INDEX_SECONDS, self._index_now)
+
+    def _index_now(self) -> None:
+        """List what is loaded and has an instance. The rest of the book is registered, not ready."""
+        if self._indexing is not None:
+            self._indexing.cancel()
+            self._indexing = None
         names: dict[str, list[ServedModel]] = {}
         ready: set[str] = set()
         own = {key.model for key in self._book.keys}  # a name of one's own is nobody else's alias
