@@ -72,8 +72,8 @@ def test_the_error_table_is_the_table_of_the_code() -> None:
     assert list(rows("errors.md", "Error", "Status")) == expected
 
 
-def test_every_501_of_the_code_is_listed() -> None:
-    """By the names that the code passes to the two functions that answer 501."""
+def test_everything_that_is_not_built_is_listed() -> None:
+    """By the names that the code passes to the two functions that answer 422."""
     listed = " ".join(row[0] for row in rows("errors.md", "Field", "Answer"))
     for path in (SOURCE / "protocol" / "openai").glob("*.py"):
         for call in calls(path, "_not_built", "_deprecated"):

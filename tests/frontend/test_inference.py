@@ -398,7 +398,7 @@ async def test_a_request_for_a_worker_that_is_not_there_is_the_callers_mistake(h
         ({"foo": 1}, 400, f"Validation: Unsupported parameter(s): `foo`{LET_PASS}"),
         (
             {"functions": []},
-            501,
+            422,
             "Validation: `functions` is deprecated. Please migrate to use `tools` instead.",
         ),
         (

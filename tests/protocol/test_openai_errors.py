@@ -35,6 +35,7 @@ from dynamo.protocol.openai import (
     error_body,
     model_not_found,
     model_not_ready,
+    not_built,
     not_ready,
     overload_status,
     rejection_for,
@@ -289,7 +290,7 @@ def test_a_body_carries_both_shapes() -> None:
         (model_not_ready("m"), 503, NOT_READY, "Service Unavailable", "service_unavailable"),
         (not_ready(), 503, "Service is not ready", "Service Unavailable", "service_unavailable"),
         (route_not_found("GET", "/nope"), 404, "Route not found: GET /nope", "Not Found", "not_found_error"),
-        (RequestRejected(501, "x"), 501, "x", "Not Implemented", "not_implemented"),
+        (not_built("x"), 422, "x", "Unprocessable Entity", "not_implemented"),
         (RequestRejected(413, "x"), 413, "x", "Payload Too Large", "invalid_request_error"),
         (RequestRejected(415, "x"), 415, "x", "Unsupported Media Type", "invalid_request_error"),
     ],
@@ -299,6 +300,18 @@ def test_the_frontends_own_answers(
 ) -> None:
     body = json.loads(rejection.body())
     assert (rejection.status, body["message"], body["type"], body["error"]["type"]) == (status, message, type_, nested)
+
+
+def test_what_is_not_built_has_a_status_that_no_client_retries() -> None:
+    rejected = not_built("x", "field")
+    assert rejected.status not in (408, 409, 429)
+    assert rejected.status < 500
+    assert json.loads(rejected.body())["error"] == {
+        "message": "x",
+        "type": "not_implemented",
+        "param": "field",
+        "code": "not_built",
+    }
 
 
 def test_a_missing_model_has_openais_code() -> None:

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from dynamo.errors import DynamoException, describe, http_assertion, rule_of
 from dynamo.frontend.admission.process import NotReady
-from dynamo.protocol.openai.errors import RequestRejected, not_ready, rejection_for
+from dynamo.protocol.openai.errors import NOT_BUILT_CODE, RequestRejected, not_ready, rejection_for
 
 __all__ = ["Failure", "classify", "rejection_of"]
 
@@ -22,10 +22,10 @@ class Failure(NamedTuple):
 _BY_STATUS: Final = {
     400: Failure("validation", "InvalidRequest", "request.invalid"),
     404: Failure("not_found", "NotFound", "request.not_found"),
-    501: Failure("not_implemented", "NotImplemented", "runtime.not_implemented"),
     503: Failure("unavailable", "Unavailable", "runtime.unavailable"),
     504: Failure("response_timeout", "DeadlineExceeded", "backend.response_timeout"),
 }
+_NOT_BUILT: Final = Failure("not_implemented", "NotImplemented", "runtime.not_implemented")
 _INTERNAL: Final = Failure("internal", "Internal", "runtime.internal")
 
 
@@ -36,6 +36,8 @@ def rejection_of(error: BaseException, *, overload_status: int) -> RequestReject
 
 def classify(error: BaseException, rejected: RequestRejected) -> Failure:
     """Return the labels of `error`, which was answered with `rejected`."""
+    if rejected.code == NOT_BUILT_CODE:
+        return _NOT_BUILT
     status = rejected.status
     if isinstance(error, RequestRejected | NotReady) or not isinstance(error, DynamoException):
         found = _BY_STATUS.get(status)

@@ -20,7 +20,7 @@ from dynamo.frontend.pipeline.text_generation import text_prompts, text_work
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.guided_limits import find_excess
 from dynamo.protocol.openai.closed_schema import bounded_guidance
-from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.model_limits import check_ranks, check_token_ids
 from dynamo.protocol.openai.requests import (
@@ -182,7 +182,7 @@ class Preprocessor:
     ) -> WorkRequest:
         for annotation in request.annotations:
             if annotation.startswith(_QUERY):
-                raise RequestRejected(501, "The annotation `query_instance_id:` is not in this version")
+                raise not_built("The annotation `query_instance_id:` is not in this version", "nvext.annotations")
         check_ranks(request, model.ranks)
         if model.text.vocabulary_size is not None and not model.takes_text:
             check_token_ids(request, model.text.vocabulary_size)

@@ -29,6 +29,7 @@ __all__ = [
     "error_body",
     "model_not_found",
     "model_not_ready",
+    "not_built",
     "not_ready",
     "overload_status",
     "phrase_of",
@@ -38,6 +39,11 @@ __all__ = [
 ]
 
 DEFAULT_OVERLOAD_STATUS: Final = 529
+NOT_BUILT_STATUS: Final = 422
+"""Of a request that is understood and cannot be served by this version. Not 501, which 1.6.1 answers: OpenAI's and Anthropic's
+clients send a request again after 408, 409, 429 and every 5xx, and what is not built is not built the second time either."""
+
+NOT_BUILT_CODE: Final = "not_built"
 RETRY_AFTER_SECONDS: Final = 1  # on a 503 or an overload; short, because both usually pass with the next step
 MESSAGE_LIMIT: Final = 8192  # characters; an engine's message may quote a whole prompt
 
@@ -184,6 +190,11 @@ def model_not_ready(model: str) -> RequestRejected:
         "provisioned. Please retry shortly.",
         retry_after_seconds=RETRY_AFTER_SECONDS,
     )
+
+
+def not_built(message: str, param: str | None = None) -> RequestRejected:
+    """Return the answer to a request for what this version does not have. `error.code` tells it from a broken rule."""
+    return RequestRejected(NOT_BUILT_STATUS, message, param=param, stream_type=stream_type_of(501), code=NOT_BUILT_CODE)
 
 
 def not_ready() -> RequestRejected:

@@ -120,7 +120,7 @@ def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatRequest:
     """A chat request that keeps every rule.
 
     Raises:
-        RequestRejected: 400 naming the field, or 501 for what is deprecated or not built.
+        RequestRejected: 400 naming the field, or 422 for what is deprecated or not built.
     """
     request = decode_chat(body, ignore_unsupported=ignore_unsupported)
     validate_chat(request)

@@ -358,7 +358,7 @@ class ChatRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True):
     modalities: list[Literal["text", "audio"]] | None = None
     audio: JsonObject | None = None
     web_search_options: JsonObject | None = None
-    # deprecated: answered with a 501 that names the successor
+    # deprecated: answered with a 422 that names the successor
     functions: Any = None
     function_call: Any = None
     prediction: JsonObject | None = None  # a hint without an effect on the tokens

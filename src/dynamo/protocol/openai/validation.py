@@ -1,7 +1,7 @@
 """The rules a well-formed request must also keep, each with its text and its place in the order.
 
 The order is part of the contract: the first broken rule is the one a client hears of. All are 400 with the prefix
-`Validation: ` unless the row says otherwise; what this version cannot do yet is a 501 that says so.
+`Validation: ` unless the row says otherwise; what this version cannot do yet is a 422 with the code "not_built".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import msgspec
 
 from dynamo.protocol.openai.body import deserialisation_error
-from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.shapes import (
     U64_MAX,
     AssistantMessage,
@@ -65,7 +65,7 @@ def validate_chat(request: ChatRequest) -> None:
     """Refuse a chat request that breaks a rule.
 
     Raises:
-        RequestRejected: 400, or 501 for what is deprecated or not built.
+        RequestRejected: 400, or 422 for what is deprecated or not built.
     """
     if request.functions is not None:
         _deprecated("functions", "tools")
@@ -466,10 +466,8 @@ def _invalid(message: str, param: str) -> NoReturn:
 
 
 def _not_built(what: str, param: str) -> NoReturn:
-    raise RequestRejected(501, f"Validation: {what}, which this version does not have yet", param=param)
+    raise not_built(f"Validation: {what}, which this version does not have yet", param)
 
 
 def _deprecated(field: str, successor: str) -> NoReturn:
-    raise RequestRejected(
-        501, f"Validation: `{field}` is deprecated. Please migrate to use `{successor}` instead.", param=field
-    )
+    raise not_built(f"Validation: `{field}` is deprecated. Please migrate to use `{successor}` instead.", field)
