@@ -74,6 +74,7 @@ SWITCHES = [
         False,
     ),
     ("--enable-rl", "--no-enable-rl", "DYN_ENABLE_RL", "enable_rl", False),
+    ("--allow-download", "--no-allow-download", "DYN_ALLOW_DOWNLOAD", "allow_download", False),
     ("--fpm-trace", "--no-fpm-trace", "DYN_FPM_TRACE", None, False),
     ("--tcp-tls-insecure", "--no-tcp-tls-insecure", "DYN_TCP_TLS_INSECURE", None, None),
 ]

@@ -329,7 +329,7 @@ ROWS = [
         act=terminate,
         drains=1,
         served=True,
-        says=("neither a local directory nor fetchable",),
+        says=("is a name only",),
     ),
     Row(
         "health_check_payload raises",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,13 +177,64 @@ def test_a_tiktoken_model_is_a_tokenizer(model_directory: Path) -> None:
     assert set(read_model_directory(model_directory).artefacts["tokenizer"]) == {"tik_token_model"}
 
 
-async def test_a_name_that_leads_nowhere_is_a_warning_and_a_name_only_card(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assets = await resolve_assets("test-model", fetch=unreachable)
+async def never(name: str, ignore_weights: bool) -> str:
+    raise AssertionError(f"{name} left the machine")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's local cache, empty."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("name", ["test-model", "org/model"])
+async def test_a_name_stays_on_the_machine_and_is_a_name_only_card(
+    name: str, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assets = await resolve_assets(name, fetch=never)
     assert assets is None
-    assert "test-model" in caplog.text
     assert "name only" in caplog.text
-    assert build_card("test-model", assets=assets).is_name_only
+    assert f"hub:{name}" in caplog.text
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    assert build_card(name, assets=assets).is_name_only
+
+
+async def test_a_name_that_may_be_fetched_and_cannot_is_a_warning_and_a_name_only_card(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assets = await resolve_assets("test-model", allow_download=True, fetch=unreachable)
+    assert assets is None
+    assert "neither a local directory nor fetchable" in caplog.text
+
+
+async def test_a_model_of_the_hub_that_cannot_be_fetched_is_an_error() -> None:
+    with pytest.raises(CannotConnect, match="no network"):
+        await resolve_assets("hub:test-model", fetch=unreachable)
+
+
+async def test_a_copy_that_is_cached_already_is_used_without_a_question(cache: Path, model_directory: Path) -> None:
+    model = cache / "models--org--model"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("abc")
+    (model / "snapshots").mkdir()
+    (model / "snapshots" / "abc").symlink_to(model_directory)
+    assert (await resolve_assets("org/model", fetch=never)).architectural_context_length == 4096  # type: ignore[union-attr]
+    assert await hub.fetch_model("org/model") == str(model / "snapshots" / "abc")
+
+
+async def test_fetch_model_asks_a_hub_only_when_told_to(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DYN_ALLOW_DOWNLOAD", raising=False)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it fails
+    with pytest.raises(CannotConnect, match="write hub:org/model, or set DYN_ALLOW_DOWNLOAD=1"):
+        await hub.fetch_model("org/model")
+    with pytest.raises(CannotConnect, match="is not installed"):
+        await hub.fetch_model("hub:org/model")
+    monkeypatch.setenv("DYN_ALLOW_DOWNLOAD", "1")
+    with pytest.raises(CannotConnect, match="is not installed"):
+        await hub.fetch_model("org/model")
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "~/nowhere-at-all"])
@@ -196,18 +248,21 @@ async def test_no_name_is_a_name_only_card_without_a_word(caplog: pytest.LogCapt
     assert not caplog.records
 
 
-async def test_a_fetched_copy_is_read_like_a_directory(model_directory: Path) -> None:
+@pytest.mark.parametrize(("name", "allowed"), [("hub:org/model", False), ("org/model", True)])
+async def test_a_fetched_copy_is_read_like_a_directory(name: str, allowed: bool, model_directory: Path) -> None:
     async def fetch(name: str, ignore_weights: bool) -> str:
-        assert (name, ignore_weights) == ("org/model", True)
+        assert (name, ignore_weights) == ("hub:org/model", True)
         return str(model_directory)
 
-    assert (await resolve_assets("org/model", fetch=fetch)).architectural_context_length == 4096  # type: ignore[union-attr]
+    found = await resolve_assets(name, allow_download=allowed, fetch=fetch)
+    assert found is not None
+    assert found.architectural_context_length == 4096
 
 
 async def test_fetching_offline_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(CannotConnect, match="HF_HUB_OFFLINE"):
-        await hub.fetch_model("test-model-that-nobody-cached")
+        await hub.fetch_model("hub:test-model-that-nobody-cached")
     assert await hub.fetch_model(str(tmp_path)) == str(tmp_path)
 
 
@@ -230,7 +285,7 @@ async def test_a_hub_that_does_not_answer_costs_a_bounded_time(monkeypatch: pyte
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", stuck)
     try:
         with pytest.raises(CannotConnect, match="did not answer"):
-            await hub.fetch_model("some-model")
+            await hub.fetch_model("hub:some-model")
     finally:
         release.set()
 

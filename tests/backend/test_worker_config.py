@@ -60,6 +60,7 @@ def test_the_positions_of_the_fields_are_fixed() -> None:
         "structural_tag",
         "response_plane",
         "enable_rl",
+        "allow_download",
     }
 
 
@@ -107,6 +108,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "structural_tag": None,
         "response_plane": "tcp",
         "enable_rl": False,
+        "allow_download": False,
     }
 
 
@@ -167,6 +169,7 @@ def test_without_a_required_attribute_there_is_no_configuration(name: str) -> No
         ("serving_mode", PREFILL, "disaggregation_mode", PREFILL),
         ("response_plane", "quic", "response_plane", "quic"),
         ("enable_rl", True, "enable_rl", True),
+        ("allow_download", True, "allow_download", True),
     ],
 )
 def test_each_attribute_finds_its_field(attribute: str, value: object, field: str, expected: object) -> None:

@@ -283,6 +283,7 @@ def _add_operation(flags: _Flags) -> None:
         read=_positive,
     )
     flags.switch("--enable-rl", "DYN_ENABLE_RL", False, "serve the reinforcement-learning discovery endpoint")
+    flags.switch("--allow-download", "DYN_ALLOW_DOWNLOAD", False, "look model names up on the hub (or write hub:NAME)")
     flags.add("--dump-config-to", "DYN_DUMP_CONFIG_TO", None, "write the resolved configuration to this file as JSON")
 
 

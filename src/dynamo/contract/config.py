@@ -65,6 +65,7 @@ class _Overrides(TypedDict, total=False):
     structural_tag: dict[str, Any] | None
     response_plane: str
     enable_rl: bool
+    allow_download: bool
 
 
 class WorkerFields(_Overrides, total=False):
@@ -140,6 +141,8 @@ class WorkerConfig:
     """How answers travel on the native wire: tcp or quic."""
     enable_rl: bool = False
     """Serve the reinforcement-learning discovery endpoint."""
+    allow_download: bool = False
+    """Look a model name that is not a directory up on the hub; without it only `hub:NAME` is."""
 
     def __post_init__(self) -> None:
         self.disaggregation_mode = coerce_disaggregation_mode(self.disaggregation_mode)
@@ -206,6 +209,7 @@ _OPTIONAL_ATTRIBUTES: Final = {
     "kv_state_endpoint": "kv_state_endpoint",
     "response_plane": "response_plane",
     "enable_rl": "enable_rl",
+    "allow_download": "allow_download",
 }
 
 

@@ -1,4 +1,4 @@
-"""Fetching a model by its hub name. The hub is optional: a machine without network still serves by name."""
+"""Fetching a model by its hub name, only when that was asked for: a name must not leave the machine by accident."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from dynamo.errors import CannotConnect
+from dynamo.runtime.settings import env_bool
 
-__all__ = ["HUB_ANSWER_SECONDS", "WEIGHT_PATTERNS", "fetch_model", "local_path"]
+__all__ = ["HUB_ANSWER_SECONDS", "HUB_PREFIX", "WEIGHT_PATTERNS", "cached_copy", "fetch_model", "local_path"]
 
 logger = logging.getLogger(__name__)
+
+HUB_PREFIX: Final = "hub:"
+"""Before a model's name: it is one of the hub, and may be fetched."""
 
 HUB_ANSWER_SECONDS: Final = 5.0
 """How long the hub may take to say whether it knows a name; a download that has begun is not limited. A resolver
@@ -28,13 +32,21 @@ T = TypeVar("T")
 
 
 async def fetch_model(remote_name: str, ignore_weights: bool = False) -> str:
-    """Return the local directory of a model: the name itself if it is one, else the hub's copy (downloaded when needed).
+    """Return the local directory of a model: `remote_name` itself if it is one, else the hub's copy.
 
-    Raises CannotConnect when the hub does not answer or does not know the name.
+    A copy in the local cache is used without a question to anybody. The hub is only asked for `hub:NAME`, or where
+    DYN_ALLOW_DOWNLOAD is set. Raises CannotConnect when it was not to be asked, does not answer, or does not know the name.
     """
-    name = remote_name
-    if (here := local_path(name)) is not None:
+    name = remote_name.removeprefix(HUB_PREFIX)
+    if name == remote_name and (here := local_path(name)) is not None:
         return str(here)
+    if name == remote_name and not env_bool("DYN_ALLOW_DOWNLOAD"):
+        if (found := cached_copy(name)) is not None:
+            return str(found)
+        raise CannotConnect(
+            f"fetch {name!r}: not in the local cache, and a hub is only asked when told to; write {HUB_PREFIX}{name}, or set "
+            "DYN_ALLOW_DOWNLOAD=1"
+        )
     try:
         import huggingface_hub
     except ImportError as error:
@@ -75,6 +87,19 @@ def local_path(name: str) -> Path | None:
     """The existing file or directory that `name` is (`~` expanded), or None."""
     path = Path(name).expanduser()
     return path if name and path.exists() else None
+
+
+def cached_copy(name: str) -> Path | None:
+    """The copy of a hub's model that an earlier download left on this machine, or None; asks nobody, imports nothing."""
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    model = cache / f"models--{name.replace('/', '--')}"
+    try:
+        revision = (model / "refs" / "main").read_text().strip()
+        found = model / "snapshots" / revision
+        return found if revision and (found / "config.json").exists() else None
+    except (OSError, ValueError):  # a name that cannot be a path is in no cache
+        return None
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

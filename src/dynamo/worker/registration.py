@@ -32,7 +32,7 @@ from dynamo.protocol.records import (
     slugify,
 )
 from dynamo.runtime.settings import env_bool
-from dynamo.worker.hub import fetch_model, local_path
+from dynamo.worker.hub import HUB_PREFIX, cached_copy, fetch_model, local_path
 
 __all__ = [
     "RESERVED_TAINT_PREFIX",
@@ -195,19 +195,23 @@ def _legacy_context_length_of(tokenizer_config: Mapping[str, Any]) -> int | None
     return _plausible(tokenizer_config.get("model_max_length"))
 
 
-async def resolve_assets(name: str, *, fetch: Fetch = fetch_model) -> ModelAssets | None:
-    """The files behind a path or a hub name, or None (with a WARNING) for a name that leads nowhere.
+async def resolve_assets(name: str, *, allow_download: bool = False, fetch: Fetch = fetch_model) -> ModelAssets | None:
+    """Return the files behind a path, `hub:NAME` or a name; None for a name that leads to none.
 
-    Raises InvalidArgument for a path that does not exist or is no model: a path is never meant as a mere name.
+    A hub is asked for `hub:NAME`, and for any name with `allow_download`; else no name leaves the machine. Raises
+    InvalidArgument for a path that does not exist or is not a model (a path is never meant as a mere name), CannotConnect
+    when `hub:NAME` cannot be fetched.
     """
     if not name:
         return None
     path = local_path(name)
-    if path is None:
-        if name.startswith(("/", ".", "~")):
-            raise InvalidArgument(f"model path {name!r} does not exist")
+    if path is None and name.startswith(("/", ".", "~")):
+        raise InvalidArgument(f"model path {name!r} does not exist")
+    if path is None and name.startswith(HUB_PREFIX):
+        path = Path(await fetch(name, True))
+    if path is None and allow_download:
         try:
-            path = Path(await fetch(name, True))
+            path = Path(await fetch(f"{HUB_PREFIX}{name}", True))
         except CannotConnect as error:
             logger.warning(
                 "Model %r is neither a local directory nor fetchable (%s). Registering its name only: the frontend will "
@@ -216,6 +220,16 @@ async def resolve_assets(name: str, *, fetch: Fetch = fetch_model) -> ModelAsset
                 error,
             )
             return None
+    path = path or cached_copy(name)
+    if path is None:
+        logger.info(
+            "Model %r is a name only: the frontend will use the built-in byte tokenizer and a plain template. For the real "
+            "ones give a local directory, or %s%s to fetch it.",
+            name,
+            HUB_PREFIX,
+            name,
+        )
+        return None
     return await asyncio.to_thread(read_model_directory, path)
 
 
@@ -380,8 +394,8 @@ async def register_model(
 ) -> None:
     """Publish a model at an endpoint, so that frontends serve it.
 
-    `model_path` is a directory or a hub name; `model_name` what clients ask for (default: the path as given). An
-    adapter is registered with `lora_name` and `base_model_path` together, beside its base model. `ignore_weights` is
+    `model_path` is a directory, `hub:NAME` (fetched from the hub) or a mere name; `model_name` is what clients ask for
+    (default: the path as given). An adapter is registered with `lora_name` and `base_model_path` together, beside its base model. `ignore_weights` is
     accepted for compatibility: a card never needs them. Raises InvalidArgument for bad arguments.
     """
     if (lora_name is None) != (base_model_path is None):
@@ -391,7 +405,9 @@ async def register_model(
     if takes_text:
         assets = await asyncio.to_thread(read_context_lengths, source)
     else:
-        assets = None if skip_model_assets else await resolve_assets(source)
+        assets = (
+            None if skip_model_assets else await resolve_assets(source, allow_download=env_bool("DYN_ALLOW_DOWNLOAD"))
+        )
     members = {
         "router_config": router_config,
         "tensor_model_config": tensor_model_config,
@@ -402,8 +418,8 @@ async def register_model(
     }
     card = await asyncio.to_thread(
         build_card,
-        lora_name or model_name or model_path,
-        source_path=source,
+        lora_name or model_name or model_path.removeprefix(HUB_PREFIX),
+        source_path=source.removeprefix(HUB_PREFIX),
         assets=assets,
         model_input=model_input,
         model_type=model_type,

@@ -39,6 +39,7 @@ from dynamo.runtime.logging import configure_dynamo_logging
 from dynamo.runtime.request_plane.base import Handler
 from dynamo.runtime.settings import env_bool, env_float, env_int, env_str
 from dynamo.worker.controls import AdminRoutes, RlDirectory, checked_names, rl_endpoint_name
+from dynamo.worker.hub import HUB_PREFIX
 from dynamo.worker.kv_publishing.lifecycle import Publishing
 from dynamo.worker.lifecycle import Event, Lifecycle, ShutdownTimes, State
 from dynamo.worker.lifecycle_metrics import WorkerMetrics
@@ -332,7 +333,7 @@ class _EngineLife:
 
     async def _prepare(self, engine_config: EngineConfig, load_seconds: float) -> None:
         """Everything between `start()` and the first request; a stop ends it after the step in flight."""
-        self._served_name = engine_config.resolve_served_name(self._config.served_model_name)
+        self._served_name = engine_config.resolve_served_name(self._config.served_model_name).removeprefix(HUB_PREFIX)
         self._model = engine_config.model
         self._names = _Names(
             namespace=self._config.namespace,
@@ -373,11 +374,12 @@ class _EngineLife:
         if is_raw:
             assets = await asyncio.to_thread(read_context_lengths, config.model_name or engine_config.model)
         else:
-            assets = await resolve_assets(config.model_name)
+            allowed = config.allow_download or env_bool("DYN_ALLOW_DOWNLOAD")
+            assets = await resolve_assets(config.model_name, allow_download=allowed)
         card = await asyncio.to_thread(
             build_card,
             self._served_name,
-            source_path=config.model_name or engine_config.model,
+            source_path=(config.model_name or engine_config.model).removeprefix(HUB_PREFIX),
             assets=assets,
             model_input=config.model_input,
             model_type=plan.model_type,
