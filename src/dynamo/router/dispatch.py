@@ -246,8 +246,15 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
                 self.is_reading = False
         return []
 
-    async def push(self, take_items: Callable[[list[StreamItem]], bool]) -> None:
+    async def push(
+        self,
+        take_items: Callable[[list[StreamItem]], bool],
+        take_tokens: Callable[[list[int]], bool] | None = None,
+    ) -> None:
         """Call `take_items` with what arrives, at once and without waking a task for it.
+
+        `take_tokens`, where given, may get the token ids of items that hold nothing else, a whole layer sooner: a plane that
+        can do so is free to.
 
         Returns when that returned False or the worker was lost: go on with `next_batch`, unless the terminal chunk was
         among the items. Raises as `next_batch`, and what `take_items` raises. Call it after `next_batch` has returned items.
@@ -285,6 +292,9 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
 
         self.is_reading = True
         stream.listen(arrived)
+        open_lane = getattr(stream, "open_lane", None)  # only `mux` has it, and nothing that stands in between
+        if take_tokens is not None and open_lane is not None:
+            open_lane(take_tokens, settle)
         try:
             await done
         finally:

@@ -359,7 +359,15 @@ class _TokenChoice(Choice):
                     return plain(text, len(ids))
             return accept([self._absorb(items)]) and not self._is_over
 
-        await self.stream.push(take)
+        def take_tokens(ids: list[int]) -> bool:
+            # The same for ids that come alone.
+            if (text := push_plain(ids)) is not None:
+                generated.extend(ids)
+                work.completion_tokens += len(ids)
+                return plain(text, len(ids))
+            return accept([self._absorb([StreamItem(0, 0, 0, ids)])]) and not self._is_over
+
+        await self.stream.push(take, take_tokens)
 
     def _absorb(self, items: list[StreamItem]) -> Delta:
         """Decode a batch."""

@@ -61,16 +61,16 @@ class StreamBuffer(ABC):
     """Credits that a reader must have used before they are granted back: half a window, so grants are few."""
 
     __slots__ = (
-        "_consumed",
         "_drain_timer",
         "_error",
-        "_next_offset",
         "_on_first",
         "_on_release",
         "_others",
         "_waiter",
+        "consumed",
         "items",
         "listener",
+        "next_offset",
         "state",
         "touched",
     )
@@ -82,9 +82,9 @@ class StreamBuffer(ABC):
         self.touched = False  # the listener is about to be called
         self._waiter: asyncio.Future[None] | None = None
         self._error: DynamoException | None = None
-        self._next_offset = 0  # of choice 0, nearly always the only one
+        self.next_offset = 0  # of choice 0, nearly always the only one
         self._others: OffsetCounter | None = None
-        self._consumed = 0
+        self.consumed = 0
         self._drain_timer: asyncio.TimerHandle | None = None
         self._on_first: Callable[[DynamoException | None], None] | None = None
         self._on_release: tuple[Callable[[], None], ...] = ()
@@ -120,8 +120,8 @@ class StreamBuffer(ABC):
             if index >= 0:
                 count = len(item.token_ids)
                 if index == 0:
-                    expected = self._next_offset
-                    self._next_offset = expected + count
+                    expected = self.next_offset
+                    self.next_offset = expected + count
                 else:
                     expected = self._advance(index, count)
                 if item.offset != expected:
@@ -135,9 +135,9 @@ class StreamBuffer(ABC):
                     return self.take()
             else:
                 consumed += item.offset  # an object item carries its cost there
-        self._consumed += consumed
-        if self._consumed >= self.GRANT_AT:
-            used, self._consumed = self._consumed, 0
+        self.consumed += consumed
+        if self.consumed >= self.GRANT_AT:
+            used, self.consumed = self.consumed, 0
             self._grant(used)
         if self._on_first is not None:
             self._first(None)
@@ -245,7 +245,7 @@ class StreamBuffer(ABC):
         if item.extra is not None:
             self._error = revive(item.extra)
             return
-        arrived = self._next_offset + (0 if self._others is None else self._others.total)
+        arrived = self.next_offset + (0 if self._others is None else self._others.total)
         if item.offset != arrived:
             self._error = StreamIncomplete(f"the worker sent {item.offset} tokens, {arrived} of them arrived")
 

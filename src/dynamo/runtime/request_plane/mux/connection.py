@@ -62,6 +62,7 @@ class MuxConnection(Dialled):
         self._decoder = FrameDecoder()
         self._streams: dict[int, MuxStream] = {}
         self._touched: list[MuxStream] = []  # their listeners are to be called
+        self._lanes: list[MuxStream] = []  # these have token ids to pass on
         self._next_stream_id = 1
         self._outflow = Outflow(self._streams.__contains__)
         self._failure: str | None = None
@@ -85,15 +86,38 @@ class MuxConnection(Dialled):
                     self._on_frame(kind, flags, stream_id, payload)
         except (ProtocolError, msgspec.MsgspecError, ValueError, RecursionError) as error:
             self._fail(f"{self.address} broke the wire: {error}")
+        if self._lanes:
+            lanes, self._lanes = self._lanes, []
+            for stream in lanes:
+                stream.pass_tokens()
         if self._touched:
             self._call_listeners()
 
     def _on_items(self, payload: bytes) -> None:
-        find, touched = self._streams.get, self._touched
+        find, touched, lanes = self._streams.get, self._touched, self._lanes
         for item in decode_items(payload):
             stream = find(item.stream_id)
             if stream is None:
                 continue
+            if (
+                stream.lane is not None
+                and item.index == 0
+                and item.finish_reason is None
+                and item.extra is None
+                and item.offset == stream.next_offset
+                and not stream.items
+            ):  # nearly every token: it is counted here, and passed on with what else came for its stream
+                ids = item.token_ids
+                stream.next_offset += len(ids)
+                stream.consumed += len(ids) or 1
+                if stream.lane_ids is None:
+                    stream.lane_ids = ids
+                    lanes.append(stream)
+                else:
+                    stream.lane_ids += ids
+                continue
+            if stream.lane_ids is not None:
+                stream.pass_tokens()
             if item.index == END_INDEX:
                 self._ended(item.stream_id)
                 stream.end_with(item)

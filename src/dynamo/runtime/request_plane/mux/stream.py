@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from dynamo.runtime.request_plane.base import INITIAL_CREDITS, StreamItem
@@ -23,7 +24,7 @@ class MuxStream(StreamBuffer):
     """One response stream at the caller. Its connection hands out the items of all streams of a frame, then calls the
     listeners of those that got some."""
 
-    __slots__ = ("_connection", "_parts", "_parts_bytes", "stream_id")
+    __slots__ = ("_connection", "_lane_closed", "_parts", "_parts_bytes", "lane", "lane_ids", "stream_id")
 
     def __init__(self, connection: MuxConnection, stream_id: int) -> None:
         super().__init__()
@@ -31,6 +32,56 @@ class MuxStream(StreamBuffer):
         self._parts: list[bytes] | None = None
         self._parts_bytes = 0
         self.stream_id = stream_id
+        self.lane: Callable[[list[int]], bool] | None = None
+        self.lane_ids: list[int] | None = None  # arrived in this frame, about to be passed on
+        self._lane_closed: Callable[[BaseException | None], None] | None = None
+
+    def open_lane(
+        self, take_tokens: Callable[[list[int]], bool], closed: Callable[[BaseException | None], None]
+    ) -> None:
+        """Pass the token ids of items that hold nothing else straight to `take_tokens`, past the buffer, once per frame.
+
+        Every other item takes the usual way, in its turn. `closed` is called once: with None after `take_tokens` has returned
+        False, or with what it raised. `listen` closes the lane without a call.
+        """
+        self.lane, self._lane_closed = take_tokens, closed
+
+    def listen(self, arrived: Callable[[], None] | None) -> None:
+        self.lane = self._lane_closed = None
+        super().listen(arrived)
+
+    def pass_tokens(self) -> None:
+        """Hand on what the connection has put into `lane_ids`."""
+        ids, self.lane_ids = self.lane_ids, None
+        if ids is None:
+            return
+        if self.consumed >= self.GRANT_AT:
+            used, self.consumed = self.consumed, 0
+            self._grant(used)
+        lane = self.lane
+        if lane is None:  # the reader has left since they arrived; it may come back and take them
+            if self.state is State.OPEN or self.state is State.ENDED:
+                self.give_back(ids)
+            return
+        try:
+            if lane(ids):
+                return
+        except BaseException as error:
+            self._close_lane(error)
+        else:
+            self._close_lane(None)
+
+    def give_back(self, ids: list[int]) -> None:
+        """Put tokens that were counted as passed on into the buffer again, as if they had just arrived."""
+        self.next_offset -= len(ids)
+        self.consumed -= len(ids)
+        self.items.insert(0, StreamItem(self.stream_id, 0, self.next_offset, ids))
+        self._wake()
+
+    def _close_lane(self, error: BaseException | None) -> None:
+        closed, self.lane, self._lane_closed = self._lane_closed, None, None
+        if closed is not None:
+            closed(error)
 
     def deliver(self, item: StreamItem) -> None:
         super().deliver(item)
