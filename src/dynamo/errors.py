@@ -4,6 +4,7 @@
     ├── InvalidArgument                the caller's fault: do not retry          400
     ├── Cancelled                      somebody asked for it: not a failure      499
     ├── Unknown                        the engine's fault: do not retry          500
+    ├── RequestKillsWorkers            workers died on the request: refuse it    500
     ├── CannotConnect                  nothing was sent: try another worker      503
     ├── Disconnected                   the peer was lost mid-way: migrate        503
     ├── EngineShutdown                 this worker is going away: migrate        503
@@ -36,6 +37,10 @@ class DynamoException(Exception):
 
 class Unknown(DynamoException):
     """An engine failed in a way the framework has no name for. Not retried; the client sees a 500."""
+
+
+class RequestKillsWorkers(DynamoException):
+    """Two workers in a row died while they served the request, so no further one is tried. Not retried."""
 
 
 class InvalidArgument(DynamoException):
@@ -175,6 +180,13 @@ RULES: Final[dict[type[BaseException], Rule]] = {
     InvalidArgument: Rule(400, "Bad Request", "invalid_request_error", None, "InvalidRequest"),
     Cancelled: Rule(499, "Client Closed Request", "request_cancelled", "Request cancelled", "Cancelled"),
     Unknown: Rule(500, "Internal Server Error", "internal_server_error", "Internal server error", "Internal"),
+    RequestKillsWorkers: Rule(
+        500,
+        "Internal Server Error",
+        "internal_server_error",
+        "The request is refused because workers died while they served it",
+        "Internal",
+    ),
     CannotConnect: _unavailable(),
     Disconnected: _unavailable(),
     EngineShutdown: _unavailable(),

@@ -120,6 +120,40 @@ async def test_the_streams_of_the_only_worker_go_on_at_its_replacement(stack: St
     assert frontend.log.count("moves to worker") == 2
 
 
+async def test_a_request_that_kills_its_workers_is_moved_once_and_then_refused(
+    stack: Stack, name: str, tag: str
+) -> None:
+    frontend = stack.cluster.frontend(f"{name}-frontend")
+    workers = [stack.cluster.worker(f"{name}-{letter}", name) for letter in "abc"]
+    stack.cluster.wait_ready(frontend, *workers)
+    others = [
+        asyncio.create_task(
+            ask(
+                frontend.port,
+                CHAT,
+                chat(name, stream=True),
+                headers=script(["say", SENTENCE, 0.2], tag=f"{tag}-others"),
+            )
+        )
+        for _ in range(6)
+    ]
+    await asyncio.gather(*(worker.sees("first", f"{tag}-others", 2) for worker in workers))
+    lethal = chat(name, messages=[{"role": "user", "content": "die"}])
+    reply = await ask(frontend.port, CHAT, lethal, headers=script(["perish", "SIGKILL"], tag=tag))
+    assert (reply.status, reply.json()["message"]) == (
+        500,
+        "The request is refused because workers died while they served it",
+    )
+    assert sum(worker.count("die", tag) for worker in workers) == 2
+    again = await ask(frontend.port, CHAT, lethal, headers=script(["perish", "SIGKILL"], tag=tag))
+    assert again.status == 500
+    assert sum(worker.count("generate", tag) for worker in workers) == 2
+    for other in await asyncio.gather(*others):
+        assert (other.status, other.text) == (200, SENTENCE)
+    assert sum(worker.has_ended for worker in workers) == 2
+    assert (await ask(frontend.port, CHAT, chat(name), headers=script(["say", "a"], tag=tag))).text == "a"
+
+
 async def test_a_worker_killed_under_load_costs_nothing(pair: Pair, tag: str) -> None:
     def request(streamed: bool) -> Coroutine[Any, Any, Reply]:
         headers = script(["say", SENTENCE, 0.05], tag=tag)

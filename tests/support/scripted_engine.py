@@ -13,6 +13,7 @@ A request brings its script as metadata (header `x-dynamo-meta-script`), a JSON 
     ["stick"]                 as "wait", the first time that any worker comes here; goes on
     ["block", path]           blocks the event loop until this file exists
     ["die", signal]           the process sends itself this signal, the first time that any worker comes here; goes on
+    ["perish", signal]        as "die", every time
 
 A request that another worker had begun to answer (its prompt is longer than `Context.prompt_tokens`) goes on where the
 script stood after as many tokens.
@@ -120,6 +121,9 @@ class ScriptedEngine(LLMEngine):
                         _block_until(operands[0])
                     case "die":
                         self._die_once(signal.Signals[operands[0]], context)
+                    case "perish":
+                        self._note("die", context)
+                        os.kill(os.getpid(), signal.Signals[operands[0]])
                     case "raise":
                         raise _failure(*operands)
                     case "yield":

@@ -1,6 +1,7 @@
 """From a request to the items of its answer: worker pools, dispatch, hand-over, migration, stalls, and the KV feed."""
 
-from dynamo.router.dispatch import Dispatcher, DispatchLimits, DispatchRequest, RoutedStream
+from dynamo.router.dispatch import Dispatcher, RoutedStream
+from dynamo.router.failover import DispatchLimits, DispatchRequest
 from dynamo.router.handoff import Handoff, PrefillAnswer
 from dynamo.router.kv_feed import KvEventFeed, KvSink
 from dynamo.router.pool import ChosenWorker, WorkerClient, WorkerPool

@@ -8,115 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
-from dynamo.errors import (
-    CannotConnect,
-    Disconnected,
-    DynamoException,
-    EngineShutdown,
-    Overloaded,
-    StreamIncomplete,
-    WorkerUnavailable,
-    rule_of,
-)
-from dynamo.placement import PlacementRequest, WorkerKey
-from dynamo.router.migration import Move, continued, migration_blocker, tokens_left
+from dynamo.errors import DynamoException, StreamIncomplete
+from dynamo.router.failover import DispatchRequest, Failover
+from dynamo.router.migration import Move, continued, tokens_left
 from dynamo.router.pool import ChosenWorker, WorkerPool
-from dynamo.router.stages import DispatchRecord, Stage, StageJob, StageTimer, run_stages
-from dynamo.router.stall_detector import StallDetector
+from dynamo.router.query_of_death import QueriesOfDeath, Suspect
+from dynamo.router.stages import Stage, StageJob, run_stages
 from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamItem
+from dynamo.runtime.request_plane.base import ResponseStream, StreamItem
 
-__all__ = ["DEFAULT_RETRIES", "DispatchLimits", "DispatchRequest", "Dispatcher", "RoutedStream"]
+__all__ = ["Dispatcher", "RoutedStream"]
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_RETRIES: Final = 3  # other workers that a request may need
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchLimits:
-    """What a request may cost when workers fail."""
-
-    retries: int = DEFAULT_RETRIES
-    longest_movable_tokens: int | None = None  # a longer request is not moved once it has begun to answer
-
-
-class DispatchRequest:
-    """One request for one choice, and how far its answer has come.
-
-    The reader of the stream appends what it decoded to `generated`: another worker goes on behind those tokens.
-    """
-
-    __slots__ = (
-        "body",
-        "generated",
-        "is_complete",
-        "limits",
-        "pinned_instance_id",
-        "prompt",
-        "record",
-        "stall_detector",
-        "takes_text",
-        "text_tokens",
-        "timer",
-    )
-
-    def __init__(
-        self,
-        body: dict[str, Any],
-        prompt: Sequence[int],
-        *,
-        record: DispatchRecord,
-        timer: StageTimer,
-        limits: DispatchLimits,
-        pinned_instance_id: int | None = None,
-        takes_text: bool = False,
-        stall_detector: StallDetector | None = None,
-    ) -> None:
-        """`body`: the worker's request with its prompt. `takes_text`: the engine has no token ids to go on from."""
-        self.body = body
-        self.prompt = prompt
-        self.record = record
-        self.timer = timer
-        self.limits = limits
-        self.pinned_instance_id = pinned_instance_id
-        self.takes_text = takes_text
-        self.stall_detector = stall_detector
-        self.generated: list[int] = []
-        self.text_tokens = 0  # counted by the reader where the engine takes text
-        self.is_complete = False  # set by the reader: the answer is whole, so the stream may end at any time
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens were generated so far."""
-        return self.text_tokens if self.takes_text else len(self.generated)
-
-    def placement(self, excluded: Collection[WorkerKey], *, healthy_only: bool = False) -> PlacementRequest:
-        """Return what the choice of a worker may look at."""
-        routing: Mapping[str, Any] = self.body.get("routing") or {}
-        return PlacementRequest(
-            token_ids=self.prompt,
-            lora_name=routing.get("lora_name"),
-            pinned_instance_id=self.pinned_instance_id,
-            priority=routing.get("priority") or 0,
-            excluded=excluded,
-            healthy_only=healthy_only,
-        )
 
 
 class Dispatcher:
     """Opens requests at the workers of one model."""
 
-    __slots__ = ("pool", "replacement_wait_seconds", "stages")
+    __slots__ = ("pool", "queries_of_death", "replacement_wait_seconds", "stages")
 
-    def __init__(self, pool: WorkerPool, *, replacement_wait_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        pool: WorkerPool,
+        *,
+        replacement_wait_seconds: float = 0.0,
+        queries_of_death: QueriesOfDeath | None = None,
+    ) -> None:
         """`pool`: the workers that answer. `replacement_wait_seconds`: how long a request that lost the last of them waits
-        for a replacement; 0: it fails at once."""
+        for a replacement; 0: it fails at once. `queries_of_death`: shared by all dispatchers of a process."""
         self.pool = pool
+        self.queries_of_death = queries_of_death or QueriesOfDeath()
         self.replacement_wait_seconds = replacement_wait_seconds
         self.stages: Sequence[Stage] = ()  # before the worker that answers
 
@@ -126,46 +50,6 @@ class Dispatcher:
         if request.stall_detector is not None:
             request.stall_detector.add(stream)
         return stream
-
-
-class _Attempts:
-    """The workers that one request has tried."""
-
-    __slots__ = ("_shed", "_tried", "count")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._tried: dict[WorkerKey, Instance] = {}  # not to be tried again
-        self._shed: list[WorkerKey] = []  # of those, the ones that only had no room
-
-    def begin(self, worker: ChosenWorker) -> None:
-        self.count += 1
-        self._tried[worker.key] = worker.instance
-
-    @property
-    def excluded(self) -> Collection[WorkerKey]:
-        """The workers that are not to be tried again."""
-        return self._tried.keys()
-
-    def failed(self, worker: ChosenWorker, error: DynamoException) -> None:
-        """Note why an attempt failed. A worker that only had no room may be tried again once another worker is lost."""
-        if isinstance(error, Overloaded):
-            self._shed.append(worker.key)
-        elif self._shed:
-            for key in self._shed:
-                self._tried.pop(key, None)
-            self._shed.clear()
-
-    def readmit(self, worker: ChosenWorker) -> None:
-        """Let a worker be tried again."""
-        self._tried.pop(worker.key, None)
-
-    def readmit_restarted(self, pool: WorkerPool) -> None:
-        """Let workers be tried again that registered anew under their old id."""
-        for key, instance in list(self._tried.items()):
-            current = pool.instance(key[1])
-            if current is not None and current is not instance and (current.endpoint == instance.endpoint):
-                del self._tried[key]
 
 
 class _Loss:
@@ -184,16 +68,16 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
     """
 
     __slots__ = (
-        "_attempts",
         "_body",
         "_context",
         "_dispatcher",
-        "_exempt_error",
+        "_failover",
         "_idle_error",
         "_is_closed",
         "_loss",
         "_request",
         "_stream",
+        "_suspect",
         "_worker",
         "is_reading",
     )
@@ -201,12 +85,12 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
     def __init__(self, dispatcher: Dispatcher, request: DispatchRequest, context: Context) -> None:
         self._dispatcher, self._request, self._context = dispatcher, request, context
         self._body = request.body
-        self._attempts = _Attempts()
+        self._failover = Failover(dispatcher.pool, request, context, dispatcher.replacement_wait_seconds)
+        self._suspect = Suspect(request.body, context.id(), dispatcher.queries_of_death)
         self._worker: ChosenWorker | None = None  # the last one that was tried
         self._stream: ResponseStream | None = None
         self._loss: _Loss | None = None  # of the last worker, after it had begun to answer
         self._idle_error: DynamoException | None = None  # set: the worker is left because it sent nothing
-        self._exempt_error: DynamoException | None = None  # does not count against the worker
         self._is_closed = False
         self.is_reading = False  # waiting for the worker, and not for the reader
 
@@ -334,7 +218,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
 
     @property
     def attempts(self) -> int:
-        return self._attempts.count
+        return self._failover.attempts.count
 
     @property
     def instance_id(self) -> int | None:
@@ -346,11 +230,16 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         Without `is_last` the stream only leaves the worker if another worker can go on.
         """
         stream = self._stream
-        if stream is None or self._is_closed or self._idle_error is not None or not (is_last or self._can_move(error)):
+        if (
+            stream is None
+            or self._is_closed
+            or self._idle_error is not None
+            or not (is_last or self._failover.can_move(error))
+        ):
             return False
         self._idle_error = error
         if not is_worker_fault:
-            self._exempt_error = error
+            self._failover.exempt_error = error
         stream.kill()  # and whatever reads it finds that it has ended
         return True
 
@@ -371,10 +260,10 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         """Take the loss of a worker that had begun to answer. Raises `error` unless another one may go on."""
         worker = self._worker
         assert worker is not None
-        self._record_failure(worker, error)
-        if not self._may_move(error):
+        self._failover.record_failure(worker, error)
+        if not self._failover.may_move(error):
             raise error
-        if (blocker := self._migration_blocker()) is not None:
+        if (blocker := self._failover.migration_blocker()) is not None:
             logger.warning("request %s cannot go on at another worker: %s", self.request_id, blocker)
             raise error
         logger.warning(
@@ -386,47 +275,8 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
             error,
         )
         self._release()
-        self._attempts.failed(worker, error)
+        self._failover.attempts.failed(worker, error)
         self._loss = _Loss(error, self._now())
-
-    def _migration_blocker(self) -> str | None:
-        request = self._request
-        if request.takes_text:
-            return "its engine takes text: there is no position to go on from"
-        return migration_blocker(
-            request.body,
-            len(request.prompt) + len(request.generated),
-            longest=request.limits.longest_movable_tokens,
-            runtime_data=self._dispatcher.pool.runtime_config.runtime_data,
-        )
-
-    def _can_move(self, error: DynamoException) -> bool:
-        """Return whether a healthy worker is there that may go on after `error`."""
-        if not self._may_move(error) or (self.tokens and self._migration_blocker() is not None):
-            return False
-        return self._dispatcher.pool.has_worker(self._request.placement(self._attempts.excluded, healthy_only=True))
-
-    def _may_move(self, error: DynamoException) -> bool:
-        """Return whether another worker may be tried after `error`."""
-        return (
-            rule_of(error).retryable
-            and not self._context.is_stopped()
-            and not self._is_late()
-            and self._request.pinned_instance_id is None
-            and self._attempts.count <= self._request.limits.retries
-        )
-
-    def _is_late(self) -> bool:
-        """Return whether the request's own deadline has passed: then no worker is at fault, and none need be tried."""
-        deadline = self._context.deadline
-        return deadline is not None and self._now() >= deadline
-
-    def _record_failure(self, worker: ChosenWorker, error: DynamoException) -> None:
-        """Count the failure against its worker, so that the next request need not find out for itself."""
-        if error is self._exempt_error or self._is_late():
-            return
-        if worker.record_failure(error):
-            self._attempts.readmit(worker)
 
     # -- beginning at a worker ---------------------------------------------------------------------------------------
 
@@ -434,6 +284,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         """Return the first items of the answer, or of its continuation after a loss."""
         request, loss = self._request, self._loss
         if loss is None:
+            self._suspect.check(self._now())
             return await self._run_stages()
         if request.generated and tokens_left(request.body, len(request.generated)) == 0:
             # Everything the request allows had arrived when its worker was lost, all but the word that it was the end.
@@ -454,15 +305,17 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         stages, request = self._dispatcher.stages, self._request
         if not stages:
             return await self._begin(lost_by)
-        if lost_by is not None and not self._dispatcher.pool.has_worker(request.placement(self._attempts.excluded)):
+        if lost_by is not None and not self._dispatcher.pool.has_worker(self._failover.placement()):
             # No worker could go on, so no prompt need be computed again.
-            if not self._expects_replacement(lost_by):
+            if not self._failover.expects_replacement(lost_by):
                 raise lost_by
-            if await self._await_replacement(lost_by, self._now()) is None:
+            if await self._failover.await_replacement(lost_by, self._now()) is None:
                 return []
         detector = request.stall_detector
         limit = None if detector is None else detector.policy.first_token_seconds
-        job = StageJob(self._body, self._context, request.record, request.timer, request.limits.retries, limit)
+        job = StageJob(
+            self._body, self._context, request.record, request.timer, request.limits.retries, limit, self._suspect
+        )
 
         async def answer(body: dict[str, Any]) -> list[StreamItem]:
             self._body = body
@@ -479,12 +332,12 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         move: Move | None = None
         lost_at = 0.0
         while True:
-            worker = await self._choose(last)
+            worker = await self._failover.choose(last)
             if worker is None:
                 return []  # cancelled while it waited for one
             timer.routed()
             self._worker = worker
-            self._attempts.begin(worker)
+            self._failover.attempts.begin(worker)
             try:
                 self._stream = await worker.open(self._body, context)
                 timer.dispatched()
@@ -496,9 +349,11 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
                 self.is_reading = False
                 timer.arrived(failed=True)
                 self._release()
-                self._record_failure(worker, error)
-                self._attempts.failed(worker, error)
-                if not self._may_move(error):
+                self._failover.record_failure(worker, error)
+                if error is not self._failover.exempt_error:
+                    self._suspect.count_failure(self._dispatcher.pool, worker, error, self._now())
+                self._failover.attempts.failed(worker, error)
+                if not self._failover.may_move(error):
                     raise
                 logger.info(
                     "request %s: worker %x failed before its first token (%s: %s)",
@@ -516,82 +371,10 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
                     move.outcome, move.seconds = "success", self._now() - lost_at
                 self.is_reading = False
                 timer.arrived()
+                if items:
+                    self._suspect.acquit()
                 record.instances.append(worker.instance)
                 return items
-
-    async def _choose(self, last: DynamoException | None) -> ChosenWorker | None:
-        """Choose a worker; where none is left, wait for a replacement if one is expected. None: the request was cancelled.
-
-        Where no worker can be had, why the last one failed is raised: that tells more. `last` None: none has failed.
-        """
-        worker: ChosenWorker | None
-        try:
-            worker = self._dispatcher.pool.choose(self._request.placement(self._attempts.excluded))
-        except WorkerUnavailable as error:
-            failure = last or error
-            if not self._expects_replacement(last):
-                raise failure from None
-            emptied_at = self._dispatcher.pool.emptied_at
-            worker = await self._await_replacement(failure, self._now() if last or emptied_at is None else emptied_at)
-        if worker is not None and last is not None:
-            logger.info("request %s: moves to worker %x", self.request_id, worker.instance.instance_id)
-        return worker
-
-    def _expects_replacement(self, last: DynamoException | None) -> bool:
-        """Return whether a worker was there moments ago and is gone now, and the request may wait for the next one.
-
-        An error that a worker reports of a request shows that the worker is there, and so does a worker that is silent:
-        neither makes room for a replacement.
-        """
-        dispatcher = self._dispatcher
-        if (
-            dispatcher.replacement_wait_seconds <= 0
-            or self._request.pinned_instance_id is not None
-            or self._context.is_stopped()
-        ):
-            return False
-        if last is None:
-            emptied_at = dispatcher.pool.emptied_at
-            return emptied_at is not None and self._now() < emptied_at + dispatcher.replacement_wait_seconds
-        if isinstance(last, CannotConnect | Disconnected):
-            return not last.is_reported
-        return isinstance(last, EngineShutdown | WorkerUnavailable)
-
-    async def _await_replacement(self, failure: DynamoException, lost_at: float) -> ChosenWorker | None:
-        """Wait until a worker can be chosen. Raises `failure` when none comes in time; None: the request was cancelled.
-
-        `lost_at`: when the last worker was lost.
-        """
-        pool, began = self._dispatcher.pool, self._now()
-        deadline = lost_at + self._dispatcher.replacement_wait_seconds
-        if self._context.deadline is not None:
-            deadline = min(deadline, self._context.deadline)
-        logger.warning(
-            "request %s: no worker of model %s is left; waiting up to %.1f s for a replacement",
-            self.request_id,
-            pool.name,
-            deadline - began,
-        )
-        while not self._context.is_stopped():
-            self._attempts.readmit_restarted(pool)
-            try:
-                worker = pool.choose(self._request.placement(self._attempts.excluded))
-            except WorkerUnavailable:
-                if self._now() >= deadline:
-                    break
-                await pool.wait_for_change(self._context, deadline)
-            else:
-                logger.warning("request %s: a replacement came after %.1f s", self.request_id, self._now() - began)
-                return worker
-        else:
-            return None
-        logger.warning(
-            "request %s: gave up after %.1f s: no replacement came for the last worker of model %s",
-            self.request_id,
-            self._now() - began,
-            pool.name,
-        )
-        raise failure
 
     def _release(self) -> None:
         if self._stream is not None:

@@ -29,6 +29,7 @@ from dynamo.protocol.finish import LENGTH
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.handoff import Handoff, PrefillAnswer, decode_request, prefill_request, read_reply
 from dynamo.router.pool import ChosenWorker, WorkerPool
+from dynamo.router.query_of_death import Suspect
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseStream
 
@@ -90,9 +91,11 @@ class PrefillRouter:
         *,
         retries: int = 0,
         limit_seconds: float | None = None,
+        suspect: Suspect | None = None,
     ) -> Handoff | PrefillAnswer:
         """Have the prompt of `body` computed, trying up to `retries` other workers after failures that these may not have.
-        `limit_seconds`: what each of them may take until it has handed over, where that is waited for.
+        `limit_seconds`: what each of them may take until it has handed over, where that is waited for. `suspect`: counts
+        the workers that die on the request.
 
         Raises:
             InvalidArgument: the request names a prefill worker that is not there, or the worker refused the request.
@@ -124,6 +127,8 @@ class PrefillRouter:
                 timer.arrived(failed=True)
                 if error is not late:
                     worker.record_failure(error)
+                    if suspect is not None:
+                        suspect.count_failure(self.workers, worker, error, asyncio.get_running_loop().time())
                 if not rule_of(error).retryable or pinned is not None or len(tried) > retries or context.is_stopped():
                     raise
                 logger.info(

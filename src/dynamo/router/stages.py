@@ -13,6 +13,7 @@ from dynamo.router.handoff import PrefillAnswer
 from dynamo.router.migration import Move
 from dynamo.router.pool import WorkerPool
 from dynamo.router.prefill import PrefillRouter, StageTimer, can_fall_back_to_decode
+from dynamo.router.query_of_death import Suspect
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, StreamItem
 
@@ -36,6 +37,7 @@ class StageJob(NamedTuple):
     timer: StageTimer
     retries: int  # how many other workers a stage may try
     limit_seconds: float | None  # what one worker of a stage may take, where its answer is awaited
+    suspect: Suspect  # counts the workers that die on the request
 
 
 Proceed = Callable[[dict[str, Any]], Awaitable[list[StreamItem]]]
@@ -77,7 +79,12 @@ class PrefillStage:
         router, context = self.router, job.context
         try:
             handoff = await router.prefill(
-                job.body, context, job.timer, retries=job.retries, limit_seconds=job.limit_seconds
+                job.body,
+                context,
+                job.timer,
+                retries=job.retries,
+                limit_seconds=job.limit_seconds,
+                suspect=job.suspect,
             )
         except DynamoException as error:
             if router.is_enforced or context.is_stopped() or not can_fall_back_to_decode(error):

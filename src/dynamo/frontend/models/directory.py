@@ -29,6 +29,7 @@ from dynamo.protocol.records import UNREADABLE, ModelCard
 from dynamo.router.dispatch import Dispatcher
 from dynamo.router.pool import WorkerClient, WorkerPool
 from dynamo.router.prefill import PrefillRouter
+from dynamo.router.query_of_death import QueriesOfDeath
 from dynamo.router.stages import PrefillStage
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Delete, Discovery, Put
 from dynamo.text.model import TextModel
@@ -86,13 +87,16 @@ class ServedModel(WorkerPool):
         placement: Policy,
         admission: AdmissionPolicy,
         replacement_wait_seconds: float = 0.0,
+        queries_of_death: QueriesOfDeath | None = None,
     ) -> None:
         super().__init__(group.key.model, clients, placement)
         self.admission = ModelAdmission(group.key.model, admission)
         self.namespace = group.key.namespace
         self.text = text
         self.created = int(time.time())
-        self.dispatcher = Dispatcher(self, replacement_wait_seconds=replacement_wait_seconds)
+        self.dispatcher = Dispatcher(
+            self, replacement_wait_seconds=replacement_wait_seconds, queries_of_death=queries_of_death
+        )
         self.update(group)
 
     def update(self, group: Group) -> None:
@@ -153,6 +157,7 @@ class ModelDirectory:
         self._scope = scope
         self._placement = placement
         self._replacement_wait_seconds = replacement_wait_seconds
+        self._queries_of_death = QueriesOfDeath()
         self._expiries: dict[GroupKey, asyncio.TimerHandle] = {}  # of models that wait for a worker, at most one each
         self._enforce_disagg, self._rng = enforce_disagg, rng
         self._policy = policy or AdmissionPolicy()
@@ -528,6 +533,7 @@ class ModelDirectory:
             placement=self._placement(),
             admission=self._policy,
             replacement_wait_seconds=self._replacement_wait_seconds,
+            queries_of_death=self._queries_of_death,
         )
         self._gauges(served)
         if served.admission.ignores_factor:

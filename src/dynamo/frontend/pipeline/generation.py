@@ -16,7 +16,8 @@ from dynamo.errors import DynamoException, Unknown, revive
 from dynamo.frontend.pipeline.parsing import OutputPlan
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.finish import EngineFailed, normalise
-from dynamo.router.dispatch import DEFAULT_RETRIES, Dispatcher, DispatchLimits, DispatchRequest
+from dynamo.router.dispatch import Dispatcher
+from dynamo.router.failover import DEFAULT_RETRIES, DispatchLimits, DispatchRequest
 from dynamo.router.migration import Move
 from dynamo.router.stall_detector import StallDetector
 from dynamo.runtime.context import Context

@@ -1,0 +1,279 @@
+"""What becomes of a request whose worker failed: whether another worker may be tried, which one, and the wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dynamo.errors import (
+    CannotConnect,
+    Disconnected,
+    DynamoException,
+    EngineShutdown,
+    Overloaded,
+    WorkerUnavailable,
+    rule_of,
+)
+from dynamo.placement import PlacementRequest, WorkerKey
+from dynamo.router.migration import migration_blocker
+from dynamo.router.pool import ChosenWorker, WorkerPool
+from dynamo.router.stages import DispatchRecord, StageTimer
+from dynamo.router.stall_detector import StallDetector
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import Instance
+
+__all__ = ["DEFAULT_RETRIES", "Attempts", "DispatchLimits", "DispatchRequest", "Failover"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_RETRIES: Final = 3  # other workers that a request may need
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchLimits:
+    """What a request may cost when workers fail."""
+
+    retries: int = DEFAULT_RETRIES
+    longest_movable_tokens: int | None = None  # a longer request is not moved once it has begun to answer
+
+
+class DispatchRequest:
+    """One request for one choice, and how far its answer has come.
+
+    The reader of the stream appends what it decoded to `generated`: another worker goes on behind those tokens.
+    """
+
+    __slots__ = (
+        "body",
+        "generated",
+        "is_complete",
+        "limits",
+        "pinned_instance_id",
+        "prompt",
+        "record",
+        "stall_detector",
+        "takes_text",
+        "text_tokens",
+        "timer",
+    )
+
+    def __init__(
+        self,
+        body: dict[str, Any],
+        prompt: Sequence[int],
+        *,
+        record: DispatchRecord,
+        timer: StageTimer,
+        limits: DispatchLimits,
+        pinned_instance_id: int | None = None,
+        takes_text: bool = False,
+        stall_detector: StallDetector | None = None,
+    ) -> None:
+        """`body`: the worker's request with its prompt. `takes_text`: the engine has no token ids to go on from."""
+        self.body = body
+        self.prompt = prompt
+        self.record = record
+        self.timer = timer
+        self.limits = limits
+        self.pinned_instance_id = pinned_instance_id
+        self.takes_text = takes_text
+        self.stall_detector = stall_detector
+        self.generated: list[int] = []
+        self.text_tokens = 0  # counted by the reader where the engine takes text
+        self.is_complete = False  # set by the reader: the answer is whole, so the stream may end at any time
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were generated so far."""
+        return self.text_tokens if self.takes_text else len(self.generated)
+
+    def placement(self, excluded: Collection[WorkerKey], *, healthy_only: bool = False) -> PlacementRequest:
+        """Return what the choice of a worker may look at."""
+        routing: Mapping[str, Any] = self.body.get("routing") or {}
+        return PlacementRequest(
+            token_ids=self.prompt,
+            lora_name=routing.get("lora_name"),
+            pinned_instance_id=self.pinned_instance_id,
+            priority=routing.get("priority") or 0,
+            excluded=excluded,
+            healthy_only=healthy_only,
+        )
+
+
+class Attempts:
+    """The workers that one request has tried."""
+
+    __slots__ = ("_shed", "_tried", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._tried: dict[WorkerKey, Instance] = {}  # not to be tried again
+        self._shed: list[WorkerKey] = []  # of those, the ones that only had no room
+
+    def begin(self, worker: ChosenWorker) -> None:
+        """Note that a worker is tried."""
+        self.count += 1
+        self._tried[worker.key] = worker.instance
+
+    @property
+    def excluded(self) -> Collection[WorkerKey]:
+        """The workers that are not to be tried again."""
+        return self._tried.keys()
+
+    def failed(self, worker: ChosenWorker, error: DynamoException) -> None:
+        """Note why an attempt failed. A worker that only had no room may be tried again once another worker is lost."""
+        if isinstance(error, Overloaded):
+            self._shed.append(worker.key)
+        elif self._shed:
+            for key in self._shed:
+                self._tried.pop(key, None)
+            self._shed.clear()
+
+    def readmit(self, worker: ChosenWorker) -> None:
+        """Let a worker be tried again."""
+        self._tried.pop(worker.key, None)
+
+    def readmit_restarted(self, pool: WorkerPool) -> None:
+        """Let workers be tried again that registered anew under their old id."""
+        for key, instance in list(self._tried.items()):
+            current = pool.instance(key[1])
+            if current is not None and current is not instance and (current.endpoint == instance.endpoint):
+                del self._tried[key]
+
+
+class Failover:
+    """Decides what one request does after a failure. It opens no stream itself."""
+
+    __slots__ = ("_context", "_pool", "_replacement_wait_seconds", "_request", "attempts", "exempt_error")
+
+    def __init__(
+        self, pool: WorkerPool, request: DispatchRequest, context: Context, replacement_wait_seconds: float
+    ) -> None:
+        self._pool, self._request, self._context = pool, request, context
+        self._replacement_wait_seconds = replacement_wait_seconds
+        self.attempts = Attempts()
+        self.exempt_error: DynamoException | None = None  # does not count against the worker
+
+    def placement(self, *, healthy_only: bool = False) -> PlacementRequest:
+        """Return what the choice of the next worker may look at."""
+        return self._request.placement(self.attempts.excluded, healthy_only=healthy_only)
+
+    def migration_blocker(self) -> str | None:
+        """Return what keeps the rest of the answer from another worker; None: nothing does."""
+        request = self._request
+        if request.takes_text:
+            return "its engine takes text: there is no position to go on from"
+        return migration_blocker(
+            request.body,
+            len(request.prompt) + len(request.generated),
+            longest=request.limits.longest_movable_tokens,
+            runtime_data=self._pool.runtime_config.runtime_data,
+        )
+
+    def can_move(self, error: DynamoException) -> bool:
+        """Return whether a healthy worker is there that may go on after `error`."""
+        if not self.may_move(error) or (self._request.tokens and self.migration_blocker() is not None):
+            return False
+        return self._pool.has_worker(self.placement(healthy_only=True))
+
+    def may_move(self, error: DynamoException) -> bool:
+        """Return whether another worker may be tried after `error`."""
+        return (
+            rule_of(error).retryable
+            and not self._context.is_stopped()
+            and not self._is_late()
+            and self._request.pinned_instance_id is None
+            and self.attempts.count <= self._request.limits.retries
+        )
+
+    def _is_late(self) -> bool:
+        """Return whether the request's own deadline has passed: then no worker is at fault, and none need be tried."""
+        deadline = self._context.deadline
+        return deadline is not None and self._now() >= deadline
+
+    def record_failure(self, worker: ChosenWorker, error: DynamoException) -> None:
+        """Count the failure against its worker, so that the next request need not find out for itself."""
+        if error is self.exempt_error or self._is_late():
+            return
+        if worker.record_failure(error):
+            self.attempts.readmit(worker)
+
+    async def choose(self, last: DynamoException | None) -> ChosenWorker | None:
+        """Choose a worker; where none is left, wait for a replacement if one is expected. None: the request was cancelled.
+
+        Where no worker can be had, why the last one failed is raised: that tells more. `last` None: none has failed.
+        """
+        worker: ChosenWorker | None
+        try:
+            worker = self._pool.choose(self.placement())
+        except WorkerUnavailable as error:
+            failure = last or error
+            if not self.expects_replacement(last):
+                raise failure from None
+            emptied_at = self._pool.emptied_at
+            worker = await self.await_replacement(failure, self._now() if last or emptied_at is None else emptied_at)
+        if worker is not None and last is not None:
+            logger.info("request %s: moves to worker %x", self._context.id(), worker.instance.instance_id)
+        return worker
+
+    def expects_replacement(self, last: DynamoException | None) -> bool:
+        """Return whether a worker was there moments ago and is gone now, and the request may wait for the next one.
+
+        An error that a worker reports of a request shows that the worker is there, and so does a worker that is silent:
+        neither makes room for a replacement.
+        """
+        if (
+            self._replacement_wait_seconds <= 0
+            or self._request.pinned_instance_id is not None
+            or self._context.is_stopped()
+        ):
+            return False
+        if last is None:
+            emptied_at = self._pool.emptied_at
+            return emptied_at is not None and self._now() < emptied_at + self._replacement_wait_seconds
+        if isinstance(last, CannotConnect | Disconnected):
+            return not last.is_reported
+        return isinstance(last, EngineShutdown | WorkerUnavailable)
+
+    async def await_replacement(self, failure: DynamoException, lost_at: float) -> ChosenWorker | None:
+        """Wait until a worker can be chosen. Raises `failure` when none comes in time; None: the request was cancelled.
+
+        `lost_at`: when the last worker was lost.
+        """
+        pool, began = self._pool, self._now()
+        deadline = lost_at + self._replacement_wait_seconds
+        if self._context.deadline is not None:
+            deadline = min(deadline, self._context.deadline)
+        logger.warning(
+            "request %s: no worker of model %s is left; waiting up to %.1f s for a replacement",
+            self._context.id(),
+            pool.name,
+            deadline - began,
+        )
+        while not self._context.is_stopped():
+            self.attempts.readmit_restarted(pool)
+            try:
+                worker = pool.choose(self.placement())
+            except WorkerUnavailable:
+                if self._now() >= deadline:
+                    break
+                await pool.wait_for_change(self._context, deadline)
+            else:
+                logger.warning("request %s: a replacement came after %.1f s", self._context.id(), self._now() - began)
+                return worker
+        else:
+            return None
+        logger.warning(
+            "request %s: gave up after %.1f s: no replacement came for the last worker of model %s",
+            self._context.id(),
+            self._now() - began,
+            pool.name,
+        )
+        raise failure
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

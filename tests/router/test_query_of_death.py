@@ -1,0 +1,99 @@
+"""Which requests end their workers: what counts as a death, what clears a request, and how long it is remembered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynamo.errors import CannotConnect, Disconnected, DynamoException, EngineShutdown, RequestKillsWorkers
+from dynamo.placement import Candidate, Placement
+from dynamo.router.pool import ChosenWorker
+from dynamo.router.query_of_death import CAPACITY, REMEMBERED_SECONDS, QueriesOfDeath, Suspect, content_hash
+from dynamo.runtime.request_plane.base import Instance
+
+BODY: dict[str, Any] = {"model": "m", "token_ids": [1, 2, 3], "sampling_options": {"temperature": 0.5, "seed": 1}}
+
+
+class Listing:
+    """The part of a pool that tells whether discovery lists a worker."""
+
+    def __init__(self, *ids: int) -> None:
+        self._ids = ids
+
+    def instance(self, instance_id: int) -> Instance | None:
+        return worker(instance_id).instance if instance_id in self._ids else None
+
+
+def worker(instance_id: int) -> ChosenWorker:
+    instance = Instance(
+        namespace="ns", component="c", endpoint="e", instance_id=instance_id, transport={"mem": str(instance_id)}
+    )
+    return ChosenWorker(Placement(Candidate(instance_id), "test"), instance, None)  # type: ignore[arg-type]
+
+
+def reported(error: DynamoException) -> DynamoException:
+    error.is_reported = True
+    return error
+
+
+def fails(suspect: Suspect, instance_id: int, error: DynamoException, *listed: int) -> None:
+    suspect.count_failure(Listing(*listed), worker(instance_id), error, 0.0)  # type: ignore[arg-type]
+
+
+def test_the_second_death_in_a_row_convicts_and_the_content_is_refused_for_a_while() -> None:
+    memory = QueriesOfDeath()
+    suspect = Suspect(BODY, "r", memory)
+    suspect.check(0.0)
+    fails(suspect, 1, Disconnected("lost"), 1, 2)
+    with pytest.raises(RequestKillsWorkers):
+        fails(suspect, 2, Disconnected("lost"), 1, 2)
+    same = Suspect(
+        {**BODY, "routing": {"priority": 3}, "sampling_options": {"temperature": 0.5, "seed": 7}}, "s", memory
+    )
+    with pytest.raises(RequestKillsWorkers):
+        same.check(REMEMBERED_SECONDS - 1)
+    Suspect({**BODY, "token_ids": [1, 2, 4]}, "t", memory).check(1.0)
+    same.check(REMEMBERED_SECONDS)
+    assert not memory
+
+
+def test_a_token_between_two_deaths_clears_the_request() -> None:
+    suspect = Suspect(BODY, "r", QueriesOfDeath())
+    for number in range(1, 9):
+        fails(suspect, number, Disconnected("lost"), *range(10))
+        suspect.acquit()
+
+
+@pytest.mark.parametrize(
+    ("error", "listed"),
+    [
+        (Disconnected("lost"), ()),  # it had left discovery before: a worker that drains
+        (reported(Disconnected("its store")), (1,)),
+        (reported(EngineShutdown("leaving")), (1,)),
+        (CannotConnect("nothing was sent"), (1,)),
+    ],
+    ids=["drained", "reported", "leaving", "not sent"],
+)
+def test_only_a_connection_that_broke_under_the_request_is_a_death(
+    error: DynamoException, listed: tuple[int, ...]
+) -> None:
+    suspect = Suspect(BODY, "r", QueriesOfDeath())
+    for _ in range(5):
+        fails(suspect, 1, error, *listed)
+
+
+def test_an_answer_to_the_same_content_clears_it() -> None:
+    memory = QueriesOfDeath()
+    memory.remember(content_hash(BODY), 0.0)
+    Suspect(BODY, "in flight since before", memory).acquit()
+    Suspect(BODY, "r", memory).check(1.0)
+
+
+def test_the_memory_is_bounded_and_forgets_the_oldest() -> None:
+    memory = QueriesOfDeath()
+    for number in range(CAPACITY + 10):
+        memory.remember(number.to_bytes(4, "big"), float(number) / CAPACITY)
+    assert len(memory) == CAPACITY
+    assert not memory.contains((9).to_bytes(4, "big"), 2.0)
+    assert memory.contains((10).to_bytes(4, "big"), 2.0)
