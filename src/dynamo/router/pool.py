@@ -74,7 +74,8 @@ class WorkerPool:
         self.name = name
         self._clients = clients
         self._policy = policy
-        self._waiters: set[asyncio.Future[None]] = set()  # requests that wait for a worker; bounded by those in flight
+        # Requests that wait for a worker, in order of arrival; bounded by those in flight.
+        self._waiters: dict[asyncio.Future[None], None] = {}
         self.emptied_at: float | None = (
             None  # when the last reachable member was lost; None: one is there, or never was
         )
@@ -134,7 +135,7 @@ class WorkerPool:
             if not waiter.done():
                 waiter.set_result(None)
 
-        self._waiters.add(waiter)
+        self._waiters[waiter] = None
         timer = loop.call_at(until, wake)
         forget = context.on_cancel(on_loop(loop, wake))
         try:
@@ -142,7 +143,7 @@ class WorkerPool:
         finally:
             forget()
             timer.cancel()
-            self._waiters.discard(waiter)
+            self._waiters.pop(waiter, None)
 
     def choose(self, request: PlacementRequest) -> ChosenWorker:
         """Choose the worker of one attempt. Open it in the same turn of the loop: that is where its load is booked.
