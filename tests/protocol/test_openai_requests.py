@@ -145,10 +145,12 @@ def test_chat_logprobs_alone_asks_for_one(fields: dict[str, Any], expected: int 
 def test_completion_options() -> None:
     fields = to_worker_fields(completion(logprobs=3, echo=True, best_of=2, suffix="end"))
     assert fields["output_options"]["logprobs"] == 3
-    assert fields["output_options"]["prompt_logprobs"] == 1
+    assert fields["output_options"]["prompt_logprobs"] == 3
     assert fields["sampling_options"]["best_of"] == 2
     assert fields["extra_args"] == {"sampling_options": {"suffix": "end"}}
     assert to_worker_fields(completion(echo=True, prompt_logprobs=4))["output_options"]["prompt_logprobs"] == 4
+    assert to_worker_fields(completion(echo=True))["output_options"]["prompt_logprobs"] is None
+    assert to_worker_fields(completion(echo=True, max_tokens=0))["stop_conditions"]["max_tokens"] == 1
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

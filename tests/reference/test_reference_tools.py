@@ -173,3 +173,24 @@ async def test_calls_without_end_are_cut_and_never_content(tmp_path: Path, speak
             (call,) = one["message"]["tool_calls"]
             assert call["function"]["name"] == "answer"
             assert call["function"]["arguments"].lstrip().startswith("{")
+
+
+async def test_the_likelihood_of_a_text_is_that_of_its_tokens_one_by_one(tmp_path: Path, speaking_model: Path) -> None:
+    """What lm-eval asks for (`loglikelihood`): token ids, echo, logprobs 1, max_tokens 1 or 0."""
+    texts = [[70, 71, 90, 72, 101], [80, 81, 82]]
+    async with speaking(tmp_path, speaking_model) as house:
+        for max_tokens in (0, 1):
+            fields = {"echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0, "seed": 1234}
+            answer = await house.client.completion(texts, **fields)
+            assert answer.status == 200, answer.body
+            for text, choice in zip(texts, answer.json["choices"], strict=True):
+                found = choice["logprobs"]
+                assert len(found["tokens"]) == len(found["top_logprobs"]) == len(text) + max_tokens
+                assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+                for place in range(1, len(text)):
+                    ask = {"max_tokens": 1, "logprobs": 1, "temperature": 0, "logprob_token_ids": [text[place]]}
+                    alone = await house.client.completion(text[:place], return_tokens_as_token_ids=True, **ask)
+                    (top,) = alone.json["choices"][0]["logprobs"]["top_logprobs"]
+                    own = found["token_logprobs"][place]
+                    assert own == pytest.approx(top[f"token_id:{text[place]}"], abs=1e-4)
+                    assert max(found["top_logprobs"][place].values()) == pytest.approx(max(top.values()), abs=1e-4)

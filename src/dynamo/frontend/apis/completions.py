@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynamo.frontend.apis.base import Answer, Api, Renderer, RenderOptions
+from dynamo.frontend.apis.echo import EchoedPrompts
 from dynamo.frontend.models.directory import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer
 from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
@@ -58,6 +59,12 @@ class _CompletionRenderer(Renderer):
         super().__init__(answer, options)
         self._is_plain = not (options.continuous_usage or answer.wants_nvext or answer.wants_logprobs)
         self._chunks: CompletionStream | None = None
+        self._echo: EchoedPrompts | None = None
+        request = answer.request
+        # A model that takes text got `echo` with its request.
+        if isinstance(request, CompletionRequest) and request.echo and not answer.model.takes_text:
+            self._echo = EchoedPrompts(answer, request)
+        self._echoed: set[int] = set()  # choices whose prompt has gone out
         self._text_offsets: dict[int, int] = {}
 
     def stream(self, output: ChoiceOutput) -> bytes:
@@ -71,6 +78,12 @@ class _CompletionRenderer(Renderer):
             elif isinstance(event, Finished):
                 finished = event
         reason = None if finished is None else finished.reason
+        if self._echo is not None:
+            if self._echo.drops_answer:
+                text, reason = "", None if reason is None else "length"
+            if output.choice not in self._echoed:
+                self._echoed.add(output.choice)
+                text = self._echo.text(output.choice) + text
         if self._is_plain and logprobs is None:
             return self._opened().delta(output.choice, text, finish_reason=reason) if text or reason else b""
         if not text and finished is None and logprobs is None:
@@ -85,16 +98,18 @@ class _CompletionRenderer(Renderer):
                 token_ids=output.token_ids,
                 engine_data=output.engine_data,
             )
-        usage = answer.usage() if self._options.continuous_usage else None
+        usage = self._usage() if self._options.continuous_usage else None
         return self._opened().delta(
             output.choice, text, finish_reason=reason, logprobs=logprobs, usage=usage, nvext=nvext
         )
 
     def splice(self) -> tuple[bytes, bytes] | None:
-        return self._opened().plain_ends() if self._is_plain else None
+        if not self._is_plain or (self._echo is not None and (self._echo.drops_answer or not self._echoed)):
+            return None
+        return self._opened().plain_ends()
 
     def end(self, *, with_usage: bool) -> bytes:
-        usage = self._answer.usage() if with_usage else None
+        usage = self._usage() if with_usage else None
         return DONE if usage is None else self._opened().usage_chunk(usage) + DONE
 
     def collect(self, collected: CollectedAnswer) -> bytes:
@@ -102,10 +117,22 @@ class _CompletionRenderer(Renderer):
         choices = []
         for index, choice in enumerate(collected.choices):
             reason = None if choice.finished is None else choice.finished.reason
-            logprobs = self._logprobs(index, choice.logprobs)
-            choices.append(Choice(index, choice.joined().content, reason, logprobs=logprobs))
+            text = choice.joined().content
+            if (echo := self._echo) is None:
+                logprobs = self._logprobs(index, choice.logprobs)
+            else:
+                text = echo.text(index) + ("" if echo.drops_answer else text)
+                reason = "length" if echo.drops_answer else reason
+                items = [item for each in choice.logprobs for item in answer.logprob_items(each)]
+                logprobs = echo.logprobs(index, choice.engine_data, items) if answer.wants_logprobs else None
+            choices.append(Choice(index, text, reason, logprobs=logprobs))
         nvext = self._collected_nvext(collected)
-        return completion_body(answer.id, answer.created, answer.model_name, choices, answer.usage(), nvext=nvext)
+        return completion_body(answer.id, answer.created, answer.model_name, choices, self._usage(), nvext=nvext)
+
+    def _usage(self) -> bytes | None:
+        if self._echo is not None and self._echo.drops_answer:
+            self._answer.work.completion_tokens = 0
+        return self._answer.usage()
 
     def _opened(self) -> CompletionStream:
         """Return the chunks' fixed bytes; made late, as a model that takes text brings its own id."""

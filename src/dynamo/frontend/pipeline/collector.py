@@ -14,14 +14,17 @@ __all__ = ["CollectedAnswer", "CollectedChoice", "merged"]
 class CollectedChoice:
     """One choice of the answer."""
 
-    __slots__ = ("_joiner", "finished", "logprobs")
+    __slots__ = ("_joiner", "engine_data", "finished", "logprobs")
 
     def __init__(self) -> None:
         self._joiner = Joiner()
         self.finished: Finished | None = None
         self.logprobs: list[Logprobs] = []
+        self.engine_data: dict[str, Any] | None = None
 
     def add(self, output: ChoiceOutput) -> None:
+        if output.engine_data is not None:
+            self.engine_data = merged(self.engine_data, output.engine_data)
         for event in output.events:
             if isinstance(event, Logprobs):
                 self.logprobs.append(event)

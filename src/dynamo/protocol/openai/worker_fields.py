@@ -38,13 +38,16 @@ def to_worker_fields(request: CommonRequest) -> dict[str, Any]:
             stop_ids = [*(item for item in stops if isinstance(item, int)), *(stop_ids or ())]
         else:
             stop_strings = [item for item in stops if isinstance(item, str)]
-    prompt_logprobs = request.prompt_logprobs
-    if completion is not None and completion.echo and prompt_logprobs is None:
-        prompt_logprobs = 1  # the engine scores the prompt; the text is not repeated in the answer
+    prompt_logprobs, max_tokens = request.prompt_logprobs, request.max_tokens
+    if completion is not None and completion.echo:
+        if completion.logprobs is not None:
+            prompt_logprobs = max(prompt_logprobs or 0, completion.logprobs)
+        if max_tokens == 0:
+            max_tokens = 1  # no engine generates less; the token is dropped from the answer
     top_k = request.top_k
     return {
         "stop_conditions": {
-            "max_tokens": chat.output_limit if chat is not None else request.max_tokens,
+            "max_tokens": chat.output_limit if chat is not None else max_tokens,
             "stop": stop_strings,
             "stop_token_ids": stop_ids,
             "stop_token_ids_visible": None,
