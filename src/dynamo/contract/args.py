@@ -16,8 +16,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, MutableMapping
+from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final, NoReturn, Unpack
@@ -30,21 +30,32 @@ from dynamo.contract.config import (
     WorkerConfig,
     WorkerFields,
 )
+from dynamo.contract.endpoint_name import ENDPOINT_SCHEME, parse_endpoint
+from dynamo.contract.flag_values import (
+    one_of,
+    read_chaos_plan,
+    read_endpoint,
+    read_endpoint_types,
+    read_name,
+    read_non_negative,
+    read_positive,
+    read_structural_tag,
+    read_template,
+    read_words,
+)
+from dynamo.contract.flags import FlagGroup
 from dynamo.contract.modes import DisaggregationMode, parse_disaggregation_mode
 from dynamo.contract.parsers import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.errors import InvalidArgument
-from dynamo.protocol.model_types import parse_endpoint_types
 from dynamo.protocol.parsers import REASONING_PARSERS, TOOL_PARSERS
-from dynamo.protocol.structural_tag import check_structural_tag
-from dynamo.runtime.settings import FALSY, TRUTHY
+from dynamo.protocol.structural_tag import TAG_SCHEMAS, TAG_SCOPES
+from dynamo.runtime.distributed import DISCOVERY_BACKENDS
 
 __all__ = ["BackendArgumentParser", "add_backend_arguments", "worker_config_from"]
 
-DISCOVERY_BACKENDS: Final = ("auto", "etcd", "file", "kubernetes", "mem")
 REQUEST_PLANES: Final = ("tcp", "nats")
 EVENT_PLANES: Final = ("zmq", "nats")
 THINKING_MODES: Final = ("enabled", "disabled")
-ENDPOINT_SCHEME: Final = "dyn://"
 
 
 class BackendArgumentParser(argparse.ArgumentParser):
@@ -71,7 +82,7 @@ def add_backend_arguments(
     The environment is read here, and judged when the arguments are parsed (a bad variable does not matter when the flag
     is given).
     """
-    flags = _Flags(os.environ if env is None else env)
+    flags = FlagGroup(os.environ if env is None else env)
     _add_identity(flags.group(parser, "worker identity"), component, endpoint, endpoint_types)
     _add_planes(flags.group(parser, "discovery and transport"))
     _add_role(flags.group(parser, "role and routing"))
@@ -79,7 +90,7 @@ def add_backend_arguments(
     _add_operation(flags.group(parser, "operation"))
     _add_stored(flags.group(parser, "multimodal and diagnostics"))
     _add_tls(flags.group(parser, "transport security"))
-    _add_chaos(flags.group(parser, "faults on purpose"))
+    _add_chaos(flags.group(parser, "fault injection"))
 
 
 def worker_config_from(
@@ -96,7 +107,7 @@ def worker_config_from(
     (`environ`, the process's own by default), where the runtime reads them.
     """
     _check_chaos(args)
-    merged: WorkerFields = {**_split_endpoint(args.endpoint), **overrides}
+    merged: WorkerFields = {**_endpoint_fields(args.endpoint), **overrides}
     config = WorkerConfig.from_runtime_config(args, model_name, served_model_name, **merged)
     _export(args, os.environ if environ is None else environ)
     if args.dump_config_to:
@@ -107,72 +118,72 @@ def worker_config_from(
 # -- the groups, in the order of --help -------------------------------------------------------------------------------
 
 
-def _add_identity(flags: _Flags, component: str, endpoint: str, endpoint_types: str) -> None:
+def _add_identity(flags: FlagGroup, component: str, endpoint: str, endpoint_types: str) -> None:
     suffix = flags.env.get("DYN_NAMESPACE_WORKER_SUFFIX", "").strip()
     flags.add(
         "--namespace",
         "DYN_NAMESPACE",
         "dynamo",
         "deployment this worker belongs to; DYN_NAMESPACE_WORKER_SUFFIX, when set, is appended with a dash",
-        read=lambda text: _name(text) + (f"-{suffix}" if suffix else ""),
+        read=lambda text: read_name(text) + (f"-{suffix}" if suffix else ""),
     )
-    flags.add("--component", "DYN_COMPONENT", component, "name shared by the replicas of this worker", read=_name)
+    flags.add("--component", "DYN_COMPONENT", component, "name shared by the replicas of this worker", read=read_name)
     flags.add(
         "--endpoint",
         "DYN_ENDPOINT",
         endpoint,
         "endpoint name, or dyn://NAMESPACE.COMPONENT.ENDPOINT for all three at once",
-        read=_endpoint,
+        read=read_endpoint,
     )
     flags.add(
         "--endpoint-types",
         "DYN_ENDPOINT_TYPES",
         endpoint_types,
         "OpenAI surfaces to serve, a comma list of chat, completions, embeddings, tensor, images, videos, audios",
-        read=_endpoint_types,
+        read=read_endpoint_types,
         aliases=("--dyn-endpoint-types",),
     )
 
 
-def _add_planes(flags: _Flags) -> None:
+def _add_planes(flags: FlagGroup) -> None:
     flags.add(
         "--discovery-backend",
         "DYN_DISCOVERY_BACKEND",
         "auto",  # the runtime decides, and says in one line what and why
         f"where workers and frontends find each other: {', '.join(DISCOVERY_BACKENDS)}; "
         "file needs no service (its root is DYN_FILE_KV); auto is etcd when ETCD_ENDPOINTS is set, else file",
-        read=_one_of(DISCOVERY_BACKENDS),
+        read=one_of(DISCOVERY_BACKENDS),
     )
     flags.add(
         "--request-plane",
         "DYN_REQUEST_PLANE",
         "tcp",
         f"how requests travel: {', '.join(REQUEST_PLANES)}",
-        read=_one_of(REQUEST_PLANES),
+        read=one_of(REQUEST_PLANES),
     )
     flags.add(
         "--response-plane",
         "DYN_RESPONSE_PLANE",
         "tcp",
         f"how answers travel on the native wire: {', '.join(RESPONSE_PLANES)}",
-        read=_one_of(RESPONSE_PLANES),
+        read=one_of(RESPONSE_PLANES),
     )
     flags.add(
         "--event-plane",
         "DYN_EVENT_PLANE",
         None,
         f"how KV events and load reports travel: {', '.join(EVENT_PLANES)} (default: zmq)",
-        read=_one_of(EVENT_PLANES),
+        read=one_of(EVENT_PLANES),
     )
 
 
-def _add_role(flags: _Flags) -> None:
+def _add_role(flags: FlagGroup) -> None:
     flags.add(
         "--disaggregation-mode",
         "DYN_DISAGGREGATION_MODE",
         DisaggregationMode.AGGREGATED.value,
         f"role of this worker: {', '.join(mode.value for mode in DisaggregationMode)}",
-        read=_mode,
+        read=parse_disaggregation_mode,
     )
     flags.switch(
         "--route-to-encoder",
@@ -201,34 +212,34 @@ def _add_role(flags: _Flags) -> None:
     )
 
 
-def _add_text(flags: _Flags) -> None:
+def _add_text(flags: FlagGroup) -> None:
     flags.add(
         "--custom-jinja-template",
         "DYN_CUSTOM_JINJA_TEMPLATE",
         None,
         "file with a chat template that replaces the model's own",
-        read=_template,
+        read=read_template,
     )
     flags.add(
         "--dyn-tool-call-parser",
         "DYN_TOOL_CALL_PARSER",
         None,
         f"parser of the model's tool calls: {', '.join(get_tool_parser_names())}",
-        read=_one_of(TOOL_PARSERS),
+        read=one_of(TOOL_PARSERS),
     )
     flags.add(
         "--dyn-reasoning-parser",
         "DYN_REASONING_PARSER",
         None,
         f"parser of the model's reasoning: {', '.join(get_reasoning_parser_names())}",
-        read=_one_of(REASONING_PARSERS),
+        read=one_of(REASONING_PARSERS),
     )
     flags.add(
         "--dyn-default-thinking-mode",
         "DYN_DEFAULT_THINKING_MODE",
         None,
         f"whether a request that does not say thinks: {', '.join(THINKING_MODES)}",
-        read=_one_of(THINKING_MODES),
+        read=one_of(THINKING_MODES),
     )
     flags.switch(
         "--exclude-tools-when-tool-choice-none",
@@ -247,26 +258,26 @@ def _add_text(flags: _Flags) -> None:
         "DYN_STRUCTURAL_TAG_SCOPE",
         "auto",
         "when the tag applies: auto, always",
-        read=_one_of(("auto", "always")),
+        read=one_of(TAG_SCOPES),
     )
     flags.add(
         "--dyn-structural-tag-schema",
         "DYN_STRUCTURAL_TAG_SCHEMA",
         "auto",
         "how strictly arguments follow their schema: auto, strict",
-        read=_one_of(("auto", "strict")),
+        read=one_of(TAG_SCHEMAS),
     )
     flags.add(
         "--dyn-structural-tag",
         "DYN_STRUCTURAL_TAG",
         None,
         "true, false, or a JSON object; the newer form of the three flags above",
-        read=_structural_tag,
+        read=read_structural_tag,
         dest="structural_tag",
     )
 
 
-def _add_operation(flags: _Flags) -> None:
+def _add_operation(flags: FlagGroup) -> None:
     # Judged in `health_check`, which warns and goes without a canary: a bad probe must not stop a worker.
     # Its variable is read there too, because it also applies to workers that never parse a command line.
     flags.add(
@@ -280,17 +291,19 @@ def _add_operation(flags: _Flags) -> None:
         "DYN_ENGINE_REQUEST_LIMIT",
         None,
         "requests this worker runs at once; a few more wait, the rest are declined",
-        read=_positive,
+        read=read_positive,
     )
     flags.switch("--enable-rl", "DYN_ENABLE_RL", False, "serve the reinforcement-learning discovery endpoint")
     flags.switch("--allow-download", "DYN_ALLOW_DOWNLOAD", False, "look model names up on the hub (or write hub:NAME)")
     flags.add("--dump-config-to", "DYN_DUMP_CONFIG_TO", None, "write the resolved configuration to this file as JSON")
 
 
-def _add_stored(flags: _Flags) -> None:
+def _add_stored(flags: FlagGroup) -> None:
     flags.switch("--fpm-trace", "DYN_FPM_TRACE", False, "trace forward passes (engines that support it)")
-    flags.add("--connector", "DYN_CONNECTOR", None, "KV connectors of the engine, a comma list", read=_words)
-    flags.add("--output-modalities", "DYN_OUTPUT_MODALITIES", None, "what the engine makes, a comma list", read=_words)
+    flags.add("--connector", "DYN_CONNECTOR", None, "KV connectors of the engine, a comma list", read=read_words)
+    flags.add(
+        "--output-modalities", "DYN_OUTPUT_MODALITIES", None, "what the engine makes, a comma list", read=read_words
+    )
     flags.add("--media-output-fs-url", "DYN_MEDIA_OUTPUT_FS_URL", None, "where media are written, a file URL")
     flags.add("--media-output-http-url", "DYN_MEDIA_OUTPUT_HTTP_URL", None, "where clients fetch them, an HTTP URL")
     flags.add(
@@ -298,11 +311,11 @@ def _add_stored(flags: _Flags) -> None:
         "DYN_MULTIMODAL_EMBEDDING_CACHE_CAPACITY_GB",
         None,
         "memory for cached embeddings, GB",
-        read=_non_negative,
+        read=read_non_negative,
     )
 
 
-def _add_tls(flags: _Flags) -> None:
+def _add_tls(flags: FlagGroup) -> None:
     for flag, variable, what in _TLS_FLAGS:
         if flag.endswith("-insecure"):
             flags.switch(flag, variable, None, what)
@@ -310,8 +323,10 @@ def _add_tls(flags: _Flags) -> None:
             flags.add(flag, variable, None, what)
 
 
-def _add_chaos(flags: _Flags) -> None:
-    flags.add("--chaos", "DYN_CHAOS", None, "break as this plan says (TOML); needs --allow-chaos too", read=_chaos)
+def _add_chaos(flags: FlagGroup) -> None:
+    flags.add(
+        "--chaos", "DYN_CHAOS", None, "break as this plan says (TOML); needs --allow-chaos too", read=read_chaos_plan
+    )
     flags.switch("--allow-chaos", "DYN_ALLOW_CHAOS", None, "permit fault injection in this process")
     flags.add("--chaos-name", "DYN_CHAOS_NAME", None, "what this process is called in the plan (default: worker)")
 
@@ -341,217 +356,11 @@ _EXPORTED: Final = {
 }
 
 
-# -- how a flag finds its variable ------------------------------------------------------------------------------------
-
-
-class _FromEnvironment(str):
-    """The text of a variable; argparse passes it to the flag's reader when the flag is not given."""
-
-    __slots__ = ("variable",)
-    variable: str
-
-    @classmethod
-    def read(cls, variable: str, env: Mapping[str, str]) -> _FromEnvironment | None:
-        text = env.get(variable, "").strip()
-        if not text:
-            return None
-        value = cls(text)
-        value.variable = variable
-        return value
-
-
-class _Switch(argparse.Action):
-    """A positive and a negative flag for one value, whose default may be the text of a variable."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, *, negative: str, **options: Any) -> None:
-        super().__init__([*option_strings, negative], dest, nargs=0, **options)
-        self._negative = negative
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, option_string != self._negative)
-
-    def format_usage(self) -> str:
-        return " | ".join(self.option_strings)
-
-
-@dataclass(frozen=True)
-class _Flags:
-    """Adds flags to one group of a parser, each with its variable."""
-
-    env: Mapping[str, str]
-    target: Any = None  # argparse keeps the type of its groups private
-
-    def group(self, parser: argparse.ArgumentParser, title: str) -> _Flags:
-        return _Flags(self.env, parser.add_argument_group(title))
-
-    def add(
-        self,
-        flag: str,
-        variable: str | None,
-        default: str | None,
-        what: str,
-        *,
-        read: Callable[[str], Any] = str,
-        aliases: Iterable[str] = (),
-        dest: str | None = None,
-    ) -> None:
-        self.target.add_argument(
-            flag,
-            *aliases,
-            type=_reader(read),
-            default=self._default(variable, default),
-            metavar=_metavar(flag),
-            dest=dest or _dest(flag),
-            help=_help(what, variable, default),
-        )
-
-    def switch(self, flag: str, variable: str, default: bool | None, what: str, *, negative: str | None = None) -> None:
-        self.target.add_argument(
-            flag,
-            action=_Switch,
-            negative=negative or f"--no-{flag[2:]}",
-            type=_reader(_boolean),
-            default=self._default(variable, default),
-            dest=_dest(flag),
-            help=_help(what, variable, {True: "on", False: None, None: None}[default]),
-        )
-
-    def _default(self, variable: str | None, default: Any) -> Any:
-        found = _FromEnvironment.read(variable, self.env) if variable else None
-        return default if found is None else found
-
-
-def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    def checked(text: str) -> Any:
-        try:
-            return read(text)
-        except (ValueError, InvalidArgument) as error:
-            where = f"{text.variable}: " if isinstance(text, _FromEnvironment) else ""
-            raise argparse.ArgumentTypeError(f"{where}{error}") from error
-
-    return checked
-
-
-def _help(what: str, variable: str | None, default: str | None) -> str:
-    said = f" (default: {default})" if default is not None else ""
-    return f"{what}{said}{f' [{variable}]' if variable else ''}".replace("%", "%%")
-
-
-def _dest(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _metavar(flag: str) -> str:
-    return flag.rpartition("-")[2].upper()
-
-
-# -- readers of one value: return it, or raise ValueError with what to write instead ----------------------------------
-
-
-def _one_of(allowed: tuple[str, ...]) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        word = text.strip().lower()
-        if word not in allowed:
-            raise ValueError(f"{text!r} is not one of {', '.join(allowed)}")
-        return word
-
-    return read
-
-
-def _name(text: str) -> str:
-    name = text.strip()
-    if not name or any(character in "./\\" or character.isspace() for character in name):
-        raise ValueError(f"{text!r} is not a name: it must not be empty or hold dots, slashes or blanks")
-    return name
-
-
-def _endpoint(text: str) -> str:
-    if not text.startswith(ENDPOINT_SCHEME):
-        return _name(text)
-    parts = text.removeprefix(ENDPOINT_SCHEME).split(".")
-    if len(parts) != 3:
-        raise ValueError(f"{text!r} is not {ENDPOINT_SCHEME}NAMESPACE.COMPONENT.ENDPOINT")
-    return ENDPOINT_SCHEME + ".".join(_name(part) for part in parts)
-
-
-def _split_endpoint(text: str) -> WorkerFields:
+def _endpoint_fields(text: str) -> WorkerFields:
     if not text.startswith(ENDPOINT_SCHEME):
         return {}
-    namespace, component, endpoint = text.removeprefix(ENDPOINT_SCHEME).split(".")
+    namespace, component, endpoint = parse_endpoint(text)
     return {"namespace": namespace, "component": component, "endpoint": endpoint}
-
-
-def _endpoint_types(text: str) -> str:
-    parse_endpoint_types(text)
-    return text
-
-
-def _mode(text: str) -> DisaggregationMode:
-    return parse_disaggregation_mode(text)
-
-
-def _template(text: str) -> str:
-    path = Path(text).expanduser()
-    if not path.is_file():
-        raise ValueError(f"no such file: {text}")
-    return str(path)
-
-
-def _boolean(text: str) -> bool:
-    word = text.strip().lower()
-    if word in TRUTHY:
-        return True
-    if word in FALSY:
-        return False
-    raise ValueError(f"{text!r} is neither true nor false")
-
-
-def _chaos(text: str) -> str:
-    from dynamo.runtime.chaos.admission import check_real  # a worker without a plan does without this
-    from dynamo.runtime.chaos.plan import read_plan
-
-    check_real(read_plan(text), text)
-    return text
-
-
-def _structural_tag(text: str) -> dict[str, Any] | None:
-    if text.strip().lower() in TRUTHY | FALSY:
-        return {} if _boolean(text) else None
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"{text!r} is neither true, false nor a JSON object")
-    check_structural_tag(value)
-    return value
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.strip().isascii() and text.strip().isdigit() else 0
-    if number < 1:
-        raise ValueError(f"{text!r} is not a number above 0")
-    return number
-
-
-def _non_negative(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise ValueError(f"{text!r} is not a number of at least 0")
-    return number
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in (part.strip() for part in text.split(",")) if word]
 
 
 # -- effects ----------------------------------------------------------------------------------------------------------

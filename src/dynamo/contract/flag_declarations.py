@@ -14,6 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
+from dynamo.contract.flag_values import read_boolean
+from dynamo.runtime.settings import TRUTHY
+
 __all__ = [
     "ArgGroup",
     "ConfigBase",
@@ -83,7 +86,7 @@ def env_or_default(env_var: str, default: T, value_type: Reader | None = None) -
         return default
     read: Any = value_type or (type(default) if default is not None else str)
     if read is bool:
-        return text.strip().lower() in ("1", "true", "yes", "on")  # type: ignore[return-value]
+        return text.strip().lower() in TRUTHY  # type: ignore[return-value]
     if read is list:
         return text.split()  # type: ignore[return-value]
     return read(text)  # type: ignore[no-any-return]
@@ -144,12 +147,10 @@ def add_negatable_bool_argument(
 
 def parse_bool(value: str) -> bool:
     """Read true/false, 1/0, on/off, yes/no; an empty text is false. Raises ArgumentTypeError for another word."""
-    word = value.strip().lower()
-    if word in ("1", "true", "yes", "on"):
-        return True
-    if word in ("", "0", "false", "no", "off"):
-        return False
-    raise argparse.ArgumentTypeError("expected one of: true/false, 1/0, on/off, yes/no")
+    try:
+        return read_boolean(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError("expected one of: true/false, 1/0, on/off, yes/no") from None
 
 
 def nullable_int(value: str) -> int | None:

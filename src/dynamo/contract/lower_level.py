@@ -8,26 +8,14 @@ import os
 from collections.abc import Callable
 from typing import Any, Final
 
+from dynamo.contract.endpoint_name import parse_endpoint
 from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.model_types import parse_endpoint_types as parse_surfaces
 from dynamo.runtime import DistributedRuntime
 
 __all__ = ["create_runtime", "get_worker_namespace", "parse_endpoint", "parse_endpoint_types", "run_async"]
 
-ENDPOINT_SCHEME: Final = "dyn://"
 DEFAULT_NAMESPACE: Final = "dynamo"
-
-
-def parse_endpoint(endpoint: str) -> tuple[str, str, str]:
-    """Split `dyn://NAMESPACE.COMPONENT.ENDPOINT`, with or without the scheme. Raises ValueError for another form."""
-    parts = endpoint.removeprefix(ENDPOINT_SCHEME).split(".")
-    if len(parts) != 3:
-        raise ValueError(
-            f"{endpoint!r} is not an endpoint; write {ENDPOINT_SCHEME}NAMESPACE.COMPONENT.ENDPOINT, or the same without "
-            f"{ENDPOINT_SCHEME}"
-        )
-    namespace, component, name = parts
-    return namespace, component, name
 
 
 def parse_endpoint_types(endpoint_types_str: str) -> ModelType:
