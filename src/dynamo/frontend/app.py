@@ -102,6 +102,7 @@ class Frontend:
             concurrent_loads=settings.concurrent_model_loads,
         )
         self.exchanges = ExchangeRegister()
+        self.metrics.read_stage_requests(self.exchanges.count_in_stage)
         stall_policy = StallPolicy(
             settings.stall_floor_seconds,
             settings.stall_factor,
@@ -182,6 +183,7 @@ class Frontend:
         self.metrics.event_loop_delay.observe(late)
         self.metrics.event_loop_lag.set(late)
         self.models.measure_queues(now)
+        self.models.measure_tokenizers()
         if late > STALL_SECONDS:
             self.metrics.event_loop_stalls.inc()
         due = now + LOOP_PROBE_SECONDS

@@ -161,6 +161,7 @@ class LoadFollower:
             logger.warning("a load report is not readable and ignored: %s", error)
             return
         self.busy_workers.report(load)
+        self._models.note_load(load)
 
 
 class BusyThresholdRoute:

@@ -16,6 +16,8 @@ _MIGRATION_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.
 _EVENT_LOOP_BUCKETS: Final = (0.0, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _TOKENIZER_LATENCY_MS_BUCKETS: Final = (0.5, *(float(2**exponent) for exponent in range(10)))
 
+_WORKER: Final = ("worker_id", "dp_rank", "worker_type")
+
 FAMILIES: Final = (
     Family(
         "requests_started_total",
@@ -191,6 +193,36 @@ FAMILIES: Final = (
     Family(
         "model_load_failures_total", "counter", "Failed attempts to load a model's tokenizer and template", ("model",)
     ),
+    Family(
+        "stage_requests",
+        "gauge",
+        "Requests in a stage now: `preprocess`, `route` (until a worker got them) or `dispatch` (until their first output); `phase` is empty",
+        ("stage", "phase"),
+    ),
+    Family("tokenizer_cache_hits_total", "counter", "Chunks of prompts whose tokens were in the tokenizer's cache"),
+    Family("tokenizer_cache_misses_total", "counter", "Chunks of prompts that had to be tokenised"),
+    Family("tokenizer_cache_cached_tokens_total", "counter", "Prompt tokens from the tokenizer's cache", ("model",)),
+    Family("tokenizer_cache_uncached_tokens_total", "counter", "Prompt tokens that had to be tokenised", ("model",)),
+    Family(
+        "worker_active_decode_blocks",
+        "gauge",
+        "KV blocks of the requests that run at a worker, as it reported; known while its model has [thresholds](settings.md)",
+        _WORKER,
+    ),
+    Family(
+        "worker_active_prefill_tokens",
+        "gauge",
+        "Prompt tokens that wait for their prefill at a worker, as it reported; as above",
+        _WORKER,
+    ),
+    Family(
+        "worker_last_time_to_first_token_seconds",
+        "gauge",
+        "From arrival to the first token, of the last request that a worker answered",
+        _WORKER,
+    ),
+    Family("worker_last_input_sequence_tokens", "gauge", "Prompt tokens of that request", _WORKER),
+    Family("worker_last_inter_token_latency_seconds", "gauge", "Mean time between tokens of that request", _WORKER),
 )
 """Every metric of a frontend, without its prefix, in the order of the page."""
 

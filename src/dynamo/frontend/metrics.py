@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final, Literal, Protocol
+from weakref import WeakKeyDictionary
 
 from dynamo.frontend.metric_families import FAMILIES, MODEL_FACTS
 from dynamo.frontend.pipeline.stage_timer import ROUTE, STAGES, StageTimer
+from dynamo.frontend.worker_gauges import WorkerGauges
 from dynamo.router.migration import Move
 from dynamo.router.stall_detector import StallKind
 from dynamo.runtime.metric_snapshots import absorb
@@ -115,6 +118,35 @@ class RouteSeries:
         self.request_success: Counter = owner._requests.labels(model, endpoint, request_type, "success", "")
 
 
+class CacheTotals(Protocol):
+    """The running totals of a tokenizer's cache."""
+
+    hits: int
+    misses: int
+    cached_tokens: int
+    uncached_tokens: int
+
+
+class TokenizerCacheCounters:
+    """Turns the running totals of tokenizer caches into counters, which never fall when a model is loaded anew."""
+
+    def __init__(
+        self, hits: Counter, misses: Counter, cached_tokens: Vector[Counter], uncached_tokens: Vector[Counter]
+    ) -> None:
+        self._hits, self._misses = hits, misses
+        self._cached, self._uncached = cached_tokens, uncached_tokens
+        self._seen: WeakKeyDictionary[CacheTotals, tuple[int, int, int, int]] = WeakKeyDictionary()
+
+    def count(self, model: str, totals: CacheTotals) -> None:
+        """Count what was added to `totals` since the last call with the same object."""
+        now = (totals.hits, totals.misses, totals.cached_tokens, totals.uncached_tokens)
+        before = self._seen.get(totals, (0, 0, 0, 0))
+        counters = (self._hits, self._misses, self._cached.labels(model), self._uncached.labels(model))
+        for counter, total, known in zip(counters, now, before, strict=True):
+            counter.inc(max(0, total - known))
+        self._seen[totals] = now
+
+
 class FrontendMetrics:
     """All families of the frontend, registered once in the runtime's registry."""
 
@@ -171,7 +203,13 @@ class FrontendMetrics:
         self.processes = one("processes").gauge(registry)
         self.processes.set(1)
         self.process_restarts = one("process_restarts_total").counter(registry)
-        self._facts = (f"{prefix}_model_", f"{prefix}_event_loop_lag_", "process_start_time_", "process_max_fds")
+        self._facts = (
+            f"{prefix}_model_",
+            f"{prefix}_worker_",
+            f"{prefix}_event_loop_lag_",
+            "process_start_time_",
+            "process_max_fds",
+        )
         self.event_loop_delay = one("event_loop_delay_seconds").histogram(registry)
         self.event_loop_lag = one("event_loop_lag_seconds").gauge(registry)
         self.event_loop_stalls = one("event_loop_stall_total").counter(registry)
@@ -181,6 +219,14 @@ class FrontendMetrics:
         self._moves = counters("model_migration_total")
         self._move_seconds = one("model_migration_duration_seconds").histograms(registry)
         self._refusals = counters("refusals_total")
+        self._stage_requests = gauges("stage_requests")
+        self.tokenizer_cache = TokenizerCacheCounters(
+            one("tokenizer_cache_hits_total").counter(registry),
+            one("tokenizer_cache_misses_total").counter(registry),
+            counters("tokenizer_cache_cached_tokens_total"),
+            counters("tokenizer_cache_uncached_tokens_total"),
+        )
+        self.workers = WorkerGauges(registry, self._families)
         self._registry = registry
         self._models: dict[str, ModelSeries] = {}
         self._routes: dict[tuple[str, str, str], RouteSeries] = {}
@@ -201,6 +247,11 @@ class FrontendMetrics:
     def _is_fact(self, name: str) -> bool:
         """Whether a gauge says the same in every process, or the worst of them is what counts."""
         return name.startswith(self._facts)
+
+    def read_stage_requests(self, count: Callable[[str], int]) -> None:
+        """From now on `count` gives the requests of each stage, at scrape time."""
+        for stage in ("preprocess", "route", "dispatch"):
+            self._stage_requests.labels(stage, "").read_from(partial(count, stage))
 
     def refused(self, limit: str) -> None:
         """A limit of the listener was hit; `limit` is one of a fixed set of names."""

@@ -32,7 +32,7 @@ BYTES_PER_ID: Final = 8  # a reference: see `_ints`
 DEFAULT_MAX_BYTES: Final = 64 * 1024 * 1024
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class CacheStats:
     """Running totals, exact but for racing threads. A chunk is a hit or a miss; a text too short to look up is neither."""
 

@@ -26,6 +26,7 @@ from dynamo.frontend.pipeline.parsing import report_chat_template, warn_of_missi
 from dynamo.placement import Policy
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
 from dynamo.protocol.records import UNREADABLE, ModelCard
+from dynamo.router.busy_workers import LoadReport
 from dynamo.router.dispatch import Dispatcher
 from dynamo.router.pool import WorkerClient, WorkerPool
 from dynamo.router.prefill import PrefillRouter
@@ -33,6 +34,7 @@ from dynamo.router.query_of_death import QueriesOfDeath
 from dynamo.router.stages import PrefillStage
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Delete, Discovery, Put
 from dynamo.text.model import TextModel
+from dynamo.text.prefix_cache import CachedTokenizer
 
 __all__ = ["ModelDirectory", "ServedModel", "WorkerClient"]
 
@@ -664,13 +666,29 @@ class ModelDirectory:
         self._pending_names = self._book.names - frozenset(self._by_name)
         self._announce()
 
+    def note_load(self, load: LoadReport) -> None:
+        """Show what a rank of a worker reported."""
+        self._metrics.workers.loaded(
+            load.worker_id, load.dp_rank, load.active_decode_blocks, load.active_prefill_tokens
+        )
+
+    def measure_tokenizers(self) -> None:
+        """Count what the caches of the tokenizers did since the last call; once a second is often enough."""
+        for model in self._served.values():
+            tokenizer = model.text.tokenizer
+            if isinstance(tokenizer, CachedTokenizer):
+                self._metrics.tokenizer_cache.count(model.name, tokenizer.stats)
+
     def _count_workers(self) -> None:
         counts: dict[tuple[str, str], int] = {}
+        roles: dict[int, str] = {}
         for key in self._book.keys:
             group = self._book.group(key)
             reachable = 0 if group is None else sum(map(self._has_instance, group.accepted))
             counts[key.model, key.role] = counts.get((key.model, key.role), 0) + reachable
+            roles |= {} if group is None else {entry.instance_id: key.role for entry in group.accepted}
         self._metrics.count_workers(counts)
+        self._metrics.workers.keep_only(roles)
 
     def _note_presence(self) -> None:
         """Note which models lost their last worker, and forget those that wait for no other one."""

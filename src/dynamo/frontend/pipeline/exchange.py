@@ -36,6 +36,13 @@ class Phase(enum.IntEnum):
     ENDED = 5  # answered in full, or failed: its connection is no longer its concern
 
 
+_STAGE_PHASES: Final = {
+    "preprocess": Phase.ADMITTED,
+    "route": Phase.PREPROCESSED,
+    "dispatch": Phase.DISPATCHED,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """What came in, and when."""
@@ -136,6 +143,11 @@ class ExchangeRegister:
 
     def __iter__(self) -> Iterator[Exchange]:
         return iter(list(self._exchanges))
+
+    def count_in_stage(self, stage: str) -> int:
+        """Return how many requests are in a stage: "preprocess", "route" or "dispatch". May be called in any thread."""
+        phase = _STAGE_PHASES[stage]
+        return sum(exchange.phase is phase for exchange in self)
 
     def add(self, exchange: Exchange) -> None:
         self._exchanges[exchange] = None

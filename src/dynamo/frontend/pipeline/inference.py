@@ -249,6 +249,11 @@ class Call:
         )
         exchange.timer.ended()
         self._pipeline.metrics.observe_stages(exchange.timer)
+        first = exchange.counters.first_token_seconds
+        if work.instances and first is not None:
+            pace = exchange.counters.generating_seconds / max(1, work.completion_tokens - 1)
+            worker_id = work.instances[-1].instance_id
+            self._pipeline.metrics.workers.answered(worker_id, first, work.prompt_tokens, pace)
         end_record(exchange, now)
 
     async def _fail(self, exchange: Exchange, error: Exception, sink: AnswerSink, stream: AnswerStream | None) -> None:
