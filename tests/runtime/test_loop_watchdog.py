@@ -47,10 +47,7 @@ async def test_the_place_is_the_engines_line_and_not_the_librarys(tmp_path: Path
     assert found == ("engine.py:4 (<lambda>)", True)
 
 
-async def test_an_installed_engine_is_named_when_nothing_of_its_user_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dynamo.runtime.loop_watchdog._PACKAGES", (str(tmp_path / "site-packages"),))
+async def test_an_installed_engine_is_named_when_nothing_of_its_user_runs(tmp_path: Path) -> None:
     engine = load(
         tmp_path / "site-packages" / "engine.py", "def generate(look, frame):\n    look.append(place_of(frame()))\n"
     )

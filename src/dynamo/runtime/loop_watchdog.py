@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable
@@ -29,8 +29,8 @@ LOOK_SECONDS: Final = 0.1  # while a block lasts: how often the thread looks whe
 LOG_INTERVAL_SECONDS: Final = 10.0  # an engine that blocks at every token must not fill the disk
 STANDSTILL_SECONDS: Final = 0.5  # the thread itself woke up this late: perhaps the whole process stood still
 
-_STDLIB: Final = tuple({path for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name))})
-_PACKAGES: Final = tuple({path for name in ("purelib", "platlib") if (path := sysconfig.get_path(name))})
+_STDLIB: Final = str(Path(os.__file__).parent)
+_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
 _ROOT: Final = str(Path(__file__).parent.parent)
 _MACHINERY: Final = tuple(f"{_ROOT}/{room}/" for room in ("runtime", "worker", "contract"))
 _LOOP_FUNCTIONS: Final = frozenset({"_run", "_run_once", "run", "run_forever", "run_until_complete"})
@@ -67,9 +67,9 @@ def place_of(frame: FrameType | None) -> tuple[str, bool] | None:
             other = other or frame
         elif file.startswith(_ROOT):
             return _name_frame(frame), True
-        elif file.startswith(_PACKAGES):
+        elif any(folder in file for folder in _PACKAGES):
             installed = installed or frame
-        elif file.startswith((*_STDLIB, "<")):
+        elif file.startswith((_STDLIB, "<")):
             other = other or (None if file.endswith("/selectors.py") else frame)  # a loop that waits runs nothing
         else:
             return _name_frame(frame), True
@@ -123,7 +123,6 @@ class LoopWatchdog:
         self._answer_probes = answer_probes
         self._clock = clock
         self._registry = metrics
-        self._metrics: LoopBlockMetrics | None = None
         self._ticked_at = 0.0
         self._ticked_cpu = 0.0
         self._seen: tuple[float, str] | None = None  # the tick that a block followed, and where the block stands
@@ -137,7 +136,7 @@ class LoopWatchdog:
         """Watch the running loop; idempotent."""
         if self._thread is not None or self._threshold_seconds <= 0:
             return
-        self._metrics = LoopBlockMetrics(self._registry)  # now: a process that only calls others has no such series
+        LoopBlockMetrics(self._registry)  # now: a process that only calls others has no such series
         self._ticked_at, self._ticked_cpu = self._clock(), time.process_time()
         self._thread = threading.Thread(
             target=self._watch, args=(threading.get_ident(),), name="loop watchdog", daemon=True
@@ -180,9 +179,9 @@ class LoopWatchdog:
 
     def _end_block(self, block: Block) -> None:
         self.last_block = block
-        if self._metrics is not None:
-            self._metrics.blocks.inc()
-            self._metrics.blocked_seconds.inc(block.seconds)
+        metrics = LoopBlockMetrics(self._registry)
+        metrics.blocks.inc()
+        metrics.blocked_seconds.inc(block.seconds)
         self._log.warning("the event loop runs again; it was blocked for %s", block)
 
     # -- in the thread -----------------------------------------------------------------------------------------------
