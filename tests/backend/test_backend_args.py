@@ -166,7 +166,7 @@ BAD = [
     (["--component", "a/b"], "--component"),
     (["--endpoint", "dyn://a.b"], "dyn://NAMESPACE.COMPONENT.ENDPOINT"),
     (["--endpoint-types", "chat,chta"], "unknown endpoint type 'chta'"),
-    (["--discovery-backend", "zookeeper"], "auto, etcd, file, kubernetes, mem"),
+    (["--discovery-backend", "zookeeper"], "auto, file, mem, etcd, kubernetes"),
     (["--request-plane", "x"], "tcp, nats"),
     (["--response-plane", "x"], "tcp, quic"),
     (["--event-plane", "x"], "zmq, nats"),
