@@ -15,7 +15,7 @@ from dynamo.frontend.models.directory import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer, merged
 from dynamo.frontend.pipeline.events import ChoiceOutput, Logprobs
 from dynamo.frontend.pipeline.exchange import Exchange
-from dynamo.frontend.pipeline.generation import WorkRequest
+from dynamo.frontend.pipeline.generation import Plan, WorkRequest
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.model_types import ModelType
@@ -69,18 +69,18 @@ class Answer:
 
     @property
     def choices(self) -> int:
-        return len(self.work.prompts) * self.work.choices
+        return len(self.work.plan.prompts) * self.work.plan.choices
 
     def usage(self) -> bytes | None:
         """Return the usage so far; None where nothing counts the tokens."""
-        work = self.work
-        if not work.is_usage_known:
+        tally = self.work.tally
+        if not tally.is_usage_known:
             return None
         return usage_json(
-            work.prompt_tokens,
-            work.completion_tokens,
-            cached_tokens=work.cached_tokens,
-            reasoning_tokens=work.reasoning_tokens,
+            tally.prompt_tokens,
+            tally.completion_tokens,
+            cached_tokens=tally.cached_tokens,
+            reasoning_tokens=tally.reasoning_tokens,
         )
 
     def logprob_items(self, found: Logprobs) -> list[TokenLogprob]:
@@ -113,9 +113,11 @@ class Answer:
             "completion_token_ids": token_ids if "completion_token_ids" in wanted else None,
             "engine_data": engine_data if "engine_data" in wanted else None,
         }
-        if "worker_id" in wanted and self.work.instances:
-            worker_id = self.work.instances[-1].instance_id
-            prefill_id = worker_id if self.work.prefill_instance_id is None else self.work.prefill_instance_id
+        if "worker_id" in wanted and self.work.tally.instances:
+            worker_id = self.work.tally.instances[-1].instance_id
+            prefill_id = (
+                worker_id if self.work.tally.prefill_instance_id is None else self.work.tally.prefill_instance_id
+            )
             members["worker_id"] = {"prefill_worker_id": prefill_id, "decode_worker_id": worker_id}
         if finished and "timing" in wanted:
             members["timing"] = self._timing()
@@ -207,8 +209,8 @@ class Api(ABC, Generic[R]):
     @abstractmethod
     async def prepare(
         self, preprocessor: Preprocessor, request: R, effects: HeaderEffects, model: ServedModel, timer: StageTimer
-    ) -> tuple[WorkRequest, str | None]:
-        """Return the work, and the text that was tokenised."""
+    ) -> tuple[Plan, str | None]:
+        """Return the plan, and the text that was tokenised."""
 
     @abstractmethod
     def renderer(self, answer: Answer, options: RenderOptions) -> Renderer:

@@ -10,7 +10,7 @@ from dynamo.frontend.apis.chat_dispatch import DispatchEvents
 from dynamo.frontend.models.directory import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer, CollectedChoice
 from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
-from dynamo.frontend.pipeline.generation import WorkRequest
+from dynamo.frontend.pipeline.generation import Plan
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.model_types import ModelType
@@ -47,7 +47,7 @@ class ChatApi(Api[ChatRequest]):
         effects: HeaderEffects,
         model: ServedModel,
         timer: StageTimer,
-    ) -> tuple[WorkRequest, str | None]:
+    ) -> tuple[Plan, str | None]:
         return await preprocessor.chat(request, effects, model, timer)
 
     def renderer(self, answer: Answer, options: RenderOptions) -> Renderer:
@@ -62,7 +62,7 @@ class _ChatRenderer(Renderer):
         dispatches = options.dispatches_calls or options.dispatches_reasoning
         self._dispatch = DispatchEvents(options) if dispatches else None
         self._is_plain = not (options.continuous_usage or answer.wants_nvext or dispatches)
-        self._is_spliced = self._is_plain and not answer.wants_logprobs and answer.work.parsing is None
+        self._is_spliced = self._is_plain and not answer.wants_logprobs and answer.work.plan.parsing is None
         self._chunks: ChatStream | None = None
         self._calls: dict[int, int] = {}  # how many began, by choice
         self._reasoning_head = json_text(options.reasoning_field) + b":"

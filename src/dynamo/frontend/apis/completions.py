@@ -10,7 +10,7 @@ from dynamo.frontend.apis.echo import EchoedPrompts
 from dynamo.frontend.models.directory import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer
 from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
-from dynamo.frontend.pipeline.generation import WorkRequest
+from dynamo.frontend.pipeline.generation import Plan
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.model_types import ModelType
@@ -45,7 +45,7 @@ class CompletionApi(Api[CompletionRequest]):
         effects: HeaderEffects,
         model: ServedModel,
         timer: StageTimer,
-    ) -> tuple[WorkRequest, str | None]:
+    ) -> tuple[Plan, str | None]:
         return await preprocessor.completion(request, effects, model, timer)
 
     def renderer(self, answer: Answer, options: RenderOptions) -> Renderer:
@@ -131,7 +131,7 @@ class _CompletionRenderer(Renderer):
 
     def _usage(self) -> bytes | None:
         if self._echo is not None and self._echo.drops_answer:
-            self._answer.work.completion_tokens = 0
+            self._answer.work.tally.completion_tokens = 0
         return self._answer.usage()
 
     def _opened(self) -> CompletionStream:

@@ -36,7 +36,7 @@ class EchoedPrompts:
 
     def text(self, choice: int) -> str:
         """Return the prompt of a choice, as the client sent it or as the text of its ids."""
-        number = choice // self._answer.work.choices
+        number = choice // self._answer.work.plan.choices
         source = self._request.prompts()[number]
         if isinstance(source, str):
             return source
@@ -47,7 +47,7 @@ class EchoedPrompts:
 
         Raises RequestRejected (400: another try would end alike) when the engine did not report those of the prompt.
         """
-        prompt = self._answer.work.prompts[choice // self._answer.work.choices]
+        prompt = self._answer.work.plan.prompts[choice // self._answer.work.plan.choices]
         positions = (engine_data or {}).get(PROMPT_LOGPROBS)
         if not isinstance(positions, Sequence) or len(positions) < len(prompt):
             raise RequestRejected(

@@ -16,7 +16,7 @@ from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
 from dynamo.frontend.pipeline.parsing_stage import ParsingStage
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
 from dynamo.frontend.pipeline.stage_timer import PARSE
-from dynamo.frontend.pipeline.text_generation import TextSource, TextWork
+from dynamo.frontend.pipeline.text_generation import TextSource, TextTally
 from dynamo.protocol.openai.escaping import json_text
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.openai.sse import annotation_event
@@ -35,13 +35,13 @@ class _Delivery:
         self._exchange = answer.exchange
         self._has_begun = False
         self._source: TokenSource | TextSource
-        if isinstance(work, TextWork):
-            self._source = TextSource(work, answer.rename)
+        if isinstance(work.tally, TextTally):
+            self._source = TextSource(work.tally, answer.rename)
         else:
             self._source = TokenSource(wants_logprobs=answer.wants_logprobs)
         self._stage: ParsingStage | None = None
-        if work.parsing is not None:
-            self._stage = ParsingStage(work.parsing, work, None if model.takes_text else model.text.tokenizer)
+        if work.plan.parsing is not None:
+            self._stage = ParsingStage(work.plan.parsing, work, None if model.takes_text else model.text.tokenizer)
 
     def _outputs(self, deltas: Sequence[Delta]) -> list[ChoiceOutput]:
         """Count one wake-up and return its events."""
@@ -84,7 +84,7 @@ class StreamDelivery(_Delivery):
         answer, timer = self._answer, self._exchange.timer
         timer.mark(PARSE)
         try:
-            if answer.work.is_single:
+            if answer.work.plan.is_single:
                 head = await self._send_single(stream, head)
             else:
                 async with aclosing(generate(answer.model, answer.work, self._exchange.context)) as batches:
@@ -195,7 +195,7 @@ def annotation_events(request: Request, answer: Answer, text: str | None) -> byt
         if name == "request_id":
             events.append(annotation_event(name, answer.id))
         elif name == "token_ids":
-            ids = [token for prompt in answer.work.prompts for token in prompt]
+            ids = [token for prompt in answer.work.plan.prompts for token in prompt]
             events.append(annotation_event(name, "[" + ",".join(map(str, ids)) + "]"))
         elif name == "formatted_prompt" and text is not None:
             events.append(annotation_event(name, text))

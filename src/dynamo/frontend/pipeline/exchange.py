@@ -15,7 +15,7 @@ from typing import Final
 from dynamo.errors import DynamoException
 from dynamo.frontend.admission.model import AdmissionSlot
 from dynamo.frontend.metrics import RequestMetrics
-from dynamo.frontend.pipeline.generation import WorkRequest
+from dynamo.frontend.pipeline.generation import Tally, WorkRequest
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.runtime.context import Context
 from dynamo.runtime.tracing import TraceContext
@@ -91,6 +91,11 @@ class Exchange:
         self.phase = Phase.RECEIVED
         self.phase_times: list[float | None] = [arrival.at, None, None, None, None, None]
         timer.on_dispatch = self._dispatched
+
+    @property
+    def tally(self) -> Tally | None:
+        """What came of it so far; None until it is preprocessed."""
+        return None if self.work is None else self.work.tally
 
     @property
     def request_id(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from dynamo.errors import DynamoException, Unknown, revive
@@ -17,7 +18,7 @@ from dynamo.frontend.pipeline.parsing import OutputPlan
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.router.dispatch import Dispatcher
-from dynamo.router.failover import DEFAULT_RETRIES, DispatchLimits, DispatchRequest
+from dynamo.router.failover import DispatchLimits, DispatchRequest
 from dynamo.router.migration import Move
 from dynamo.router.stall_detector import StallDetector
 from dynamo.runtime.context import Context
@@ -25,7 +26,7 @@ from dynamo.runtime.request_plane.base import Instance, StreamItem
 from dynamo.text.decoder import ChoiceDecoder
 from dynamo.text.model import TextModel
 
-__all__ = ["DEFAULT_RETRIES", "Choice", "Delta", "GenerationModel", "SingleGeneration", "WorkRequest", "generate"]
+__all__ = ["Choice", "Delta", "GenerationModel", "Plan", "SingleGeneration", "Tally", "WorkRequest", "generate"]
 
 _OPENAI_REASON: Final = {
     "stop": "stop",
@@ -43,73 +44,62 @@ class GenerationModel(Protocol):
     dispatcher: Dispatcher
 
 
-class WorkRequest:
-    """One client request, preprocessed: what every choice shares, and what came out in the end.
+_DEFAULT_LIMITS: Final = DispatchLimits()
 
-    `body` is the worker's request without its prompt; it is sent once per choice with `token_ids` set. After (and
-    during) `generate`, `prompt_tokens` and `completion_tokens` are the usage so far, `cached_tokens` is what the workers
-    reported, and `instances` says who served.
-    """
+
+class Tally:
+    """What came of a request so far: its usage, and the workers that served it."""
 
     __slots__ = (
         "_cached",
-        "body",
-        "choices",
         "completion_tokens",
         "finish_reason",
         "instances",
-        "is_single",
-        "longest_movable",
         "moves",
-        "overhead",
-        "parsing",
-        "pinned_instance_id",
         "prefill_instance_id",
         "prompt_tokens",
-        "prompts",
         "reasoning_tokens",
-        "retries",
-        "running",
-        "watch",
     )
 
-    def __init__(
-        self,
-        body: dict[str, Any],
-        prompts: Sequence[list[int]],
-        *,
-        n: int = 1,
-        pinned_instance_id: int | None = None,
-        retries: int = DEFAULT_RETRIES,
-        longest_movable: int | None = None,
-        overhead: StageTimer | None = None,
-    ) -> None:
-        """`n`: choices per prompt; choice i of prompt p has index `p * n + i`. `retries`: how many other workers each choice
-        may need; `longest_movable`: of how many tokens it may be when it does. `overhead`: where the times go."""
-        self.body = body
-        self.prompts = prompts
-        self.choices = n
-        self.pinned_instance_id = pinned_instance_id
-        self.retries = retries
-        self.longest_movable = longest_movable
-        self.running: tuple[Choice, ...] = ()
-        self.watch: StallDetector | None = None  # moves it when it makes no progress; None: nothing does
-        self.moves: list[Move] = []  # for the metrics; bounded by `retries` and the number of choices
-        self.overhead = overhead or StageTimer()
-        self.prompt_tokens = sum(map(len, prompts))
-        self.is_single = n == 1 and len(prompts) == 1
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0
+        self.reasoning_tokens: int | None = None  # of `completion_tokens`; None: nothing counts them
         self.finish_reason: str | None = None  # of the choice that ended last
+        self.moves: list[Move] = []  # for the metrics; bounded by the retries and the number of choices
+        self.instances: list[Instance] = []  # the workers that answered
+        self.prefill_instance_id: int | None = None  # the worker that computed the prompt, where that was another one
         self._cached: dict[int, int] = {}  # prompt -> the most that was reported of it
-        self.instances: list[Instance] = []
-        self.parsing: OutputPlan | None = None  # how the text is read; None: it is shown as it comes
-        self.reasoning_tokens: int | None = None  # of `completion_tokens`; None: nobody counts them
-        self.prefill_instance_id: int | None = None  # who computed the prompt, where that was another worker
 
     @property
     def cached_tokens(self) -> int | None:
-        """How many of `prompt_tokens` the workers had cached; None when none of them said."""
+        """How many of `prompt_tokens` the workers had cached; None when none of them reported it."""
         return sum(self._cached.values()) if self._cached else None
+
+    @property
+    def is_usage_known(self) -> bool:
+        """Whether the counts are tokens of the model, and may be shown as usage."""
+        return True
+
+    def note_cached(self, prompt_index: int, tokens: int) -> None:
+        """Take over what a worker reports. Choices share their prompt and some engines repeat themselves: the most counts."""
+        self._cached[prompt_index] = max(tokens, self._cached.get(prompt_index, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request as it is to be served. Made once, before a worker is chosen.
+
+    `body` is the worker's request without its prompt; it is sent once per choice with `token_ids` set. Choice i of prompt p
+    has index `p * choices + i`.
+    """
+
+    body: dict[str, Any]
+    prompts: Sequence[list[int]]
+    choices: int = 1  # per prompt
+    pinned_instance_id: int | None = None
+    limits: DispatchLimits = _DEFAULT_LIMITS
+    parsing: OutputPlan | None = None  # how the text is read; None: it is shown as it comes
 
     @property
     def streams_per_prompt(self) -> int:
@@ -117,27 +107,38 @@ class WorkRequest:
         return self.choices
 
     @property
-    def is_usage_known(self) -> bool:
-        """Whether the counts are tokens of the model, and may be shown as usage."""
-        return True
+    def is_single(self) -> bool:
+        """Whether one request to a worker serves all of it."""
+        return len(self.prompts) * self.streams_per_prompt == 1
 
-    def open_choice(self, model: GenerationModel, context: Context, index: int, prompt: list[int]) -> Choice:
+    def tally(self) -> Tally:
+        """Return an empty tally of it."""
+        return Tally(sum(map(len, self.prompts)))
+
+    def open_choice(
+        self, model: GenerationModel, work: WorkRequest, context: Context, index: int, prompt: list[int]
+    ) -> Choice:
         """Make one choice of the request, ready to run."""
-        return _TokenChoice(model, self, context, index, prompt)
+        return _TokenChoice(model, work, context, index, prompt)
 
-    @property
-    def limits(self) -> DispatchLimits:
-        """What each choice may cost when workers fail."""
-        return DispatchLimits(self.retries, self.longest_movable)
+
+class WorkRequest:
+    """One request while it is served: its plan, what came of it so far, and the choices that run."""
+
+    __slots__ = ("plan", "running", "stall_detector", "tally", "timer")
+
+    def __init__(self, plan: Plan, timer: StageTimer, stall_detector: StallDetector | None = None) -> None:
+        """`stall_detector` moves the request when it makes no progress; None: nothing does."""
+        self.plan = plan
+        self.tally = plan.tally()
+        self.timer = timer
+        self.stall_detector = stall_detector
+        self.running: tuple[Choice, ...] = ()
 
     def fail_over_idle_streams(self, error: DynamoException) -> bool:
         """Move every choice to another worker, as none has sent anything for too long; False when no choice can move."""
         moved = [choice.stream.fail_over(error) for choice in self.running]  # all of them, not only the first that can
         return any(moved)
-
-    def note_cached(self, prompt_index: int, tokens: int) -> None:
-        """A worker reported this. Choices share their prompt and some engines repeat themselves: the most counts."""
-        self._cached[prompt_index] = max(tokens, self._cached.get(prompt_index, 0))
 
 
 class Delta:
@@ -175,7 +176,7 @@ async def generate(model: GenerationModel, work: WorkRequest, context: Context) 
     Raises:
         DynamoException: typed, also before the first delta; `errors.rule_of` tells what the client gets.
     """
-    if work.is_single:
+    if work.plan.is_single:
         async with aclosing(SingleGeneration(model, work, context)) as single:
             while (deltas := await single.next()) is not None:
                 yield deltas
@@ -191,7 +192,7 @@ class SingleGeneration:
     __slots__ = ("_choice",)
 
     def __init__(self, model: GenerationModel, work: WorkRequest, context: Context) -> None:
-        self._choice = work.open_choice(model, context, 0, work.prompts[0])
+        self._choice = work.plan.open_choice(model, work, context, 0, work.plan.prompts[0])
         work.running = (self._choice,)
 
     async def next(self) -> list[Delta] | None:
@@ -235,13 +236,13 @@ async def _fan_out(model: GenerationModel, work: WorkRequest, context: Context) 
     choices: list[Choice] = []
     unlink = []
     try:
-        for prompt_index, prompt in enumerate(work.prompts):
-            for number in range(work.streams_per_prompt):
-                index = prompt_index * work.choices + number
+        for prompt_index, prompt in enumerate(work.plan.prompts):
+            for number in range(work.plan.streams_per_prompt):
+                index = prompt_index * work.plan.choices + number
                 # Engines key their requests by id, so each choice gets one of its own.
                 child = context.detached(f"{context.id()}-{index}")
                 unlink.append(context.link_child(child))
-                choice = work.open_choice(model, child, index, prompt)
+                choice = work.plan.open_choice(model, work, child, index, prompt)
                 choices.append(choice)
                 # Ended and awaited in the `finally` below.
                 tasks.append(asyncio.create_task(pump(choice), name=f"choice {child.id()}"))
@@ -308,7 +309,7 @@ class Choice:
 
     @property
     def _prompt_index(self) -> int:
-        return self._index // self._work.choices
+        return self._index // self._work.plan.choices
 
 
 class _TokenChoice(Choice):
@@ -319,15 +320,15 @@ class _TokenChoice(Choice):
     def __init__(
         self, model: GenerationModel, work: WorkRequest, context: Context, index: int, prompt: list[int]
     ) -> None:
-        body = {**_for_choice(work.body, index % work.choices), "token_ids": prompt}
+        body = {**_for_choice(work.plan.body, index % work.plan.choices), "token_ids": prompt}
         request = DispatchRequest(
             body,
             prompt,
-            record=work,
-            timer=work.overhead,
-            limits=work.limits,
-            pinned_instance_id=work.pinned_instance_id,
-            stall_detector=work.watch,
+            record=work.tally,
+            timer=work.timer,
+            limits=work.plan.limits,
+            pinned_instance_id=work.plan.pinned_instance_id,
+            stall_detector=work.stall_detector,
         )
         self._generated = request.generated
         self._decoder = ChoiceDecoder(
@@ -344,7 +345,7 @@ class _TokenChoice(Choice):
         if plain is None or self._is_over:
             await super().push(accept, plain)
             return
-        work, generated, push_plain = self._work, self._generated, self._decoder.push_plain
+        tally, generated, push_plain = self._work.tally, self._generated, self._decoder.push_plain
 
         def take(items: list[StreamItem]) -> bool:
             # The hot path: nearly every batch is tokens and nothing else.
@@ -356,7 +357,7 @@ class _TokenChoice(Choice):
             else:
                 if (text := push_plain(ids)) is not None:
                     generated.extend(ids)
-                    work.completion_tokens += len(ids)
+                    tally.completion_tokens += len(ids)
                     return plain(text, len(ids))
             return accept([self._absorb(items)]) and not self._is_over
 
@@ -364,7 +365,7 @@ class _TokenChoice(Choice):
             # The same for ids that come alone.
             if (text := push_plain(ids)) is not None:
                 generated.extend(ids)
-                work.completion_tokens += len(ids)
+                tally.completion_tokens += len(ids)
                 return plain(text, len(ids))
             return accept([self._absorb([StreamItem(0, 0, 0, ids)])]) and not self._is_over
 
@@ -392,7 +393,7 @@ class _TokenChoice(Choice):
                 break
         delta.tokens = decoder.generated - before
         self._generated += delta.token_ids
-        self._work.completion_tokens += delta.tokens
+        self._work.tally.completion_tokens += delta.tokens
         if delta.tokens < len(delta.token_ids):  # a stop fired inside the chunk: what follows is not part of the answer
             del delta.token_ids[delta.tokens :]
             if delta.log_probs is not None:
@@ -415,13 +416,13 @@ class _TokenChoice(Choice):
         details = (extra.get("completion_usage") or {}).get("prompt_tokens_details") or {}
         if (cached := details.get("cached_tokens")) is not None:
             # A worker that went on for another one may have found more than the prompt in its cache.
-            self._work.note_cached(self._prompt_index, min(cached, len(self._request.prompt)))
+            self._work.tally.note_cached(self._prompt_index, min(cached, len(self._request.prompt)))
 
     def _finish(self, delta: Delta, reason: Any) -> None:
         decoder = self._decoder
         self._is_over = True
         if decoder.finish_reason is not None:
-            delta.finish_reason = self._work.finish_reason = decoder.finish_reason
+            delta.finish_reason = self._work.tally.finish_reason = decoder.finish_reason
             delta.stop_reason = decoder.stop_reason
             if reason is None:
                 self.stream.stop()  # a stop of ours: the worker may go on for a moment, but its stream is left
@@ -431,7 +432,7 @@ class _TokenChoice(Choice):
             except (EngineFailed, TypeError) as error:
                 raise Unknown(str(error)) from error
             delta.text += decoder.finish()
-            delta.finish_reason = self._work.finish_reason = _OPENAI_REASON[word]
+            delta.finish_reason = self._work.tally.finish_reason = _OPENAI_REASON[word]
         self.stream.finish()
 
 

@@ -21,7 +21,7 @@ from dynamo.frontend.models.directory import ModelDirectory, ServedModel
 from dynamo.frontend.pipeline.delivery import StreamDelivery, UnaryDelivery, annotation_events
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
 from dynamo.frontend.pipeline.failures import classify, rejection_of
-from dynamo.frontend.pipeline.generation import WorkRequest
+from dynamo.frontend.pipeline.generation import Tally, WorkRequest
 from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.request_records import CLIENT_LEFT, begin_record, end_record, log_declined
@@ -206,8 +206,8 @@ class Call:
             await self._fail(exchange, error, sink, stream)
         finally:
             exchange.end()
-            if exchange.work is not None and exchange.work.moves:
-                self._pipeline.metrics.moved(resolved.model.name, exchange.work.moves)
+            if exchange.tally is not None and exchange.tally.moves:
+                self._pipeline.metrics.moved(resolved.model.name, exchange.tally.moves)
             if expiry is not None:
                 expiry.cancel()
             if stream is not None:
@@ -219,9 +219,8 @@ class Call:
         """Prepare, generate and answer. Raises what went wrong on the way."""
         loop, pipeline, timer = asyncio.get_running_loop(), self._pipeline, exchange.timer
         request, model = resolved.request, resolved.model
-        work, text = await self._api.prepare(pipeline.preprocessor, request, resolved.effects, model, timer)
-        work.watch = pipeline.stalls
-        exchange.work = work
+        plan, text = await self._api.prepare(pipeline.preprocessor, request, resolved.effects, model, timer)
+        exchange.work = work = WorkRequest(plan, timer, pipeline.stalls)
         exchange.enter(Phase.PREPROCESSED, loop.time())
         answer = Answer(exchange, request, model, work)
         limit = self._settings.backend_stream_timeout_seconds
@@ -233,27 +232,27 @@ class Call:
             head = annotation_events(request, answer, text)
             with_usage = request.include_usage or self._settings.force_include_usage
             await StreamDelivery(answer, renderer, idle).send(stream, head, with_usage=with_usage)
-        self._count_end(exchange, work)
+        self._count_end(exchange, work.tally)
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
-    def _count_end(self, exchange: Exchange, work: WorkRequest) -> None:
+    def _count_end(self, exchange: Exchange, tally: Tally) -> None:
         """Count and log a request that was answered in full."""
         now = asyncio.get_running_loop().time()
         assert exchange.counters is not None
         exchange.counters.finish(
             now,
-            prompt_tokens=work.prompt_tokens,
-            output_tokens=work.completion_tokens,
-            cached_tokens=work.cached_tokens,
+            prompt_tokens=tally.prompt_tokens,
+            output_tokens=tally.completion_tokens,
+            cached_tokens=tally.cached_tokens,
         )
         exchange.timer.ended()
         self._pipeline.metrics.observe_stages(exchange.timer)
         first = exchange.counters.first_token_seconds
-        if work.instances and first is not None:
-            pace = exchange.counters.generating_seconds / max(1, work.completion_tokens - 1)
-            worker_id = work.instances[-1].instance_id
-            self._pipeline.metrics.workers.answered(worker_id, first, work.prompt_tokens, pace)
+        if tally.instances and first is not None:
+            pace = exchange.counters.generating_seconds / max(1, tally.completion_tokens - 1)
+            worker_id = tally.instances[-1].instance_id
+            self._pipeline.metrics.workers.answered(worker_id, first, tally.prompt_tokens, pace)
         end_record(exchange, now)
 
     async def _fail(self, exchange: Exchange, error: Exception, sink: AnswerSink, stream: AnswerStream | None) -> None:
@@ -307,5 +306,5 @@ def _keep_alive(settings: FrontendSettings, request: Request) -> float | None:
 
 def _used(exchange: Exchange) -> tuple[int, int]:
     """Return (prompt tokens, output tokens) of an answer that may not have begun."""
-    work = exchange.work
-    return (0, 0) if work is None else (work.prompt_tokens, work.completion_tokens)
+    tally = exchange.tally
+    return (0, 0) if tally is None else (tally.prompt_tokens, tally.completion_tokens)

@@ -40,7 +40,7 @@ class ParsingStage:
         self._choices: dict[int, _ParsedChoice] = {}
         self._counters: dict[int, ReasoningCounter] = {}
         if plan.reasoning is not None and tokenizer is not None:
-            work.reasoning_tokens = 0
+            work.tally.reasoning_tokens = 0
 
     def outputs(self, outputs: Sequence[ChoiceOutput]) -> list[ChoiceOutput]:
         """Return what the same wake-up shows once its text is read."""
@@ -83,13 +83,13 @@ class ParsingStage:
 
     def _count_reasoning(self, output: ChoiceOutput) -> None:
         work, tokenizer = self._work, self._tokenizer
-        if work.reasoning_tokens is None or tokenizer is None:
+        if work.tally.reasoning_tokens is None or tokenizer is None:
             return
         counter = self._counters.get(output.choice)
         if counter is None:
-            skip = (work.body.get("output_options") or {}).get("skip_special_tokens")
-            prompt = work.prompts[output.choice // work.choices]
+            skip = (work.plan.body.get("output_options") or {}).get("skip_special_tokens")
+            prompt = work.plan.prompts[output.choice // work.plan.choices]
             counter = self._counters[output.choice] = self._plan.counter(
                 tokenizer, prompt, skip_special_tokens=skip is None or bool(skip)
             )
-        work.reasoning_tokens += counter.count(output.token_ids)
+        work.tally.reasoning_tokens += counter.count(output.token_ids)

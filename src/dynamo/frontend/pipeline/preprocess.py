@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Final
@@ -13,10 +14,10 @@ from dynamo.errors import InvalidArgument
 from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.directory import ServedModel
-from dynamo.frontend.pipeline.generation import DEFAULT_RETRIES, WorkRequest
-from dynamo.frontend.pipeline.parsing import plan_output, tell_worker, think_marks
+from dynamo.frontend.pipeline.generation import Plan
+from dynamo.frontend.pipeline.parsing import OutputPlan, plan_output, tell_worker, think_marks
 from dynamo.frontend.pipeline.stage_timer import PARSE, QUEUE, TEMPLATE, TOKENISE, StageTimer
-from dynamo.frontend.pipeline.text_generation import text_prompts, text_work
+from dynamo.frontend.pipeline.text_generation import text_plan, text_prompts
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.guided_limits import find_excess
 from dynamo.protocol.openai.closed_schema import bounded_guidance
@@ -34,6 +35,7 @@ from dynamo.protocol.openai.requests import (
     to_worker_fields,
 )
 from dynamo.protocol.openai.tool_schema import forced_choice
+from dynamo.router.failover import DEFAULT_RETRIES, DispatchLimits
 from dynamo.text.control_tokens import Guarded, RenderedPrompt
 from dynamo.text.templates import INLINE_BUDGET, BudgetExceeded, BudgetSpec
 
@@ -50,15 +52,14 @@ class Preprocessor:
 
     async def chat(
         self, request: ChatRequest, effects: HeaderEffects, model: ServedModel, overhead: StageTimer
-    ) -> tuple[WorkRequest, str | None]:
+    ) -> tuple[Plan, str | None]:
         """The work, and the text that was tokenised (None when the client sent ids).
 
         Raises `InvalidArgument` when the template refuses, `RequestRejected` when the prompt is too long.
         """
         if model.takes_text:
-            text_only = text_work(request, self._work(request, effects, model, [[]], overhead))
-            self._plan(request, model, text_only, "")
-            return text_only, None
+            text_only = text_plan(request, self._plan(request, effects, model, [[]]))
+            return replace(text_only, parsing=self._parsing(request, model, text_only, "")), None
         began = perf_counter()
         text: str | None = None
         ids = request.token_data
@@ -72,44 +73,43 @@ class Preprocessor:
             else:
                 prompt = RenderedPrompt(text)
             ids = await self._encode(model, prompt, overhead)
-        work = self._work(request, effects, model, [ids], overhead)
-        self._check_length(work, model, is_chat=True)
-        self._plan(request, model, work, text)
+        plan = self._plan(request, effects, model, [ids])
+        self._check_length(plan, model, is_chat=True)
+        plan = replace(plan, parsing=self._parsing(request, model, plan, text))
         self._metrics.preprocess_seconds.observe(perf_counter() - began)
-        return work, text
+        return plan, text
 
     async def completion(
         self, request: CompletionRequest, effects: HeaderEffects, model: ServedModel, overhead: StageTimer
-    ) -> tuple[WorkRequest, str | None]:
+    ) -> tuple[Plan, str | None]:
         """As `chat`, for a batch of prompts without a template; the text is that of a single prompt."""
         if model.takes_text:
             empty: list[list[int]] = [[] for _ in text_prompts(request)]
-            return text_work(request, self._work(request, effects, model, empty, overhead)), None
+            return text_plan(request, self._plan(request, effects, model, empty)), None
         began = perf_counter()
         sources = request.prompts()
         prompts = [
             await self._encode(model, RenderedPrompt(prompt), overhead) if isinstance(prompt, str) else prompt
             for prompt in sources
         ]
-        work = self._work(request, effects, model, prompts, overhead)
-        self._check_length(work, model, is_chat=False)
+        plan = self._plan(request, effects, model, prompts)
+        self._check_length(plan, model, is_chat=False)
         self._metrics.preprocess_seconds.observe(perf_counter() - began)
         only = sources[0] if len(sources) == 1 else None
-        return work, only if isinstance(only, str) else None
+        return plan, only if isinstance(only, str) else None
 
-    def _plan(self, request: ChatRequest, model: ServedModel, work: WorkRequest, prompt: str | None) -> None:
-        """Choose the parsers of the answer, and tell the worker what follows from them."""
+    def _parsing(self, request: ChatRequest, model: ServedModel, plan: Plan, prompt: str | None) -> OutputPlan | None:
+        """Choose the parsers of the answer, and write what follows from them into the worker's request."""
         config = model.card.runtime_config
         if config.tool_call_parser is None and config.reasoning_parser is None and forced_choice(request) is None:
-            return
+            return None
         tokenizer = model.text.tokenizer
-        plan = work.parsing = plan_output(
-            request, config, prompt=prompt, tokenizer=tokenizer, prompt_ids=work.prompts[0]
-        )
-        if plan is not None and work.body:
+        parsing = plan_output(request, config, prompt=prompt, tokenizer=tokenizer, prompt_ids=plan.prompts[0])
+        if parsing is not None and plan.body:
             closes = not self._settings.open_guided_objects
-            tell_worker(request, config, plan, tokenizer, work.body, closes_objects=closes)
-            self._check_guided(work.body)
+            tell_worker(request, config, parsing, tokenizer, plan.body, closes_objects=closes)
+            self._check_guided(plan.body)
+        return parsing
 
     async def _rendered(self, request: ChatRequest, model: ServedModel) -> RenderedPrompt:
         """Render here where that is quick, else in the executor: a template may be anybody's program."""
@@ -172,14 +172,13 @@ class Preprocessor:
         self._metrics.tokenizer_latency.observe(seconds * 1000)
         return ids
 
-    def _work(
+    def _plan(
         self,
         request: ChatRequest | CompletionRequest,
         effects: HeaderEffects,
         model: ServedModel,
         prompts: list[list[int]],
-        overhead: StageTimer,
-    ) -> WorkRequest:
+    ) -> Plan:
         for annotation in request.annotations:
             if annotation.startswith(_QUERY):
                 raise not_built("The annotation `query_instance_id:` is not in this version", "nvext.annotations")
@@ -207,16 +206,9 @@ class Preprocessor:
         longest = self._settings.migration_max_seq_len
         if longest is not None and max(map(len, prompts), default=0) > longest:
             limit = 0
-        return WorkRequest(
-            body,
-            prompts,
-            n=request.choices_per_prompt,
-            pinned_instance_id=pinned,
-            # The card's 0 is what a native worker writes when nobody asked: it does not mean "give up at once".
-            retries=max(DEFAULT_RETRIES, model.card.migration_limit) if limit is None else limit,
-            longest_movable=longest,
-            overhead=overhead,
-        )
+        # The card's 0 is what a native worker writes when nobody asked: it does not mean "give up at once".
+        retries = max(DEFAULT_RETRIES, model.card.migration_limit) if limit is None else limit
+        return Plan(body, prompts, request.choices_per_prompt, pinned, DispatchLimits(retries, longest))
 
     def _check_guided(self, body: dict[str, Any]) -> None:
         """Refuse a grammar or schema that could end a worker's compiler."""
@@ -228,7 +220,7 @@ class Preprocessor:
             400, f"Validation: guided decoding: `{excess.member}` {excess.detail}", param=f"guided_{excess.member}"
         )
 
-    def _check_length(self, work: WorkRequest, model: ServedModel, *, is_chat: bool) -> None:
+    def _check_length(self, plan: Plan, model: ServedModel, *, is_chat: bool) -> None:
         """Refuse what cannot fit before a worker is bothered; fill in the token limit where a budget defines it."""
         budget = model.card.runtime_config.runtime_data.get("token_budget")
         budget = budget if isinstance(budget, dict) else {}
@@ -236,7 +228,7 @@ class Preprocessor:
         combined = budget.get("combined_limit")
         if isinstance(combined, int):
             limit = combined if limit is None or budget.get("reject_prompt_overflow") else min(limit, combined)
-        longest = max(map(len, work.prompts), default=0)
+        longest = max(map(len, plan.prompts), default=0)
         if limit is not None and longest >= limit:
             raise RequestRejected(
                 400,
@@ -247,7 +239,7 @@ class Preprocessor:
             )
         if not isinstance(combined, int):
             return
-        stops = work.body["stop_conditions"]
+        stops = plan.body["stop_conditions"]
         asked = stops["max_tokens"]
         if asked is None:
             if not is_chat:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dynamo.frontend.pipeline.exchange import Exchange
-from dynamo.frontend.pipeline.generation import WorkRequest
+from dynamo.frontend.pipeline.generation import Tally
 from dynamo.frontend.pipeline.stage_timer import ROUTE, WIRE
 from dynamo.runtime.logging import close_log_span, enter_log_span, request_level
 from dynamo.runtime.request_log import COMPLETED, RECEIVED
@@ -128,51 +128,51 @@ def _end_span(span: RequestSpan, exchange: Exchange, http_status: int, error_typ
         span.set_attribute("error.type", error_type)
         if http_status >= 500:  # a client's mistake is not an error of the server's span
             span.set_status("error", error_type)
-    work = exchange.work
-    if work is not None:
+    tally = exchange.tally
+    if tally is not None:
         span.set_attribute(_RESPONSE_ID, exchange.context.id())
-        span.set_attribute(_INPUT_TOKENS, work.prompt_tokens)
-        span.set_attribute(_OUTPUT_TOKENS, work.completion_tokens)
-        if work.cached_tokens is not None:
-            span.set_attribute(_CACHED_TOKENS, work.cached_tokens)
-        if work.finish_reason is not None:
-            span.set_attribute(_FINISH_REASONS, (work.finish_reason,))
+        span.set_attribute(_INPUT_TOKENS, tally.prompt_tokens)
+        span.set_attribute(_OUTPUT_TOKENS, tally.completion_tokens)
+        if tally.cached_tokens is not None:
+            span.set_attribute(_CACHED_TOKENS, tally.cached_tokens)
+        if tally.finish_reason is not None:
+            span.set_attribute(_FINISH_REASONS, (tally.finish_reason,))
         first = None if exchange.counters is None else exchange.counters.first_token_seconds
         if first is not None:
             span.set_attribute(_FIRST_CHUNK, first)
-        for name, value in _workers(work).items():
+        for name, value in _workers(tally).items():
             span.set_attribute(f"dynamo.{name}", value)
     _add_parts(span, exchange.timer.seconds)
     span.finish()
 
 
 def _stream_fields(exchange: Exchange) -> dict[str, Any]:
-    counted, work = exchange.counters, exchange.work
+    counted, tally = exchange.counters, exchange.tally
     assert counted is not None
     first = counted.first_token_seconds
     fields: dict[str, Any] = {"ttft_ms": None if first is None else _milliseconds(first)}
-    if work is None:
+    if tally is None:
         return fields
-    tokens = work.completion_tokens
+    tokens = tally.completion_tokens
     return {
-        "input_tokens": work.prompt_tokens,
+        "input_tokens": tally.prompt_tokens,
         "output_tokens": tokens,
-        "cached_tokens": work.cached_tokens,
+        "cached_tokens": tally.cached_tokens,
         **fields,
         "avg_itl_ms": _milliseconds(counted.generating_seconds / (tokens - 1)) if tokens > 1 else None,
-        "finish_reason": work.finish_reason,
-        **_workers(work),
-        "migrations": len(work.moves) or None,
+        "finish_reason": tally.finish_reason,
+        **_workers(tally),
+        "migrations": len(tally.moves) or None,
     }
 
 
-def _workers(work: WorkRequest) -> dict[str, str]:
+def _workers(tally: Tally) -> dict[str, str]:
     """The instances that served, as lower-case hex: as their own logs and metrics name them."""
     found: dict[str, str] = {}
-    if work.prefill_instance_id is not None:
-        found["prefill_worker_id"] = f"{work.prefill_instance_id:x}"
-    if work.instances:
-        found["decode_worker_id"] = f"{work.instances[-1].instance_id:x}"
+    if tally.prefill_instance_id is not None:
+        found["prefill_worker_id"] = f"{tally.prefill_instance_id:x}"
+    if tally.instances:
+        found["decode_worker_id"] = f"{tally.instances[-1].instance_id:x}"
     return found
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
 from dynamo.errors import DynamoException, Unknown, revive
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
-from dynamo.frontend.pipeline.generation import Choice, Delta, GenerationModel, WorkRequest
+from dynamo.frontend.pipeline.generation import Choice, Delta, GenerationModel, Plan, Tally, WorkRequest
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.plain_text import TextChunk, TextDelta, count, prompt_tokens, read_chunk
@@ -25,56 +26,34 @@ from dynamo.runtime.request_plane.base import StreamItem
 from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, Reasoning
 from dynamo.text.stops import StopStrings
 
-__all__ = ["TextSource", "TextWork", "text_prompts", "text_work"]
+__all__ = ["TextPlan", "TextSource", "TextTally", "text_plan", "text_prompts"]
 
 _TOKEN_ONLY: Final = ("prompt_logprobs", "stop_token_ids", "allowed_token_ids", "bad_words_token_ids")
 
 
-class TextWork(WorkRequest):
-    """A request to a text model: one body and one stream per prompt, whatever the number of choices."""
+class TextTally(Tally):
+    """Until the worker reports usage the counts are bytes of UTF-8: metrics need some count, clients never see it."""
 
-    __slots__ = ("_prompt_counts", "_usage_of", "bodies", "include_stop", "stops", "worker_answer_id")
+    __slots__ = ("_prompt_counts", "_reported", "worker_answer_id")
 
-    def __init__(
-        self, request: ChatRequest | CompletionRequest, work: WorkRequest, bodies: list[dict[str, Any]]
-    ) -> None:
-        super().__init__(
-            {},
-            work.prompts,
-            n=work.choices,
-            pinned_instance_id=work.pinned_instance_id,
-            retries=work.retries,
-            overhead=work.overhead,
-        )
-        self.is_single = len(bodies) == 1
-        self.bodies = bodies
-        self.stops = work.body["stop_conditions"]["stop"] or []
-        self.include_stop = request.include_stop_str_in_output is True
-        self.worker_answer_id: str | None = None  # what the worker calls its answer
-        # Until the worker reports usage the counts are bytes of UTF-8. Metrics need some count, clients never see it.
+    def __init__(self, bodies: Sequence[Mapping[str, Any]]) -> None:
         self._prompt_counts = [prompt_tokens(body) for body in bodies]
-        self.prompt_tokens = sum(self._prompt_counts)
-        self._usage_of: set[int] = set()  # the prompts with a usage of the worker's own
-
-    @property
-    def streams_per_prompt(self) -> int:
-        return 1
+        self._reported: set[int] = set()  # the prompts with a usage of the worker's own
+        self.worker_answer_id: str | None = None  # what the worker calls its answer
+        super().__init__(sum(self._prompt_counts))
 
     @property
     def is_usage_known(self) -> bool:
         """Whether the worker has reported usage for every prompt."""
-        return len(self._usage_of) == len(self.bodies)
-
-    def open_choice(self, model: GenerationModel, context: Context, index: int, prompt: list[int]) -> Choice:
-        return _TextStream(model, self, context, index)
+        return len(self._reported) == len(self._prompt_counts)
 
     def has_usage(self, prompt_index: int) -> bool:
         """Whether the worker has reported usage for this prompt."""
-        return prompt_index in self._usage_of
+        return prompt_index in self._reported
 
     def note_usage(self, prompt_index: int, usage: Mapping[str, Any]) -> None:
         """Take over what the worker reports of a prompt, but for the tokens of its answer."""
-        self._usage_of.add(prompt_index)
+        self._reported.add(prompt_index)
         prompt = usage.get("prompt_tokens")
         if isinstance(prompt, int):
             self.prompt_tokens += prompt - self._prompt_counts[prompt_index]
@@ -82,7 +61,29 @@ class TextWork(WorkRequest):
         if isinstance(cached := _detail(usage, "prompt_tokens_details", "cached_tokens"), int):
             self.note_cached(prompt_index, cached)
         if isinstance(reasoning := _detail(usage, "completion_tokens_details", "reasoning_tokens"), int):
-            self.reasoning_tokens = reasoning if self.is_single else (self.reasoning_tokens or 0) + reasoning
+            is_only = len(self._prompt_counts) == 1
+            self.reasoning_tokens = reasoning if is_only else (self.reasoning_tokens or 0) + reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class TextPlan(Plan):
+    """A request to a text model: one body and one stream per prompt, whatever the number of choices."""
+
+    bodies: Sequence[dict[str, Any]] = ()
+    stops: Sequence[str] = ()
+    include_stop: bool = False
+
+    @property
+    def streams_per_prompt(self) -> int:
+        return 1
+
+    def tally(self) -> TextTally:
+        return TextTally(self.bodies)
+
+    def open_choice(
+        self, model: GenerationModel, work: WorkRequest, context: Context, index: int, prompt: list[int]
+    ) -> Choice:
+        return _TextStream(model, work, context, index, self)
 
 
 def _detail(usage: Mapping[str, Any], group: str, name: str) -> Any:
@@ -99,14 +100,14 @@ def text_prompts(request: CompletionRequest) -> list[str]:
     return texts
 
 
-def text_work(request: ChatRequest | CompletionRequest, work: WorkRequest) -> TextWork:
-    """`work` (for its routing and retries) as work for a text model.
+def text_plan(request: ChatRequest | CompletionRequest, plan: Plan) -> TextPlan:
+    """Return `plan` (for its routing and limits) as the plan for a text model.
 
     Raises RequestRejected (400) naming the field that only token ids could serve.
     """
     if request.token_data is not None:
         raise _needs_tokens("nvext.token_data", "cannot be served")
-    stops = work.body["stop_conditions"]
+    stops = plan.body["stop_conditions"]
     for name in _TOKEN_ONLY:
         if getattr(request, name):
             raise _needs_tokens(name, "cannot be served")
@@ -119,7 +120,16 @@ def text_work(request: ChatRequest | CompletionRequest, work: WorkRequest) -> Te
     bodies = [body]
     if isinstance(request, CompletionRequest):
         bodies = [{**body, "prompt": prompt} for prompt in text_prompts(request)]
-    return TextWork(request, work, bodies)
+    return TextPlan(
+        {},
+        plan.prompts,
+        plan.choices,
+        plan.pinned_instance_id,
+        plan.limits,
+        bodies=bodies,
+        stops=stops["stop"] or (),
+        include_stop=request.include_stop_str_in_output is True,
+    )
 
 
 def _needs_tokens(field: str, verdict: str) -> RequestRejected:
@@ -139,17 +149,17 @@ class TextDeltas(Delta):
 class TextSource:
     """Events from the deltas of a model that takes text."""
 
-    __slots__ = ("_answer_id", "_work")
+    __slots__ = ("_answer_id", "_tally")
 
-    def __init__(self, work: TextWork, answer_id: Callable[[str], None]) -> None:
+    def __init__(self, tally: TextTally, answer_id: Callable[[str], None]) -> None:
         """`answer_id` is called with what the worker calls its answer, before the first event."""
-        self._work = work
+        self._tally = tally
         self._answer_id: Callable[[str], None] | None = answer_id
 
     def outputs(self, deltas: Sequence[Delta]) -> list[ChoiceOutput]:
         """Return what the chunks of one wake-up hold."""
-        if self._answer_id is not None and self._work.worker_answer_id is not None:
-            self._answer_id(self._work.worker_answer_id)
+        if self._answer_id is not None and self._tally.worker_answer_id is not None:
+            self._answer_id(self._tally.worker_answer_id)
             self._answer_id = None
         return [output for delta in deltas if isinstance(delta, TextDeltas) for output in delta.outputs]
 
@@ -205,24 +215,25 @@ class _OpenChoice:
 class _TextStream(Choice):
     """The choices of one prompt, whose stream is made of OpenAI's chunks."""
 
-    __slots__ = ("_choices", "_text_work")
+    __slots__ = ("_choices", "_tally")
 
-    def __init__(self, model: GenerationModel, work: TextWork, context: Context, index: int) -> None:
-        self._text_work = work
+    def __init__(self, model: GenerationModel, work: WorkRequest, context: Context, index: int, plan: TextPlan) -> None:
+        assert isinstance(work.tally, TextTally)
+        self._tally = work.tally
         request = DispatchRequest(
-            work.bodies[index // work.choices],
+            plan.bodies[index // plan.choices],
             (),
-            record=work,
-            timer=work.overhead,
-            limits=work.limits,
-            pinned_instance_id=work.pinned_instance_id,
+            record=work.tally,
+            timer=work.timer,
+            limits=plan.limits,
+            pinned_instance_id=plan.pinned_instance_id,
             takes_text=True,
-            stall_detector=work.watch,
+            stall_detector=work.stall_detector,
         )
-        stops, include = work.stops, work.include_stop
+        stops, include = plan.stops, plan.include_stop
         self._choices = [
             _OpenChoice(index + number, StopStrings(stops, include=include) if stops else None)
-            for number in range(work.choices)
+            for number in range(plan.choices)
         ]
         super().__init__(model, work, context, index, request)
 
@@ -246,11 +257,11 @@ class _TextStream(Choice):
             self._is_over = True
 
     def _absorb(self, items: Sequence[StreamItem]) -> TextDeltas:
-        delta, work, request = TextDeltas(self._index), self._text_work, self._request
+        delta, tally, request = TextDeltas(self._index), self._tally, self._request
         for item in items:
             chunk = _chunk_of(item)
-            if work.worker_answer_id is None and work.is_single:
-                work.worker_answer_id = chunk.id
+            if tally.worker_answer_id is None and self._work.plan.is_single:
+                tally.worker_answer_id = chunk.id
             for one in chunk.deltas:
                 if one.choice >= len(self._choices):
                     raise Unknown(f"the worker sent choice {one.choice} of a request for {len(self._choices)}")
@@ -261,14 +272,16 @@ class _TextStream(Choice):
                 tokens = count(one.text) + count(one.reasoning)
                 request.text_tokens += tokens
                 delta.tokens += tokens
-                work.completion_tokens += tokens
+                tally.completion_tokens += tokens
                 if events := choice.events(one):
                     delta.outputs.append(ChoiceOutput(choice.index, events))
+                    if isinstance(last := events[-1], Finished):
+                        tally.finish_reason = last.reason
             if chunk.usage is not None:
                 self._note_usage(chunk.usage)
         if all(choice.is_over for choice in self._choices):
             request.is_complete = True  # from here on only usage can follow
-            if work.has_usage(self._prompt_index):
+            if tally.has_usage(self._prompt_index):
                 self._is_over = True
                 self.stream.finish()
             elif any(choice.has_run_on for choice in self._choices):
@@ -277,10 +290,10 @@ class _TextStream(Choice):
         return delta
 
     def _note_usage(self, usage: Mapping[str, Any]) -> None:
-        self._text_work.note_usage(self._prompt_index, usage)
+        self._tally.note_usage(self._prompt_index, usage)
         completion = usage.get("completion_tokens")
         if isinstance(completion, int):
-            self._work.completion_tokens += completion - self._request.text_tokens
+            self._tally.completion_tokens += completion - self._request.text_tokens
             self._request.text_tokens = completion
 
 
