@@ -4,9 +4,9 @@ from dynamo.router.dispatch import Dispatcher, RoutedStream
 from dynamo.router.failover import DispatchLimits, DispatchRequest
 from dynamo.router.handoff import Handoff, PrefillAnswer
 from dynamo.router.kv_feed import KvEventFeed, KvSink
-from dynamo.router.pool import ChosenWorker, WorkerClient, WorkerPool
+from dynamo.router.pool import ChosenWorker, ModelPool, WorkerClient
 from dynamo.router.prefill import PrefillRouter
-from dynamo.router.stages import DispatchRecord, PrefillStage, Stage
+from dynamo.router.stages import DispatchRecord, DispatchStage, PrefillStage
 from dynamo.router.stall_detector import StallDetector, StallPolicy
 
 __all__ = [
@@ -14,17 +14,17 @@ __all__ = [
     "DispatchLimits",
     "DispatchRecord",
     "DispatchRequest",
+    "DispatchStage",
     "Dispatcher",
     "Handoff",
     "KvEventFeed",
     "KvSink",
+    "ModelPool",
     "PrefillAnswer",
     "PrefillRouter",
     "PrefillStage",
     "RoutedStream",
-    "Stage",
     "StallDetector",
     "StallPolicy",
     "WorkerClient",
-    "WorkerPool",
 ]

@@ -76,7 +76,7 @@ class LoadReport(msgspec.Struct, frozen=True):
 
 
 class LoadedPool(Protocol):
-    """What is needed of a `WorkerPool`."""
+    """What is needed of a `ModelPool`."""
 
     name: str
     busy: frozenset[int]

@@ -14,9 +14,9 @@ from typing import Any
 from dynamo.errors import DynamoException, StreamIncomplete
 from dynamo.router.failover import DispatchRequest, Failover
 from dynamo.router.migration import Move, continued, tokens_left
-from dynamo.router.pool import ChosenWorker, WorkerPool
+from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.query_of_death import QueriesOfDeath, Suspect
-from dynamo.router.stages import Stage, StageJob, run_stages
+from dynamo.router.stages import DispatchStage, StageJob, run_stages
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseStream, StreamItem
 
@@ -32,7 +32,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        pool: WorkerPool,
+        pool: ModelPool,
         *,
         replacement_wait_seconds: float = 0.0,
         queries_of_death: QueriesOfDeath | None = None,
@@ -42,7 +42,7 @@ class Dispatcher:
         self.pool = pool
         self.queries_of_death = queries_of_death or QueriesOfDeath()
         self.replacement_wait_seconds = replacement_wait_seconds
-        self.stages: Sequence[Stage] = ()  # before the worker that answers
+        self.stages: Sequence[DispatchStage] = ()  # before the worker that answers
 
     def open(self, request: DispatchRequest, context: Context) -> RoutedStream:
         """Return the stream of a request's answer. Nothing is sent before it is read; close it on every path."""
@@ -146,44 +146,11 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         stream = self._stream
         if stream is None or self._is_closed:
             return
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        take = stream.take
-
-        def arrived() -> None:
-            try:
-                try:
-                    items = take()
-                    if items is None:
-                        self._on_missing_terminal_chunk()
-                except DynamoException as error:
-                    self._on_worker_lost(error)  # or else `next_batch` goes on elsewhere
-                    items = None
-                if items is not None and (not items or take_items(items)):
-                    return
-            except BaseException as error:
-                settle(error)
-            else:
-                settle(None)
-
-        def settle(error: BaseException | None) -> None:
-            stream.listen(None)
-            if done.done():
-                return
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-
         self.is_reading = True
-        stream.listen(arrived)
-        open_lane = getattr(stream, "open_lane", None)  # only `mux` has it, and nothing that stands in between
-        if take_tokens is not None and open_lane is not None:
-            open_lane(take_tokens, settle)
         try:
-            await done
+            await _listen(stream, take_items, self._on_missing_terminal_chunk, self._on_worker_lost)
         finally:
             self.is_reading = False
-            stream.listen(None)
 
     def finish(self) -> None:
         """Release the worker's stream: its terminal chunk was read."""
@@ -384,3 +351,45 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+async def _listen(
+    stream: ResponseStream,
+    take_items: Callable[[list[StreamItem]], bool],
+    on_end: Callable[[], None],
+    on_failure: Callable[[DynamoException], None],
+) -> None:
+    """Hand on what arrives until `take_items` returns False or the stream is over. The hot path: one call per wake-up.
+
+    `on_end` and `on_failure` are called when the stream ends and fails. What any of the three raises is raised here.
+    """
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    take = stream.take
+
+    def arrived() -> None:
+        failure: BaseException | None = None
+        try:
+            try:
+                items = take()
+                if items is None:
+                    on_end()
+            except DynamoException as error:
+                on_failure(error)
+                items = None
+            if items is not None and (not items or take_items(items)):
+                return
+        except BaseException as error:
+            failure = error
+        stream.listen(None)
+        if done.done():
+            return
+        if failure is None:
+            done.set_result(None)
+        else:
+            done.set_exception(failure)
+
+    stream.listen(arrived)
+    try:
+        await done
+    finally:
+        stream.listen(None)

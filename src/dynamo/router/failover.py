@@ -19,8 +19,8 @@ from dynamo.errors import (
 )
 from dynamo.placement import PlacementRequest, WorkerKey
 from dynamo.router.migration import migration_blocker
-from dynamo.router.pool import ChosenWorker, WorkerPool
-from dynamo.router.stages import DispatchRecord, StageTimer
+from dynamo.router.pool import ChosenWorker, ModelPool
+from dynamo.router.stages import DispatchRecord, DispatchTimer
 from dynamo.router.stall_detector import StallDetector
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance
@@ -66,7 +66,7 @@ class DispatchRequest:
         prompt: Sequence[int],
         *,
         record: DispatchRecord,
-        timer: StageTimer,
+        timer: DispatchTimer,
         limits: DispatchLimits,
         pinned_instance_id: int | None = None,
         takes_text: bool = False,
@@ -136,7 +136,7 @@ class Attempts:
         """Let a worker be tried again."""
         self._tried.pop(worker.key, None)
 
-    def readmit_restarted(self, pool: WorkerPool) -> None:
+    def readmit_restarted(self, pool: ModelPool) -> None:
         """Let workers be tried again that registered anew under their old id."""
         for key, instance in list(self._tried.items()):
             current = pool.instance(key[1])
@@ -150,7 +150,7 @@ class Failover:
     __slots__ = ("_context", "_pool", "_replacement_wait_seconds", "_request", "attempts", "exempt_error")
 
     def __init__(
-        self, pool: WorkerPool, request: DispatchRequest, context: Context, replacement_wait_seconds: float
+        self, pool: ModelPool, request: DispatchRequest, context: Context, replacement_wait_seconds: float
     ) -> None:
         self._pool, self._request, self._context = pool, request, context
         self._replacement_wait_seconds = replacement_wait_seconds

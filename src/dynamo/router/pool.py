@@ -1,6 +1,6 @@
 """The workers that registered one model in one role: who is a member, which of them is chosen, and the way to each.
 
-Every choice of a worker goes through `WorkerPool.choose`: the members' candidate records, the policy's choice, the instance.
+Every choice of a worker goes through `ModelPool.choose`: the members' candidate records, the policy's choice, the instance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.base import Instance, ResponseStream
 
-__all__ = ["ChosenWorker", "WorkerClient", "WorkerPool"]
+__all__ = ["ChosenWorker", "ModelPool", "WorkerClient"]
 
 
 class WorkerClient(Protocol):
@@ -60,7 +60,7 @@ class ChosenWorker(NamedTuple):
         return self.client.record_failure(self.instance, error)
 
 
-class WorkerPool:
+class ModelPool:
     """The members of one model and role, restricted to what their endpoints' clients have discovered.
 
     Workers of several models and roles may share an endpoint name; one model may stand on several endpoints.

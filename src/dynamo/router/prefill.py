@@ -28,12 +28,12 @@ from dynamo.placement import PlacementRequest, WorkerKey
 from dynamo.protocol.finish import LENGTH
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.handoff import Handoff, PrefillAnswer, decode_request, prefill_request, read_reply
-from dynamo.router.pool import ChosenWorker, WorkerPool
+from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.query_of_death import Suspect
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseStream
 
-__all__ = ["PrefillRouter", "StageTimer", "can_fall_back_to_decode"]
+__all__ = ["DispatchTimer", "PrefillRouter", "can_fall_back_to_decode"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ NOT_NAMED: Final = (
 )
 
 
-class StageTimer(Protocol):
+class DispatchTimer(Protocol):
     """Where a request's time is noted."""
 
     def routed(self) -> None: ...
@@ -62,7 +62,7 @@ class StageTimer(Protocol):
 class PrefillRouter:
     """The prefill workers of one model in one namespace."""
 
-    def __init__(self, workers: WorkerPool, *, enforced: bool = False, rng: random.Random | None = None) -> None:
+    def __init__(self, workers: ModelPool, *, enforced: bool = False, rng: random.Random | None = None) -> None:
         """`enforced`: a prompt that no prefill worker can take fails, instead of being computed where it is decoded."""
         self.workers = workers
         self.is_enforced = enforced
@@ -87,7 +87,7 @@ class PrefillRouter:
         self,
         body: Mapping[str, Any],
         context: Context,
-        timer: StageTimer,
+        timer: DispatchTimer,
         *,
         retries: int = 0,
         limit_seconds: float | None = None,
@@ -182,7 +182,7 @@ class PrefillRouter:
             raise
 
     async def _on(
-        self, worker: ChosenWorker, body: Mapping[str, Any], context: Context, timer: StageTimer
+        self, worker: ChosenWorker, body: Mapping[str, Any], context: Context, timer: DispatchTimer
     ) -> Handoff | PrefillAnswer:
         instance = worker.instance
         request = prefill_request(body, instance.instance_id)
@@ -242,7 +242,7 @@ class PrefillRouter:
 
 
 class Decoders(Protocol):
-    """The workers of the next stage: a `WorkerPool`."""
+    """The workers of the next stage: a `ModelPool`."""
 
     def choose(self, request: PlacementRequest) -> ChosenWorker: ...
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from dynamo.errors import Disconnected, DynamoException, RequestKillsWorkers
-from dynamo.router.pool import ChosenWorker, WorkerPool
+from dynamo.router.pool import ChosenWorker, ModelPool
 
 __all__ = ["MAX_DEATHS", "REMEMBERED_SECONDS", "QueriesOfDeath", "Suspect", "content_hash"]
 
@@ -75,7 +75,7 @@ class Suspect:
             logger.warning("request %s: refused, as workers died on a request of the same content", self._request_id)
             raise RequestKillsWorkers("workers died while they served a request of the same content")
 
-    def count_failure(self, pool: WorkerPool, worker: ChosenWorker, error: DynamoException, now: float) -> None:
+    def count_failure(self, pool: ModelPool, worker: ChosenWorker, error: DynamoException, now: float) -> None:
         """Take a failure of a worker that had not sent anything; raise `RequestKillsWorkers` at the second death in a row.
 
         A death is a connection that broke under the request. A worker that drains is out of discovery before it closes

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, Protocol
 from dynamo.errors import DynamoException, InvalidArgument, Unknown
 from dynamo.router.handoff import PrefillAnswer
 from dynamo.router.migration import Move
-from dynamo.router.pool import WorkerPool
-from dynamo.router.prefill import PrefillRouter, StageTimer, can_fall_back_to_decode
+from dynamo.router.pool import ModelPool
+from dynamo.router.prefill import DispatchTimer, PrefillRouter, can_fall_back_to_decode
 from dynamo.router.query_of_death import Suspect
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, StreamItem
 
-__all__ = ["DispatchRecord", "PrefillStage", "Proceed", "Stage", "StageJob", "StageTimer", "run_stages"]
+__all__ = ["DispatchRecord", "DispatchStage", "DispatchTimer", "PrefillStage", "Proceed", "StageJob", "run_stages"]
 
 
 class DispatchRecord(Protocol):
@@ -34,7 +34,7 @@ class StageJob(NamedTuple):
     body: dict[str, Any]
     context: Context
     record: DispatchRecord
-    timer: StageTimer
+    timer: DispatchTimer
     retries: int  # how many other workers a stage may try
     limit_seconds: float | None  # what one worker of a stage may take, where its answer is awaited
     suspect: Suspect  # counts the workers that die on the request
@@ -44,7 +44,7 @@ Proceed = Callable[[dict[str, Any]], Awaitable[list[StreamItem]]]
 """From the request of the next stage to the first items of the answer."""
 
 
-class Stage(Protocol):
+class DispatchStage(Protocol):
     """One step before the worker that answers."""
 
     async def run(self, job: StageJob, proceed: Proceed) -> list[StreamItem]:
@@ -55,7 +55,7 @@ class Stage(Protocol):
         ...
 
 
-async def run_stages(stages: Sequence[Stage], job: StageJob, answer: Proceed) -> list[StreamItem]:
+async def run_stages(stages: Sequence[DispatchStage], job: StageJob, answer: Proceed) -> list[StreamItem]:
     """Pass the request through `stages` in order, then to `answer`; return the first items of the answer."""
     if not stages:
         return await answer(job.body)
@@ -70,12 +70,12 @@ class PrefillStage:
 
     __slots__ = ("_decoders", "router")
 
-    def __init__(self, router: PrefillRouter, decoders: WorkerPool) -> None:
+    def __init__(self, router: PrefillRouter, decoders: ModelPool) -> None:
         """`decoders`: the workers of the next stage."""
         self.router, self._decoders = router, decoders
 
     async def run(self, job: StageJob, proceed: Proceed) -> list[StreamItem]:
-        """Have the prompt computed and pass on where to fetch the result. See `Stage.run`."""
+        """Have the prompt computed and pass on where to fetch the result. See `DispatchStage.run`."""
         router, context = self.router, job.context
         try:
             handoff = await router.prefill(

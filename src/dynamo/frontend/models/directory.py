@@ -22,13 +22,14 @@ from dynamo.frontend.admission.model import AdmissionPolicy, ModelAdmission
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.cards import MAX_MODELS, CardBook, CardEntry, Group, GroupKey, Scope
 from dynamo.frontend.models.file_policy import host_of_instance
+from dynamo.frontend.models.replacement import ReplacementWaits
 from dynamo.frontend.pipeline.parsing import report_chat_template, warn_of_missing_parsers
 from dynamo.placement import Policy
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
 from dynamo.protocol.records import UNREADABLE, ModelCard
 from dynamo.router.busy_workers import LoadReport
 from dynamo.router.dispatch import Dispatcher
-from dynamo.router.pool import WorkerClient, WorkerPool
+from dynamo.router.pool import ModelPool, WorkerClient
 from dynamo.router.prefill import PrefillRouter
 from dynamo.router.query_of_death import QueriesOfDeath
 from dynamo.router.stages import PrefillStage
@@ -62,7 +63,7 @@ Load = Callable[[ModelCard, frozenset[str]], Awaitable[TextModel]]
 called again after a while."""
 
 
-class ServedModel(WorkerPool):
+class ServedModel(ModelPool):
     """A model that can answer: its text side and its workers. One per (model, namespace, role)."""
 
     __slots__ = (
@@ -158,16 +159,14 @@ class ModelDirectory:
         self._discovery, self._connect, self._load, self._metrics = discovery, connect, load, metrics
         self._scope = scope
         self._placement = placement
-        self._replacement_wait_seconds = replacement_wait_seconds
+        self._waits = ReplacementWaits(replacement_wait_seconds, self._index)
         self._queries_of_death = QueriesOfDeath()
-        self._expiries: dict[GroupKey, asyncio.TimerHandle] = {}  # of models that wait for a worker, at most one each
         self._enforce_disagg, self._rng = enforce_disagg, rng
         self._policy = policy or AdmissionPolicy()
         self._book = CardBook(scope, max_groups=max_models, refused=metrics.refused)
         self._prefill: dict[_Place, PrefillRouter] = {}  # of every model that has, or had, prefill workers
         self._complete: set[GroupKey] = set()  # groups that had all the roles they need, once
         self._served: dict[GroupKey, ServedModel] = {}
-        self._reachable: set[GroupKey] = set()  # of those, the ones that had a worker when that was last looked at
         self._loading: dict[GroupKey, _Loading] = {}
         self._by_name: dict[str, tuple[ServedModel, ...]] = {}  # also by alias
         self._pending_names: frozenset[str] = frozenset()  # registered, cannot answer yet
@@ -205,9 +204,7 @@ class ModelDirectory:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for timer in self._expiries.values():
-            timer.cancel()
-        self._expiries.clear()
+        self._waits.close()
         for router in self._prefill.values():
             await router.aclose()
 
@@ -428,9 +425,7 @@ class ModelDirectory:
             return
         if served is not None:  # the first card's workers have left; the others take over with another model
             del self._served[key]
-            self._reachable.discard(key)
-            if (timer := self._expiries.pop(key, None)) is not None:
-                timer.cancel()
+            self._waits.forget(key)
         reason = _unservable(group)
         if reason is not None:
             logger.warning("model %s in namespace %s is not served: %s", key.model, key.namespace, reason)
@@ -456,7 +451,7 @@ class ModelDirectory:
             return
         self._complain(group)
         if router is None:
-            workers = WorkerPool(key.model, self._clients, self._placement())
+            workers = ModelPool(key.model, self._clients, self._placement())
             router = self._prefill[place] = PrefillRouter(workers, enforced=self._enforce_disagg, rng=self._rng)
         router.set_members({(entry.endpoint, entry.instance_id): entry.card.runtime_config for entry in group.accepted})
         self._reach(group)
@@ -534,7 +529,7 @@ class ModelDirectory:
             self._clients,
             placement=self._placement(),
             admission=self._policy,
-            replacement_wait_seconds=self._replacement_wait_seconds,
+            replacement_wait_seconds=self._waits.seconds,
             queries_of_death=self._queries_of_death,
         )
         self._gauges(served)
@@ -652,7 +647,7 @@ class ModelDirectory:
                 used = router is not None and (self._enforce_disagg or _is_reachable(router))
                 served.dispatcher.stages = (PrefillStage(router, served),) if router is not None and used else ()
             is_ready = self._is_ready(key)
-            if not is_ready and key not in self._expiries:
+            if not is_ready and key not in self._waits:
                 continue
             if is_ready:
                 ready.add(key.model)
@@ -691,39 +686,15 @@ class ModelDirectory:
         self._metrics.workers.keep_only(roles)
 
     def _note_presence(self) -> None:
-        """Note which models lost their last worker, and forget those that wait for no other one."""
-        for key, served in list(self._served.items()):
-            was_reachable = key in self._reachable
-            served.members_changed(was_reachable)
-            if served.emptied_at is None:
-                if served.is_reachable:
-                    self._reachable.add(key)
-                if (timer := self._expiries.pop(key, None)) is not None:
-                    timer.cancel()
-                continue
-            self._reachable.discard(key)
-            if was_reachable and self._replacement_wait_seconds > 0:
-                logger.warning(
-                    "model %s has lost its last worker in namespace %s; its requests wait up to %g s for a replacement",
-                    key.model,
-                    key.namespace,
-                    self._replacement_wait_seconds,
-                )
-                self._expiries[key] = asyncio.get_running_loop().call_later(
-                    self._replacement_wait_seconds, self._stop_waiting, key
-                )
-        for key in [key for key in self._served if self._book.group(key) is None and key not in self._expiries]:
+        """Note which models have a worker, and forget those that have none and wait for none."""
+        self._waits.update(self._served)
+        for key in [key for key in self._served if self._book.group(key) is None and key not in self._waits]:
             del self._served[key]
-            self._reachable.discard(key)
+            self._waits.forget(key)
             self._complete.discard(key)
             logger.info("model %s is gone from namespace %s", key.model, key.namespace)
             if not self._book.groups(key.model):
                 self._metrics.forget_model(key.model)
-
-    def _stop_waiting(self, key: GroupKey) -> None:
-        """Give up on a replacement for the last worker of a model."""
-        self._expiries.pop(key, None)
-        self._index()
 
     def _announce(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
