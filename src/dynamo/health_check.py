@@ -1,4 +1,4 @@
-"""The health check payload: what a canary sends, who may replace it, and how an engine recognises it."""
+"""The health check payload: what a canary sends, what may replace that, and how an engine recognises it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_PAYLOAD_BYTES: Final = 1024 * 1024  # a probe is one small request; a larger
 
 
 def parse_health_check_payload(text: str, *, source: str) -> dict[str, Any] | None:
-    """The object in `text` (JSON, or `@/path` of a JSON file); None and a WARNING naming `source` when there is none."""
+    """Read the object in `text` (JSON, or `@/path` of a JSON file); None and a WARNING naming `source` when there is none."""
     text = text.strip()
     try:
         if text.startswith("@"):
@@ -51,13 +51,13 @@ def parse_health_check_payload(text: str, *, source: str) -> dict[str, Any] | No
 def load_health_check_from_env(
     variable: str = PAYLOAD_VARIABLE, *, env: Mapping[str, str] | None = None
 ) -> dict[str, Any] | None:
-    """The operator's payload, without the marker; None when the variable is unset, blank or unusable."""
+    """Read the operator's payload, without the marker; None when the variable is unset, blank or unusable."""
     text = (os.environ if env is None else env).get(variable, "").strip()
     return parse_health_check_payload(text, source=variable) if text else None
 
 
 def with_marker(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `payload` that an engine can tell from a client's request."""
+    """Return a copy of `payload` that an engine can tell from a client's request."""
     return {**payload, HEALTH_CHECK_KEY: True}
 
 
@@ -77,7 +77,7 @@ class HealthCheckPayload:
         self._payload: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The payload to send, marker included; worked out once."""
+        """Return the payload to send, marker included; computed once."""
         if self._payload is None:
             override = load_health_check_from_env()
             self._payload = with_marker(self.default_payload if override is None else override)

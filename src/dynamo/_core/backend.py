@@ -87,7 +87,7 @@ class Worker(_Worker):
         raw: bool = False,
         **options: Any,
     ) -> None:
-        """`options` are those of `dynamo.common.backend.Worker`. Raises TypeError for `raw` with a token engine."""
+        """Take the native arguments; `options` are those of `dynamo.common.backend.Worker`. Raises TypeError for `raw` with a token engine."""
         if raw and not isinstance(engine, RawEngine):
             raise TypeError(f"raw=True needs a RawEngine, got {type(engine).__name__}")
         super().__init__(engine, config, **options)

@@ -30,7 +30,7 @@ example:
 
 
 def main(argv: list[str]) -> int:
-    """Run the kit; the exit status."""
+    """Run the kit and return the exit status."""
     own, engine_args = split_engine_args(argv)
     parser = CommandParser(
         "dynamo conformance", description="Hold an engine to the contract, promise by promise.", epilog=_EPILOG
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
 
 
 def engine_factory(engine_cls: type[BaseEngine], engine_args: list[str]) -> Callable[[], Awaitable[Any]]:
-    """Makes engines as this command promises: `cls()` where that is possible, else `from_args`."""
+    """Return what makes engines as this command promises: `cls()` where that is possible, else `from_args`."""
 
     async def make() -> Any:
         if not engine_args and _takes_nothing(engine_cls):

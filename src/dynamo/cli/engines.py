@@ -48,7 +48,7 @@ def class_path(engine: str) -> str:
 def load_engine(engine: str) -> type[BaseEngine]:
     """Import an engine class, also from the current directory; a function becomes one (`engines.callable`).
 
-    Raises UsageError that says which of module, class, base class and signature is wrong. What the module itself raises
+    Raises UsageError that names which of module, class, base class and signature is wrong. What the module itself raises
     passes.
     """
     module_name, _, class_name = class_path(engine).rpartition(":")

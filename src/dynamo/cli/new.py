@@ -86,7 +86,7 @@ Next:
   {_pip_install(installation)}
   pytest
   dynamo serve my-model --engine {names.module}.engine:{names.engine}
-Then make {PurePosixPath("src", names.module, "engine.py")} yours; README.md says where to begin.""")
+Then make {PurePosixPath("src", names.module, "engine.py")} yours; README.md shows where to begin.""")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Not part of this system. The import says what to use in its place."""
+"""Not part of this system. The import error names what takes its place."""
 
 raise ImportError(
     "dynamo.common.http (an HTTP client for media that checks addresses) is not part of dynamo-unified; "

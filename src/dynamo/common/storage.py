@@ -1,4 +1,4 @@
-"""Not part of this system. The import says what to use in its place."""
+"""Not part of this system. The import error names what takes its place."""
 
 raise ImportError(
     "dynamo.common.storage (media files in a file system or bucket) is not part of dynamo-unified; "

@@ -149,7 +149,7 @@ def _add_planes(flags: FlagGroup) -> None:
     flags.add(
         "--discovery-backend",
         "DYN_DISCOVERY_BACKEND",
-        "auto",  # the runtime decides, and says in one line what and why
+        "auto",  # the runtime decides, and logs what and why in one line
         f"where workers and frontends find each other: {', '.join(DISCOVERY_BACKENDS)}; "
         "file needs no service (its root is DYN_FILE_KV); auto is etcd when ETCD_ENDPOINTS is set, else file",
         read=one_of(DISCOVERY_BACKENDS),
@@ -238,7 +238,7 @@ def _add_text(flags: FlagGroup) -> None:
         "--dyn-default-thinking-mode",
         "DYN_DEFAULT_THINKING_MODE",
         None,
-        f"whether a request that does not say thinks: {', '.join(THINKING_MODES)}",
+        f"whether a request thinks when it does not choose: {', '.join(THINKING_MODES)}",
         read=one_of(THINKING_MODES),
     )
     flags.switch(
@@ -325,10 +325,14 @@ def _add_tls(flags: FlagGroup) -> None:
 
 def _add_chaos(flags: FlagGroup) -> None:
     flags.add(
-        "--chaos", "DYN_CHAOS", None, "break as this plan says (TOML); needs --allow-chaos too", read=read_chaos_plan
+        "--chaos",
+        "DYN_CHAOS",
+        None,
+        "break as this plan (TOML) describes; needs --allow-chaos too",
+        read=read_chaos_plan,
     )
     flags.switch("--allow-chaos", "DYN_ALLOW_CHAOS", None, "permit fault injection in this process")
-    flags.add("--chaos-name", "DYN_CHAOS_NAME", None, "what this process is called in the plan (default: worker)")
+    flags.add("--chaos-name", "DYN_CHAOS_NAME", None, "the name of this process in the plan (default: worker)")
 
 
 _TLS_FLAGS: Final = (

@@ -31,7 +31,7 @@ RawResponseChunk = dict[str, Any]
 class StopConditions(TypedDict, total=False):
     """When generation ends. Every member may be None, so read with `.get(key) or default`."""
 
-    max_tokens: int | None  # the engine must enforce it: nobody behind it clips
+    max_tokens: int | None  # the engine must enforce it: nothing behind it clips
     min_tokens: int | None  # neither EOS nor a stop may end generation before this many tokens
     stop: list[str] | None  # stop strings; the frontend matches them
     stop_token_ids: list[int] | None  # excluded from the output
@@ -83,7 +83,7 @@ class OutputOptions(TypedDict, total=False):
 
 
 class Routing(TypedDict, total=False):
-    """What the router decided or was told; unset members are absent."""
+    """What the router decided or received; unset members are absent."""
 
     backend_instance_id: int
     prefill_worker_id: int
@@ -122,13 +122,13 @@ class GenerateRequest(TypedDict, total=False):
     multi_modal_data: dict[str, list[Any]]  # "image" | "video" | "audio" -> [{"Url"} | {"Decoded"} | {"UuidOnly"}]
     multi_modal_uuids: dict[str, list[str | None]]
     mm_processor_kwargs: dict[str, Any]
-    media_io_kwargs: dict[str, Any]  # how to read media, as the client says
+    media_io_kwargs: dict[str, Any]  # how to read media, set by the client
     mm_routing_info: dict[str, Any]  # for the router only
     prompt_embeds: str  # base64 tensor; takes the place of token_ids
     require_reasoning: bool  # guided decoding waits for the end of the reasoning phase
     extra_args: dict[str, Any]
     agent_context: dict[str, Any]
-    request_timestamp_ms: float  # arrival, as the client says
+    request_timestamp_ms: float  # arrival, set by the client
     migration_link: dict[str, str]  # framework's own
     _HEALTH_CHECK: bool  # True on canaries, absent elsewhere
 
@@ -177,7 +177,7 @@ class GenerateChunk(TypedDict, total=False):
 
 
 def chunk(token_ids: list[int], index: int = 0) -> GenerateChunk:
-    """A step in the middle of a stream: only the new token ids."""
+    """Make a step in the middle of a stream: only the new token ids."""
     return {"token_ids": token_ids, "index": index}
 
 
@@ -189,7 +189,7 @@ def final_chunk(
     usage: CompletionUsage | None = None,
     disaggregated_params: Mapping[str, Any] | None = None,
 ) -> GenerateChunk:
-    """The last step. `token_ids` may hold the last tokens or nothing; `usage` counts the whole stream."""
+    """Make the last step. `token_ids` may hold the last tokens or nothing; `usage` counts the whole stream."""
     last: GenerateChunk = {"token_ids": token_ids or [], "index": index, "finish_reason": finish_reason}
     if usage is not None:
         last["completion_usage"] = usage
@@ -199,7 +199,7 @@ def final_chunk(
 
 
 def usage(prompt_tokens: int, completion_tokens: int, *, cached_tokens: int | None = None) -> CompletionUsage:
-    """Token counts; the total is computed. `cached_tokens` of the prompt were not computed again."""
+    """Make the token counts, the total included. `cached_tokens` of the prompt came from the prefix cache."""
     counts: CompletionUsage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -90,7 +90,7 @@ def get_environment_vars(
     include_sensitive: bool = False,
     additional_vars: Collection[str] | None = None,
 ) -> dict[str, str]:
-    """Return the variables that begin with one of `prefixes` or are named; secrets redacted unless asked for."""
+    """Return the variables that begin with one of `prefixes` or are named; secrets are redacted unless `include_sensitive` is set."""
     wanted = tuple(PREFIXES if prefixes is None else prefixes)
     return {
         name: value if include_sensitive or not _is_sensitive(name) else REDACTED

@@ -153,12 +153,12 @@ class EngineConfig:
 
     @property
     def llm(self) -> LlmRegistration | None:
-        """The token-pipeline fields as the native system nests them; None when there are none (raw engines)."""
+        """Return the token-pipeline fields as the native system nests them; None when there are none (raw engines)."""
         view = LlmRegistration(**{name: getattr(self, name) for name in _LLM_FIELDS})
         return view if self._nested or view != LlmRegistration() else None
 
     def resolve_served_name(self, override: str | None = None) -> str:
-        """The advertised name: the worker's override, else this engine's served name, else its model name."""
+        """Return the advertised name: the worker's override, else this engine's served name, else its model name."""
         return override or self.served_model_name or self.model
 
 

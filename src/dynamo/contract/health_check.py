@@ -27,12 +27,12 @@ __all__ = [
 
 
 def is_probe(request: Mapping[str, Any]) -> bool:
-    """Whether a request is the framework's health check (the marker is `True` itself, not 1 or "true")."""
+    """Return whether a request is the framework's health check (the marker is `True` itself, not 1 or "true")."""
     return isinstance(request, Mapping) and request.get(HEALTH_CHECK_KEY) is True
 
 
 def bos_token_id_or(tokenizer: Any, default: int = 1) -> int:
-    """The tokenizer's bos id, or that of the tokenizer it wraps, or `default`."""
+    """Return the tokenizer's bos id, or the bos id of the tokenizer that it wraps, or `default`."""
     for holder in (tokenizer, getattr(tokenizer, "tokenizer", None)):
         found = getattr(holder, "bos_token_id", None)
         if isinstance(found, int) and not isinstance(found, bool):
@@ -41,7 +41,7 @@ def bos_token_id_or(tokenizer: Any, default: int = 1) -> int:
 
 
 def build_health_check_payload(bos_token_id: int, *, extras: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """One greedy token from one bos token, with `extras` on top; `DYN_HEALTH_CHECK_PAYLOAD` replaces all of it."""
+    """Request one greedy token from one bos token, with `extras` on top; `DYN_HEALTH_CHECK_PAYLOAD` replaces all of it."""
     return build_raw_health_check_payload(
         {
             "token_ids": [bos_token_id],
@@ -53,13 +53,13 @@ def build_health_check_payload(bos_token_id: int, *, extras: Mapping[str, Any] |
 
 
 def build_raw_health_check_payload(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """`payload`, or the environment's if it has one (also `{}`), with the marker."""
+    """Return `payload`, or the environment's payload if there is one (also `{}`), with the marker."""
     override = load_health_check_from_env()
     return with_marker(payload if override is None else override)
 
 
 def parse_health_check_payload_cli(value: str | None) -> dict[str, Any] | None:
-    """The payload of `--health-check-payload` (JSON or `@/path`), with the marker; None when absent or unusable."""
+    """Read the payload of `--health-check-payload` (JSON or `@/path`), with the marker; None when absent or unusable."""
     if not value:
         return None
     found = parse_health_check_payload(value, source="--health-check-payload")
@@ -69,9 +69,9 @@ def parse_health_check_payload_cli(value: str | None) -> dict[str, Any] | None:
 def resolve_health_check_payload(
     operator: Any, engine: Any, *, env: Mapping[str, str] | None = None
 ) -> dict[str, Any] | None:
-    """The payload a worker probes with: the operator's configuration, else the environment's, else the engine's own.
+    """Choose the payload a worker probes with: the operator's configuration, else the environment's, else the engine's own.
 
-    None means there is no canary: nobody gave a payload, or the one that counts is no object (a WARNING says so).
+    None means there is no canary: there is no payload, or the payload that counts is not an object (a WARNING reports that).
     """
     candidates = (
         ("WorkerConfig.health_check_payload", operator),

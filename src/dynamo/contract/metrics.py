@@ -54,7 +54,7 @@ class EngineMetrics:
         model: str = "",
         model_name: str = "",
     ) -> None:
-        """`model_name` is the served name; both are left out of the labels when empty."""
+        """Take the names of the worker. `model_name` is the served name; it and `model` are left out of the labels when empty."""
         self._registry = registry
         labels = dict(endpoint_labels(namespace, component, endpoint, worker_id))
         labels |= {"model": model, "model_name": model_name or model}
@@ -62,7 +62,7 @@ class EngineMetrics:
 
     @property
     def auto_labels(self) -> dict[str, str]:
-        """A fresh copy of the labels every metric of this worker has."""
+        """Return a fresh copy of the labels every metric of this worker has."""
         return dict(self._labels)
 
     def register_prometheus_expfmt_callback(self, callback: Callable[[], str]) -> None:
@@ -121,7 +121,9 @@ def register_global_registry(
         expose(REGISTRY, everything)
         return
     if not Path(directory).is_dir():
-        logger.warning("%s=%s is no directory; only this process's metrics are exposed", MULTIPROC_VARIABLE, directory)
+        logger.warning(
+            "%s=%s is not a directory; only this process's metrics are exposed", MULTIPROC_VARIABLE, directory
+        )
         expose(REGISTRY, everything)
         return
     try:
@@ -148,7 +150,7 @@ def gather_with_labels(
     prefix_filters: Sequence[str] | None = None,
     exclude_prefixes: Sequence[str] | None = None,
 ) -> str:
-    """The registry's exposition text with `labels` added to every sample that does not have them; "" on any failure.
+    """Return the registry's exposition text with `labels` added to every sample that does not have them; "" on any failure.
 
     Only metrics whose name starts with one of `prefix_filters` (None: all) and none of `exclude_prefixes` are kept,
     with their HELP and TYPE lines. `le` and `quantile` are never added.

@@ -30,7 +30,7 @@ class DisaggregationMode(Enum):
 
     @property
     def discovery_component(self) -> str:
-        """The component a worker of this role registers under unless it is told otherwise."""
+        """Return the component that a worker of this role registers under by default."""
         return "prefill" if self is DisaggregationMode.PREFILL else "backend"
 
 
@@ -87,5 +87,5 @@ def coerce_disaggregation_mode(value: object) -> DisaggregationMode:
 
 
 def native_disaggregation_mode(mode: DisaggregationMode) -> NativeDisaggregationMode:
-    """The low-level member of the same role."""
+    """Return the low-level member of the same role."""
     return NativeDisaggregationMode[mode.name.capitalize()]

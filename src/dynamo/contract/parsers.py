@@ -14,26 +14,26 @@ logger = logging.getLogger(__name__)
 
 
 def get_tool_parser_names() -> list[str]:
-    """Names that `--dyn-tool-call-parser` can choose and our own frontend applies."""
+    """Return the names that `--dyn-tool-call-parser` can choose and our own frontend applies."""
     return sorted(BUILT_TOOL_PARSERS)
 
 
 def get_reasoning_parser_names() -> list[str]:
-    """Names that `--dyn-reasoning-parser` can choose and our own frontend applies."""
+    """Return the names that `--dyn-reasoning-parser` can choose and our own frontend applies."""
     return sorted(BUILT_REASONING_PARSERS)
 
 
 def check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> None:
-    """Raises InvalidArgument for a name that is no parser's, listing those that are."""
-    for what, name, known in _asked_for(tool_call_parser, reasoning_parser):
+    """Raises InvalidArgument for a name that no parser has, listing the names there are."""
+    for what, name, known in _chosen(tool_call_parser, reasoning_parser):
         if name not in known:
             raise InvalidArgument(f"{what} must be one of {', '.join(sorted(known))}, got {name!r}")
 
 
 def warn_of_parsers_not_built(tool_call_parser: str | None, reasoning_parser: str | None) -> None:
-    """Say so in the log when only a frontend of the native system could apply a parser."""
+    """Warn when only a frontend of the native system could apply a parser."""
     built = {"tool_call_parser": BUILT_TOOL_PARSERS, "reasoning_parser": BUILT_REASONING_PARSERS}
-    for what, name, _ in _asked_for(tool_call_parser, reasoning_parser):
+    for what, name, _ in _chosen(tool_call_parser, reasoning_parser):
         if name not in built[what]:
             logger.warning(
                 "%s %r is not in this version: it is written on the model card for frontends of the native system, and "
@@ -43,9 +43,9 @@ def warn_of_parsers_not_built(tool_call_parser: str | None, reasoning_parser: st
             )
 
 
-def _asked_for(tool_call_parser: str | None, reasoning_parser: str | None) -> list[tuple[str, str, Sequence[str]]]:
-    asked = (
+def _chosen(tool_call_parser: str | None, reasoning_parser: str | None) -> list[tuple[str, str, Sequence[str]]]:
+    chosen = (
         ("tool_call_parser", tool_call_parser, TOOL_PARSERS),
         ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
     )
-    return [(what, name, known) for what, name, known in asked if name is not None]
+    return [(what, name, known) for what, name, known in chosen if name is not None]

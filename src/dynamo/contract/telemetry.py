@@ -14,25 +14,25 @@ __all__ = ["GenerateSpan", "current_span", "engine_trace_kwargs", "start_span", 
 
 
 def current_span(context: Any) -> SpanProxy:
-    """The request's span; a silent one where nothing is exported, also for contexts that know no spans (test doubles)."""
+    """Return the request's span; a silent span where nothing is exported, also for contexts without spans (test doubles)."""
     get = getattr(context, "current_span", None)
     return NO_SPAN if get is None else get()
 
 
 def start_span(context: Any, name: str, **attrs: Any) -> SpanProxy:
-    """A child of the request's span: `with start_span(context, "tokenize", tokens=3): ...`."""
+    """Open a child of the request's span: `with start_span(context, "tokenize", tokens=3): ...`."""
     start = getattr(context, "start_span", None)
     return NO_SPAN if start is None else start(name, attrs or None)
 
 
 def trace_headers(context: Any) -> dict[str, str] | None:
-    """The W3C headers for a call made on behalf of this request; None without a trace."""
+    """Return the W3C headers for a call made on behalf of this request; None without a trace."""
     get = getattr(context, "trace_headers", None)
     return None if get is None else get()
 
 
 def engine_trace_kwargs(context: Any, *, kwarg_name: str = "trace_headers", enabled: bool = True) -> dict[str, Any]:
-    """`{kwarg_name: headers}` to splat into an engine's own generate call; `{}` when there is no trace or not `enabled`."""
+    """Return `{kwarg_name: headers}` for an engine's own generate call; `{}` without a trace or `enabled`."""
     headers = trace_headers(context) if enabled else None
     return {kwarg_name: headers} if headers else {}
 
@@ -65,13 +65,13 @@ class _Gaps:
         self.longest = max(self.longest, seconds)
 
     def percentiles(self, *quantiles: float) -> list[float]:
-        """Nearest-rank values; call it only when `count` > 0."""
+        """Return the nearest-rank values; call it only when `count` > 0."""
         ordered = sorted(self._kept)
         return [nearest_rank(ordered, quantile) for quantile in quantiles]
 
 
 def nearest_rank(ordered: list[float], quantile: float) -> float:
-    """The element at `round((n - 1) * q)`, halves away from zero. `ordered` must not be empty."""
+    """Return the element at `round((n - 1) * q)`, halves away from zero. `ordered` must not be empty."""
     return ordered[int((len(ordered) - 1) * quantile + 0.5)]
 
 
@@ -115,11 +115,11 @@ class GenerateSpan:
         return None if span is None else cls(span, now)
 
     def worker_trace_link(self) -> dict[str, str]:
-        """What the first non-empty chunk (prefill, encode: the terminal) carries as `worker_trace_link`."""
+        """Return what the first non-empty chunk (prefill, encode: the terminal) carries as `worker_trace_link`."""
         return {"trace_id": self._span.trace_id or "", "span_id": self._span.span_id or ""}
 
     def on_chunk(self, now: float, n_tokens: int) -> None:
-        """One chunk was yielded at `now`; empty ones say nothing about the engine's pace."""
+        """Note a chunk yielded at `now`; an empty chunk does not count for the engine's pace."""
         if n_tokens <= 0:
             return
         if self._first_at is None:
@@ -130,7 +130,7 @@ class GenerateSpan:
         self._last_at = now
 
     def finish(self, output_tokens: int, finish_reason: str | None, cancelled: bool) -> None:
-        """The terminal chunk."""
+        """Note the terminal chunk."""
         if self._ended:
             return
         self._outcome(output_tokens, finish_reason or "", cancelled=cancelled)
@@ -139,7 +139,7 @@ class GenerateSpan:
         self._end()
 
     def fail(self, kind: str, *, output_tokens: int | None = None) -> None:
-        """An error ended the stream; `kind` is the error's class name, or `setup_failed` before the first step."""
+        """Note that an error ended the stream; `kind` is the error's class name, or `setup_failed` before the first step."""
         if self._ended:
             return
         if output_tokens is not None:
@@ -150,7 +150,7 @@ class GenerateSpan:
         self._end()
 
     def dropped(self, output_tokens: int = 0) -> None:
-        """The stream was closed before its terminal chunk."""
+        """Note that the stream was closed before its terminal chunk."""
         if self._ended:
             return
         self._outcome(output_tokens, "Dropped", cancelled=True)

@@ -10,12 +10,12 @@ __all__ = ["cancelling_context", "mock_context"]
 
 
 def mock_context() -> Context:
-    """A fresh, live context with a random id."""
+    """Make a fresh, live context with a random id."""
     return Context()
 
 
 def cancelling_context(after: float) -> Context:
-    """A context that stops itself `after` seconds from now. Call it where an event loop runs."""
+    """Make a context that stops itself `after` seconds from now. Call it where an event loop runs."""
     context = Context()
     asyncio.get_running_loop().call_later(after, context.stop_generating)
     return context

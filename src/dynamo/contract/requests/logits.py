@@ -50,21 +50,21 @@ class LogitsProcessorSpec:
 
 
 def is_generation_stage(mode: DisaggregationMode) -> bool:
-    """Whether a worker of this role produces the text the client sees."""
+    """Return whether a worker of this role produces the text the client sees."""
     return mode in (DisaggregationMode.AGGREGATED, DisaggregationMode.DECODE)
 
 
 def logits_processors_for_request(
     spec: LogitsProcessorSpec | None, *, disaggregation_mode: DisaggregationMode
 ) -> list[LogitsProcessorEntry]:
-    """The entries that apply on a worker of this role; [] when there are none."""
+    """Return the entries that apply on a worker of this role; [] when there are none."""
     if spec is None or (spec.generation_only and not is_generation_stage(disaggregation_mode)):
         return []
     return list(spec.entries)
 
 
 def serialize_logits_processor_entries(entries: Iterable[LogitsProcessorEntry]) -> list[dict[str, Any]]:
-    """The JSON form. Raises TypeError for an entry that only exists in this process."""
+    """Return the JSON form. Raises TypeError for an entry that only exists in this process."""
     records = []
     for entry in entries:
         if not isinstance(entry, ForcedTokenSequenceSpec):
@@ -83,7 +83,7 @@ def deserialize_logits_processor_entries(records: Iterable[Mapping[str, Any]]) -
     for record in records:
         kind = record.get("kind")
         if kind != _FORCED_SEQUENCE:
-            raise ValueError(f"unknown logits processor kind {kind!r}; this version knows {_FORCED_SEQUENCE!r}")
+            raise ValueError(f"unknown logits processor kind {kind!r}; this version has {_FORCED_SEQUENCE!r}")
         token_ids = tuple(int(token_id) for token_id in record["token_ids"])
         entries.append(ForcedTokenSequenceSpec(token_ids, int(record["eos_token_id"])))
     return entries

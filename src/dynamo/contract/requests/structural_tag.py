@@ -9,7 +9,7 @@ __all__ = ["serialize_structural_tag"]
 
 
 def serialize_structural_tag(tag: Any) -> str | None:
-    """None stays None, text stays as it is; a model object or plain data becomes JSON."""
+    """Turn a model object or plain data into JSON; None and text stay as they are."""
     if hasattr(tag, "model_dump"):
         tag = tag.model_dump()
     if tag is None or isinstance(tag, str):

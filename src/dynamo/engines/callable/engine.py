@@ -1,8 +1,8 @@
 """Any Python callable as an engine.
 
 A callable that takes `messages` or `prompt` yields text and needs no tokenizer: the worker is a `RawEngine` that takes
-text (`ModelInput.Text`) and answers in OpenAI's chunks. One that takes `token_ids` yields token ids and is an `LLMEngine`
-like any other. `callables` says how it is called. What is no `async def` runs in a thread of its own per request.
+text (`ModelInput.Text`) and answers in OpenAI's chunks. A callable that takes `token_ids` yields token ids and is an `LLMEngine`
+like any other. `signature` decides how it is called. What is not an `async def` runs in a thread of its own per request.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _REASONS: Final = ("stop", "length", "content_filter")
 
 
 def engine_class(function: Callable[..., Any], name: str | None = None) -> type[CallableEngine]:
-    """An engine class around `function`; `name` is the model's name unless the command line gives one.
+    """Make an engine class around `function`; `name` is the model's name unless the command line gives one.
 
     Raises InvalidArgument when the signature cannot be understood.
     """
@@ -99,7 +99,7 @@ class CallableEngine(BaseEngine):
             self._threads = None
 
     def _items(self, arguments: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
-        """What the callable says. Closing it closes the callable's generator."""
+        """Yield what the callable yields. Closing the generator closes the callable's generator."""
         if self.call.kind is Kind.SYNC:
             if self._threads is None:
                 raise Unknown("the engine is not started")
@@ -213,7 +213,7 @@ class TokenCallableEngine(CallableEngine, LLMEngine):
         yield final_chunk("cancelled" if context.is_stopped() else "stop", usage=usage(prompt, said))
 
     def _chunk(self, item: Any) -> GenerateChunk:
-        """One yielded item as a chunk; whether the ids are ids is the worker's to check."""
+        """Turn one yielded item into a chunk; the worker checks the ids."""
         if isinstance(item, int):
             return chunk([item])
         if isinstance(item, Mapping) and "token_ids" in item:
@@ -297,7 +297,7 @@ async def _side_by_side(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# -- three ways to get at what a callable says ------------------------------------------------------------------------
+# -- three ways to get at what a callable yields ------------------------------------------------------------------------
 
 
 async def _closing(stream: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -307,7 +307,7 @@ async def _closing(stream: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, Non
 
 
 async def _awaited(answer: Any) -> AsyncGenerator[Any, None]:
-    """A coroutine's one answer, or the items of the async iterator that it returns."""
+    """Yield a coroutine's one answer, or the items of the async iterator that it returns."""
     found = await answer
     if not isinstance(found, AsyncIterator):
         yield found
@@ -361,7 +361,7 @@ async def _in_thread(call: Callable[[], Any], threads: ThreadPoolExecutor) -> As
 
 
 def _tell(loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[Any], error: Exception | None) -> None:
-    if not loop.is_closed():  # a thread that outlived everything has nobody to tell
+    if not loop.is_closed():  # a thread that outlived the loop has nothing to wake
         loop.call_soon_threadsafe(arrived.put_nowait, (_END, error))
 
 

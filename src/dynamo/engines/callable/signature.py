@@ -79,14 +79,14 @@ class Call:
 
     @property
     def limits_itself(self) -> bool:
-        """Whether `max_tokens` is the callable's own business."""
+        """Return whether the callable enforces `max_tokens` itself."""
         return self.takes("max_tokens")
 
     def takes(self, option: str) -> bool:
         return self.takes_all or option in self.options
 
     def for_text(self, body: Mapping[str, Any], context: Any) -> dict[str, Any]:
-        """The arguments for an OpenAI body. Raises InvalidArgument naming the field that cannot be served."""
+        """Return the arguments for an OpenAI body. Raises InvalidArgument naming the field that cannot be served."""
         self._check(body)
         messages, prompt = body.get("messages"), body.get("prompt")
         if isinstance(messages, list):
@@ -108,7 +108,7 @@ class Call:
         )
 
     def for_tokens(self, request: Mapping[str, Any], context: Any) -> dict[str, Any]:
-        """The arguments for a preprocessed request."""
+        """Return the arguments for a preprocessed request."""
         groups = [request.get("stop_conditions") or {}, request.get("sampling_options") or {}]
         return self._arguments(request["token_ids"], context, {"model": request.get("model"), **groups[0], **groups[1]})
 
@@ -117,7 +117,7 @@ class Call:
         arguments = {name: said[name] for name in wanted if said.get(name) is not None}
         for name, parameter in inspect.signature(self.function).parameters.items():
             if name in self.options and name not in arguments and parameter.default is parameter.empty:
-                arguments[name] = None  # an option nobody set and without a default of its own
+                arguments[name] = None  # an option that is not set and has no default of its own
         arguments[self.parameter] = prompt
         if self.context:
             arguments["context"] = context
@@ -182,7 +182,7 @@ def _first(parameters: Mapping[str, inspect.Parameter]) -> inspect.Parameter:
 
 
 def _source_of(name: str, annotation: Any) -> Source | None:
-    """By the name; a first parameter of any other name by its annotation: `str`, `list[int]`, or a list of messages."""
+    """Decide by the name; a first parameter of any other name by its annotation: `str`, `list[int]`, or a list of messages."""
     if name in (source.value for source in Source):
         return Source(name)
     if annotation is None or name == "context" or name in OPTIONS:

@@ -58,7 +58,7 @@ class SampleDiffusionEngine(DiffusionEngine):
         yield {"created": int(time.time()), "data": [dict(image) for _ in range(count)]}
 
     async def cleanup(self) -> None:
-        """Nothing is held."""
+        """Release nothing: nothing is held."""
 
     async def health_check_payload(self) -> dict[str, Any]:
         return build_raw_health_check_payload({"prompt": "ping", "n": 1, "response_format": "b64_json"})

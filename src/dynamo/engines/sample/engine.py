@@ -44,7 +44,7 @@ __all__ = ["SampleLLMEngine"]
 
 VOCABULARY: Final = 32_000
 MAX_TOP_LOGPROBS: Final = 20
-ENCODER_HANDLE: Final = "sample-encoder:"  # how this engine knows its own encoder's results
+ENCODER_HANDLE: Final = "sample-encoder:"  # how this engine recognises its own encoder's results
 
 
 class SampleLLMEngine(LLMEngine):

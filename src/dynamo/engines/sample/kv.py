@@ -1,4 +1,4 @@
-"""The KV cache the sample engine pretends to have, and the thread that tells the router about it.
+"""The KV cache the sample engine pretends to have, and the thread that reports it to the router.
 
 Real engines report their cache from a thread of their own; so does this one. It also shows the two rules of such a
 thread: a failure to publish is logged and survived, and it has ended when `cleanup()` returns.
@@ -69,17 +69,17 @@ class SampleKvCache:
         """Hold the blocks of one prompt, at least one, while the request runs."""
         hashes = [next(self._next_hash) for _ in range(max(1, len(token_ids) // BLOCK_TOKENS))]
         self._used += len(hashes)
-        self._tell(_Stored(token_ids, hashes))
+        self._put_change(_Stored(token_ids, hashes))
         try:
             yield
         finally:
             self._used -= len(hashes)
-            self._tell(_Removed(hashes))
+            self._put_change(_Removed(hashes))
 
     async def close(self) -> None:
         """End the thread, waiting a moment for it. Safe twice, and without a thread."""
         self._stop.set()
-        self._tell(None)
+        self._put_change(None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, JOIN_SECONDS)
 
@@ -88,7 +88,7 @@ class SampleKvCache:
             self._thread = threading.Thread(target=self._publish_loop, name="sample-kv-publisher", daemon=True)
             self._thread.start()
 
-    def _tell(self, change: _Change) -> None:
+    def _put_change(self, change: _Change) -> None:
         if self._thread is None:
             return
         try:
@@ -121,7 +121,7 @@ class SampleKvCache:
 
 
 def _padded(token_ids: Sequence[int], blocks: int) -> list[int]:
-    """The tokens of whole blocks; a prompt shorter than one block is filled up, because a block has a fixed size."""
+    """Return the tokens of whole blocks; a prompt shorter than one block is filled up, because a block has a fixed size."""
     size = blocks * BLOCK_TOKENS
     whole = list(token_ids[:size])
     return whole + [0] * (size - len(whole))
