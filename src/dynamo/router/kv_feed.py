@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -19,7 +19,8 @@ from dynamo.errors import DynamoException
 from dynamo.kv.events import BadEvents, KvAnswer, RouterEvent, read_answer, read_events
 from dynamo.runtime.client import Client
 from dynamo.runtime.context import Context
-from dynamo.runtime.discovery.base import EVENT_SOURCES, Change, Delete, Put
+from dynamo.runtime.discovery.base import EVENT_SOURCES, Change, Put
+from dynamo.runtime.discovery.follow import follow
 from dynamo.runtime.endpoint import Endpoint
 
 __all__ = ["KvEventFeed", "KvSink"]
@@ -30,7 +31,6 @@ TOPIC: Final = "kv-events"
 MAX_WAITING: Final = 10_000  # live events of one rank that wait for an answer; more are dropped, which is one more gap
 ASK_SECONDS: Final = 10.0
 RETRY_SECONDS: Final = (0.2, 1.0, 2.0, 5.0)  # then the last one again and again, while the worker is there
-WATCH_RETRY_SECONDS: Final = 1.0
 
 Rank = tuple[int, int]
 """(worker id, data-parallel rank)"""
@@ -217,22 +217,10 @@ class KvEventFeed:
 
     async def _follow_sources(self) -> None:
         prefix = f"{EVENT_SOURCES}/{self._endpoint.event_scope.path_encoded}/topic/{TOPIC}"
-        while True:
-            try:
-                async with self._runtime.discovery.watch(prefix) as changes:
-                    is_first = True
-                    async for batch in changes:
-                        if is_first:
-                            present = {change.key for change in batch}
-                            for key in self._ranks.keys() - present:
-                                await self._source_changed(Delete(key))
-                        is_first = False
-                        for change in batch:
-                            await self._source_changed(change)
-                return  # the store was closed
-            except DynamoException as error:
-                logger.warning("the watch on KV event sources failed and is set up again: %s", error)
-            await asyncio.sleep(WATCH_RETRY_SECONDS)
+        async with aclosing(follow(self._runtime.discovery, prefix)) as changes:
+            async for batch in changes:
+                for change in batch:
+                    await self._source_changed(change)
 
     async def _source_changed(self, change: Change) -> None:
         if isinstance(change, Put):

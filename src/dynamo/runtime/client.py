@@ -6,6 +6,7 @@ import asyncio
 import logging
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Container, Mapping
+from contextlib import aclosing
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +28,7 @@ from dynamo.errors import (
 from dynamo.placement import Booking, Candidate, Placement, PlacementRequest, Policy, RouterMode, place, policy_for
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Put
+from dynamo.runtime.discovery.follow import follow
 from dynamo.runtime.instances import InstanceSet, decode_instance
 from dynamo.runtime.request_plane.base import OBJECT_INDEX, Instance, ResponseStream, StreamItem
 
@@ -295,10 +297,12 @@ class Client:
     # -- following the store -------------------------------------------------------------------------------------
 
     async def _watch(self, ready: asyncio.Future[None]) -> None:
+        known: set[str] = set()
         while True:
             try:
                 await self._runtime.start()
-                async with self._runtime.discovery.watch(self._prefix) as changes:
+                following = follow(self._runtime.discovery, self._prefix, known, raises_first=not ready.done())
+                async with aclosing(following) as changes:
                     async for batch in changes:
                         self._apply(batch)
                         if not ready.done():

@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -33,7 +34,8 @@ from dynamo.router.pool import ModelPool, WorkerClient
 from dynamo.router.prefill import PrefillRouter
 from dynamo.router.query_of_death import QueriesOfDeath
 from dynamo.router.stages import PrefillStage
-from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Delete, Discovery, Put
+from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Discovery, Put
+from dynamo.runtime.discovery.follow import follow
 from dynamo.text.model import TextModel
 from dynamo.text.prefix_cache import CachedTokenizer
 
@@ -209,32 +211,24 @@ class ModelDirectory:
             await router.aclose()
 
     async def _follow(self, bucket: str, take: Callable[[Sequence[Change]], None], first: asyncio.Event) -> None:
-        known: set[str] = set()  # what `take` may still hold
+        known: set[str] = set()
 
         async def pass_on(changes: Sequence[Change]) -> None:
             for start in range(0, len(changes), SLICE):
                 if start:  # so that streams go on while hundreds of records come in
                     await asyncio.sleep(0)
-                batch = changes[start : start + SLICE]
-                known.update(change.key for change in batch if isinstance(change, Put))
-                take(batch)
-                known.difference_update(change.key for change in batch if isinstance(change, Delete))
+                take(changes[start : start + SLICE])
 
         while True:
             try:
-                async with self._discovery.watch(bucket) as changes:
-                    snapshot: Sequence[Change] = await anext(changes, [])
-                    present = {change.key for change in snapshot}
-                    # What vanished while an earlier watch was broken comes first.
-                    await pass_on([*(Delete(key) for key in known - present), *snapshot])
-                    first.set()
+                async with aclosing(follow(self._discovery, bucket, known)) as changes:
                     async for batch in changes:
                         await pass_on(batch)
-                return  # the store was closed
-            except DynamoException as error:
-                logger.warning("the watch on %s failed and is set up again: %s", bucket, error)
+                        first.set()
+                first.set()  # also where the store was closed before it answered
+                return
             except Exception:  # the boundary: one fault of ours must not leave the frontend blind for ever
-                logger.exception("the watch on %s failed and is set up again", bucket)
+                logger.exception("following %s failed; reading it again in %g s", bucket, WATCH_RETRY_SECONDS)
             await asyncio.sleep(WATCH_RETRY_SECONDS)
 
     # -- requests ----------------------------------------------------------------------------------------------------

@@ -12,12 +12,13 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
-from dynamo.errors import CannotConnect, DynamoException
+from dynamo.errors import CannotConnect
 from dynamo.runtime.addresses import detect_host
-from dynamo.runtime.discovery.base import EVENT_CHANNELS, Change, Delete, Discovery, Put
+from dynamo.runtime.discovery.base import EVENT_CHANNELS, Delete, Discovery, Put
+from dynamo.runtime.discovery.follow import follow
 from dynamo.runtime.event_plane.announcing import Announcer
 from dynamo.runtime.event_plane.base import (
     PUBLISHER_ID_BITS,
@@ -54,7 +55,6 @@ MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024  # a peer that announces more is dis
 BURST: Final = 256  # messages read before others on the loop get a turn
 RECONNECT_MS: Final = 100
 RECONNECT_MAX_MS: Final = 2_000
-WATCH_RETRY_SECONDS: Final = 1.0
 PROBE_SECONDS: Final = 4.0
 LOOPBACK: Final = ("127.", "localhost", "::1")
 
@@ -223,24 +223,12 @@ class ZmqEventPlane:
         """Keep connected to the publishers there are."""
         prefix = f"{EVENT_CHANNELS}/{scope.path_encoded}/topic/{encode_segment(topic)}"
         connected: dict[str, str] = {}  # by key
-        while True:
-            try:
-                async with self._discovery.watch(prefix) as changes:
-                    batch: list[Change] = await anext(changes, [])
-                    present = {change.key for change in batch}
-                    for key in connected.keys() - present:
-                        reader.disconnect(connected.pop(key))
-                    while True:
-                        for change in batch:
-                            self._connect(change, connected, reader)
-                        first.set()
-                        following = await anext(changes, None)
-                        if following is None:
-                            return  # the store was closed
-                        batch = following
-            except DynamoException as error:
-                logger.warning("the watch on event channels of %s failed and is set up again: %s", topic, error)
-            await asyncio.sleep(WATCH_RETRY_SECONDS)
+        async with aclosing(follow(self._discovery, prefix)) as changes:
+            async for batch in changes:
+                for change in batch:
+                    self._connect(change, connected, reader)
+                first.set()
+        first.set()  # the store was closed before it answered
 
     def _connect(self, change: Put | Delete, connected: dict[str, str], reader: SocketReader) -> None:
         endpoint = None

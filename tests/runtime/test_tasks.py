@@ -1,0 +1,207 @@
+"""Background work has an owner, and a wait for the first of several leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+
+from dynamo.errors import CannotConnect
+from dynamo.runtime.discovery import follow as following
+from dynamo.runtime.discovery.base import Change, Delete, Put
+from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
+from dynamo.runtime.tasks import Background, first_of
+
+
+async def hang(ended: asyncio.Event) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.set()
+
+
+async def fail() -> None:
+    raise KeyError("broken")
+
+
+# -- the first of several
+
+
+async def test_the_first_that_is_done_is_named_and_the_others_are_cancelled() -> None:
+    ended = asyncio.Event()
+    assert await first_of(hang(ended), asyncio.sleep(0)) == 1
+    assert ended.is_set()
+
+
+async def test_what_the_first_raises_is_raised_and_nothing_runs_on() -> None:
+    ended = asyncio.Event()
+    with pytest.raises(KeyError):
+        await first_of(hang(ended), fail())
+    assert ended.is_set()
+
+
+async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
+    ended = asyncio.Event()
+    waiting = asyncio.create_task(first_of(hang(ended)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert ended.is_set()
+
+
+# -- background work
+
+
+async def test_leaving_the_block_ends_what_runs_in_it() -> None:
+    ended = asyncio.Event()
+    async with Background() as background:
+        background.start(hang(ended), "hang")
+        await asyncio.sleep(0)
+    assert ended.is_set()
+    with pytest.raises(RuntimeError, match="late was started after"):
+        background.start(hang(ended), "late")
+
+
+async def test_a_crash_ends_the_block_and_leaves_it() -> None:
+    ended = asyncio.Event()
+
+    async def block() -> None:
+        async with Background() as background:
+            background.start(hang(ended), "hang")
+            background.start(fail(), "fail")
+            await asyncio.Event().wait()
+
+    with pytest.raises(KeyError, match="broken"):
+        await block()
+    assert ended.is_set()
+    assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+
+
+async def test_the_blocks_own_error_is_not_hidden() -> None:
+    async def block() -> None:
+        async with Background() as background:
+            background.start(fail(), "fail")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await block()
+
+
+async def test_a_cancelled_block_stays_cancelled() -> None:
+    ended = asyncio.Event()
+
+    async def block() -> None:
+        async with Background() as background:
+            background.start(hang(ended), "hang")
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(block())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+    assert ended.is_set()
+
+
+async def test_without_a_block_a_crash_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    background = Background()
+    task = background.start(fail(), "the work")
+    await asyncio.wait({task})
+    await background.close()
+    assert [record.getMessage() for record in caplog.records] == ["the work failed"]
+
+
+# -- following a prefix
+
+
+class Flaky(MemoryDiscovery):
+    """A store whose watches can be broken."""
+
+    def __init__(self, hub: MemoryHub) -> None:
+        super().__init__(hub)
+        self.broken = asyncio.Event()
+        self.refuses = False
+
+    @asynccontextmanager
+    async def watch(self, prefix: str) -> AsyncIterator[AsyncIterator[list[Change]]]:
+        if self.refuses:
+            raise CannotConnect("the store is away")
+        self.broken.clear()
+        async with super().watch(prefix) as changes:
+
+            async def until_broken() -> AsyncIterator[list[Change]]:
+                while True:
+                    next_batch = asyncio.ensure_future(anext(changes, None))
+                    broken = asyncio.ensure_future(self.broken.wait())
+                    try:
+                        await asyncio.wait({next_batch, broken}, return_when=asyncio.FIRST_COMPLETED)
+                        if broken.done():
+                            raise CannotConnect("the watch broke")
+                        if (batch := next_batch.result()) is None:
+                            return
+                        yield batch
+                    finally:
+                        next_batch.cancel()
+                        broken.cancel()
+                        await asyncio.gather(next_batch, broken, return_exceptions=True)
+
+            async with aclosing(until_broken()) as guarded:
+                yield guarded
+
+
+@pytest.fixture
+async def store(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Flaky]:
+    monkeypatch.setattr(following, "RETRY_SECONDS", 0)
+    found = Flaky(MemoryHub())
+    await found.start()
+    yield found
+    await found.close()
+
+
+A, B, C = "v1/instances/ns/c/e/a", "v1/instances/ns/c/e/b", "v1/instances/ns/c/e/c"
+
+
+async def test_after_a_break_the_difference_is_reported(store: Flaky) -> None:
+    await store.put(A, b"1")
+    await store.put(B, b"1")
+    async with aclosing(following.follow(store, "v1/instances")) as changes:
+        assert await anext(changes) == [Put(A, b"1"), Put(B, b"1")]
+        await store.delete(A)
+        assert await anext(changes) == [Delete(A)]
+        after = asyncio.ensure_future(anext(changes))
+        await asyncio.sleep(0)
+        store.broken.set()
+        await store.delete(B)
+        await store.put(C, b"2")
+        assert await after == [Delete(B), Put(C, b"2")]
+
+
+async def test_a_batch_that_its_reader_did_not_finish_is_reported_again(store: Flaky) -> None:
+    known: set[str] = set()
+    await store.put(A, b"1")
+    await store.put(B, b"1")
+    async with aclosing(following.follow(store, "v1/instances", known)) as changes:
+        assert await anext(changes) == [Put(A, b"1"), Put(B, b"1")]
+    await store.delete(A)
+    async with aclosing(following.follow(store, "v1/instances", known)) as changes:
+        assert await anext(changes) == [Delete(A), Put(B, b"1")]
+
+
+async def test_the_end_of_the_store_is_the_end(store: Flaky) -> None:
+    async with aclosing(following.follow(store, "v1/instances")) as changes:
+        assert await anext(changes) == []
+        end = asyncio.ensure_future(anext(changes, None))
+        await asyncio.sleep(0)
+        await store.close()
+        assert await end is None
+
+
+async def test_a_first_watch_that_fails_raises_where_the_caller_wants_it(store: Flaky) -> None:
+    store.refuses = True
+    with pytest.raises(CannotConnect):
+        await anext(following.follow(store, "v1/instances", raises_first=True))
