@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dynamo.common.utils import graceful_shutdown as module
+from dynamo.errors import CannotConnect
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import MemoryDiscovery, MemoryHub
 from dynamo.runtime.request_plane.memory import MemoryPlane
@@ -97,7 +98,10 @@ async def test_a_step_that_fails_or_hangs_does_not_stop_the_others(
     def fail() -> None:
         raise RuntimeError("boom")
 
-    # The endpoint is not served, so even unregistering fails.
+    async def lost(key: str) -> None:
+        raise CannotConnect("the store is lost")
+
+    monkeypatch.setattr(runtime.discovery, "delete", lost)
     await graceful_shutdown_with_discovery(runtime, [runtime.endpoint("ns.c.e")], event, 0, hang, fail, fail)
     assert event.is_set()
     text = caplog.text

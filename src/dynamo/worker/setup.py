@@ -1,0 +1,245 @@
+"""Everything between an engine's `start()` and its first request: observers, the card, controls, the handler."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+from dynamo.contract.config import WorkerConfig
+from dynamo.contract.engine import BaseEngine, LLMEngine, RawEngine
+from dynamo.contract.engine_config import EngineConfig
+from dynamo.contract.health_check import resolve_health_check_payload
+from dynamo.contract.metrics import EngineMetrics
+from dynamo.contract.telemetry import GenerateSpan
+from dynamo.errors import InvalidArgument, Unknown
+from dynamo.protocol.records import ModelCard
+from dynamo.runtime.context import Context
+from dynamo.runtime.distributed import DistributedRuntime, Endpoint, ServedEndpoint
+from dynamo.runtime.request_plane.base import Handler
+from dynamo.runtime.settings import env_bool, env_str
+from dynamo.worker.controls import AdminRoutes, RlDirectory, checked_names, rl_endpoint_name
+from dynamo.worker.hooks import await_hook
+from dynamo.worker.hub import HUB_PREFIX
+from dynamo.worker.kv_publishing.lifecycle import Publishing
+from dynamo.worker.lifecycle import Lifecycle
+from dynamo.worker.lifecycle_metrics import WorkerMetrics
+from dynamo.worker.registration import (
+    build_card,
+    plan_role,
+    publish_card,
+    read_context_lengths,
+    resolve_assets,
+    runtime_config_of,
+    update_model_taints,
+)
+from dynamo.worker.running_requests import RunningRequests
+from dynamo.worker.serving import RawServing, TokenServing
+
+if TYPE_CHECKING:
+    from dynamo.runtime.chaos.worker import WorkerChaos
+
+__all__ = ["Parts", "Setup"]
+
+logger = logging.getLogger(__name__)
+
+
+class MetricLabels(TypedDict):
+    """What the worker's metrics are labelled with."""
+
+    namespace: str
+    component: str
+    endpoint: str
+    worker_id: str  # lower-case hex
+    model: str
+    model_name: str
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the set-up of one engine made, and its shutdown takes down. None: not made yet."""
+
+    served_name: str = ""
+    model: str = ""
+    metrics: WorkerMetrics | None = None
+    publishing: Publishing | None = None
+    running: RunningRequests | None = None
+    admin: AdminRoutes | None = None
+    served: ServedEndpoint | None = None
+    rl: ServedEndpoint | None = None
+    model_published: bool = False
+
+
+class Setup:
+    """Sets one engine up on one connected runtime."""
+
+    def __init__(
+        self,
+        engine: BaseEngine,
+        config: WorkerConfig,
+        endpoint: Endpoint,
+        life: Lifecycle,
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._runtime: DistributedRuntime = endpoint.runtime
+        self._endpoint = endpoint
+        self._life = life
+        self.parts = Parts()
+
+    @property
+    def worker_id(self) -> int:
+        """The id of the instance, which `start()` gets."""
+        return self._runtime.connection_id()
+
+    async def prepare(self, engine_config: EngineConfig, load_seconds: float) -> None:
+        """Everything between `start()` and the first request; a stop ends it after the step in flight."""
+        self.parts.served_name = engine_config.resolve_served_name(self._config.served_model_name).removeprefix(
+            HUB_PREFIX
+        )
+        self.parts.model = engine_config.model
+        names = MetricLabels(
+            namespace=self._config.namespace,
+            component=self._config.component,
+            endpoint=self._config.endpoint,
+            worker_id=f"{self._runtime.connection_id():x}",
+            model=self.parts.model,
+            model_name=self.parts.served_name,
+        )
+        await self._attach_observers(engine_config, load_seconds, names)
+        if not self._life.is_stopping:
+            await self._register(engine_config)
+        if not self._life.is_stopping:
+            self._prepare_admin()
+
+    async def _attach_observers(self, engine_config: EngineConfig, load_seconds: float, names: MetricLabels) -> None:
+        engine, config = self._engine, self._config
+        registry = self._runtime.metrics
+        # Twice, because the times of the lifecycle are there even if the engine's own set-up fails.
+        self.parts.metrics = WorkerMetrics(registry, **names)
+        self.parts.metrics.model_load_time_seconds.set(load_seconds)
+        await await_hook(engine.register_prometheus(EngineMetrics(registry, **names)))
+        ranks = _checked_ranks(engine.component_metrics_dp_ranks())
+        self.parts.metrics = WorkerMetrics(registry, dp_ranks=ranks, **names)
+        if not config.enable_kv_routing:
+            return
+        self.parts.publishing = Publishing(
+            self._endpoint, engine_config, enable_local_indexer=config.local_indexer_enabled
+        )
+        if isinstance(engine, LLMEngine):
+            self.parts.publishing.connect_kv_events(await await_hook(engine.kv_event_sources()))
+            self.parts.running = await self.parts.publishing.running_requests(config.disaggregation_mode)
+        if ranks:
+            engine.attach_snapshot_publisher(await self.parts.publishing.snapshot_publisher(self.parts.metrics))
+
+    async def _register(self, engine_config: EngineConfig) -> None:
+        config = self._config
+        plan = plan_role(config.disaggregation_mode, config.endpoint_types, route_to_encoder=config.route_to_encoder)
+        is_raw = isinstance(self._engine, RawEngine)
+        if is_raw:
+            assets = await asyncio.to_thread(read_context_lengths, config.model_name or engine_config.model)
+        else:
+            allowed = config.allow_download or env_bool("DYN_ALLOW_DOWNLOAD")
+            assets = await resolve_assets(config.model_name, allow_download=allowed)
+        card = await asyncio.to_thread(
+            build_card,
+            self.parts.served_name,
+            source_path=(config.model_name or engine_config.model).removeprefix(HUB_PREFIX),
+            assets=assets,
+            model_input=config.model_input,
+            model_type=plan.model_type,
+            worker_type=plan.worker_type,
+            needs=plan.needs,
+            runtime_config=runtime_config_of(config, engine_config),
+            kv_cache_block_size=engine_config.kv_cache_block_size,
+            custom_template_path=config.custom_jinja_template,
+            aliases=engine_config.model_aliases,
+            media_decoder=config.media_decoder,
+            media_fetcher=config.media_fetcher,
+        )
+        await await_hook(self._engine.on_endpoint_ready(self._endpoint))
+        await self._publish(card)
+
+    async def _publish(self, card: ModelCard) -> None:
+        self.parts.model_published = True  # before the attempt: what was half done is withdrawn as well
+        try:
+            await publish_card(self._endpoint, card)
+        except Exception as error:
+            raise Unknown(f"model attach: {error}") from error
+
+    def _prepare_admin(self) -> None:
+        engine = self._engine
+        controls = checked_names("control", engine.supported_controls())
+        updates = checked_names("update", engine.supported_updates())
+        if not isinstance(engine, LLMEngine) and not controls and not updates:
+            return  # a raw engine has no taints to update either
+        admin = AdminRoutes(
+            engine,
+            controls=controls,
+            updates=updates,
+            gate=lambda: self._life.gate,
+            set_taints=lambda taints: update_model_taints(self._endpoint, taints),
+        )
+        for name, route in admin.routes().items():
+            self._runtime.register_engine_route(name, route)
+        self.parts.admin = admin
+
+    def handler(self, chaos: WorkerChaos | None) -> Handler:
+        engine = self._engine
+        map_errors = env_bool("DYN_BACKEND_MAP_BUILTIN_ERRORS")
+        if chaos is not None:
+            return chaos.handler(self._plain_handler(chaos.engine(engine), map_errors))
+        return self._plain_handler(engine, map_errors)
+
+    def _plain_handler(self, engine: BaseEngine, map_errors: bool) -> Handler:
+        config = self._config
+        if isinstance(self._engine, RawEngine):
+            return RawServing(cast(RawEngine, engine), map_builtin_errors=map_errors).handle
+        assert isinstance(self._engine, LLMEngine)  # _check_config lets no other kind pass
+        loop, model, role = asyncio.get_running_loop(), self.parts.model, str(config.disaggregation_mode)
+
+        def start_span(context: Context, request: Mapping[str, Any]) -> GenerateSpan | None:
+            return GenerateSpan.begin(
+                context,
+                now=loop.time(),
+                model=model,
+                input_tokens=len(request["token_ids"]),
+                role=role,
+                migration_link=request.get("migration_link"),
+            )
+
+        return TokenServing(
+            cast(LLMEngine, engine),
+            mode=config.disaggregation_mode,
+            validate=env_bool("DYN_BACKEND_VALIDATE"),
+            map_builtin_errors=map_errors,
+            start_span=start_span,
+            running=self.parts.running,
+        ).handle
+
+    async def canary_payload(self) -> dict[str, Any] | None:
+        own: Any = None
+        if self._config.health_check_payload is None and env_str("DYN_HEALTH_CHECK_PAYLOAD") is None:
+            try:
+                own = await await_hook(self._engine.health_check_payload())
+            except Exception:  # the canary is a convenience; a worker without one serves as well
+                logger.warning("health_check_payload() failed; serving without a canary", exc_info=True)
+        return resolve_health_check_payload(self._config.health_check_payload, own)
+
+    async def serve_rl_directory(self) -> None:
+        if not self._config.enable_rl or self.parts.admin is None:
+            return
+        name = rl_endpoint_name(self._config.endpoint)
+        url = self._runtime.system_status_server_url()
+        if url is None:
+            raise InvalidArgument("--enable-rl needs the status server: set DYN_SYSTEM_PORT (0 for any free port)")
+        endpoint = self._runtime.endpoint(f"{self._config.namespace}.{self._config.component}.{name}")
+        self.parts.rl = await endpoint.start_serving(RlDirectory(url, self.parts.admin.routes()).handle)
+
+
+def _checked_ranks(ranks: object) -> list[int]:
+    if not isinstance(ranks, list) or not all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in ranks):
+        raise InvalidArgument(f"component_metrics_dp_ranks() must return a list of ranks (int), got {ranks!r}")
+    return ranks

@@ -1,0 +1,242 @@
+"""The way down: out of discovery, grace, streams, drain, clean-up. Nothing here may fail: every step goes on after an error."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Mapping
+from typing import Final
+
+from dynamo.contract.config import WorkerConfig
+from dynamo.contract.engine import BaseEngine
+from dynamo.contract.modes import DisaggregationMode
+from dynamo.errors import EngineShutdown
+from dynamo.runtime.distributed import Endpoint
+from dynamo.runtime.settings import env_float, env_int
+from dynamo.worker.hooks import await_hook
+from dynamo.worker.lifecycle import Event, Lifecycle, ShutdownTimes
+from dynamo.worker.registration import unregister_model
+from dynamo.worker.setup import Parts
+from dynamo.worker.signals import Deadline
+
+__all__ = ["Shutdown", "StopRequest", "shutdown_times"]
+
+logger = logging.getLogger(__name__)
+
+QUIESCENCE_POLL_SECONDS: Final = 0.5
+CUT_SECONDS: Final = 2.0  # for streams that were cut to let go of the engine; the rest of the reserve is cleanup()'s
+HEARTBEAT_SECONDS: Final = 5.0  # how often a long wait says that it still waits
+
+
+class StopRequest:
+    """Whether and when a worker was asked to stop. Used on the event loop only."""
+
+    def __init__(self, times: ShutdownTimes) -> None:
+        self.times = times
+        self.requested_at = 0.0  # loop time
+        self.deadline: Deadline | None = None
+        self.start_scope: asyncio.Timeout | None = None  # while start() runs
+        self._event = asyncio.Event()
+
+    @property
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    async def wait(self) -> None:
+        """Return when a stop was requested."""
+        await self._event.wait()
+
+    def begin(self) -> None:
+        """Start the clock of the way down, also for a worker that failed by itself."""
+        self.requested_at = asyncio.get_running_loop().time()
+
+    def request(self) -> None:
+        """Record the request, arm the deadline, and limit a `start()` that still runs."""
+        self.begin()
+        self._event.set()
+        if self.deadline is not None:
+            self.deadline.arm()
+        if self.start_scope is not None:
+            self.start_scope.reschedule(self.requested_at + self.times.start_until_seconds)
+
+    async def unless_stopped(self, work: Awaitable[object]) -> bool:
+        """Await `work` unless a stop comes first (then it is cancelled); whether it was finished."""
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self._event.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                return False
+            await task
+            return True
+        finally:
+            for each in (task, stop):
+                each.cancel()
+            await asyncio.wait({task, stop})
+
+
+class Shutdown:
+    """Takes one engine down: what was set up for it, and the engine itself."""
+
+    def __init__(
+        self,
+        engine: BaseEngine,
+        config: WorkerConfig,
+        endpoint: Endpoint,
+        life: Lifecycle,
+        stop: StopRequest,
+        parts: Parts,
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._endpoint = endpoint
+        self._life = life
+        self._stop = stop
+        self.parts = parts
+        self.skip_waiting = False  # nobody waits for streams any more
+        self.cancelled: asyncio.CancelledError | None = None  # `run` was cancelled on its way down
+
+    async def drain(self, *, owns_runtime: bool) -> None:
+        """Leave discovery, let the streams end, drain the engine."""
+        if owns_runtime:
+            self._endpoint.runtime.health.begin_shutdown()
+        await self._run_despite_cancel(self._unregister())
+        if not self.skip_waiting and self._stop.times.grace_seconds > 0:
+            logger.info("Grace period %.2fs before drain", self._stop.times.grace_seconds)
+            await self._run_despite_cancel(asyncio.sleep(self._stop.times.grace_seconds))
+        began = time.perf_counter()
+        await self._run_despite_cancel(self._await_streams())
+        await self._run_despite_cancel(self._cut_streams())
+        await self._run_despite_cancel(self._drain())
+        await self._run_despite_cancel(self._await_quiescence())
+        if self.parts.metrics is not None:
+            self.parts.metrics.drain_time_seconds.set(time.perf_counter() - began)
+
+    async def finish(self) -> None:
+        """Clean the engine up, once, and take back what this worker put into a runtime that may outlive it."""
+        await self._run_despite_cancel(self._clean_up_once())
+        await self._leave()
+
+    async def _run_despite_cancel(self, step: Awaitable[None]) -> None:
+        """Await a step of the end. A cancellation ends the step, not the way down: an engine is owed its clean-up."""
+        try:
+            await step
+        except asyncio.CancelledError as error:
+            self.cancelled = error
+            self.skip_waiting = True
+
+    async def _unregister(self) -> None:
+        try:
+            if self.parts.admin is not None:
+                await self.parts.admin.close()
+            if self.parts.rl is not None:
+                await self.parts.rl.close()
+            if self.parts.served is not None:
+                await self.parts.served.withdraw()
+        except Exception as error:
+            logger.warning("discovery unregister failed: %s", error)
+            return
+        logger.info("Endpoint unregistered from discovery")
+
+    async def _await_streams(self) -> None:
+        """Wait for streams in flight until the deadline less a reserve."""
+        served = self.parts.served
+        if served is None or self.skip_waiting:
+            return
+        until = self._stop.requested_at + self._stop.times.streams_until_seconds
+        loop = asyncio.get_running_loop()
+        while served.inflight and loop.time() < until:
+            logger.info("Waiting for %d streams in flight, at most %.1fs more", served.inflight, until - loop.time())
+            if await served.wait_idle(min(HEARTBEAT_SECONDS, until - loop.time())):
+                return
+
+    async def _cut_streams(self) -> None:
+        """Decline new requests and end the streams that are left: a frontend migrates them."""
+        served = self.parts.served
+        if served is None:
+            return
+        served.stop_accepting()
+        cut = served.cut(EngineShutdown("the worker is shutting down"))
+        if cut:
+            logger.warning("%d streams were still running and were cut; frontends may migrate them", cut)
+            # Their aborts and the `finally` of their generators need a living engine: neither may run after cleanup().
+            if not await served.wait_idle(CUT_SECONDS):
+                logger.warning("%d of them ignored it and are left to the clean-up", served.inflight)
+
+    async def _drain(self) -> None:
+        try:
+            await await_hook(self._engine.drain())
+        except Exception:
+            logger.warning("engine drain failed", exc_info=True)
+
+    async def _await_quiescence(self) -> None:
+        """Prefill only, and only for an engine that overrides `is_quiescent`: peers may still pull from its memory."""
+        if type(self._engine).is_quiescent is BaseEngine.is_quiescent:
+            return
+        if self._config.disaggregation_mode is not DisaggregationMode.PREFILL:
+            return
+        loop = asyncio.get_running_loop()
+        budget = self._stop.times.quiescence_seconds(self._config.disaggregation_mode)
+        ends_at, said_at = loop.time() + budget, None
+        while not await self._is_quiescent():
+            now = loop.time()
+            if now >= ends_at:
+                logger.warning("drain: timed out at %.1fs; peers may lose what they still pull", budget)
+                return
+            if said_at is None or now - said_at >= HEARTBEAT_SECONDS:
+                logger.info("drain: the engine is not quiescent, waiting at most %.1fs more", ends_at - now)
+                said_at = now
+            await asyncio.sleep(min(QUIESCENCE_POLL_SECONDS, ends_at - now))
+
+    async def _is_quiescent(self) -> bool:
+        try:
+            return await await_hook(self._engine.is_quiescent()) is True
+        except Exception:
+            logger.debug("is_quiescent() failed", exc_info=True)
+            return False
+
+    async def _clean_up_once(self) -> None:
+        began = time.perf_counter()
+        try:
+            await await_hook(self._engine.cleanup())
+            logger.info("Engine cleanup complete")
+        except Exception:
+            logger.error("engine cleanup failed", exc_info=True)
+        except asyncio.CancelledError:
+            logger.error("engine cleanup was cancelled before it had finished")
+            raise
+        finally:
+            self._life.apply(Event.CLEANED)
+            if self.parts.metrics is not None:
+                self.parts.metrics.cleanup_time_seconds.set(time.perf_counter() - began)
+            if self.parts.publishing is not None:  # engines may publish until cleanup() returns
+                await self.parts.publishing.close()
+
+    async def _leave(self) -> None:
+        """Take back what this worker put into a runtime that may outlive it."""
+        if self.parts.admin is not None:
+            for name in self.parts.admin.routes():
+                self._endpoint.runtime.status_server.unregister_route(name)
+        if self.parts.served is not None:
+            await self._run_despite_cancel(self.parts.served.close())
+        if self.parts.model_published:
+            await self._run_despite_cancel(self._withdraw_model())
+
+    async def _withdraw_model(self) -> None:
+        try:
+            await unregister_model(self._endpoint)
+        except Exception as error:
+            logger.warning("leaving discovery failed, its records will expire: %s", error)
+
+
+def shutdown_times(env: Mapping[str, str] | None = None) -> ShutdownTimes:
+    """The times of this process's end, from the environment."""
+    default = ShutdownTimes()
+    return ShutdownTimes(
+        grace_seconds=env_float("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", default.grace_seconds, minimum=0.0, env=env),
+        timeout_seconds=env_int("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", default.timeout_seconds, minimum=0, env=env),
+        prefill_drain_seconds=env_float(
+            "DYN_PREFILL_DRAIN_TIMEOUT_S", default.prefill_drain_seconds, minimum=0.0, env=env
+        ),
+    )
