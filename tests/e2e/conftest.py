@@ -14,7 +14,8 @@ from support.processes import Cluster, Stack
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Cluster(tmp_path_factory.mktemp("e2e")) as cluster:
         # No quarantine: an engine error of one test must not close the model for the next one.
-        frontend = cluster.frontend("frontend", DYN_RUNTIME_INHIBITED_DURATION_SECS="0")
+        # No wait for a replacement: the errors of a model's only worker are what many tests are about.
+        frontend = cluster.frontend("frontend", DYN_RUNTIME_INHIBITED_DURATION_SECS="0", DYN_REPLACEMENT_WAIT_SECS="0")
         scripted = cluster.worker("scripted", "scripted")
         narrow = cluster.worker("narrow", "narrow", DYN_ENGINE_REQUEST_LIMIT="1", DYN_DYNAMO_REQUEST_QUEUE_LIMIT="1")
         cluster.wait_ready(frontend, scripted, narrow)
