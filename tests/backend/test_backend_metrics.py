@@ -267,7 +267,7 @@ def test_a_variable_that_names_no_directory_is_a_warning(
     ours = MetricsRegistry()
     register_global_registry(EngineMetrics(ours, **NAMES), engine_prefix="x", multiproc_only_prefixes=prefixes)
     assert ours.has_callbacks
-    assert "is no directory" in caplog.text
+    assert "is not a directory" in caplog.text
 
 
 # -- the directory
