@@ -13,7 +13,7 @@ from typing import Final
 from dynamo.frontend.admission.model import RequestLimit
 from dynamo.frontend.models.file_policy import FilePolicy
 from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, GuidedLimits
-from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_MESSAGES
+from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_ITEMS, MAX_MEMBERS, MAX_MESSAGES
 from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_status
 from dynamo.runtime.settings import env_bool, env_float, env_int, env_str
 from dynamo.text.template_sandbox import BudgetSpec
@@ -107,6 +107,9 @@ class FrontendSettings:
     pipeline_limit: int = 16
     write_stall_seconds: float = 60.0
     json_depth_limit: int = MAX_DEPTH
+    body_bytes_per_token: int = 64  # of the longest context served here, beside 16 MiB; text has 4; 0: any body
+    json_members_limit: int = MAX_MEMBERS
+    json_items_limit: int = MAX_ITEMS
     messages_limit: int = MAX_MESSAGES
     guided: GuidedLimits = DEFAULT_GUIDED_LIMITS
     peek_seconds: float = DEFAULT_PEEK_SECONDS
@@ -213,6 +216,11 @@ class FrontendSettings:
                 env_int("DYN_HTTP_JSON_DEPTH_LIMIT", default.json_depth_limit, minimum=4, env=env), DEPTH_CEILING
             ),
             guided=GuidedLimits.read(partial(env_int, minimum=1, env=env)),
+            body_bytes_per_token=env_int(
+                "DYN_HTTP_BODY_BYTES_PER_TOKEN", default.body_bytes_per_token, minimum=0, env=env
+            ),
+            json_members_limit=env_int("DYN_HTTP_JSON_MEMBERS_LIMIT", default.json_members_limit, minimum=64, env=env),
+            json_items_limit=env_int("DYN_HTTP_JSON_ITEMS_LIMIT", default.json_items_limit, minimum=64, env=env),
             messages_limit=env_int("DYN_HTTP_MESSAGES_LIMIT", default.messages_limit, minimum=1, env=env),
             idle_connection_seconds=env_int(
                 "DYN_HTTP_IDLE_CONNECTION_SECS", default.idle_connection_seconds, minimum=1, env=env

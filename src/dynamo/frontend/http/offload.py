@@ -1,18 +1,42 @@
-"""Where long work goes: a small thread pool, or, under virtual time, right here."""
+"""Where long work goes: a small thread pool, or, under virtual time, right here; and memory back to the system after it."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Final, Protocol, TypeVar
 
-__all__ = ["InlineOffload", "Offload", "ThreadOffload", "processors"]
+__all__ = ["LARGE_BODY_BYTES", "InlineOffload", "Offload", "ThreadOffload", "processors", "return_memory"]
 
 T = TypeVar("T")
 
 MAX_THREADS: Final = 8  # long prompts are tokenised outside the interpreter lock; more threads than cores only queue
+
+
+TRIM_SECONDS: Final = 0.5  # after the first large request, for all until then: a trim takes up to some milliseconds
+LARGE_BODY_BYTES: Final = 128 * 1024
+"""A body up to this long is decoded and checked on the loop (1 to 2 ms); of a longer one everything goes to the executor."""
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """Return glibc's function that gives free memory back, or None with another C library."""
+    try:
+        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):
+        return None
+    return found
+
+
+def return_memory() -> None:
+    """Give memory that is free back to the system: glibc keeps what many threads used in arenas. Takes milliseconds."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)  # ctypes lets other threads run meanwhile
 
 
 class Offload(Protocol):
@@ -20,6 +44,9 @@ class Offload(Protocol):
 
     async def __call__(self, work: Callable[[], T]) -> T:
         """What `work` returns or raises."""
+
+    def return_memory_soon(self) -> None:
+        """Give free memory back to the system within about a second; called after a request that took much."""
 
     def close(self) -> None:
         """Take no more work; what runs may finish."""
@@ -30,6 +57,9 @@ class InlineOffload:
 
     async def __call__(self, work: Callable[[], T]) -> T:
         return work()
+
+    def return_memory_soon(self) -> None:
+        """Do nothing: the allocator is no part of a simulation."""
 
     def close(self) -> None:
         """Nothing to close."""
@@ -42,11 +72,23 @@ class ThreadOffload:
         """`threads` 0: one per processor this process may use, at most 8."""
         count = threads or min(MAX_THREADS, processors())
         self._executor = ThreadPoolExecutor(count, thread_name_prefix="dynamo-frontend")
+        self._trim: asyncio.TimerHandle | None = None
 
     async def __call__(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
+    def return_memory_soon(self) -> None:
+        if self._trim is None:
+            self._trim = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._return_memory)
+
+    def _return_memory(self) -> None:
+        self._trim = None
+        self._executor.submit(return_memory)
+
     def close(self) -> None:
+        if self._trim is not None:
+            self._trim.cancel()
+            self._trim = None
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 

@@ -261,6 +261,16 @@ class ModelDirectory:
         ]
 
     @property
+    def longest_context(self) -> int | None:
+        """The most tokens that any model served here takes; None when one of them does not say."""
+        longest = 0
+        for model in self._served.values():
+            if not model.context_length:
+                return None
+            longest = max(longest, model.context_length)
+        return longest or None
+
+    @property
     def is_loading(self) -> bool:
         """Whether a registered model is not served yet because its files are still being fetched or read."""
         return bool(self._loading)

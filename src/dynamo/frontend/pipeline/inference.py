@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from dynamo.errors import DynamoException, Overloaded, ResponseTimeout
 from dynamo.frontend.admission.model import Shed, urgency_of
 from dynamo.frontend.admission.process import Admission, NotReady
 from dynamo.frontend.apis.base import Answer, Api, RenderOptions
+from dynamo.frontend.http.offload import LARGE_BODY_BYTES
 from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics, RequestType
 from dynamo.frontend.models.directory import ModelDirectory, ServedModel
 from dynamo.frontend.pipeline.delivery import StreamDelivery, UnaryDelivery, annotation_events
@@ -40,6 +42,8 @@ __all__ = ["Call", "Pipeline"]
 logger = logging.getLogger(__name__)
 
 _THREAD_ID: Final = b"thread-id"  # the one header we read that does not begin with "x-"
+
+UNSUSPECTED_BODY_BYTES: Final = 16 * 1024 * 1024  # more than the longest embeddings, tools and schemas take
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,12 @@ class Call:
         self._pipeline = pipeline
         self._settings = settings = pipeline.settings
         self._metadata_prefix = settings.metadata_header_prefix.encode()
-        self._limits = BodyLimits(settings.json_depth_limit, settings.messages_limit)
+        self._limits = BodyLimits(
+            settings.json_depth_limit,
+            settings.messages_limit,
+            settings.json_members_limit,
+            settings.json_items_limit,
+        )
 
     def new_id(self) -> str:
         """Return a new id for a request of this API."""
@@ -99,12 +108,15 @@ class Call:
             return
         exchange.timer.mark(QUEUE)
         pipeline.register.add(exchange)
+        is_large = len(exchange.arrival.body) > LARGE_BODY_BYTES
         try:
             await self._serve(exchange, sink)
         finally:
             exchange.end()
             pipeline.register.remove(exchange)
             pipeline.admission.leave()
+            if is_large:
+                pipeline.preprocessor.offload.return_memory_soon()
 
     def count_early(self, rejected: RequestRejected, error: BaseException, began: float) -> None:
         """Count a request that was rejected before its model was known."""
@@ -119,7 +131,7 @@ class Call:
     async def _serve(self, exchange: Exchange, sink: AnswerSink) -> None:
         metrics, began = self._pipeline.metrics, exchange.arrival.at
         try:
-            resolved = self._parse_and_resolve(exchange.arrival)
+            resolved = await self._parse_and_resolve(exchange.arrival)
         except RequestRejected as error:
             self.count_early(error, error, began)
             error_type = classify(error, error).error_type
@@ -127,6 +139,7 @@ class Call:
             exchange.end()
             await sink.reject(error)
             return
+        exchange.arrival = replace(exchange.arrival, body=b"")  # not held for as long as the answer takes
         request, model = resolved.request, resolved.model
         exchange.model = model.name
         kind: RequestType = "stream" if request.is_streaming else "unary"
@@ -145,10 +158,20 @@ class Call:
         finally:
             slot.leave()
 
-    def _parse_and_resolve(self, arrival: Arrival) -> Resolved:
+    async def _parse_and_resolve(self, arrival: Arrival) -> Resolved:
         """Check everything that can be wrong with a request before a worker gets it; in the native order of checks."""
         settings, models, api = self._settings, self._pipeline.models, self._api
-        request = api.decode(arrival.body, ignore_unsupported=settings.ignore_unsupported_fields, limits=self._limits)
+        decode = partial(
+            api.decode, arrival.body, ignore_unsupported=settings.ignore_unsupported_fields, limits=self._limits
+        )
+        # Off the loop where it takes long: others wait for the loop, and nobody for a thread of the executor.
+        is_large = len(arrival.body) > LARGE_BODY_BYTES
+        if is_large:
+            self._check_plausible(len(arrival.body))
+        offload = self._pipeline.preprocessor.offload
+        request = await offload(decode) if is_large else decode()
+        if is_large:
+            request.__dict__["is_large"] = True
         model = models.lookup(request.model)
         if model is None and models.is_registered(request.model):
             raise model_not_ready(request.model)
@@ -167,10 +190,27 @@ class Call:
             logger.warning("%s", warning)
         if request.repaired:
             logger.warning("a request body was not strict JSON and was mended (model %r)", request.model[:128])
-        api.validate(request)
+        if is_large:
+            await offload(partial(api.validate, request))
+        else:
+            api.validate(request)
         if model is None or not model.surfaces & api.model_type:
             raise model_not_found()
         return Resolved(request, model, effects)
+
+    def _check_plausible(self, body_bytes: int) -> None:
+        """Refuse a body that is too long for a prompt of any model, before it is decoded: that is done in one piece."""
+        per_token, longest = self._settings.body_bytes_per_token, self._pipeline.models.longest_context
+        if not per_token or longest is None or body_bytes <= UNSUSPECTED_BODY_BYTES + per_token * longest:
+            return
+        raise RequestRejected(
+            400,
+            f"A body of {body_bytes} bytes cannot be a prompt for any model here: the longest maximum context length is "
+            f"{longest} tokens, and {UNSUSPECTED_BODY_BYTES} bytes and {per_token} for each token are read "
+            "(DYN_HTTP_BODY_BYTES_PER_TOKEN)",
+            code="context_length_exceeded",
+            limit="body_tokens",
+        )
 
     async def _serve_admitted(self, exchange: Exchange, resolved: Resolved, sink: AnswerSink) -> None:
         loop = asyncio.get_running_loop()

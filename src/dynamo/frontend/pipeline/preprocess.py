@@ -38,9 +38,14 @@ from dynamo.protocol.openai.tool_schema import forced_choice
 from dynamo.router.failover import DEFAULT_RETRIES, DispatchLimits
 from dynamo.text.control_tokens import Guarded, RenderedPrompt
 from dynamo.text.templates import INLINE_BUDGET, BudgetExceeded, BudgetSpec
+from dynamo.text.tokenizer import Tokenizer
 
 __all__ = ["Preprocessor"]
 
+MAX_PROMPT_TOKENS: Final = 1 << 20  # of a model that does not say how many it takes
+CHARACTERS_PER_TOKEN: Final = 4  # a text of more of them for each token of the limit is probed before it is tokenised
+PROBED_CHARACTERS: Final = 64 * 1024  # that are tokenised at once while a prompt is probed
+TOKENS_PER_CUT: Final = 64
 _QUERY: Final = "query_instance_id:"
 
 
@@ -49,6 +54,11 @@ class Preprocessor:
 
     def __init__(self, settings: FrontendSettings, metrics: FrontendMetrics, offload: Offload) -> None:
         self._settings, self._metrics, self._offload = settings, metrics, offload
+
+    @property
+    def offload(self) -> Offload:
+        """Where long work of a request goes."""
+        return self._offload
 
     async def chat(
         self, request: ChatRequest, effects: HeaderEffects, model: ServedModel, overhead: StageTimer
@@ -72,8 +82,8 @@ class Preprocessor:
                 overhead.mark(TEMPLATE)
             else:
                 prompt = RenderedPrompt(text)
-            ids = await self._encode(model, prompt, overhead)
-        plan = self._plan(request, effects, model, [ids])
+            ids = await self._encode(model, prompt, overhead, is_chat=True)
+        plan = await self._worked_out(request, partial(self._plan, request, effects, model, [ids]))
         self._check_length(plan, model, is_chat=True)
         plan = replace(plan, parsing=self._parsing(request, model, plan, text))
         self._metrics.preprocess_seconds.observe(perf_counter() - began)
@@ -89,10 +99,12 @@ class Preprocessor:
         began = perf_counter()
         sources = request.prompts()
         prompts = [
-            await self._encode(model, RenderedPrompt(prompt), overhead) if isinstance(prompt, str) else prompt
+            await self._encode(model, RenderedPrompt(prompt), overhead, is_chat=False)
+            if isinstance(prompt, str)
+            else prompt
             for prompt in sources
         ]
-        plan = self._plan(request, effects, model, prompts)
+        plan = await self._worked_out(request, partial(self._plan, request, effects, model, prompts))
         self._check_length(plan, model, is_chat=False)
         self._metrics.preprocess_seconds.observe(perf_counter() - began)
         only = sources[0] if len(sources) == 1 else None
@@ -111,10 +123,14 @@ class Preprocessor:
             self._check_guided(plan.body)
         return parsing
 
+    async def _worked_out(self, request: ChatRequest | CompletionRequest, work: Callable[[], Plan]) -> Plan:
+        """Do `work` here, or in the executor where it looks through a large request."""
+        return await self._offload(work) if request.is_large else work()
+
     async def _rendered(self, request: ChatRequest, model: ServedModel) -> RenderedPrompt:
         """Render here where that is quick, else in the executor: a template may be anybody's program."""
         template = model.text.template
-        if template.expect_cheap():
+        if not request.is_large and template.expect_cheap():
             try:
                 return self._render(request, model, INLINE_BUDGET)
             except BudgetExceeded:
@@ -157,9 +173,17 @@ class Preprocessor:
         self._metrics.template_seconds.observe(perf_counter() - began)
         return prompt
 
-    async def _encode(self, model: ServedModel, prompt: RenderedPrompt, overhead: StageTimer) -> list[int]:
+    async def _encode(
+        self, model: ServedModel, prompt: RenderedPrompt, overhead: StageTimer, *, is_chat: bool
+    ) -> list[int]:
         overhead.mark(PARSE)
         began = perf_counter()
+        limit = model.context_length or MAX_PROMPT_TOKENS
+        if len(prompt.text) > max(PROBED_CHARACTERS, CHARACTERS_PER_TOKEN * limit):
+            # Ids of a text of megabytes are hundreds of megabytes, made while no other thread may run.
+            least = await self._offload(partial(_least_tokens, model.text.tokenizer, prompt.text, limit))
+            if least >= limit:
+                raise _too_long(limit, f"at least {least}", is_chat=is_chat)
         encode = _encoder(model, prompt)
         if len(prompt.text) <= self._settings.inline_tokenize_characters:
             ids = encode()
@@ -230,13 +254,7 @@ class Preprocessor:
             limit = combined if limit is None or budget.get("reject_prompt_overflow") else min(limit, combined)
         longest = max(map(len, plan.prompts), default=0)
         if limit is not None and longest >= limit:
-            raise RequestRejected(
-                400,
-                f"This model's maximum context length is {limit} tokens. However, your messages resulted in {longest} "
-                "tokens. Please reduce the length of the messages.",
-                param="messages" if is_chat else "prompt",
-                code="context_length_exceeded",
-            )
+            raise _too_long(limit, str(longest), is_chat=is_chat)
         if not isinstance(combined, int):
             return
         stops = plan.body["stop_conditions"]
@@ -261,6 +279,29 @@ def _encoder(model: ServedModel, prompt: RenderedPrompt) -> Callable[[], list[in
     if prompt.cuts and control is not None:
         return partial(control.encode, tokenizer, prompt)
     return partial(tokenizer.encode_unlocked, prompt.text.replace("\0", "") if "\0" in prompt.text else prompt.text)
+
+
+def _too_long(limit: int, found: str, *, is_chat: bool) -> RequestRejected:
+    return RequestRejected(
+        400,
+        f"This model's maximum context length is {limit} tokens. However, your messages resulted in {found} "
+        "tokens. Please reduce the length of the messages.",
+        param="messages" if is_chat else "prompt",
+        code="context_length_exceeded",
+    )
+
+
+def _least_tokens(tokenizer: Tokenizer, text: str, limit: int) -> int:
+    """Return a count that the text's tokens reach, looking no further than `limit`.
+
+    Where the text is cut it may take a few tokens more than as a whole; as many are taken off.
+    """
+    least = 0
+    for start in range(0, len(text), PROBED_CHARACTERS):
+        least += max(0, len(tokenizer.encode_unlocked(text[start : start + PROBED_CHARACTERS])) - TOKENS_PER_CUT)
+        if least >= limit:
+            break
+    return least
 
 
 def _timed(encode: Callable[[], list[int]]) -> Callable[[], tuple[float, list[int]]]:

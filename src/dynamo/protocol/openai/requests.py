@@ -73,7 +73,7 @@ class _Reader:
 
     def read(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> Any:
         try:
-            request, mended = read_json(body, self._lenient.decode if ignore_unsupported else self._decode)
+            request, mended = read_json(body, self._lenient.decode if ignore_unsupported else self._decode, limits)
         except msgspec.ValidationError as error:
             raise deserialisation_error(error) from error
         check_depth(request.free_form(), limits.depth)
