@@ -37,8 +37,14 @@ def reported(error: DynamoException) -> DynamoException:
     return error
 
 
-def fails(suspect: Suspect, instance_id: int, error: DynamoException, *listed: int) -> None:
-    suspect.count_failure(Listing(*listed), worker(instance_id), error, 0.0)  # type: ignore[arg-type]
+def fails(suspect: Suspect, instance_id: int, error: DynamoException, *listed: int, after_seconds: float = 0.1) -> None:
+    suspect.count_failure(
+        Listing(*listed),  # type: ignore[arg-type]
+        worker(instance_id),
+        error,
+        sent_at=-after_seconds,
+        now=0.0,
+    )
 
 
 def test_the_second_death_in_a_row_convicts_and_the_content_is_refused_for_a_while() -> None:
@@ -81,6 +87,24 @@ def test_only_a_connection_that_broke_under_the_request_is_a_death(
     suspect = Suspect(BODY, "r", QueriesOfDeath())
     for _ in range(5):
         fails(suspect, 1, error, *listed)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_convicted"),
+    [(0.01, 1.9, True), (0.0, 0.0, True), (30.0, 20.0, True), (30.0, 5.0, False), (0.1, 60.0, False)],
+)
+def test_deaths_at_quite_different_times_after_the_request_came_are_not_its_doing(
+    first: float, second: float, is_convicted: bool
+) -> None:
+    suspect = Suspect(BODY, "r", QueriesOfDeath())
+    fails(suspect, 1, Disconnected("lost"), 1, 2, 3, after_seconds=first)
+    if is_convicted:
+        with pytest.raises(RequestKillsWorkers):
+            fails(suspect, 2, Disconnected("lost"), 1, 2, 3, after_seconds=second)
+    else:
+        fails(suspect, 2, Disconnected("lost"), 1, 2, 3, after_seconds=second)
+        with pytest.raises(RequestKillsWorkers):
+            fails(suspect, 3, Disconnected("lost"), 1, 2, 3, after_seconds=second)
 
 
 def test_an_answer_to_the_same_content_clears_it() -> None:

@@ -305,6 +305,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
             timer.routed()
             self._worker = worker
             self._failover.attempts.begin(worker)
+            sent_at = self._now()
             try:
                 self._stream = await worker.open(self._body, context)
                 timer.dispatched()
@@ -318,7 +319,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
                 self._release()
                 self._failover.record_failure(worker, error)
                 if error is not self._failover.exempt_error:
-                    self._suspect.count_failure(self._dispatcher.pool, worker, error, self._now())
+                    self._suspect.count_failure(self._dispatcher.pool, worker, error, sent_at=sent_at, now=self._now())
                 self._failover.attempts.failed(worker, error)
                 if not self._failover.may_move(error):
                     raise

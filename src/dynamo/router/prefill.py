@@ -114,6 +114,7 @@ class PrefillRouter:
             timer.routed()
             instance = worker.instance
             tried.append(worker.key)
+            sent_at = _now()
             try:
                 try:
                     async with asyncio.timeout(limit_seconds):
@@ -128,7 +129,7 @@ class PrefillRouter:
                 if error is not late:
                     worker.record_failure(error)
                     if suspect is not None:
-                        suspect.count_failure(self.workers, worker, error, asyncio.get_running_loop().time())
+                        suspect.count_failure(self.workers, worker, error, sent_at=sent_at, now=_now())
                 if not rule_of(error).retryable or pinned is not None or len(tried) > retries or context.is_stopped():
                     raise
                 logger.info(
@@ -271,3 +272,7 @@ async def _release_blocks(handoff: Handoff, workers: Decoders, context: Context)
         logger.info(
             "request %s: its KV blocks were not fetched, and expire (%s: %s)", context.id(), type(error).__name__, error
         )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -2,7 +2,8 @@
 
 A worker's death counts against a request when the request had been sent to that worker and had received nothing from it yet.
 A token received clears the request: its content got past the place where the earlier worker died. So a request is convicted
-when two workers in a row died on it without a token. Its content is remembered for a while, so that the same request is
+when two workers in a row died on it without a token, and about as long after they took it: what a request does to a worker, it
+does again in the same way, while a worker that is killed for another reason dies at any time. Its content is remembered for a while, so that the same request is
 refused at once instead of ending two workers more.
 """
 
@@ -24,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 MAX_DEATHS: Final = 2
 """Workers that may die on one request in a row: it is moved once for that reason."""
+
+ALIKE_SECONDS: Final = 2.0
+ALIKE_FACTOR: Final = 2.0
+"""Two times between taking a request and dying are alike if both are below `ALIKE_SECONDS`, or within this factor."""
 
 REMEMBERED_SECONDS: Final = 300.0
 CAPACITY: Final = 1024  # requests remembered; the oldest is forgotten
@@ -63,11 +68,12 @@ class QueriesOfDeath:
 class Suspect:
     """One request, and the workers that died on it in a row without having sent anything."""
 
-    __slots__ = ("_body", "_deaths", "_memory", "_request_id")
+    __slots__ = ("_body", "_deaths", "_memory", "_request_id", "_seconds")
 
     def __init__(self, body: Mapping[str, Any], request_id: str, memory: QueriesOfDeath) -> None:
         self._body, self._request_id, self._memory = body, request_id, memory
         self._deaths = 0
+        self._seconds = 0.0  # from sending the request to the last death
 
     def check(self, now: float) -> None:
         """Raise `RequestKillsWorkers` if a request of the same content was convicted a while ago."""
@@ -75,7 +81,9 @@ class Suspect:
             logger.warning("request %s: refused, as workers died on a request of the same content", self._request_id)
             raise RequestKillsWorkers("workers died while they served a request of the same content")
 
-    def count_failure(self, pool: ModelPool, worker: ChosenWorker, error: DynamoException, now: float) -> None:
+    def count_failure(
+        self, pool: ModelPool, worker: ChosenWorker, error: DynamoException, *, sent_at: float, now: float
+    ) -> None:
         """Take a failure of a worker that had not sent anything; raise `RequestKillsWorkers` at the second death in a row.
 
         A death is a connection that broke under the request. A worker that drains is out of discovery before it closes
@@ -84,6 +92,9 @@ class Suspect:
         if not isinstance(error, Disconnected) or error.is_reported:
             return
         if pool.instance(worker.instance.instance_id) is None:
+            return
+        before, self._seconds = self._seconds, now - sent_at
+        if self._deaths and not _are_alike(before, self._seconds):
             return
         self._deaths += 1
         if self._deaths < MAX_DEATHS:
@@ -103,6 +114,11 @@ class Suspect:
         self._deaths = 0
         if self._memory:
             self._memory.acquit(content_hash(self._body))
+
+
+def _are_alike(one: float, other: float) -> bool:
+    low, high = sorted((one, other))
+    return high <= max(ALIKE_SECONDS, ALIKE_FACTOR * low)
 
 
 def content_hash(body: Mapping[str, Any]) -> bytes:

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import Any, Final
 
 from dynamo.errors import DynamoException
+from dynamo.router.query_of_death import MAX_DEATHS
 from dynamo.runtime.request_plane.base import StreamItem
 from dynamo.testing.simulation.client import Answer, MalformedAnswer, Visit, read_answer
 from dynamo.testing.simulation.cluster import (
@@ -44,6 +45,9 @@ ERROR_STATUSES: Final = frozenset({404, 500, 503, 504, 529})
 WORKER_KINDS: Final = frozenset(
     {Kind.DROP, Kind.DUPLICATE, Kind.CUT, Kind.REORDER, Kind.PARTITION, Kind.CRASH, Kind.FREEZE, Kind.STALL}
 )
+LOST_CONNECTIONS: Final = frozenset(
+    {Kind.DROP, Kind.PARTITION, Kind.CRASH, Kind.FREEZE}
+)  # a worker's death, as seen from afar
 HARMLESS: Final = frozenset({Kind.SLOW_CLIENT, Kind.VANISH, Kind.DRAIN, Kind.LEASE, Kind.DELAY})
 
 # Beyond that, these may end a request with a typed error: nobody is left, or the fault is not the worker's.
@@ -487,6 +491,13 @@ class _Run(logging.Handler):
         if status == 529 and self.scenario.engine_slots is not None and visit.plan.number in self._dispatched:
             return
         if status == 529 and visit.plan.number not in self._dispatched and self._was_crowded(visit):
+            return
+        if status == 500 and answer.error and "workers died while they served it" in str(answer.error):
+            # A request that was unlucky twice, before its first token, looks like a query of death.
+            if sum(fault.kind in LOST_CONNECTIONS for fault in self.fired) < MAX_DEATHS:
+                self.breach(
+                    "error", f"request {visit.plan.number} was blamed for deaths that were none: {answer.error}"
+                )
             return
         if status == 500 and Kind.ENGINE_ERROR not in kinds:
             self.breach("error", f"request {visit.plan.number} failed with 500 though no engine did: {answer.error}")
