@@ -84,6 +84,14 @@ class WorkerUnavailable(DynamoException):
     """A worker declined because it is not serving."""
 
 
+class NoReplacement(WorkerUnavailable):
+    """The model has lost its last worker, and no other one came in time."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"No replacement came for the last worker of model {model}")
+        self.model = model
+
+
 class Overloaded(DynamoException):
     """Alive, but full. `retry_after_seconds` is a hint for the caller."""
 

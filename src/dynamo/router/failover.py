@@ -13,6 +13,7 @@ from dynamo.errors import (
     Disconnected,
     DynamoException,
     EngineShutdown,
+    NoReplacement,
     Overloaded,
     WorkerUnavailable,
     rule_of,
@@ -210,9 +211,9 @@ class Failover:
         try:
             worker = self._pool.choose(self.placement())
         except WorkerUnavailable as error:
-            failure = last or error
             if not self.expects_replacement(last):
-                raise failure from None
+                raise last or error from None
+            failure = last or NoReplacement(self._pool.name)
             emptied_at = self._pool.emptied_at
             worker = await self.await_replacement(failure, self._now() if last or emptied_at is None else emptied_at)
         if worker is not None and last is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from dynamo.errors import DynamoException, describe, http_assertion, rule_of
+from dynamo.errors import DynamoException, NoReplacement, describe, http_assertion, rule_of
 from dynamo.frontend.admission.process import NotReady
-from dynamo.protocol.openai.errors import NOT_BUILT_CODE, RequestRejected, not_ready, rejection_for
+from dynamo.protocol.openai.errors import NOT_BUILT_CODE, RequestRejected, model_not_ready, not_ready, rejection_for
 
 __all__ = ["Failure", "classify", "rejection_of"]
 
@@ -31,7 +31,11 @@ _INTERNAL: Final = Failure("internal", "Internal", "runtime.internal")
 
 def rejection_of(error: BaseException, *, overload_status: int) -> RequestRejected:
     """Return the answer that `error` stands for; `overload_status` is the status of every "full" answer."""
-    return not_ready() if isinstance(error, NotReady) else rejection_for(error, overload_status=overload_status)
+    if isinstance(error, NotReady):
+        return not_ready()
+    if isinstance(error, NoReplacement):  # the answer that the next request gets, which finds no model to wait for
+        return model_not_ready(error.model)
+    return rejection_for(error, overload_status=overload_status)
 
 
 def classify(error: BaseException, rejected: RequestRejected) -> Failure:
