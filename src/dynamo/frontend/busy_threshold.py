@@ -22,6 +22,7 @@ from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.router.busy_workers import BusyThresholds, BusyWorkers, LoadReport
 from dynamo.runtime.event_plane.base import Event
+from dynamo.runtime.tasks import Background, first_of
 
 __all__ = ["LOAD_TOPIC", "BusyThresholdRoute", "LoadFollower"]
 
@@ -57,6 +58,7 @@ class LoadFollower:
         self._by_model: dict[str, BusyThresholds] = {}
         self.busy_workers = BusyWorkers(models.served, self.of)
         self._followers: dict[str, asyncio.Task[None]] = {}  # by endpoint
+        self._background = Background()
         self._keeper: asyncio.Task[None] | None = None
         self._was_set = asyncio.Event()
         if peers is not None:
@@ -64,18 +66,14 @@ class LoadFollower:
 
     def start(self) -> None:
         """Begin to follow loads if a threshold is set."""
-        if self._keeper is None and (self._default.is_set or self._by_model):
-            self._keeper = asyncio.create_task(self._keep(), name="frontend: loads")  # awaited in aclose()
+        if self._keeper is None and not self._background.is_closed and (self._default.is_set or self._by_model):
+            self._keeper = self._background.start(self._keep(), "frontend: loads")
 
     async def aclose(self) -> None:
         """Stop following loads. Idempotent."""
-        tasks = [*self._followers.values(), *([self._keeper] if self._keeper else [])]
         self._followers.clear()
-        self._keeper = None
         self.busy_workers.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.close()
 
     # -- thresholds --------------------------------------------------------------------------------------------------
 
@@ -120,22 +118,16 @@ class LoadFollower:
     async def _keep(self) -> None:
         """Follow the endpoints of the models that have thresholds, whatever comes and goes."""
         while True:
-            changed = asyncio.create_task(self._models.change(), name="frontend: models changed")
-            was_set = asyncio.create_task(self._was_set.wait(), name="frontend: thresholds set")
             self._was_set.clear()
-            try:
-                self._reconcile()
-                await asyncio.wait({changed, was_set}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                changed.cancel()
-                was_set.cancel()
+            self._reconcile()
+            await first_of(self._models.change(), self._was_set.wait())
 
     def _reconcile(self) -> None:
         wanted = {path for model in self._models.served() if self.of(model.name).is_set for path in model.endpoints}
         for path in self._followers.keys() - wanted:
             self._followers.pop(path).cancel()
         for path in wanted - self._followers.keys():
-            self._followers[path] = asyncio.create_task(self._follow(path), name=f"frontend: loads of {path}")
+            self._followers[path] = self._background.start(self._follow(path), f"frontend: loads of {path}")
         self.busy_workers.keep_only(frozenset(worker for model in self._models.served() for worker in model.member_ids))
 
     async def _follow(self, endpoint: str) -> None:

@@ -58,6 +58,11 @@ class Background:
                 return  # someone else cancelled the block, too: that goes first
             raise self._crash
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be started any more."""
+        return self._closed
+
     def start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Run `work` until the block is left. Raises RuntimeError afterwards."""
         if self._closed:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
@@ -36,6 +35,7 @@ from dynamo.router.query_of_death import QueriesOfDeath
 from dynamo.router.stages import PrefillStage
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Discovery, Put
 from dynamo.runtime.discovery.follow import follow
+from dynamo.runtime.tasks import Background
 from dynamo.text.model import TextModel
 from dynamo.text.prefix_cache import CachedTokenizer
 
@@ -177,7 +177,7 @@ class ModelDirectory:
         self._rejected: dict[str, str] = {}  # card key -> fingerprint that was complained about
         self._queued: frozenset[str] = frozenset()  # models whose gauge of waiting requests is above 0
         self._turn = 0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._background = Background()
         self._changed = asyncio.Event()
         self._indexing: asyncio.TimerHandle | None = None
         self._loads = asyncio.Semaphore(concurrent_loads)
@@ -187,12 +187,9 @@ class ModelDirectory:
     async def start(self) -> None:
         """Watch; returns when both snapshots are in, without waiting for any file."""
         first_cards, first_instances = asyncio.Event(), asyncio.Event()
-        self._tasks = [
-            asyncio.create_task(self._follow(MODEL_CARDS, self._take_cards, first_cards), name="frontend: model cards"),
-            asyncio.create_task(
-                self._follow(INSTANCES, self._take_instances, first_instances), name="frontend: instances"
-            ),
-        ]  # awaited in aclose()
+        start = self._background.start
+        start(self._follow(MODEL_CARDS, self._take_cards, first_cards), "frontend: model cards")
+        start(self._follow(INSTANCES, self._take_instances, first_instances), "frontend: instances")
         await first_cards.wait()
         await first_instances.wait()
 
@@ -201,11 +198,8 @@ class ModelDirectory:
         if self._indexing is not None:
             self._indexing.cancel()
             self._indexing = None
-        tasks, self._tasks = [*self._tasks, *(loading.task for loading in self._loading.values())], []
         self._loading.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.close()
         self._waits.close()
         for router in self._prefill.values():
             await router.aclose()
@@ -435,7 +429,7 @@ class ModelDirectory:
             logger.warning("model %s in namespace %s is not served: %s", key.model, key.namespace, reason)
             return
         if loading is None:
-            task = asyncio.create_task(self._bring_up(key), name=f"frontend: load {key.model}")  # awaited in aclose()
+            task = self._background.start(self._bring_up(key), f"frontend: load {key.model}")
             self._loading[key] = _Loading(group.fingerprint, task)
 
     def _reconcile_prefill(self, key: GroupKey, group: Group | None) -> None:
@@ -589,15 +583,10 @@ class ModelDirectory:
             await asyncio.sleep(WATCH_RETRY_SECONDS)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)  # awaited in aclose()
-        self._tasks.append(task)
-        task.add_done_callback(self._spawned)
-
-    def _spawned(self, task: asyncio.Task[None]) -> None:
-        with contextlib.suppress(ValueError):  # aclose() has taken the list
-            self._tasks.remove(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s: %s", task.get_name(), error)
+        if self._background.is_closed:
+            work.close()  # the directory has been left, and nothing needs it any more
+        else:
+            self._background.start(work, name)
 
     async def _connect_all(self, entries: Sequence[CardEntry]) -> None:
         for endpoint in {entry.endpoint for entry in entries}:

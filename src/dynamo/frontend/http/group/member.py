@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Final
 
 from dynamo.errors import DynamoException
@@ -41,6 +42,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.logging import configure_dynamo_logging
 from dynamo.runtime.metric_snapshots import snapshot
 from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.tasks import first_of
 
 __all__ = ["Deliveries", "Peers", "main"]
 
@@ -281,14 +283,9 @@ async def _serve(settings: FrontendSettings, place: _Place) -> None:
 async def _settled(frontend: Frontend, asked: asyncio.Event) -> None:
     """Return when every registered model is loaded, when that takes too long, or when the end was asked for."""
     models = frontend.models
-    waiting = {
-        asyncio.create_task(models.wait_for(lambda: not models.is_loading), name="frontend: settle"),
-        asyncio.create_task(asked.wait(), name="frontend: end"),
-    }
-    await asyncio.wait(waiting, timeout=SETTLE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-    for task in waiting:
-        task.cancel()
-    await asyncio.wait(waiting)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(SETTLE_SECONDS):
+            await first_of(models.wait_for(lambda: not models.is_loading), asked.wait())
 
 
 class _running:
