@@ -94,8 +94,8 @@ def lose_cancels(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_credits_twice(patch: pytest.MonkeyPatch) -> None:
-    grant = MemorySink._grant
-    patch.setattr(MemorySink, "_grant", lambda self, credits: grant(self, 2 * credits))
+    grant = MemorySink.grant
+    patch.setattr(MemorySink, "grant", lambda self, credits: grant(self, 2 * credits))
 
 
 def send_a_token_twice(patch: pytest.MonkeyPatch) -> None:
