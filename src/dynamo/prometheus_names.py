@@ -5,7 +5,7 @@ A full name is `prefix_name`: `f"{name_prefix.COMPONENT}_{work_handler.REQUESTS_
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NoReturn
 
 __all__ = [
     "component_names",
@@ -21,6 +21,22 @@ __all__ = [
     "work_handler",
     "work_handler_pool",
 ]
+
+_NATIVE_ONLY: Final = frozenset(
+    {
+        *("distributed_runtime", "frontend_perf", "kvbm", "kvindexer", "kvrouter", "router", "router_request"),
+        *("routing_overhead", "task_tracker", "tokio_perf", "trtllm_additional"),
+    }
+)
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in _NATIVE_ONLY:
+        raise ImportError(
+            f"dynamo.prometheus_names.{name} names metrics of a part that dynamo-unified does not have; "
+            "docs/metrics.md lists the metrics there are"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class name_prefix:

@@ -47,6 +47,12 @@ def test_a_name_that_is_not_here_names_its_like(module: str, name: str) -> None:
         getattr(importlib.import_module(module), name)
 
 
+@pytest.mark.parametrize("name", ["kvbm", "router", "tokio_perf"])
+def test_metric_names_of_absent_parts_are_an_import_error(name: str) -> None:
+    with pytest.raises(ImportError, match=rf"prometheus_names\.{name} .*docs/metrics\.md"):
+        getattr(importlib.import_module("dynamo.prometheus_names"), name)
+
+
 def test_a_name_that_nobody_has_is_an_attribute_error() -> None:
     assert not hasattr(dynamo._core, "Nothing")
 
