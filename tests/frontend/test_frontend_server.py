@@ -173,7 +173,7 @@ async def test_nothing_is_left_of_a_connection_that_ended(
 ) -> None:
     async with served(tmp_path) as (house, server):
         await house.worker(say("a"))
-        connections = server._uvicorn.server_state.connections
+        connections = server.service.connections
         async with connection(server.port) as client:
             client.send("POST", "/v1/chat/completions", {**CHAT, **fields})
             await client.reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n" if fields else b"}}")

@@ -93,7 +93,7 @@ def refusals(house: Cluster, limit: str) -> float:
 
 async def until_idle(house: Cluster, server: HttpServer) -> None:
     """Nothing may be left of those clients: no connection, no task, no place, no body."""
-    state = server._uvicorn.server_state
+    state = server.service
     async with asyncio.timeout(PATIENCE):
         while state.connections or state.tasks or house.frontend.admission.in_flight:
             await asyncio.sleep(0.01)
@@ -271,7 +271,9 @@ async def test_bodies_that_arrive_have_one_budget_together(tmp_path: Path) -> No
 
 async def test_pipelined_requests_are_answered_in_order_up_to_the_limit(tmp_path: Path) -> None:
     async with served(tmp_path, pipeline_limit=4) as (house, server):
-        answer = await shout(server.port, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 4 + b"GET / HTTP/1.0\r\n\r\n")
+        answer = await shout(
+            server.port, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 4 + b"GET /nowhere HTTP/1.0\r\n\r\n"
+        )
         assert [part.split()[0] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200"] * 4 + [b"404"]
         answer = await shout(server.port, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 5000)
         parts = answer.split(b"HTTP/1.1 ")[1:]
@@ -309,14 +311,14 @@ async def test_connections_over_the_limit_are_told_so(tmp_path: Path) -> None:
     async with served(tmp_path, max_connections=8) as (house, server):
         with idle_sockets(server.port, 8):
             async with asyncio.timeout(PATIENCE):
-                while len(server._uvicorn.server_state.connections) < 8:
+                while len(server.service.connections) < 8:
                     await asyncio.sleep(0.01)
             answer = await shout(server.port, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
             status, message = refusal(answer)
             assert (status, "DYN_HTTP_MAX_CONNECTIONS" in message) == (503, True)
             assert b"retry-after: 1" in answer
         async with asyncio.timeout(PATIENCE):
-            while server._uvicorn.server_state.connections:
+            while server.service.connections:
                 await asyncio.sleep(0.01)
         await answers_well(server.port)
         assert refusals(house, "connections") == 1

@@ -149,7 +149,7 @@ async def idle_connections(tmp_path: Path, wanted: int) -> None:
                 await loop.sock_connect(one, ("127.0.0.1", server.port))
                 if number % 2:
                     one.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-le")
-            state = server._uvicorn.server_state
+            state = server.service
             async with asyncio.timeout(PATIENCE):
                 while len(state.connections) < count:
                     await asyncio.sleep(0.01)

@@ -52,7 +52,7 @@ class Site:
 
     async def until_idle(self) -> None:
         async with asyncio.timeout(PATIENCE):
-            while self.server._connections:
+            while self.server.connections:
                 await asyncio.sleep(0.005)
 
 
@@ -91,8 +91,8 @@ async def test_an_upgrade_is_answered_as_plain_http_or_declined_and_never_hangs(
     async with site() as status:
         answer = await status.shout(b"GET /live HTTP/1.1\r\nhost: x\r\n" + upgrade + b"\r\n\x00\x00rubbish")
         assert answer.startswith(b"HTTP/1.1 503 ")  # not ready
-        answer = await status.shout(POST + upgrade + b"content-length: 2\r\n\r\n{}")
-        assert answer.startswith(b"HTTP/1.1 400 ")
+        answer = await status.shout(POST + upgrade + b"content-length: 2\r\n\r\n{}", eof=True)
+        assert answer.startswith(b"HTTP/1.1 200 ")
         await status.until_idle()
 
 
@@ -110,7 +110,7 @@ async def test_a_request_cut_anywhere_costs_nothing() -> None:
         ("header_count", {"header_count_limit": 8}, b"GET /live HTTP/1.1\r\n" + b"a: b\r\n" * 10, 431),
         ("header_size", {"header_limit_bytes": 2048}, b"GET /live HTTP/1.1\r\nx: " + b"y" * 100_000, 431),
         ("header_size", {"header_limit_bytes": 2048}, b"GET /" + b"y" * 100_000, 431),
-        ("header_count", {}, POST + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"x: y\r\n" * 100, 431),
+        ("header_size", {}, POST + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"x: y\r\n" * 10_000, 431),
         ("body_size", {"body_limit_bytes": 1024}, POST + b"content-length: 1025\r\n\r\n", 413),
         ("body_size", {"body_limit_bytes": 8}, POST + b"transfer-encoding: chunked\r\n\r\n9\r\n123456789\r\n", 413),
         ("request_time", {"request_timeout_seconds": 0.1}, b"GET /live HTT", 408),
@@ -148,7 +148,7 @@ async def test_connections_over_the_limit_and_idle_ones_are_closed() -> None:
     async with site(max_connections=4, idle_seconds=0.3) as status:
         held = [await asyncio.open_connection("127.0.0.1", status.server.port) for _ in range(4)]
         async with asyncio.timeout(PATIENCE):
-            while len(status.server._connections) < 4:
+            while status.server.connections < 4:
                 await asyncio.sleep(0.005)
         answer = await status.shout(b"")
         assert answer.startswith(b"HTTP/1.1 503 ")

@@ -1,8 +1,8 @@
 """The worker's own HTTP listener: health, metrics, engine routes, model card files.
 
-A small server on `httptools`, in this process's event loop. The frontend's server (starlette on uvicorn) would add 4 MB
-and an ASGI layer to every worker for a handful of routes without parameters, query strings or streaming. It is an
-operator's door all the same, so headers, bodies, pipelines, connections and idle time are bounded.
+It runs in this process's event loop on the HTTP connections of `runtime.http`, as the frontend does, but without a framework: a
+handful of routes without parameters need none. It is an operator's door all the same, so headers, bodies, pipelines,
+connections and idle time are bounded.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, unquote
@@ -25,10 +26,9 @@ from dynamo.runtime.health import HealthState
 from dynamo.runtime.metrics import MetricsRegistry
 from dynamo.runtime.request_plane.metrics import REFUSALS, RefusalMetrics
 from dynamo.runtime.settings import SystemSettings
-from dynamo.runtime.status_connection import CLOSE_SECONDS, NO_FILE, Reply, StatusConnection
 
 if TYPE_CHECKING:
-    pass
+    from dynamo.runtime.http import HttpLimits, HttpService, Rejection
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,10 @@ EngineRoute = Callable[[Any], Awaitable[Any]]
 
 MAX_ROUTES: Final = 1024
 MAX_FILES: Final = 4096
+FILE_CHUNK_BYTES: Final = 256 * 1024
+
+_COUNTED_AS: Final = {"header_time": "request_time", "body_time": "request_time", "body_framing": "header_size"}
+
 LIMITS: Final = (
     "connections",
     "malformed",
@@ -54,7 +58,28 @@ LIMITS: Final = (
 """The names under which refusals are counted."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer. All bodies are `text/plain`, as in the native system, also those that are JSON."""
+
+    status: int
+    body: bytes = b""
+    file: Path | None = None  # instead of `body`
+    headers: Mapping[str, str] = field(default_factory=dict)
+    content_type: str = "text/plain; charset=utf-8"
+
+    @classmethod
+    def json(cls, status: int, value: Any) -> Reply:
+        """Raises TypeError or ValueError when `value` is no JSON."""
+        return cls(status, json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode())
+
+    @classmethod
+    def text(cls, status: int, text: str) -> Reply:
+        return cls(status, text.encode())
+
+
 NOT_FOUND: Final = Reply(404, b"Route not found")
+NO_FILE: Final = Reply(404, b"Not found")
 ENGINE_PREFIX: Final = "/engine/"
 METADATA_PREFIX: Final = "/v1/metadata/"
 
@@ -85,9 +110,7 @@ class StatusServer:
         self._advertised_host = advertised_host
         self._routes: dict[str, EngineRoute] = {}
         self._files: dict[str, Path] = {}
-        self._server: asyncio.Server | None = None
-        self._port = 0
-        self._connections: set[StatusConnection] = set()
+        self._http: HttpService | None = None
         self._refusals: RefusalMetrics | None = None
         self._blocked_probes: BlockedProbes | None = None
 
@@ -95,44 +118,60 @@ class StatusServer:
 
     async def start(self) -> None:
         """Listen; idempotent. Raises `CannotConnect` naming the address when it is taken."""
-        if self._server is not None:
+        if self._http is not None:
             return
+        # Imported here: a process without this server does not need the parser.
+        from dynamo.runtime.http import HttpService
+
         if self._refusals is None:
             self._refusals = RefusalMetrics(self._metrics, REFUSALS["system"], LIMITS)
-        loop = asyncio.get_running_loop()
         host, port = self._host, max(self._settings.port, 0)
+        service = HttpService(self._serve, self._limits(), render=_render, refused=self.refused)
         try:
-            self._server = await loop.create_server(lambda: StatusConnection(self), host, port)
+            await service.listen_at(host, port)
         except OSError as error:
             raise CannotConnect(
                 f"the status server cannot listen on {host}:{port} ({error.strerror or error}); "
                 "set DYN_SYSTEM_PORT to a free port, 0 for any, or -1 for none"
             ) from error
-        self._port = self._server.sockets[0].getsockname()[1]
+        self._http = service
         self._blocked_probes = BlockedProbes(
-            [socket.socket(fileno=os.dup(each.fileno())) for each in self._server.sockets],
+            [socket.socket(fileno=os.dup(each.fileno())) for each in service.sockets],
             (self._settings.health_path, self._settings.live_path),
             self._health.body,
         )
-        opened = (
-            ""
-            if self._settings.host is not None or host in WILDCARDS
-            else "; DYN_SYSTEM_HOST=0.0.0.0 opens it to the network"
+        is_open = self._settings.host is not None or host in WILDCARDS
+        logger.info(
+            "status server on %s%s", self.url, "" if is_open else "; DYN_SYSTEM_HOST=0.0.0.0 opens it to the network"
         )
-        logger.info("status server on %s%s", self.url, opened)
+
+    def _limits(self) -> HttpLimits:
+        from dynamo.runtime.http import HttpLimits
+
+        settings = self._settings
+        return HttpLimits(
+            prefix="SYSTEM",
+            connections=settings.max_connections,
+            header_bytes=settings.header_limit_bytes,
+            header_count=settings.header_count_limit,
+            header_seconds=settings.request_timeout_seconds,
+            body_bytes=settings.body_limit_bytes,
+            body_seconds=settings.request_timeout_seconds,
+            pipeline=settings.pipeline_limit,
+            idle_seconds=settings.idle_seconds,
+            write_stall_seconds=settings.write_stall_seconds,
+            header_time_name="REQUEST",
+            body_time_name="REQUEST",
+        )
 
     async def close(self) -> None:
         """Stop listening and end every connection, and the routes under way; idempotent."""
-        server, self._server = self._server, None
-        if server is None:
+        service, self._http = self._http, None
+        if service is None:
             return
         if self._blocked_probes is not None:
             self._blocked_probes.close()
-        server.close()
-        tasks = {task for connection in list(self._connections) if (task := connection.abandon()) is not None}
-        if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
-        await server.wait_closed()
+        await service.close(0)
 
     def answer_while_blocked(self, is_blocked: Callable[[], bool], seconds: float) -> None:
         """Answer probes in the calling thread for about `seconds`: for a watchdog of a blocked event loop."""
@@ -145,17 +184,18 @@ class StatusServer:
     @property
     def port(self) -> int:
         """The port it listens on; 0 before `start`."""
-        return self._port if self._server is not None else 0
+        port: int = 0 if self._http is None else self._http.sockets[0].getsockname()[1]
+        return port
 
     @property
     def url(self) -> str | None:
         """`http://host:port` as others reach it; None while it does not listen."""
-        if self._server is None:
+        if self._http is None:
             return None
         host = self._host
         if host in WILDCARDS:
             host = self._advertised_host or detect_host()
-        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     # -- what is served ----------------------------------------------------------------------------------------------
 
@@ -259,25 +299,94 @@ class StatusServer:
         text = f"nested deeper than {self._settings.json_depth_limit} levels (DYN_SYSTEM_JSON_DEPTH_LIMIT)"
         return Reply.json(400, {"error": "Invalid JSON", "message": text})
 
-    # -- connections -------------------------------------------------------------------------------------------------
+    # -- HTTP --------------------------------------------------------------------------------------------------------
 
     @property
-    def settings(self) -> SystemSettings:
-        return self._settings
+    def connections(self) -> int:
+        """Open connections."""
+        return 0 if self._http is None else len(self._http.connections)
 
     def refused(self, limit: str) -> None:
         """Count a refusal."""
         if self._refusals is not None:
-            self._refusals.count(limit)
+            self._refusals.count(_COUNTED_AS.get(limit, limit))
 
-    def admit(self, connection: StatusConnection) -> bool:
-        if self._server is None or len(self._connections) >= self._settings.max_connections:
-            return False
-        self._connections.add(connection)
-        return True
+    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request; the ASGI application of this server."""
+        method = scope["method"]
+        body = await self._body(scope["headers"], receive)
+        if body is None:
+            return
+        if isinstance(body, Reply):
+            reply = body
+        else:
+            try:
+                reply = await self.answer(method, scope["raw_path"].decode("latin-1"), body)
+            except Exception:  # the boundary: a defect of ours is a 500, not a dead connection
+                logger.exception("%s %s failed", method, scope["path"])
+                reply = Reply(500, b"Internal server error")
+        if reply.file is not None:
+            await self._send_file(reply, reply.file, scope, send)
+        else:
+            await _send_head(reply, len(reply.body), send)
+            await send({"type": "http.response.body", "body": reply.body})
 
-    def release(self, connection: StatusConnection) -> None:
-        self._connections.discard(connection)
+    async def _body(self, headers: Any, receive: Any) -> bytes | Reply | None:
+        """The whole body; None where the client left, and a refusal for one that is too long."""
+        limit = self._settings.body_limit_bytes
+        announced = dict(headers).get(b"content-length", b"")
+        size = int(announced[:20]) if announced.isdigit() else 0
+        parts: list[bytes] = []
+        if size <= limit:
+            size = 0
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                size += len(message["body"])
+                parts.append(message["body"])
+                if size > limit:
+                    break
+                if not message["more_body"]:
+                    return b"".join(parts)
+        self.refused("body_size")
+        text = f"The body exceeds {limit} bytes (DYN_SYSTEM_BODY_LIMIT_MB)"
+        return Reply(413, text.encode(), headers={"connection": "close"})
+
+    async def _send_file(self, reply: Reply, path: Path, scope: Any, send: Any) -> None:
+        try:
+            file = await asyncio.to_thread(path.open, "rb")
+        except OSError as error:
+            logger.warning("model card file %s cannot be read: %s; answering 404", path, error)
+            await _send_head(NO_FILE, len(NO_FILE.body), send)
+            await send({"type": "http.response.body", "body": NO_FILE.body})
+            return
+        with file:
+            size = (await asyncio.to_thread(path.stat)).st_size
+            await _send_head(reply, size, send)
+            if scope["method"] == "HEAD" or size == 0:
+                await send({"type": "http.response.body"})
+                return
+            # The extensions leave the scope when the client leaves.
+            while size > 0 and "extensions" in scope:
+                chunk = await asyncio.to_thread(file.read, min(size, FILE_CHUNK_BYTES))
+                if not chunk:
+                    raise OSError(f"model card file {path} became shorter while it was sent")
+                size -= len(chunk)
+                await send({"type": "http.response.body", "body": chunk, "more_body": size > 0})
+
+
+async def _send_head(reply: Reply, size: int, send: Any) -> None:
+    headers = [
+        (b"content-type", reply.content_type.encode()),
+        (b"content-length", b"%d" % size),
+        *((name.encode(), value.encode("latin-1")) for name, value in reply.headers.items()),
+    ]
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+
+
+def _render(rejection: Rejection, request_headers: Any) -> tuple[dict[bytes, bytes], bytes]:
+    return {b"content-type": b"text/plain; charset=utf-8"}, rejection.text.encode()
 
 
 def _is_deeper(value: Any, limit: int) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Final, cast
 
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.runtime.http.cycle import RESPOND_EXTENSION
 
 __all__ = [
     "JSON",
@@ -121,8 +122,6 @@ def _too_large(limit_bytes: int) -> RequestRejected:
 Respond = Callable[[int, Sequence[tuple[bytes, bytes]], bytes], bool]
 """The ASGI extension `dynamo.respond` of our listener: write a whole answer (status, headers, body) at once, or say False
 without writing anything."""
-
-RESPOND_EXTENSION: Final = "dynamo.respond"
 
 
 async def reply(

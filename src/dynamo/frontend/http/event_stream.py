@@ -12,13 +12,13 @@ from typing import Final
 
 from dynamo.frontend.http.asgi import Send
 from dynamo.protocol.openai.sse import KEEP_ALIVE
+from dynamo.runtime.http.cycle import PUSH_EXTENSION
 
 __all__ = ["PUSH_EXTENSION", "EventStream", "Push"]
 
 Push = Callable[[bytes], bool]
 """The ASGI extension `dynamo.push` of our listener: write one body chunk now, or say False without writing anything."""
 
-PUSH_EXTENSION: Final = "dynamo.push"
 
 _HEADERS: Final = (
     (b"content-type", b"text/event-stream"),

@@ -1,22 +1,20 @@
-"""The listener: uvicorn with limits, one signal to drain, a second one to leave at once."""
+"""The listener: one signal to drain, a second one to leave at once."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, Protocol
 
-import uvicorn
-from uvicorn.protocols.http import httptools_impl
-
 from dynamo.frontend.app import Frontend
-from dynamo.frontend.http.connection import SPARE_CONNECTIONS, protocol_class
+from dynamo.frontend.http.connection import http_limits, render_rejection
 from dynamo.frontend.settings import FrontendSettings
+from dynamo.runtime.http import HttpService
+from dynamo.runtime.http.limits import SPARE_CONNECTIONS
 from dynamo.runtime.limits import within_descriptors
 from dynamo.runtime.tls import ServerTls, TlsFile
 from dynamo.runtime.tls_gate import TlsGate
@@ -26,6 +24,8 @@ __all__ = ["Connect", "Connections", "HttpServer", "PortInUse", "bind", "serve_u
 logger = logging.getLogger(__name__)
 
 LISTEN_BACKLOG: Final = 2048
+
+CLOSE_SECONDS: Final = 1.0  # for answers under way when the listener closes
 
 LAST_WORDS_SECONDS: Final = 1.0  # for the error events of streams that were cut
 
@@ -76,43 +76,6 @@ class Connections(Protocol):
         """Take no more; idempotent."""
 
 
-class _CountedSet(set[Any]):
-    """uvicorn's set of open connections, which tells somebody its size."""
-
-    def __init__(self, changed: Callable[[int], None]) -> None:
-        super().__init__()
-        self._changed = changed
-
-    def add(self, connection: Any) -> None:
-        super().add(connection)
-        self._changed(len(self))
-
-    def discard(self, connection: Any) -> None:
-        super().discard(connection)
-        self._changed(len(self))
-
-
-class _Uvicorn(uvicorn.Server):
-    """Signals are the frontend's business, and nothing is done ten times a second."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._leaving = asyncio.Event()
-
-    def leave(self) -> None:
-        """Let `serve` end."""
-        self.should_exit = True
-        self._leaving.set()
-
-    async def main_loop(self) -> None:
-        # The original looks at the flag and renews the date header every 0.1 s: half of what an idle frontend would cost.
-        await self._leaving.wait()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class HttpServer:
     """One listener for one frontend.
 
@@ -142,52 +105,26 @@ class HttpServer:
             listener = bind(settings.http_host, settings.http_port)
         self._listener = listener
         self.port: int = 0 if listener is None else listener.getsockname()[1]
-        # uvicorn's table of status lines ends at 599, the overload status may be anything up to 999.
-        status = settings.overload_status
-        httptools_impl.STATUS_LINE.setdefault(status, b"HTTP/1.1 %d \r\n" % status)
-        self._uvicorn = _Uvicorn(self._config(settings))
-        if deliveries is not None:
-            self._uvicorn.server_state.connections = _CountedSet(deliveries.changed)
-        self._task: asyncio.Task[None] | None = None
-        self._gate: TlsGate | None = None
-
-    def _config(self, settings: FrontendSettings) -> uvicorn.Config:
-        return uvicorn.Config(
-            self._frontend.asgi,
-            http=protocol_class(
-                settings,
-                self._frontend.metrics.refused,
-                max_connections=within_descriptors(
-                    settings.max_connections, spare=SPARE_DESCRIPTORS + SPARE_CONNECTIONS
-                ),
-            ),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            log_level="warning",  # its start and stop lines say what ours say already
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            backlog=LISTEN_BACKLOG,
-            timeout_keep_alive=settings.idle_connection_seconds,
-            timeout_graceful_shutdown=1,
+        spare = SPARE_DESCRIPTORS + SPARE_CONNECTIONS
+        self.service = HttpService(
+            frontend.asgi,
+            http_limits(settings, max_connections=within_descriptors(settings.max_connections, spare=spare)),
+            render=render_rejection,
+            refused=frontend.metrics.refused,
+            changed=None if deliveries is None else deliveries.changed,
         )
+        self._gate: TlsGate | None = None
 
     async def start(self) -> None:
         """Listen; returns when connections are accepted. Raises InvalidArgument for a certificate that cannot be used."""
         self._gate = self._make_gate()
-        listeners = [] if self._listener is None or self._gate is not None else [self._listener]
-        self._task = asyncio.create_task(self._uvicorn.serve(listeners), name="frontend: http")  # awaited in stop
-        while not self._uvicorn.started:
-            if self._task.done():
-                await self._task  # raises what went wrong
-                raise RuntimeError("the HTTP server ended before it had started")
-            await asyncio.sleep(0)
         if self._deliveries is not None:
             self._deliveries.open(self._connect if self._gate is None else self._gate.admit)
-        elif self._gate is not None and self._listener is not None:
-            self._gate.listen(self._listener, LISTEN_BACKLOG)
+        elif self._listener is not None:
+            if self._gate is not None:
+                self._gate.listen(self._listener, LISTEN_BACKLOG)
+            else:
+                await self.service.listen(self._listener, LISTEN_BACKLOG)
 
     def _make_gate(self) -> TlsGate | None:
         settings = self._settings
@@ -201,7 +138,7 @@ class HttpServer:
         )
         return TlsGate(
             tls,
-            self._make_protocol,
+            self.service.connection,
             timeout_seconds=settings.tls_handshake_timeout_seconds,
             limit=settings.max_tls_handshakes,
             refused=self._frontend.metrics.refused,
@@ -209,26 +146,16 @@ class HttpServer:
 
     async def _connect(self, connection: socket.socket) -> None:
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection)
+            await asyncio.get_running_loop().connect_accepted_socket(self.service.connection, connection)
         except OSError:  # the client has left already
             connection.close()
-
-    def _make_protocol(self) -> asyncio.Protocol:
-        """What uvicorn does for each connection that it accepts itself."""
-        server = self._uvicorn
-        loop = asyncio.get_running_loop()
-        make: Any = server.config.http_protocol_class
-        protocol: asyncio.Protocol = make(
-            config=server.config, server_state=server.server_state, app_state=server.lifespan.state, _loop=loop
-        )
-        return protocol
 
     async def stop(self) -> None:
         """Drain, then close: section "Lifecycle" of the docs. In-flight requests get `graceful_shutdown_seconds`, after the grace."""
         settings = self._settings
         # Who keeps connections should go elsewhere, and not find one closed under the next request: every answer that
         # begins from now on is the last one of its connection.
-        self._uvicorn.server_state.default_headers.append((b"connection", b"close"))
+        self.service.default_headers.append((b"connection", b"close"))
         drained = await self._frontend.drain(
             settings.graceful_shutdown_seconds, grace_seconds=settings.grace_period_seconds
         )
@@ -245,10 +172,7 @@ class HttpServer:
             self._deliveries.close()
         if self._gate is not None:
             self._gate.close()
-        if self._task is not None:
-            self._uvicorn.leave()
-            await self._task
-            self._task = None
+        await self.service.close(CLOSE_SECONDS)
         if self._listener is not None:
             self._listener.close()
 

@@ -1,0 +1,364 @@
+"""One HTTP connection: parses requests, has them answered one after the other, and bounds what its client may cost.
+
+Before a request is understood that is header size and count, the time to complete them and the body, pipelined requests, idle
+time and the number of connections; afterwards, a client that does not read its answer is cut. A request over a limit gets an
+answer that names the setting, and is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
+from urllib.parse import unquote
+
+import httptools
+
+from dynamo.runtime.http.cycle import PUSH_EXTENSION, RESPOND_EXTENSION, Application, Cycle, Gate, status_line
+from dynamo.runtime.http.limits import SPARE_CONNECTIONS, HttpLimits, Rejection
+from dynamo.runtime.http.watch import Phase, Watch
+
+if TYPE_CHECKING:
+    from dynamo.runtime.http.service import HttpService
+
+__all__ = ["HttpConnection"]
+
+logger = logging.getLogger(__name__)
+
+FRAMING_FACTOR: Final = 8  # a chunked body of one-byte chunks takes six bytes on the wire for each of its own
+FEED_BYTES: Final = 16 * 1024
+"""The parser gets this much of a head at once: it assembles one header of any length before it hands it over."""
+
+_HOP: Final = frozenset({b"upgrade", b"connection", b"http2-settings"})
+_WAITING, _HEAD, _BODY, _ANSWERING, _LEAVING = Phase  # an attribute less at each test
+
+
+class _Stop(Exception):
+    """Leaves the parser after a refusal."""
+
+
+class _Request:
+    """What the parser has handed over of the request that is arriving."""
+
+    __slots__ = ("body_bytes", "expects_continue", "head_bytes", "headers", "raw_bytes", "url")
+
+    def __init__(self) -> None:
+        self.head_bytes = 0  # whatever arrived since the last request was complete
+        self.begin()
+
+    def begin(self) -> None:
+        self.url = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.expects_continue = False
+        self.raw_bytes = self.body_bytes = 0  # the first as it travelled: chunk sizes, extensions and trailers included
+
+
+class HttpConnection(asyncio.Protocol):
+    """See above. Made by `HttpService.connection`."""
+
+    def __init__(self, service: HttpService) -> None:
+        self._service = service
+        self.limits: HttpLimits = service.limits
+        self.default_headers = service.default_headers
+        self.transport: asyncio.Transport = cast(asyncio.Transport, None)  # until `connection_made`
+        self._gate: Gate = cast(Gate, None)
+        self._parser = httptools.HttpRequestParser(self)
+        self._request = _Request()
+        self._cycle: Cycle | None = None  # of the request that arrived last
+        self._active: Cycle | None = None  # the one being answered
+        self._waiting: deque[tuple[Cycle, Application]] = deque()
+        self._watch = Watch(self)
+        self._is_refused = False
+
+    # -- asyncio.Protocol ------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports implement `asyncio.Transport` without inheriting from it.
+        self.transport = cast(asyncio.Transport, transport)
+        self._gate = Gate(self.transport)
+        raw = transport.get_extra_info("socket")
+        if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._service.connections.add(self)
+        self._watch.arm()
+        over = len(self._service.connections) - self.limits.connections
+        if over > SPARE_CONNECTIONS:
+            self.count("connections")
+            self.transport.abort()
+        elif over > 0:
+            self.refuse(self.limits.too_many_connections())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._watch.stop()
+        self._service.connections.discard(self)
+        self._waiting.clear()
+        for cycle in {self._active, self._cycle}:
+            if cycle is not None:
+                cycle.disconnect()
+        self._gate.resume_writing()
+        self._active = self._cycle = None
+        self._parser = cast(Any, None)  # no circle is left to the collector
+
+    def eof_received(self) -> bool:
+        return False
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._watch.phase is not _BODY and len(data) > FEED_BYTES:
+            # In small steps, so that the limit is checked before a long header is assembled.
+            view = memoryview(data)
+            for start in range(0, len(data), FEED_BYTES):
+                if not self._feed(bytes(view[start : start + FEED_BYTES])):
+                    return
+        else:
+            self._feed(data)
+
+    def _feed(self, data: bytes) -> bool:
+        """Parse some bytes; whether more are read."""
+        watch, request = self._watch, self._request
+        # Until the headers are complete, whatever arrives counts; one read may also bring the body, and is not judged
+        # before the parser has seen it.
+        request.head_bytes += len(data)
+        if watch.phase is _BODY:
+            request.raw_bytes += len(data)
+        try:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                self._read_on_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            if not self._is_refused:
+                logger.debug("a request that is not valid HTTP: %s", error)
+                self.refuse(Rejection(400, "The request is not well-formed HTTP", "malformed"))
+        if watch.phase is _ANSWERING or self._is_refused or self.transport.is_closing():
+            return not self._is_refused
+        if watch.phase is _BODY:
+            self._check_body()
+        elif request.head_bytes > self.limits.header_bytes:
+            self.refuse(self.limits.head_too_long())
+        watch.arm()
+        return not self._is_refused
+
+    def pause_writing(self) -> None:
+        self._gate.pause_writing()
+        self._watch.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._watch.resume_writing()
+        self._gate.resume_writing()
+
+    # -- the parser ------------------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._watch.enter(_HEAD)
+        self._request.begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._request.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._watch.phase is _BODY:
+            return  # a trailer: nobody reads it, and `_check_body` bounds it
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self._request.expects_continue = True
+        self._request.headers.append((name, value))
+        if len(self._request.headers) > self.limits.header_count:
+            self._stop(self.limits.too_many_headers())
+
+    def on_headers_complete(self) -> None:
+        limits, request = self.limits, self._request
+        if request.head_bytes > limits.header_bytes:  # perhaps only because the same read brought a body
+            size = len(request.url) + sum([len(name) + len(value) for name, value in request.headers])
+            if size > limits.header_bytes:
+                self._stop(limits.head_too_long())
+        if self._parser.should_upgrade():
+            if self._parser.get_method() == b"CONNECT":
+                raise _Stop
+            return  # the parser stops here: `_read_on_without_upgrade`
+        is_behind = self._active is not None and not self._active.response_complete
+        if is_behind and len(self._waiting) >= limits.pipeline:
+            self._stop(limits.too_many_requests())
+        self._watch.enter(_BODY)
+        request.raw_bytes = request.body_bytes = 0
+        cycle = self._cycle = Cycle(
+            self,
+            self._gate,
+            self._scope(request),
+            keep_alive=self._parser.should_keep_alive(),
+            expects_continue=request.expects_continue,
+        )
+        cycle.scope["extensions"] = {PUSH_EXTENSION: cycle.push, RESPOND_EXTENSION: cycle.respond}
+        if is_behind:
+            self._gate.pause_reading()
+            self._waiting.append((cycle, self._service.app))
+        else:
+            self._start(cycle, self._service.app)
+
+    def on_body(self, body: bytes) -> None:
+        self._request.body_bytes += len(body)
+        if self._cycle is not None:
+            self._cycle.add_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._watch.phase is _HEAD:
+            return  # the parser believes that an upgrade ends the request
+        cycle = self._cycle
+        if cycle is not None:
+            cycle.end_body()
+        self._request.head_bytes = 0
+        # Answered before its body was complete, or not yet.
+        self._watch.enter(_WAITING if cycle is not None and cycle.response_complete else _ANSWERING)
+
+    def _scope(self, request: _Request) -> dict[str, Any]:
+        url = httptools.parse_url(request.url)
+        raw_path = url.path
+        path = raw_path.decode("ascii")
+        get = self.transport.get_extra_info
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": self._parser.get_http_version(),
+            "server": _address(get("sockname")),
+            "client": _address(get("peername")),
+            "scheme": "http" if get("sslcontext") is None else "https",
+            "method": self._parser.get_method().decode("ascii"),
+            "root_path": "",
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": raw_path,
+            "query_string": url.query or b"",
+            "headers": request.headers,
+            "state": {},
+        }
+
+    def _read_on_without_upgrade(self, rest: bytes) -> None:
+        """Read the request again as if it did not ask for another protocol, which is how HTTP lets a server decline.
+
+        The parser leaves the body of such a request out. Clients that prefer HTTP/2 (Java's) send one with every POST.
+        """
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+        kept = [b"%b: %b\r\n" % header for header in self._request.headers if header[0] not in _HOP]
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._request.url, version, b"".join(kept))
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.feed_data(head + rest)
+
+    # -- answers ---------------------------------------------------------------------------------------------------------
+
+    def _start(self, cycle: Cycle, app: Application) -> None:
+        self._active = cycle
+        self._service.run(cycle, app)
+
+    def answered(self) -> None:
+        """The active cycle's answer is complete."""
+        if self.transport.is_closing() or self._watch.phase is _LEAVING:
+            return
+        self._gate.resume_reading()
+        if self._waiting:
+            self._start(*self._waiting.popleft())
+        elif self._watch.phase is _ANSWERING:
+            self._watch.enter(_WAITING)
+
+    def close_after_answer(self) -> None:
+        """Close, but leave a client that is still sending its request the time to read the answer."""
+        if self._watch.phase is _BODY:
+            self._linger()
+        else:
+            self.transport.close()
+
+    def close(self) -> None:
+        """Close once the answer under way is complete; at once where none is."""
+        if self._cycle is None or self._cycle.response_complete:
+            self.transport.close()
+        else:
+            self._cycle.keep_alive = False
+
+    # -- limits ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_reading_paused(self) -> bool:
+        """Whether what the client sends waits because of this side."""
+        return self._gate.read_paused
+
+    def count(self, limit: str) -> None:
+        """Count a refusal."""
+        self._service.refused(limit)
+
+    def _stop(self, rejection: Rejection) -> None:
+        self.refuse(rejection)
+        raise _Stop
+
+    def _check_body(self) -> None:
+        limits, request, cycle = self.limits, self._request, self._cycle
+        if request.raw_bytes > FRAMING_FACTOR * request.body_bytes + limits.header_bytes:
+            # Not a body at all: chunk extensions or trailers without end. The header limit is what they may take.
+            self.refuse(limits.too_much_framing())
+        elif cycle is not None and cycle.response_complete and request.body_bytes > limits.body_bytes:
+            self._count_once("body_size")  # answered long ago, and still sending
+            self._linger()
+
+    def _count_once(self, limit: str) -> None:
+        if not self._is_refused:
+            self._is_refused = True
+            self.count(limit)
+
+    def refuse(self, rejection: Rejection) -> None:
+        """Answer what is wrong and read no more requests. An answer under way is finished first."""
+        if self._is_refused:
+            return
+        self._count_once(rejection.limit)
+        own = self._cycle if self._watch.phase is _BODY else None
+        if self.transport.is_closing():
+            return
+        active = self._active
+        if active is not None and not active.response_complete and active is not own:
+            # The refusal waits for its turn, as the request would have.
+            if self._waiting and self._waiting[-1][0] is own:
+                self._waiting.pop()
+            self._cycle = Cycle(self, self._gate, {**active.scope, "method": "GET"}, keep_alive=False)
+            self._waiting.append(
+                (
+                    self._cycle,
+                    partial(_answer, *self._service.render(rejection, self._request.headers), rejection.status),
+                )
+            )
+            self._watch.enter(_ANSWERING)
+            return
+        if own is not None:
+            if own.response_started:
+                if own.response_complete:
+                    self._linger()
+                else:
+                    self.transport.abort()
+                return
+            own.disconnect()  # whoever waits for the rest of the body waits in vain
+        headers, body = self._service.render(rejection, self._request.headers)
+        head = b"".join([b"%b: %b\r\n" % header for header in headers.items()])
+        framing = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(status_line(rejection.status) + head + framing + body)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Close as soon as the client has read what was written and left, or after `LINGER_SECONDS`."""
+        transport = self.transport
+        if transport.is_closing() or self._watch.phase is _LEAVING:
+            return
+        self._is_refused = True
+        self._watch.enter(_LEAVING)
+        self._gate.resume_reading()
+        if transport.can_write_eof():
+            transport.write_eof()
+        self._watch.arm()
+
+
+def _address(found: Any) -> tuple[str, int] | None:
+    return (str(found[0]), int(found[1])) if isinstance(found, tuple) and len(found) >= 2 else None
+
+
+async def _answer(headers: Any, body: bytes, status: int, scope: Any, receive: Any, send: Any) -> None:
+    framing = [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": [*headers.items(), *framing]})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,102 @@
+"""What the connections of one HTTP listener share, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Any, Final
+
+from dynamo.runtime.http.connection import HttpConnection
+from dynamo.runtime.http.cycle import Application, Cycle
+from dynamo.runtime.http.limits import HttpLimits, RenderRejection
+
+__all__ = ["HttpService"]
+
+CANCEL_SECONDS: Final = 1.0  # for the handlers that were cancelled at the end
+
+
+class _CountedSet(set[Any]):
+    """The open connections; reports its size."""
+
+    def __init__(self, changed: Callable[[int], None] | None) -> None:
+        super().__init__()
+        self._changed = changed
+
+    def add(self, connection: Any) -> None:
+        super().add(connection)
+        if self._changed is not None:
+            self._changed(len(self))
+
+    def discard(self, connection: Any) -> None:
+        super().discard(connection)
+        if self._changed is not None:
+            self._changed(len(self))
+
+
+class HttpService:
+    """Serves one ASGI application. A socket is given to it, or single connections are."""
+
+    def __init__(
+        self,
+        app: Application,
+        limits: HttpLimits,
+        *,
+        render: RenderRejection,
+        refused: Callable[[str], None],
+        changed: Callable[[int], None] | None = None,
+    ) -> None:
+        """`refused` counts; `changed` gets the number of open connections whenever that changes."""
+        self.app, self.limits = app, limits
+        self.render, self.refused = render, refused
+        self.default_headers: list[tuple[bytes, bytes]] = []  # of every answer that begins from now on
+        self.connections: set[HttpConnection] = _CountedSet(changed)
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    def connection(self) -> HttpConnection:
+        """A protocol for one accepted connection."""
+        return HttpConnection(self)
+
+    async def listen(self, listener: socket.socket, backlog: int) -> None:
+        """Accept the connections of a bound socket, which belongs to the service from now on."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self.connection, sock=listener, backlog=backlog)
+
+    async def listen_at(self, host: str, port: int) -> None:
+        """Listen at an address. Raises OSError."""
+        self._server = await asyncio.get_running_loop().create_server(self.connection, host, port)
+
+    @property
+    def sockets(self) -> tuple[socket.socket, ...]:
+        """What it listens on."""
+        return () if self._server is None else self._server.sockets
+
+    def run(self, cycle: Cycle, app: Application) -> None:
+        """Answer a request. The task is held here and awaited by `close`."""
+        task = asyncio.get_running_loop().create_task(cycle.run(app))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def close(self, seconds: float) -> None:
+        """Stop listening, let answers under way end within `seconds`, then drop what is left. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self.connections):
+            connection.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.tasks:
+                    await asyncio.wait(self.tasks)
+                while self.connections:  # what was written is on its way
+                    await asyncio.sleep(0.01)
+        for task in list(self.tasks):
+            task.cancel()
+        for connection in list(self.connections):
+            connection.transport.abort()
+        if self.tasks:
+            await asyncio.wait(self.tasks, timeout=CANCEL_SECONDS)
+        if self._server is not None:
+            await self._server.wait_closed()
+            self._server = None

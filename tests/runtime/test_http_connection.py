@@ -1,0 +1,249 @@
+"""The HTTP connections under the frontend and the status server, with applications of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import weakref
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from dynamo.runtime.http import HttpLimits, HttpService, Rejection
+from dynamo.runtime.http.cycle import PUSH_EXTENSION, RESPOND_EXTENSION, status_line
+
+LIMITS = HttpLimits(
+    prefix="TEST",
+    connections=64,
+    header_bytes=16 * 1024,
+    header_count=32,
+    header_seconds=10,
+    body_bytes=1024 * 1024,
+    body_seconds=10,
+    pipeline=8,
+    idle_seconds=30,
+    write_stall_seconds=10,
+)
+PATIENCE = 20.0
+
+
+def render(rejection: Rejection, request_headers: Any) -> tuple[dict[bytes, bytes], bytes]:
+    return {b"content-type": b"text/plain"}, rejection.text.encode()
+
+
+@asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[tuple[HttpService, Counter[str]]]:
+    counts: Counter[str] = Counter()
+
+    def refused(limit: str) -> None:
+        counts[limit] += 1
+
+    service = HttpService(app, LIMITS, render=render, refused=refused)
+    await service.listen_at("127.0.0.1", 0)
+    try:
+        yield service, counts
+    finally:
+        await service.close(0)
+
+
+async def ask(service: HttpService, data: bytes, *, ends: bytes | None = None) -> bytes:
+    """Send, then read to the end of the connection, or until `ends` has come."""
+    reader, writer = await asyncio.open_connection(*service.sockets[0].getsockname())
+    try:
+        async with asyncio.timeout(PATIENCE):
+            writer.write(data)
+            return await (reader.read() if ends is None else reader.readuntil(ends))
+    finally:
+        writer.transport.abort()
+
+
+def get(path: str = "/", version: str = "1.1", *headers: str) -> bytes:
+    return "\r\n".join([f"GET {path} HTTP/{version}", "host: x", *headers, "", ""]).encode()
+
+
+async def hello(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"X-Kind", b"t")]})
+    await send({"type": "http.response.body", "body": b"hel", "more_body": True})
+    await send({"type": "http.response.body", "body": b"lo"})
+
+
+async def test_an_answer_without_a_length_is_chunked_and_the_connection_is_kept() -> None:
+    async with serving(hello) as (service, _):
+        answer = await ask(service, get() + get("/", "1.1", "connection: close"))
+        head = b"HTTP/1.1 200 OK\r\nx-kind: t\r\ntransfer-encoding: chunked\r\n"
+        body = b"\r\n3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"
+        assert answer == head + body + head + b"connection: close\r\n" + body
+
+
+async def test_an_old_client_gets_the_bytes_and_the_end_of_the_connection() -> None:
+    async with serving(hello) as (service, _):
+        assert await ask(service, get("/", "1.0")) == b"HTTP/1.1 200 OK\r\nx-kind: t\r\nconnection: close\r\n\r\nhello"
+
+
+async def test_the_scope_is_that_of_the_request() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(dict(scope))
+        await hello(scope, receive, send)
+
+    async with serving(app) as (service, _):
+        await ask(service, get("/a%20b/c?d=%20e", "1.0", "X-A: 1", "x-a: 2"))
+    scope = seen[0]
+    assert (scope["path"], scope["raw_path"], scope["query_string"]) == ("/a b/c", b"/a%20b/c", b"d=%20e")
+    assert scope["headers"] == [(b"host", b"x"), (b"x-a", b"1"), (b"x-a", b"2")]
+    assert (scope["method"], scope["http_version"], scope["scheme"]) == ("GET", "1.0", "http")
+    assert scope["client"][0] == scope["server"][0] == "127.0.0.1"
+
+
+async def test_a_body_is_asked_for_only_when_the_application_wants_it() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
+        assert scope["extensions"][RESPOND_EXTENSION](200, [(b"content-length", b"%d" % len(body))], body)
+
+    async with serving(app) as (service, _):
+        reader, writer = await asyncio.open_connection(*service.sockets[0].getsockname())
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 4\r\n\r\n")
+        async with asyncio.timeout(PATIENCE):
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(b"body")
+            assert await reader.readuntil(b"body") == b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody"
+        writer.transport.abort()
+
+
+async def test_pushed_chunks_are_those_that_send_would_write() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        push = scope["extensions"][PUSH_EXTENSION]
+        assert not push(b"too early")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        assert push(b"one")
+        assert push(b"two")
+        await send({"type": "http.response.body", "body": b""})
+        assert not push(b"too late")
+
+    async with serving(app) as (service, _):
+        answer = await ask(service, get("/", "1.1", "connection: close"))
+        assert answer.endswith(b"\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+async def test_no_body_follows_where_none_may(method: str) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        status = 200 if scope["method"] == "HEAD" else 204
+        headers = [(b"content-length", b"5")] if status == 200 else []
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"hello" if status == 200 else b""})
+
+    async with serving(app) as (service, _):
+        answer = await ask(service, get("/", "1.1", "connection: close").replace(b"GET", method.encode(), 1))
+        assert answer.endswith(b"connection: close\r\n\r\n")
+        assert b"chunked" not in answer
+
+
+async def fails(scope: Any, receive: Any, send: Any) -> None:
+    raise ValueError("a defect")
+
+
+async def says_nothing(scope: Any, receive: Any, send: Any) -> None:
+    return
+
+
+async def forges_a_header(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b\r\nset-cookie: c")]})
+
+
+@pytest.mark.parametrize("app", [fails, says_nothing, forges_a_header])
+async def test_an_application_that_fails_is_a_500(app: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(app) as (service, _):
+        answer = await ask(service, get())
+        assert answer.startswith(b"HTTP/1.1 500 Internal Server Error\r\n")
+        assert answer.endswith(b"\r\n\r\nInternal Server Error")
+        assert b"set-cookie" not in answer
+        assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("body", [b"too long", b"s"])
+async def test_a_body_of_another_length_than_announced_cuts_the_connection(
+    body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": body})
+
+    async with serving(app) as (service, _):
+        answer = await ask(service, get())
+        assert len(answer.split(b"\r\n\r\n", 1)[1]) < 4
+        assert "content-length" in str(caplog.records[0].exc_info)
+
+
+async def test_receiving_ends_with_a_disconnect() -> None:
+    left = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        await send({"type": "http.response.start", "status": 200, "headers": []})  # goes nowhere, and raises nothing
+        left.set()
+
+    async with serving(app) as (service, _):
+        _, writer = await asyncio.open_connection(*service.sockets[0].getsockname())
+        writer.write(get())
+        async with asyncio.timeout(PATIENCE):
+            while not service.tasks:
+                await asyncio.sleep(0)
+            writer.transport.abort()
+            await left.wait()
+            while service.connections or service.tasks:
+                await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+async def test_nothing_of_a_connection_is_left_to_the_collector(is_reset: bool) -> None:
+    async with serving(hello) as (service, _):
+        gc.collect()
+        gc.disable()
+        try:
+            reader, writer = await asyncio.open_connection(*service.sockets[0].getsockname())
+            writer.write(get())
+            async with asyncio.timeout(PATIENCE):
+                await reader.readuntil(b"0\r\n\r\n")
+                (connection,) = [weakref.ref(each) for each in service.connections]
+                if is_reset:
+                    sock: socket.socket = writer.get_extra_info("socket")
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                writer.close()
+                while connection() is not None:
+                    await asyncio.sleep(0.001)
+        finally:
+            gc.enable()
+
+
+def test_a_status_has_a_line_whether_or_not_it_has_a_phrase() -> None:
+    assert (status_line(404), status_line(799)) == (b"HTTP/1.1 404 Not Found\r\n", b"HTTP/1.1 799 \r\n")
+
+
+async def test_answers_under_way_end_before_the_service_closes() -> None:
+    go_on = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": b"whole"})
+
+    service = HttpService(app, LIMITS, render=render, refused=lambda limit: None)
+    await service.listen_at("127.0.0.1", 0)
+    asking = asyncio.create_task(ask(service, get()))
+    while not service.tasks:
+        await asyncio.sleep(0)
+    closing = asyncio.create_task(service.close(PATIENCE))
+    await asyncio.sleep(0)
+    go_on.set()
+    await closing
+    assert (await asking).endswith(b"5\r\nwhole\r\n0\r\n\r\n")
