@@ -1,6 +1,14 @@
 """Which worker serves a request: a pure decision over candidate records. No I/O: time and chance are arguments."""
 
-from dynamo.placement.candidates import Candidate, Placement, PlacementRequest, Reason, WorkerKey, eligible, place
+from dynamo.placement.candidates import (
+    Candidate,
+    Placement,
+    PlacementReason,
+    PlacementRequest,
+    WorkerKey,
+    eligible,
+    place,
+)
 from dynamo.placement.circuit_breaker import CircuitBreaker
 from dynamo.placement.load import Booking, LoadBook
 from dynamo.placement.policies import Policy, RouterMode, policy_for
@@ -11,9 +19,9 @@ __all__ = [
     "CircuitBreaker",
     "LoadBook",
     "Placement",
+    "PlacementReason",
     "PlacementRequest",
     "Policy",
-    "Reason",
     "RouterMode",
     "WorkerKey",
     "eligible",

@@ -13,7 +13,7 @@ import msgspec
 
 from dynamo.errors import InvalidArgument, Overloaded, WorkerUnavailable
 
-__all__ = ["Candidate", "Placement", "PlacementRequest", "Policy", "Reason", "WorkerKey", "eligible", "place"]
+__all__ = ["Candidate", "Placement", "PlacementReason", "PlacementRequest", "Policy", "WorkerKey", "eligible", "place"]
 
 WorkerKey = tuple[str, int]
 """(endpoint, instance id). One process may serve a model on several endpoints under one id."""
@@ -45,7 +45,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     healthy_only: bool = False  # the caller has another way: no worker with an open circuit
 
 
-class Reason(msgspec.Struct, frozen=True, gc=False):
+class PlacementReason(msgspec.Struct, frozen=True, gc=False):
     """One fact that decided a choice."""
 
     code: str  # a word of a fixed set, such as "turn" or "fewest_in_flight"
@@ -60,7 +60,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 
     candidate: Candidate
     policy: str
-    reasons: tuple[Reason, ...] = ()
+    reasons: tuple[PlacementReason, ...] = ()
 
     def __str__(self) -> str:
         why = ", ".join(map(str, self.reasons))
@@ -79,8 +79,8 @@ class Policy(Protocol):
         ...
 
 
-_PINNED: Final = (Reason("pinned"),)
-_ALL_CIRCUITS_OPEN: Final = Reason("all_circuits_open")
+_PINNED: Final = (PlacementReason("pinned"),)
+_ALL_CIRCUITS_OPEN: Final = PlacementReason("all_circuits_open")
 
 
 def place(

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from dynamo.errors import InvalidArgument
-from dynamo.placement.candidates import Candidate, Placement, PlacementRequest, Reason
+from dynamo.placement.candidates import Candidate, Placement, PlacementReason, PlacementRequest
 
 __all__ = ["Direct"]
 
-_ONLY_ONE: Final = (Reason("only_one_left"),)
+_ONLY_ONE: Final = (PlacementReason("only_one_left"),)
 
 
 class Direct:

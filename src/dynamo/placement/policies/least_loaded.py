@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from dynamo.placement.candidates import Candidate, Placement, PlacementRequest, Reason
+from dynamo.placement.candidates import Candidate, Placement, PlacementReason, PlacementRequest
 
 __all__ = ["LeastLoaded", "fewest_in_flight"]
 
@@ -31,4 +31,4 @@ def fewest_in_flight(candidates: Sequence[Candidate], rng: random.Random, policy
     lowest = min([candidate.in_flight for candidate in candidates])
     equals = [candidate for candidate in candidates if candidate.in_flight == lowest]
     chosen = equals[0] if len(equals) == 1 else rng.choice(equals)
-    return Placement(chosen, policy, (Reason("in_flight", lowest),))
+    return Placement(chosen, policy, (PlacementReason("in_flight", lowest),))

@@ -6,11 +6,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final
 
-from dynamo.placement.candidates import Candidate, Placement, PlacementRequest, Reason
+from dynamo.placement.candidates import Candidate, Placement, PlacementReason, PlacementRequest
 
 __all__ = ["RoundRobin", "RoundRobinCursor"]
 
-_TURN: Final = (Reason("turn"),)
+_TURN: Final = (PlacementReason("turn"),)
 
 
 class RoundRobinCursor:
