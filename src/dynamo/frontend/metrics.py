@@ -31,7 +31,7 @@ STALL_SECONDS: Final = 0.1  # a loop turn this late is worth an alert: every str
 
 
 def log_buckets(minimum: float, maximum: float, count: int) -> tuple[float, ...]:
-    """`count` upper bounds, log-spaced from `minimum` to `maximum`, to two significant digits, the first one replaced by 0.
+    """Return `count` upper bounds, log-spaced from `minimum` to `maximum`, to two significant digits, the first one replaced by 0.
 
     Raises ValueError unless 0 < minimum < maximum and 2 <= count <= 64.
     """
@@ -57,7 +57,7 @@ _LOG_BUCKETS: Final[Mapping[str, tuple[float, float, int]]] = {
 
 
 def check_buckets(env: Mapping[str, str]) -> None:
-    """Raises ValueError naming the variables when a `DYN_HISTOGRAM_*` setting makes no buckets."""
+    """Check the `DYN_HISTOGRAM_*` settings. Raises ValueError naming the variables of a setting that makes no valid buckets."""
     for name in _LOG_BUCKETS:
         _buckets(name, env)
 
@@ -234,42 +234,42 @@ class FrontendMetrics:
         self._models[UNKNOWN_MODEL] = self._unknown
 
     def expose(self) -> bytes:
-        """Everything in the registry, as Prometheus text."""
+        """Write everything in the registry as Prometheus text."""
         return self._registry.expose()
 
     def expose_group(self, snapshots: Sequence[bytes]) -> bytes:
-        """The metrics of all processes of a group as those of one; `snapshots` hold this process's own."""
+        """Write the metrics of all processes of a group as those of one process; `snapshots` hold this process's own."""
         merged = MetricsRegistry()
         for one in snapshots:
             absorb(merged, one, is_fact=self._is_fact)
         return merged.expose()
 
     def _is_fact(self, name: str) -> bool:
-        """Whether a gauge says the same in every process, or the worst of them is what counts."""
+        """Return whether a gauge has the same value in every process, or its highest value counts."""
         return name.startswith(self._facts)
 
     def read_stage_requests(self, count: Callable[[str], int]) -> None:
-        """From now on `count` gives the requests of each stage, at scrape time."""
+        """Take the requests of each stage from `count`, at every scrape."""
         for stage in ("preprocess", "route", "dispatch"):
             self._stage_requests.labels(stage, "").read_from(partial(count, stage))
 
     def refused(self, limit: str) -> None:
-        """A limit of the listener was hit; `limit` is one of a fixed set of names."""
+        """Count a refusal by a limit of the listener; `limit` is one of a fixed set of names."""
         self._refusals.labels(limit).inc()
 
     def shed(self, model: str, reason: str) -> None:
-        """A request was refused by the limits of its model."""
+        """Count a request that the limits of its model refused."""
         self._shed.labels(model, reason).inc()
 
     def model(self, name: str) -> ModelSeries:
-        """The series of a registered model."""
+        """Return the series of a registered model."""
         found = self._models.get(name)
         if found is None:
             found = self._models[name] = ModelSeries(self, name)
         return found
 
     def forget_model(self, name: str) -> None:
-        """The model is gone: its counters stay exposed, its gauge says so, and nothing here keeps its name."""
+        """Drop a model that is gone: its counters stay exposed, its gauges become 0, and nothing here keeps its name."""
         self._model_gauges["ready"].labels(name).set(0)
         self._queue_age.labels(name).set(0)
         self._models.pop(name, None)
@@ -291,7 +291,7 @@ class FrontendMetrics:
         self._worker_counts = counts
 
     def stalled(self, finding: StallKind) -> None:
-        """A choice left its worker for want of progress."""
+        """Count a choice that left its worker for want of progress."""
         self._stalled[finding].inc()
 
     def moved(self, model: str, moves: Sequence[Move]) -> None:
@@ -333,7 +333,7 @@ class RequestMetrics:
         series.model.queued.inc()
 
     def tokens(self, count: int, now: float) -> None:
-        """`count` tokens arrived together at `now`; the interval since the last ones is spread over them."""
+        """Count `count` tokens that arrived together at `now`; the interval since the last ones is spread over them."""
         model = self._series.model
         if self._first_at is None:
             self._first_at = now
@@ -360,7 +360,7 @@ class RequestMetrics:
         return 0.0 if self._first_at is None else self._last_at - self._first_at
 
     def finish(self, now: float, *, prompt_tokens: int, output_tokens: int, cached_tokens: int | None) -> None:
-        """The request was answered in full."""
+        """End a request that was answered in full."""
         if self._close(now):
             self._series.request_success.inc()
             self._count_tokens(prompt_tokens, output_tokens, cached_tokens)
@@ -375,7 +375,7 @@ class RequestMetrics:
         prompt_tokens: int = 0,
         output_tokens: int = 0,
     ) -> None:
-        """The request ended with an error; `error_type` is the label of `requests_total`."""
+        """End a request that failed; `error_type` is the label of `requests_total`."""
         if not self._close(now):
             return
         owner = self._owner
@@ -387,7 +387,7 @@ class RequestMetrics:
             self._count_tokens(prompt_tokens, output_tokens, None)
 
     def cancel(self, now: float, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """The client left first."""
+        """End a request whose client left."""
         if not self._close(now):
             return
         owner = self._owner

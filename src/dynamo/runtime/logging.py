@@ -82,7 +82,7 @@ class _Selector:
 
 @dataclass(frozen=True, slots=True)
 class LogFilter:
-    """Which records are let through: the longest target that covers a record decides; without one, the default.
+    """Which records pass: the longest target that covers a record decides; without one, the default.
 
     Targets are logger names, matched by whole dotted segments; `a::b` is read as `a.b`.
     """
@@ -133,21 +133,21 @@ class LogFilter:
         return min((self.default, *(level for _, level in self.targets), *(s.level for s in self.selectors)))
 
     def level_for(self, target: str) -> int:
-        """The lowest level that passes for a target, selectors aside."""
+        """Return the lowest level that passes for a target, selectors aside."""
         for prefix, level in self.targets:
             if _covers(prefix, target):
                 return level
         return self.default
 
     def allows(self, target: str, level: int, fields: Mapping[str, Any] | None = None) -> bool:
-        """Whether a record passes."""
+        """Return whether a record passes."""
         if level >= self.level_for(target) or _covers(ALWAYS_ENABLED, target):
             return True
         return any(level >= s.level and s.matches(target, fields or {}) for s in self.selectors)
 
 
 def _split(text: str) -> Iterable[str]:
-    """At commas outside braces."""
+    """Split at commas outside braces."""
     return re.split(r",(?![^{}]*\})", text)
 
 
@@ -182,7 +182,7 @@ class LoggingSettings:
     def from_env(
         cls, env: Mapping[str, str] | None = None, *, is_tty: bool = False, system_config: Path = SYSTEM_CONFIG
     ) -> LoggingSettings:
-        """`DYN_LOG` over the file of `DYN_LOGGING_CONFIG_PATH` over the system's file. `RUST_LOG` is ignored."""
+        """Read `DYN_LOG` over the file of `DYN_LOGGING_CONFIG_PATH` over the system's file. `RUST_LOG` is ignored."""
         complaints: list[str] = []
         base: LogFilter | None = None
         named = env_str("DYN_LOGGING_CONFIG_PATH", env=env)
@@ -304,7 +304,7 @@ def _span_fields(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """The fields of a record: those of its span, then its own `extra`."""
+    """Return the fields of a record: those of its span, then its own `extra`."""
     own = {key: value for key, value in vars(record).items() if key not in _STANDARD and not key.startswith("_")}
     span = _SPAN.get()
     return {**span, **own} if span else own
@@ -341,7 +341,7 @@ def _time_text(created: float, *, local: bool) -> str:
 
 
 def _text(value: Any) -> str:
-    """A field's value for a reader; in quotes where a bare one could be taken for two fields."""
+    """Return a field's value for a reader; in quotes where a bare one could be taken for two fields."""
     text = value if isinstance(value, str) else str(value)
     if text and _QUOTED.search(text) is None:
         return one_line(text, MAX_FIELD_CHARACTERS)
@@ -350,7 +350,7 @@ def _text(value: Any) -> str:
 
 
 def _bounded(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields of one record, of bounded number, under safe names."""
+    """Yield the fields of one record, of bounded number, under safe names."""
     for number, (key, value) in enumerate(fields.items()):
         if number == MAX_FIELDS:
             yield "fields_cut", len(fields) - MAX_FIELDS
@@ -359,7 +359,7 @@ def _bounded(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _trouble(record: logging.LogRecord) -> list[str]:
-    """The lines of the traceback and stack of a record, safe and bounded."""
+    """Return the lines of the traceback and stack of a record, safe and bounded."""
     parts: list[str] = []
     if record.exc_info and record.exc_info[0] is not None:
         parts.append("".join(traceback.format_exception(*record.exc_info)).rstrip("\n"))
@@ -373,9 +373,9 @@ def _trouble(record: logging.LogRecord) -> list[str]:
 def format_readable(
     record: logging.LogRecord, *, ansi: bool = False, local_time: bool = False, prefix: str = ""
 ) -> str:
-    """`<time>  LEVEL span: target: message key=value`, then the traceback on indented lines of its own.
+    """Return `<time>  LEVEL span: target: message key=value`, then the traceback on indented lines of its own.
 
-    Whatever stands in a record, only its first line begins with a time.
+    Only the first line of a record begins with a time, whatever the record contains.
     """
     fields = fields_of(record)
     span = fields.pop("span_name", None)
@@ -392,9 +392,9 @@ def format_readable(
 
 
 def format_jsonl(record: logging.LogRecord, *, local_time: bool = False, prefix: str = "") -> str:
-    """One JSON object; the record's own keys win over fields of the same name. Ids are strings.
+    """Return one JSON object; the record's own keys win over fields of the same name. Ids are strings.
 
-    Values are escaped as in a readable line: whoever prints them later should not have to think of it. Only `exception`
+    Values are escaped as in a readable line: a program that prints them later need not escape them. Only `exception`
     keeps its line breaks.
     """
     values: dict[str, Any] = {

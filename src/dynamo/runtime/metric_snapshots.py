@@ -20,7 +20,7 @@ IsFact = Callable[[str], bool]
 
 
 class SnapshotError(ValueError):
-    """What arrived is no snapshot, or one of another version of the metrics."""
+    """The bytes are not a valid snapshot, or are a snapshot of another version of the metrics."""
 
 
 class _Series(msgspec.Struct, array_like=True):
@@ -42,7 +42,7 @@ _decode: Final = msgspec.msgpack.Decoder(list[_Family]).decode
 
 
 def snapshot(registry: MetricsRegistry) -> bytes:
-    """Every series of `registry`, encoded. What its callbacks say is left out: it is text, and does not add up."""
+    """Encode every series of `registry`. The text of its callbacks is left out, because text does not add up."""
     families = []
     for name, kind, help_text, held in registry.families():
         series, bounds = [], []

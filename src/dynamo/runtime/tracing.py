@@ -1,4 +1,4 @@
-"""W3C trace context, and spans that cost nothing when nobody exports them."""
+"""W3C trace context, and spans that cost nothing where no exporter is set."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TraceContext:
         )
 
     def extra_headers(self) -> dict[str, str]:
-        """The companions that are carried along unchanged."""
+        """Return the companions, which are carried along unchanged."""
         pairs = {
             "tracestate": self.tracestate,
             "x-request-id": self.x_request_id,
@@ -62,7 +62,7 @@ class TraceContext:
         return {name: value for name, value in pairs.items() if value is not None}
 
     def headers(self) -> dict[str, str]:
-        """The headers of an outgoing call made on behalf of this context."""
+        """Return the headers of an outgoing call that is made for this context."""
         flags = "01" if self.sampled else "00"
         return {"traceparent": f"00-{self.trace_id}-{self.span_id}-{flags}", **self.extra_headers()}
 
@@ -87,11 +87,11 @@ class SpanProxy:
         check_status(status)
 
     def child(self, name: str, attrs: dict[str, Any] | None = None) -> SpanProxy:
-        """A nested span."""
+        """Return a nested span."""
         return NO_SPAN
 
     def headers(self) -> dict[str, str] | None:
-        """`traceparent` naming this span, or None."""
+        """Return the `traceparent` that names this span, or None."""
         return None
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ NO_SPAN: Final = SpanProxy()
 
 
 def new_span_id() -> str:
-    """A random 16-digit span id."""
+    """Return a random span id of 16 digits."""
     return secrets.token_hex(8)
 
 
@@ -187,7 +187,7 @@ class RequestSpan(ExportedSpan):
     __slots__ = ()
 
     def close(self) -> None:
-        """Nothing: see `finish`."""
+        """Do nothing: only the framework ends this span, with `finish`."""
 
     def past_child(self, name: str, began_ns: int, ended_ns: int, *, is_call: bool = False) -> None:
         """Record a part of this span that is over; `is_call`: another process did its work. Times are Unix nanoseconds."""
@@ -215,7 +215,7 @@ class TracingSettings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> TracingSettings:
-        """The settings of this process."""
+        """Read the settings of this process."""
         if not env_bool("OTEL_EXPORT_ENABLED", env=env):
             return cls()
         protocol = env_str("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", env=env) or env_str(
@@ -330,7 +330,7 @@ class Tracing:
 
 
 def build_tracing(settings: TracingSettings) -> Tracing | None:
-    """Tracing over OTLP; None when it is off, or (with one WARNING) when the `otel` extra is not installed."""
+    """Build tracing over OTLP; None when it is off, or (with one WARNING) when the `otel` extra is not installed."""
     if not settings.enabled:
         return None
     try:
@@ -353,7 +353,7 @@ def build_tracing(settings: TracingSettings) -> Tracing | None:
 
 
 def build_sampler(settings: TracingSettings) -> Sampler:
-    """The sampler that the settings name."""
+    """Build the sampler that the settings name."""
     from opentelemetry.sdk.trace import sampling
 
     kind = settings.sampler.removeprefix("parentbased_")
@@ -378,14 +378,14 @@ def _exporter(settings: TracingSettings) -> SpanExporter:
 
 
 class _Process:
-    """The one mutable cell of this module: this process's tracing, worked out at the first request."""
+    """The one mutable cell of this module: this process's tracing, built at the first request."""
 
     ready = False
     tracing: Tracing | None = None
 
 
 def tracing() -> Tracing | None:
-    """This process's tracing, built from the environment at the first call; None when nothing is exported."""
+    """Return this process's tracing, built from the environment at the first call; None when nothing is exported."""
     if not _Process.ready:
         _Process.tracing = build_tracing(TracingSettings.from_env())
         _Process.ready = True
@@ -407,7 +407,7 @@ def reset_tracing() -> None:
 def start_request_span(
     context: Context, *, model: str, input_tokens: int, role: str, link: Any = None
 ) -> RequestSpan | None:
-    """The `engine.generate` span of one request, attached to `context`; None when nothing is exported.
+    """Open the `engine.generate` span of one request, attached to `context`; None when nothing is exported.
 
     `role` is `agg`, `prefill`, `decode` or `encode`; `link` the request's `migration_link`. Call `finish()` on it.
     """

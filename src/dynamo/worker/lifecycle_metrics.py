@@ -44,7 +44,7 @@ FAMILIES: Final = (LOAD_TIME, DRAIN_TIME, CLEANUP_TIME, TOTAL_BLOCKS, CACHE_USAG
 def worker_labels(
     *, namespace: str, component: str, endpoint: str, worker_id: str, model: str, model_name: str
 ) -> tuple[tuple[str, str], ...]:
-    """The labels of a worker's gauges; `model_name` is the served name, else the model. Empty values give no label."""
+    """Return the labels of a worker's gauges; `model_name` is the served name, else the model. Empty values give no label."""
     return (
         *endpoint_labels(namespace, component, endpoint, worker_id),
         ("model", model),
@@ -92,11 +92,11 @@ class WorkerMetrics:
         self._complained = False
 
     def declares(self, dp_rank: int) -> bool:
-        """Whether the engine declared this rank."""
+        """Return whether the engine declared this rank."""
         return dp_rank in self._ranks
 
     def publish(self, dp_rank: int, snapshot: Any) -> bool:
-        """Write one rank's gauges from a `ComponentSnapshot`; whether the rank was declared (else: one WARNING).
+        """Write one rank's gauges from a `ComponentSnapshot`; return whether the rank was declared (else: one WARNING).
 
         The hit rate appears with the first value that is not None: None means "not measured", 0.0 is a measurement.
         """

@@ -30,19 +30,19 @@ class Peers(Protocol):
     """The other processes on the same port, as seen from one of them (`--workers`)."""
 
     def admission(self, limit: int) -> Admission:
-        """Places that all processes share."""
+        """Return the admission that all processes share."""
 
     async def gather(self) -> list[bytes]:
-        """Snapshots of everybody's metrics, this process's own included. Raises TimeoutError."""
+        """Return a snapshot of each process's metrics, this process included. Raises TimeoutError."""
 
     async def share(self, key: str, value: bytes) -> None:
-        """Tell all processes, also those that start later, what `key` is now. Raises TimeoutError."""
+        """Send the value of `key` to all processes, also to processes that start later. Raises TimeoutError."""
 
     def on_shared(self, take: Callable[[str, bytes], None]) -> None:
-        """Call `take(key, value)` for what another process shares."""
+        """Call `take(key, value)` for each value that another process shares."""
 
     def describe(self) -> Mapping[str, int]:
-        """How many processes there are, for `/health`."""
+        """Return how many processes there are, for `/health`."""
 
 
 def _encode(value: Any) -> bytes:
@@ -107,7 +107,7 @@ def _load_of(model: ServedModel, now: float) -> dict[str, Any]:
 
 
 def _queue_trouble(model: ServedModel, now: float) -> str | None:
-    """Why requests of the model are refused now, if they are."""
+    """Return why requests of the model are refused now; None while they are admitted."""
     reason = model.admission.why_not(Urgency.NORMAL, now)
     if reason is None:
         return None
@@ -152,7 +152,7 @@ class MetricsRoute:
 
 
 class OpenApiRoute:
-    """`/openapi.json`; built on first use, because most frontends are never asked."""
+    """`/openapi.json`; built on first use, because most frontends never serve it."""
 
     def __init__(self) -> None:
         self._body: bytes | None = None
@@ -228,7 +228,7 @@ class ModelsRoute:
 
 
 def _model_id(scope: Scope, base: str) -> str:
-    """What stands behind the base path, percent-decoded once."""
+    """Return the part of the path behind the base, percent-decoded once."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     path = unquote_to_bytes(raw).decode("utf-8", "replace")
     return path[len(base) :].strip("/")

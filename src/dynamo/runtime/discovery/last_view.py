@@ -1,4 +1,4 @@
-"""What the watchers of one bucket were told, and what of it may be missing only because the store was. No I/O.
+"""What was reported to the watchers of one bucket, and which part may be missing only because the store was. No I/O.
 
 A store that was frozen, restarted or wiped comes back without the records of workers that are alive and well: their
 leases ran out while nobody could renew them. For one lease period after such a loss nothing that is missing counts as
@@ -14,7 +14,7 @@ from dynamo.runtime.discovery.base import Change, Delete, Put, matches
 
 
 class LastView:
-    """Takes what the store says, gives what its watchers must be told. `now` is any monotonic clock, in seconds."""
+    """Takes the changes of the store and returns the changes to report to its watchers. `now` is any monotonic clock, in seconds."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -22,11 +22,11 @@ class LastView:
         self._keep_until = -math.inf
 
     def read(self, prefix: str) -> dict[str, bytes]:
-        """What counts as there, sorted by key."""
+        """Return what counts as there, sorted by key."""
         return {key: self._values[key] for key in sorted(self._values) if matches(prefix, key)}
 
     def doubt(self, until: float) -> None:
-        """The store was lost: until then nothing that is missing is gone."""
+        """Note that the store was lost: until then nothing that is missing counts as gone."""
         self._keep_until = max(self._keep_until, until)
 
     @property
@@ -35,12 +35,12 @@ class LastView:
         return self._keep_until if self._missing else None
 
     def resync(self, found: Mapping[str, bytes], now: float) -> list[Change]:
-        """The store was read as a whole."""
+        """Take over a reading of the whole store; return the changes."""
         changes = self.apply((Delete(key) for key in list(self._values) if key not in found), now)
         return changes + self.apply((Put(key, value) for key, value in found.items()), now)
 
     def apply(self, changes: Iterable[Change], now: float) -> list[Change]:
-        """The store told of changes. A put of what is known already and the delete of what is not are no news."""
+        """Take over changes of the store; return those that are new to its watchers."""
         news: list[Change] = []
         for change in changes:
             key = change.key

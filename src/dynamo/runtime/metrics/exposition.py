@@ -35,7 +35,7 @@ _INVALID: Final = re.compile(r"[^a-zA-Z0-9_:]")
 
 @lru_cache(maxsize=1024)  # the same few names come with every series
 def sanitize(name: str, *, label: bool = False) -> str:
-    """`name` as Prometheus accepts it: other characters become `_`, a leading digit gets a `_` before it."""
+    """Return `name` as Prometheus accepts it: other characters become `_`, a leading digit gets a `_` before it."""
     cleaned = _INVALID.sub("_", name)
     if label:
         cleaned = cleaned.replace(":", "_")
@@ -43,7 +43,7 @@ def sanitize(name: str, *, label: bool = False) -> str:
 
 
 def escape_label(value: str) -> str:
-    """A label value as it stands between the quotes."""
+    """Return a label value as it stands between the quotes."""
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 

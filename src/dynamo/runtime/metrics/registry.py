@@ -89,7 +89,7 @@ class Counter:
 
 
 class Gauge:
-    """A number that comes and goes, or a function that is asked at scrape time."""
+    """A number that comes and goes, or a function that is called at every scrape."""
 
     __slots__ = ("_read", "_value")
 
@@ -107,7 +107,7 @@ class Gauge:
         self._value -= amount
 
     def read_from(self, read: Callable[[], float]) -> None:
-        """From now on the value is `read()`, asked at every scrape (in the scraping thread)."""
+        """Take the value from `read()` from now on; it is called at every scrape, in the scraping thread."""
         self._read = read
 
     @property
@@ -155,11 +155,11 @@ class Histogram:
 
     @property
     def counts(self) -> list[int]:
-        """How many values fell into each bucket, `+Inf` last; not cumulated."""
+        """The number of values in each bucket, `+Inf` last; not cumulated."""
         return list(self._counts)
 
     def add(self, counts: Sequence[int], total: float) -> None:
-        """Count what another histogram with the same bounds has counted. Raises ValueError for other bounds."""
+        """Add the counts of another histogram with the same bounds. Raises ValueError for other bounds."""
         if len(counts) != len(self._counts):
             raise ValueError(f"{len(counts)} buckets cannot be added to {len(self._counts)}")
         self._counts = [mine + theirs for mine, theirs in zip(self._counts, counts, strict=True)]
@@ -194,7 +194,7 @@ class TooManySeries(ValueError):
 class Vector(Generic[M]):
     """Series of one metric that appear when their label values are first used.
 
-    Past `MAX_SERIES` a new combination counts into a series that nobody sees, and one warning says so: losing a number
+    Past `MAX_SERIES` a new combination counts into a series that is not exposed, and one warning reports it: losing a number
     is better than losing the request that it counts.
     """
 
@@ -210,7 +210,7 @@ class Vector(Generic[M]):
         self._complained = False
 
     def labels(self, *values: str) -> M:
-        """The series with these values, in the order of the label names. Keep the result: it is the cheap part."""
+        """Return the series with these values, in the order of the label names. Keep the result: using it is the cheap part."""
         found = self._known.get(values)
         if found is None:
             if len(values) != len(self._label_names):
@@ -237,7 +237,7 @@ class MetricsRegistry:
         self._complained: set[int] = set()
 
     def counter(self, name: str, help: str, labels: Labels = (), *, exist_ok: bool = False) -> Counter:
-        """One series, exposed at 0 from now on.
+        """Register one series, exposed at 0 from now on.
 
         Raises ValueError when the name is taken by another type, or the very series exists and `exist_ok` is false.
         """
@@ -260,7 +260,7 @@ class MetricsRegistry:
         return self._bind(name, "histogram", help, labels, Histogram(buckets), exist_ok)
 
     def counter_vector(self, name: str, help: str, label_names: Sequence[str], labels: Labels = ()) -> Vector[Counter]:
-        """Counters that appear on first use; `labels` are common to all of them."""
+        """Return counters that appear on first use; `labels` are common to all of them."""
         fixed = _pairs(labels)
         return Vector(tuple(label_names), lambda more: self.counter(name, help, fixed + more, exist_ok=True), Counter())
 
@@ -333,7 +333,7 @@ class MetricsRegistry:
                 yield name, kind, help, metric
 
     def held(self, name: str, kind: str, help: str, labels: str, fresh: M) -> M:
-        """The series with this label text, which is `fresh` if there was none.
+        """Return the series with this label text; it is `fresh` if there was none.
 
         Raises ValueError when the name or the series is of another type, and `TooManySeries`.
         """
@@ -350,7 +350,7 @@ class MetricsRegistry:
         return found
 
     def expose(self) -> bytes:
-        """The whole output, sorted by family name. Callbacks may take long: call it outside the event loop if any."""
+        """Write the whole output, sorted by family name. Callbacks may take long: call it outside the event loop if any."""
         blocks: dict[str, Block] = {}
         for name, family in list(self._families.items()):
             block = blocks[name] = Block(family.kind, escape_help(family.help))
