@@ -57,6 +57,9 @@ bench-native: $(VENV)/.dev ## the same cases against the native system, and the 
 soak: $(VENV)/.dev ## 100,000 requests, 5 % of them left half-way, and whether anything grew (ARGS="--requests 20000")
 	@$(BIN)/python benchmarks/soak.py $(ARGS)
 
+mutants: $(VENV)/.dev ## 28 deliberate breaks of the source, one by one: the tests must notice (ARGS="--only stream")
+	@$(BIN)/python tools/mutants.py $(ARGS)
+
 test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2000 for each operation)
 	@FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-500} $(BIN)/python -m pytest -q -m fuzz tests/hostile -rs $(ARGS)
 

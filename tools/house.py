@@ -212,7 +212,7 @@ def docstrings_without_verb(house: Iterable[Module]) -> Figure:
 
 def begins_with_verb(doc: str) -> bool:
     """Return whether the first word can be an imperative. It errs on the side of the author."""
-    first = doc.split(maxsplit=1)[0].strip("`*_,.:;()\"'")
+    first = doc.split(maxsplit=1)[0].rstrip(",.:;")
     if not first.isalpha() or first.lower() in NOT_A_VERB:
         return False
     followed = [*doc.split(maxsplit=2), "", ""][1]
