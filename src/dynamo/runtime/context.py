@@ -179,7 +179,7 @@ class Context:
     # -- first token ---------------------------------------------------------------------------------------------
 
     def notify_first_token(self) -> None:
-        """Tell the framework that the KV transfer arrived (decode role); a no-op elsewhere, idempotent."""
+        """Report that the KV transfer arrived (decode role); a no-op elsewhere, idempotent."""
         signal, self._first_token = self._first_token, None
         if signal is not None:
             signal()

@@ -149,7 +149,7 @@ class DistributedRuntime:
         if self._closing is not None:
             raise CannotConnect("the runtime is closed")
         if self._starting is None:
-            # Awaited right here by everybody who asks meanwhile.
+            # Awaited right here by every caller that comes meanwhile.
             self._starting = self._loop.create_task(self._start(), name="runtime start")
         try:
             await asyncio.shield(self._starting)
@@ -171,7 +171,7 @@ class DistributedRuntime:
         if self._request_plane == "nats":
             await self.nats(NATS_REQUESTS).start()
         if self.event_plane == "nats" or self._event_settings.broker_enabled:
-            await self.events.start()  # what was asked for by name is there from the beginning, or nothing begins
+            await self.events.start()  # what was chosen by name is reachable from the beginning, or the start fails
         register_uptime(self.metrics, f"{self.connection_id():x}")
         register_process(self.metrics)
         if self._system.enabled:
@@ -357,7 +357,7 @@ class DistributedRuntime:
         return watchdog
 
     def _load(self) -> dict[str, float]:
-        """What `/health` says of the work under way; nothing where there is none."""
+        """Return what `/health` shows of the work under way; empty where there is none."""
         progress, core = self.progress, self._core
         queued = 0 if core is None else core.queued
         if not progress.running and not queued:
@@ -396,7 +396,7 @@ class DistributedRuntime:
                 waited=waited,
                 security=self.plane_security,
             )
-        # Imported here: where every worker is ours, nobody calls home.
+        # Imported here: where every worker is ours, no worker calls home.
         from dynamo.runtime.request_plane.native.call_home import CallHomeListener
         from dynamo.runtime.request_plane.native.client import NativeClient
 
@@ -418,7 +418,7 @@ class DistributedRuntime:
 
     @property
     def events(self) -> EventPlane:
-        """How events travel; made when it is first asked for, so that who has none pays for none."""
+        """How events travel; made at the first use, so that a process without events pays nothing."""
         if self._events is None:
             if self._closing is not None:
                 raise CannotConnect("the runtime is closed")
@@ -428,7 +428,7 @@ class DistributedRuntime:
     def _make_event_plane(self) -> EventPlane:
         if self.event_plane == "mem":
             return shared_event_plane(self._loop)
-        # Imported here: neither library is needed by those who only serve requests.
+        # Imported here: neither library is needed by a process that only serves requests.
         if self.event_plane == "nats":
             from dynamo.runtime.event_plane.nats import NatsEventPlane
 
@@ -542,7 +542,7 @@ def _event_plane(asked: str | None, request_plane: str) -> str:
 
 
 def _check_planes(request_plane: str, response_plane: str | None) -> str:
-    """The request plane's name. Raises for names nobody knows, and for those not built."""
+    """The request plane's name. Raises for unknown names, and for planes that are not built."""
     request_plane = request_plane.lower()
     if request_plane not in REQUEST_PLANES:
         raise ValueError(f"unknown request plane {request_plane!r}; use one of {', '.join(REQUEST_PLANES)}")
@@ -563,7 +563,7 @@ def _kind_of(instance: Instance) -> str:
 
 
 def _expose(core: ServerCore, registry: MetricsRegistry, settings: RequestPlaneSettings, progress: Progress) -> None:
-    """Let the gauges of admission read the core at every scrape, and the core tell what only it knows."""
+    """Let the gauges of admission read the core at every scrape, and let the core report what only the core knows."""
     metrics = WorkHandlerMetrics(registry)
     limited = settings.engine_request_limit is not None
     run = settings.engine_request_limit if limited else settings.worker_pool_size

@@ -161,7 +161,7 @@ class Endpoint:
 
         `takes_stream`: native callers that send a stream of requests are let through; the handler's body is then a
         `RequestStream`. `watch_progress`: this process is not ready while nothing comes of its requests; not for handlers that
-        may have nothing to say for long.
+        may yield nothing for long.
 
         Raises ValueError when this runtime serves the endpoint already, or for labels that are taken.
         """
@@ -238,7 +238,7 @@ class Endpoint:
     # -- model records -------------------------------------------------------------------------------------------
 
     async def publish_model(self, card_json: dict[str, Any], suffix: str | None = None) -> None:
-        """Say that this instance serves a model; `suffix` is the slug of a LoRA."""
+        """Publish that this instance serves a model; `suffix` is the slug of a LoRA."""
         record = {
             "type": "Model",
             "namespace": self.namespace,
@@ -444,7 +444,7 @@ class ServedEndpoint:
         self._cut_with = error
         victims = list(self._inflight.items())
         for sink, context in victims:
-            sink.end(error)  # before the kill: what a sink is told after one is dropped
+            sink.end(error)  # before the kill: what a sink gets after a kill is dropped
             context.kill()
         return len(victims)
 

@@ -22,7 +22,7 @@ from dynamo.errors import (
 )
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.base import Handler, RequestStream, ResponseSink
-from dynamo.runtime.tasks import forgive_cancellation, is_being_cancelled
+from dynamo.runtime.tasks import is_being_cancelled, take_back_cancellation
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ def serve_python(handler: PythonHandler, *, cancel_grace_seconds: float = CANCEL
 
     async def handle(body: Any, context: Context, sink: ResponseSink) -> None:
         if context.is_stopped():
-            return  # nobody waits for an answer
-        # A context of its own, so that a handler that stops itself can be told from a caller that stops it.
+            return  # its caller has gone
+        # A context of its own, so that a handler that stops itself can be distinguished from a caller that stops it.
         own = context.detached(context.id())
         own.prompt_tokens = context.prompt_tokens
         unlink = context.link_child(own)
@@ -62,7 +62,7 @@ def serve_python(handler: PythonHandler, *, cancel_grace_seconds: float = CANCEL
                 raise Disconnected("Stream ended before generation completed")  # a part must not pass for the whole
         except asyncio.CancelledError as error:
             if closer.forced:
-                forgive_cancellation()
+                take_back_cancellation()
                 return
             if is_being_cancelled():
                 raise  # the process is shutting down
@@ -180,7 +180,7 @@ def takes_context(handler: PythonHandler) -> bool:
 
 
 def envelope(item: Any) -> dict[str, Any]:
-    """What travels for a yielded value: the value as `data`, or the envelope that it says it is."""
+    """Return what travels for a yielded value: the value as `data`, or the envelope that it is marked as."""
     if isinstance(item, Mapping) and item.get(ANNOTATED_MARK) is True:
         return {key: item[key] for key in ENVELOPE_KEYS if item.get(key) is not None}
     if isinstance(item, set | frozenset):

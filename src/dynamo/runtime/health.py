@@ -24,7 +24,7 @@ class HealthState:
 
     The whole is ready when
     1. all endpoints that gave a health check payload are ready, if any endpoint gave one; else
-    2. `set_health_status` (or an explicit starting status) says so, if it was ever told; else
+    2. `set_health_status` (or an explicit starting status) made it ready, if either was given; else
     3. there is an endpoint, and all are ready.
 
     The native system has no rule 3: there a worker whose endpoints have no payload answers `notready` for ever unless
@@ -38,7 +38,7 @@ class HealthState:
         canary_enabled: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`starting_ready` None: the operator did not say; see rule 3."""
+        """`starting_ready` None: not configured; see rule 3."""
         self._told = starting_ready
         self._canary_enabled = canary_enabled
         self._clock = clock
@@ -97,7 +97,7 @@ class HealthState:
         self._told = ready
 
     def begin_shutdown(self) -> None:
-        """Not ready from here on, whatever the endpoints say."""
+        """Report not ready from here on, whatever the endpoints' states are."""
         self._shutting_down = True
 
     def system_ready(self) -> bool:
@@ -205,7 +205,7 @@ class Canary:
         while True:
             await asyncio.sleep(max(0.0, due - loop.time()))
             if self._last_success + wait > loop.time():
-                due = self._last_success + wait  # somebody was served meanwhile
+                due = self._last_success + wait  # a request was served meanwhile
                 continue
             began = loop.time()
             reason = await self._probe()

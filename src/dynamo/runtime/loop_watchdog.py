@@ -55,7 +55,7 @@ def place_of(frame: FrameType | None) -> tuple[str, bool] | None:
     """Name the innermost frame of the running callback that is not library code; None: the loop runs no callback.
 
     Installed packages come second, as an engine may be one, and the standard library last. The flag is False when the
-    callback belongs to the worker's own machinery, so that no engine is blamed for it.
+    callback belongs to the worker's own machinery, so that the report does not name an engine.
     """
     installed: FrameType | None = None
     other: FrameType | None = None

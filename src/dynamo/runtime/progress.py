@@ -34,7 +34,7 @@ class Progress:
     """
 
     def __init__(self, limit_seconds: float) -> None:
-        """`limit_seconds`: after so long without anything from any request, `trouble` says so; 0: never."""
+        """`limit_seconds`: after so long without anything from any request, `trouble` returns a reason; 0: never."""
         self._limit_seconds = limit_seconds
         self._running: dict[ResponseSink, _Mark] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -54,7 +54,7 @@ class Progress:
         """It has ended; `is_answered`: by itself, and not because its caller gave up."""
         self._running.pop(sink, None)
         self._answered = self._answered or is_answered
-        if not self._running:  # silence is nobody's fault now; the timer ends by itself, as requests may follow closely
+        if not self._running:  # no request is silent now; the timer ends by itself, as requests may follow closely
             self._silent_beats = self._longest_beats = 0
             self._answered = False
 

@@ -233,7 +233,7 @@ class SystemSettings:
                 logger.warning("%s is deprecated and ignored; DYN_SYSTEM_PORT >= 0 starts the status server", name)
         port = env_int("DYN_SYSTEM_PORT", -1, minimum=-1, env=env)
         if port > 65535:
-            logger.warning("DYN_SYSTEM_PORT=%s is no port; the status server is off", port)
+            logger.warning("DYN_SYSTEM_PORT=%s is not a valid port; the status server is off", port)
             port = -1
         starting = env_str("DYN_SYSTEM_STARTING_HEALTH_STATUS", env=env)
         if starting is not None and starting.lower() not in ("ready", "notready"):
@@ -326,7 +326,7 @@ class EtcdSettings:
         """The settings of this process."""
         ttl = env_int("ETCD_LEASE_TTL", 10, env=env)
         if ttl <= 0:
-            logger.warning("ETCD_LEASE_TTL=%s is no time to live; using 10", ttl)
+            logger.warning("ETCD_LEASE_TTL=%s is not a valid TTL; using 10", ttl)
             ttl = 10
         return cls(
             endpoints=env_str("ETCD_ENDPOINTS", env=env),
@@ -391,7 +391,7 @@ def _positive(name: str, env: Mapping[str, str] | None) -> float | None:
     """Seconds, or None when nothing usable is set."""
     seconds = env_float(name, 0.0, env=env)
     if seconds < 0:
-        logger.warning("%s=%s is no duration; ignored", name, seconds)
+        logger.warning("%s=%s is not a valid duration; ignored", name, seconds)
     return seconds if seconds > 0 else None
 
 
@@ -527,7 +527,7 @@ class RuntimeSettings:
         temporary = env_str("TMPDIR", "/tmp", env=env)
         plane = (env_str("DYN_REQUEST_PLANE", "tcp", env=env) or "tcp").lower()
         if plane not in ("tcp", "nats", "mem"):
-            logger.warning("DYN_REQUEST_PLANE=%r is no request plane; using tcp", plane)
+            logger.warning("DYN_REQUEST_PLANE=%r is not a valid request plane; using tcp", plane)
             plane = "tcp"
         return cls(
             discovery_backend=(env_str("DYN_DISCOVERY_BACKEND", "auto", env=env) or "auto").lower(),

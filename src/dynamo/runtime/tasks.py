@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Coroutine
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["Background", "first_of", "forgive_cancellation", "is_being_cancelled"]
+__all__ = ["Background", "first_of", "is_being_cancelled", "take_back_cancellation"]
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def forgive_cancellation() -> None:
+def take_back_cancellation() -> None:
     """Take back one cancellation of the running task: it asked for an end, and the end has come."""
     task = asyncio.current_task()
     if task is not None:

@@ -1,4 +1,4 @@
-"""What happens to a request at the worker once nobody wants its answer: abort, a time to end by itself, then force."""
+"""Ends a request at the worker once its caller has gone: abort, a time to end by itself, then force."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class CancellationWatch:
         self.deferring = defer
         self.forced = False
         loop = asyncio.get_running_loop()
-        if defer:  # an engine may say so from the thread that moves the KV blocks
+        if defer:  # an engine may report it from the thread that moves the KV blocks
             context.on_first_token(partial(on_loop(loop, lambda _: self.first_token()), False))
         self._forget = context.on_cancel(on_loop(loop, self._cancelled))
 
     def first_token(self) -> None:
-        """The first token is there (or the engine says the transfer is): what waited for it happens now."""
+        """Act on a cancellation that waited for the first token (or for the transfer that the engine reports)."""
         if not self.deferring:
             return
         self.deferring = False
@@ -99,7 +99,7 @@ class CancellationWatch:
             self._task.cancel()
 
     def finished(self) -> None:
-        """The stream ended: from here on a cancellation is no business of the engine's. Idempotent."""
+        """Record the end of the stream: from here on a cancellation does not reach the engine. Idempotent."""
         self._done = True
         self._forget()
         self._context.on_first_token(None)

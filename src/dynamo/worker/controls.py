@@ -258,7 +258,7 @@ def _unavailable(gate: AdminGate) -> Body:
 
 
 def _failed(answer: object) -> bool:
-    """Whether an engine's answer says that the control did not work."""
+    """Whether an engine's answer reports that the control failed."""
     if not isinstance(answer, Mapping):
         return False
     status = answer.get("status")
@@ -279,7 +279,7 @@ def rl_endpoint_name(serving_endpoint: str, *, env: Mapping[str, str] | None = N
 
 
 class RlDirectory:
-    """Tells a trainer where the admin routes of this worker are; a runtime `Handler`."""
+    """Answers where the admin routes of this worker are, for a trainer; a runtime `Handler`."""
 
     def __init__(self, base_url: str, routes: Iterable[str]) -> None:
         self._answer = {"status": "ok", "base_url": base_url, "routes": sorted(f"/engine/{route}" for route in routes)}

@@ -18,7 +18,7 @@ from dynamo.errors import (
 )
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
-from dynamo.runtime.tasks import forgive_cancellation, is_being_cancelled
+from dynamo.runtime.tasks import is_being_cancelled, take_back_cancellation
 from dynamo.worker.cancellation import CancellationWatch
 
 __all__ = ["end_failed", "is_engine_failure", "log_failure", "wrap_error"]
@@ -34,7 +34,7 @@ def end_failed(
     if isinstance(error, asyncio.CancelledError):
         if watch.forced:
             # The watch gave up waiting and cancelled this task to unblock the generator; that is an end, not a failure.
-            forgive_cancellation()
+            take_back_cancellation()
             sink.end(Cancelled("request cancelled"))
             return None
         if is_being_cancelled():

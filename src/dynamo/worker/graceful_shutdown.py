@@ -91,7 +91,7 @@ def install_signal_handlers(
             logger.debug("%s received again; the shutdown is under way", name)
             return
         logger.info("%s received", name)
-        # Held by this closure, which the loop holds. Nobody awaits it: it ends in runtime.shutdown(), which makes
+        # Held by this closure, which the loop holds. It is not awaited: it ends in runtime.shutdown(), which makes
         # `serve_endpoint` return, and its own failures are logged step by step.
         tasks.add(
             loop.create_task(

@@ -21,7 +21,7 @@ HUB_PREFIX: Final = "hub:"
 """Before a model's name: it is one of the hub, and may be fetched."""
 
 HUB_ANSWER_SECONDS: Final = 5.0
-"""How long the hub may take to say whether it knows a name; a download that has begun is not limited. A resolver
+"""How long the hub may take to answer whether it has a name; a download that has begun is not limited. A resolver
 without network can block for half a minute, and a worker should not start that late."""
 
 WEIGHT_PATTERNS: Final = (
@@ -44,7 +44,7 @@ async def fetch_model(remote_name: str, ignore_weights: bool = False) -> str:
         if (found := cached_copy(name)) is not None:
             return str(found)
         raise CannotConnect(
-            f"fetch {name!r}: not in the local cache, and a hub is only asked when told to; write {HUB_PREFIX}{name}, or set "
+            f"fetch {name!r}: not in the local cache, and names are looked up on a hub only on request; write {HUB_PREFIX}{name}, or set "
             "DYN_ALLOW_DOWNLOAD=1"
         )
     try:
@@ -90,7 +90,7 @@ def local_path(name: str) -> Path | None:
 
 
 def cached_copy(name: str) -> Path | None:
-    """The copy of a hub's model that an earlier download left on this machine, or None; asks nobody, imports nothing."""
+    """The copy of a hub's model that an earlier download left on this machine, or None. Needs no network and no library."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     model = cache / f"models--{name.replace('/', '--')}"
@@ -122,7 +122,7 @@ async def _in_thread(work: Callable[[], T]) -> T:
             value = work()
         except StopIteration as error:  # a future cannot carry it
             failure = RuntimeError(f"unexpected StopIteration: {error}")
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # handed to the waiting task
             failure = error
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, failure)

@@ -38,7 +38,7 @@ __all__ = [
 
 
 class State(Enum):
-    """Where a worker is. The comment says what `cleanup()` is owed."""
+    """Where a worker is. The comments name the states in which `cleanup()` is due."""
 
     INIT = "init"  # start() was never entered: no cleanup
     STARTING = "starting"  # start() runs
@@ -84,7 +84,7 @@ TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
 
 
 class AdminGate(Enum):
-    """Whether engine controls and updates are answered; the value is what the refusal says the worker is doing."""
+    """Whether engine controls and updates are answered; the value completes the sentence of the refusal: "the worker is ..."."""
 
     STARTING = "starting"
     OPEN = "open"

@@ -1,7 +1,7 @@
 """From a model's files and an engine's figures to a card, and the card to discovery.
 
 A card is built in three steps: find the files (a local directory, or the hub's copy), read what a frontend needs from
-them, and add what engine and operator say. A name that leads to no files gives a name-only card: the frontend then uses
+them, and add the figures of the engine and the operator. A name that leads to no files gives a name-only card: the frontend then uses
 the built-in byte tokenizer and a plain template.
 """
 
@@ -90,7 +90,7 @@ class FileHost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelAssets:
-    """What a model directory says, as the card carries it."""
+    """What is read from a model directory, as the card carries it."""
 
     artefacts: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # card member -> {kind: FILE}
     architectural_context_length: int | None = None
@@ -272,7 +272,7 @@ _TAG_DEFAULTS: Final = {"scope": "always", "schema": "auto"}
 
 
 def runtime_config_of(config: WorkerConfig, engine: EngineConfig) -> ModelRuntimeConfig:
-    """What the card says about the running engine."""
+    """Return the part of the card that describes the running engine."""
     is_prefill = config.disaggregation_mode is DisaggregationMode.PREFILL
     record = ModelRuntimeConfig(
         context_length=engine.context_length,

@@ -81,7 +81,7 @@ class TokenServing:
         start_span: SpanFactory | None = None,
         running: RunningRequests | None = None,
     ) -> None:
-        """`validate`: also fail streams that say something after their terminal chunk (DYN_BACKEND_VALIDATE).
+        """`validate`: also fail streams that go on after their terminal chunk (DYN_BACKEND_VALIDATE).
 
         `map_builtin_errors`: give Python's own exceptions the categories the native system gives them
         (DYN_BACKEND_MAP_BUILTIN_ERRORS); otherwise all but `TimeoutError` are `Unknown`, as the guide says.

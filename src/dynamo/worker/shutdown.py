@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 QUIESCENCE_POLL_SECONDS: Final = 0.5
 CUT_SECONDS: Final = 2.0  # for streams that were cut to let go of the engine; the rest of the reserve is cleanup()'s
-HEARTBEAT_SECONDS: Final = 5.0  # how often a long wait says that it still waits
+HEARTBEAT_SECONDS: Final = 5.0  # how often a long wait is logged
 
 
 class StopRequest:
@@ -94,7 +94,7 @@ class Shutdown:
         self._life = life
         self._stop = stop
         self.parts = parts
-        self.skip_waiting = False  # nobody waits for streams any more
+        self.skip_waiting = False  # streams in flight are cut at once
         self.cancelled: asyncio.CancelledError | None = None  # `run` was cancelled on its way down
 
     async def drain(self, *, owns_runtime: bool) -> None:

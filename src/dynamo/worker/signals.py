@@ -1,4 +1,4 @@
-"""Who hears SIGTERM, and what ends a process that does not end by itself."""
+"""Takes SIGTERM and SIGINT, and ends a process that does not end by itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Deadline", "SignalGuard"]
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-LOG_SECONDS: Final = 1.0  # for the last log line; whoever holds the logging lock may be the reason we are here
+LOG_SECONDS: Final = 1.0  # for the last log line; the thread that holds the logging lock may be what hangs
 
 
 class Deadline:
@@ -64,7 +64,7 @@ class Deadline:
                 return  # left in time
 
     def _expire(self) -> None:
-        def say() -> None:
+        def log_exit() -> None:
             logger.error(
                 "Graceful shutdown exceeded %gs; force-exiting with code %d. "
                 "Set DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT to override.",
@@ -72,9 +72,9 @@ class Deadline:
                 FORCED_EXIT_CODE,
             )
 
-        last_words = threading.Thread(target=say, name="last words", daemon=True)
-        last_words.start()
-        last_words.join(LOG_SECONDS)
+        logging_thread = threading.Thread(target=log_exit, name="last log line", daemon=True)
+        logging_thread.start()
+        logging_thread.join(LOG_SECONDS)
         self._force_exit(FORCED_EXIT_STATUS)
 
 
@@ -112,7 +112,7 @@ class SignalGuard:
         `at_once` runs in the handler itself, so also while the loop is blocked; it must be safe there.
         """
         if threading.current_thread() is not threading.main_thread():
-            logger.debug("not in the main thread: signals are left to whoever runs there")
+            logger.debug("not in the main thread: signals are left to the main thread")
             return False
         for number in STOP_SIGNALS:
             self._previous[number] = signal.getsignal(number)

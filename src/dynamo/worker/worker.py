@@ -62,7 +62,7 @@ class Worker:
         force_exit: Callable[[int], Any] = os._exit,
         embedded: bool = False,
     ) -> None:
-        """`runtime`: one that somebody else made and will shut down; None: the worker makes its own.
+        """`runtime`: one that the caller made and will shut down; None: the worker makes its own.
 
         `embedded`: the worker is part of a larger process, which owns signals and logging, calls `request_stop` itself
         and must not be ended by force: there is no deadline then.

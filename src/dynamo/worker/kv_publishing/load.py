@@ -112,13 +112,13 @@ class SnapshotPublisher:
         write_gauges: Callable[[int, ComponentSnapshot], bool],
         publish_load: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`write_gauges(dp_rank, snapshot)` says whether the rank was declared; `publish_load(dp_rank, used_blocks)`."""
+        """`write_gauges(dp_rank, snapshot)` returns whether the rank was declared; `publish_load(dp_rank, used_blocks)`."""
         self._write_gauges = write_gauges
         self._publish_load = publish_load
         self._failed_ranks: set[int] = set()
 
     def publish(self, dp_rank: int, snapshot: ComponentSnapshot) -> None:
-        """Report one rank. The argument says which, whatever the snapshot says; an undeclared rank is dropped."""
+        """Report one rank: that of the argument, whatever rank the snapshot names. An undeclared rank is dropped."""
         if not self._write_gauges(dp_rank, snapshot) or self._publish_load is None:
             return
         try:

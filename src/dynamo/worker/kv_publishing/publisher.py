@@ -1,4 +1,4 @@
-"""What an engine tells the router about its KV cache: which blocks it holds, and which it gave up.
+"""Publishes to routers which KV blocks an engine holds, and which it gave up.
 
 Every `publish...` may be called from any thread, returns at once and never waits for the network: messages go through
 a bounded outbox that the worker's event loop empties. Delivery is at most once; a lost KV event leaves a gap in the
@@ -109,7 +109,7 @@ class KvEventPublisher:
         """The engine now holds these blocks, which follow each other and `parent_hash`.
 
         `token_ids` are the tokens of all blocks in a row (with `is_eagle` one more: the token after them);
-        `num_block_tokens` says how many belong to each; `block_hashes` are the engine's own names, signed or unsigned
+        `num_block_tokens` counts those of each block; `block_hashes` are the engine's own names, signed or unsigned
         64 bits. Raises ValueError when the three do not fit together.
         """
         self._send(
@@ -164,7 +164,7 @@ class KvEventPublisher:
                     assert_never(event)
 
     def answer(self, start_event_id: int | None, end_event_id: int | None) -> dict[str, Any]:
-        """What a router that missed something is told; see `KvLedger.answer`. Any thread."""
+        """Return the answer for a router that missed events; see `KvLedger.answer`. Any thread."""
         with self._lock:
             return self._ledger.answer(start_event_id, end_event_id)
 

@@ -1,4 +1,4 @@
-"""Lost KV events can be asked for again: an endpoint beside each publisher, and the record that says where it is.
+"""Lost KV events can be requested again: from an endpoint beside each publisher, which a record names.
 
 A router that sees a gap in the event ids of a worker asks `worker_kv_query_source_<publisher>` for what it missed.
 """
@@ -49,7 +49,7 @@ class KvRecovery:
 
     @classmethod
     async def begin(cls, endpoint: Endpoint, publisher: KvEventPublisher, publisher_id: int) -> Self:
-        """Serve, and say so. Raises what serving and discovery raise."""
+        """Serve, and publish the record. Raises what serving and discovery raise."""
         made = cls(endpoint, publisher, publisher_id)
         name = query_endpoint_name(publisher_id)
         asked = endpoint.runtime.endpoint(f"{endpoint.namespace}.{endpoint.component}.{name}")
