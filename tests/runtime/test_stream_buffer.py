@@ -10,7 +10,7 @@ import pytest
 
 from dynamo.errors import Disconnected, DynamoException, StreamIncomplete
 from dynamo.runtime.request_plane.base import END_INDEX, StreamItem
-from dynamo.runtime.request_plane.stream import TRANSITIONS, Event, State, StreamBuffer
+from dynamo.runtime.request_plane.stream import TRANSITIONS, StreamBuffer, StreamEvent, StreamState
 
 LOST: Final = Disconnected("gone")
 
@@ -39,32 +39,32 @@ def end_item(total: int = 0) -> StreamItem:
 
 
 DEEDS = {
-    Event.END: lambda stream: stream.deliver(end_item()),
-    Event.LOST: lambda stream: stream.lost(LOST),
-    Event.FINISH: lambda stream: stream.finish(),
-    Event.KILL: lambda stream: stream.kill(),
+    StreamEvent.END: lambda stream: stream.deliver(end_item()),
+    StreamEvent.LOST: lambda stream: stream.lost(LOST),
+    StreamEvent.FINISH: lambda stream: stream.finish(),
+    StreamEvent.KILL: lambda stream: stream.kill(),
 }
 
 
 @pytest.mark.parametrize(
-    "events", list(itertools.product(Event, repeat=3)), ids=lambda events: "-".join(e.value for e in events)
+    "events", list(itertools.product(StreamEvent, repeat=3)), ids=lambda events: "-".join(e.value for e in events)
 )
-async def test_the_table_is_what_a_stream_does(events: tuple[Event, ...]) -> None:
-    stream, state = Recorded(), State.OPEN
+async def test_the_table_is_what_a_stream_does(events: tuple[StreamEvent, ...]) -> None:
+    stream, state = Recorded(), StreamState.OPEN
     for event in events:
         DEEDS[event](stream)
         state = TRANSITIONS[state].get(event, state)
         assert stream.state is state
     assert stream.sent.count("kill") <= 1
     stream.close()
-    assert stream.state in (State.CLOSED, State.DRAINING)
+    assert stream.state in (StreamState.CLOSED, StreamState.DRAINING)
     stream.kill()
 
 
 def test_every_state_has_a_row_and_nothing_leaves_the_last_one() -> None:
-    assert set(TRANSITIONS) == set(State)
-    assert not TRANSITIONS[State.CLOSED]
-    assert all(following in State for row in TRANSITIONS.values() for following in row.values())
+    assert set(TRANSITIONS) == set(StreamState)
+    assert not TRANSITIONS[StreamState.CLOSED]
+    assert all(following in StreamState for row in TRANSITIONS.values() for following in row.values())
 
 
 async def test_what_had_arrived_can_be_read_before_the_loss_is_raised() -> None:

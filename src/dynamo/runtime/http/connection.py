@@ -19,7 +19,7 @@ import httptools
 
 from dynamo.runtime.http.cycle import PUSH_EXTENSION, RESPOND_EXTENSION, Application, Cycle, Gate, status_line
 from dynamo.runtime.http.limits import SPARE_CONNECTIONS, HttpLimits, Rejection
-from dynamo.runtime.http.watch import Phase, Watch
+from dynamo.runtime.http.watch import ConnectionPhase, Watch
 
 if TYPE_CHECKING:
     from dynamo.runtime.http.service import HttpService
@@ -33,7 +33,7 @@ FEED_BYTES: Final = 16 * 1024
 """The parser gets this much of a head at once: it assembles one header of any length before it hands it over."""
 
 _HOP: Final = frozenset({b"upgrade", b"connection", b"http2-settings"})
-_WAITING, _HEAD, _BODY, _ANSWERING, _LEAVING = Phase  # an attribute less at each test
+_WAITING, _HEAD, _BODY, _ANSWERING, _LEAVING = ConnectionPhase  # an attribute less at each test
 
 
 class _Stop(Exception):

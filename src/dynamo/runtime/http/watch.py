@@ -11,12 +11,12 @@ from dynamo.runtime.http.limits import LINGER_SECONDS
 if TYPE_CHECKING:
     from dynamo.runtime.http.connection import HttpConnection
 
-__all__ = ["Phase", "Watch"]
+__all__ = ["ConnectionPhase", "Watch"]
 
 LOOKS_PER_LIMIT: Final = 4  # how many times within the write stall limit a connection is looked at
 
 
-class Phase(enum.Enum):
+class ConnectionPhase(enum.Enum):
     """What a connection is doing, from the listener's side."""
 
     WAITING = enum.auto()  # for the first byte of a request
@@ -35,13 +35,13 @@ class Watch:
     def __init__(self, connection: HttpConnection) -> None:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
-        self.phase = Phase.WAITING
+        self.phase = ConnectionPhase.WAITING
         self._began = self._unread_since = self._loop.time()
         self._paused_at: float | None = None  # since when the client has not read enough
         self._unread = 0  # bytes in the write buffer at the last look
         self._timer: asyncio.TimerHandle | None = None
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: ConnectionPhase) -> None:
         self.phase = phase
         self._began = self._loop.time()
 
@@ -72,13 +72,13 @@ class Watch:
         limits, began = self._connection.limits, self._began
         look = self._loop.time() + limits.write_stall_seconds / LOOKS_PER_LIMIT
         match self.phase:
-            case Phase.WAITING:
+            case ConnectionPhase.WAITING:
                 return min(began + limits.idle_seconds, look)
-            case Phase.HEAD:
+            case ConnectionPhase.HEAD:
                 return min(began + limits.header_seconds, look)
-            case Phase.BODY:
+            case ConnectionPhase.BODY:
                 return min(began + limits.body_seconds, look)
-            case Phase.LEAVING:
+            case ConnectionPhase.LEAVING:
                 return began + LINGER_SECONDS
         return look
 
@@ -92,17 +92,17 @@ class Watch:
             return
         waited = now - self._began
         match self.phase:
-            case Phase.LEAVING if waited >= LINGER_SECONDS:
+            case ConnectionPhase.LEAVING if waited >= LINGER_SECONDS:
                 transport.abort()
                 return
-            case Phase.WAITING if waited >= limits.idle_seconds and not transport.is_closing():
+            case ConnectionPhase.WAITING if waited >= limits.idle_seconds and not transport.is_closing():
                 connection.count("idle")
                 transport.close()
-            case Phase.HEAD | Phase.BODY if connection.is_reading_paused:
+            case ConnectionPhase.HEAD | ConnectionPhase.BODY if connection.is_reading_paused:
                 self._began = now  # it is this side that does not read
-            case Phase.HEAD if waited >= limits.header_seconds:
+            case ConnectionPhase.HEAD if waited >= limits.header_seconds:
                 connection.refuse(limits.headers_too_late())
-            case Phase.BODY if waited >= limits.body_seconds:
+            case ConnectionPhase.BODY if waited >= limits.body_seconds:
                 connection.refuse(limits.body_too_late())
         self.arm()
 
@@ -115,8 +115,8 @@ class Watch:
         if unread == 0 or unread < self._unread:
             self._unread_since = now
         self._unread = unread
-        if transport.is_closing() and self.phase is not Phase.LEAVING:
+        if transport.is_closing() and self.phase is not ConnectionPhase.LEAVING:
             # Closed by an answer's end; the rest of the buffer must leave as a whole within the limit.
-            self.enter(Phase.LEAVING)
+            self.enter(ConnectionPhase.LEAVING)
             self._began += limit - LINGER_SECONDS
         return unread > 0 and now - self._unread_since >= limit

@@ -34,7 +34,7 @@ from dynamo.runtime.request_plane.base import (
     StreamItem,
 )
 from dynamo.runtime.request_plane.core import ServerCore
-from dynamo.runtime.request_plane.stream import Event, State, StreamBuffer
+from dynamo.runtime.request_plane.stream import StreamBuffer, StreamEvent, StreamState
 from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.runtime.tracing import TraceContext
 
@@ -173,20 +173,20 @@ class MemoryStream(StreamBuffer):
         self._homes: tuple[set[MemoryStream], ...] = ()
 
     def lost(self, error: DynamoException) -> None:
-        if self.state in (State.OPEN, State.DRAINING):
+        if self.state in (StreamState.OPEN, StreamState.DRAINING):
             self._loop.call_soon(self.sink.abandon)
         super().lost(error)
 
     def live_in(self, homes: tuple[set[MemoryStream], ...]) -> None:
         """Be a member of these sets until the stream ends."""
-        if self.state is State.OPEN:  # a request that was declined or cancelled in the queue has ended by now
+        if self.state is StreamState.OPEN:  # a request that was declined or cancelled in the queue has ended by now
             self._homes = homes
             for home in homes:
                 home.add(self)
 
-    def _move(self, event: Event) -> bool:
+    def _move(self, event: StreamEvent) -> bool:
         moved = super()._move(event)
-        if moved and self.state in (State.ENDED, State.CLOSED):
+        if moved and self.state in (StreamState.ENDED, StreamState.CLOSED):
             for home in self._homes:
                 home.discard(self)
             self._homes = ()

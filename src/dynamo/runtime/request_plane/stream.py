@@ -16,10 +16,10 @@ from dynamo.errors import DynamoException, StreamIncomplete, revive
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.base import END_INDEX, FINISH_SECONDS, INITIAL_CREDITS, OffsetCounter, StreamItem
 
-__all__ = ["TRANSITIONS", "Event", "State", "StreamBuffer"]
+__all__ = ["TRANSITIONS", "StreamBuffer", "StreamEvent", "StreamState"]
 
 
-class State(enum.Enum):
+class StreamState(enum.Enum):
     """Where a stream is in its life."""
 
     OPEN = "open"  # items may come
@@ -28,7 +28,7 @@ class State(enum.Enum):
     CLOSED = "closed"  # released: nothing is kept, nothing is awaited
 
 
-class Event(enum.Enum):
+class StreamEvent(enum.Enum):
     """What happens to a stream."""
 
     END = "end"  # the worker ended it, cleanly or with an error
@@ -37,16 +37,20 @@ class Event(enum.Enum):
     KILL = "kill"  # the reader is gone
 
 
-TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
-    State.OPEN: {
-        Event.END: State.ENDED,
-        Event.LOST: State.ENDED,
-        Event.FINISH: State.DRAINING,
-        Event.KILL: State.CLOSED,
+TRANSITIONS: Final[Mapping[StreamState, Mapping[StreamEvent, StreamState]]] = {
+    StreamState.OPEN: {
+        StreamEvent.END: StreamState.ENDED,
+        StreamEvent.LOST: StreamState.ENDED,
+        StreamEvent.FINISH: StreamState.DRAINING,
+        StreamEvent.KILL: StreamState.CLOSED,
     },
-    State.DRAINING: {Event.END: State.CLOSED, Event.LOST: State.CLOSED, Event.KILL: State.CLOSED},
-    State.ENDED: {Event.FINISH: State.CLOSED, Event.KILL: State.CLOSED},
-    State.CLOSED: {},
+    StreamState.DRAINING: {
+        StreamEvent.END: StreamState.CLOSED,
+        StreamEvent.LOST: StreamState.CLOSED,
+        StreamEvent.KILL: StreamState.CLOSED,
+    },
+    StreamState.ENDED: {StreamEvent.FINISH: StreamState.CLOSED, StreamEvent.KILL: StreamState.CLOSED},
+    StreamState.CLOSED: {},
 }
 
 
@@ -78,7 +82,7 @@ class StreamBuffer(ABC):
     def __init__(self) -> None:
         self.items: list[StreamItem] = []
         self.listener: Callable[[], None] | None = None
-        self.state = State.OPEN
+        self.state = StreamState.OPEN
         self.touched = False  # the listener is about to be called
         self._waiter: asyncio.Future[None] | None = None
         self._error: DynamoException | None = None
@@ -107,7 +111,7 @@ class StreamBuffer(ABC):
     def take(self) -> list[StreamItem] | None:
         batch = self.items
         if not batch:
-            if self.state is State.OPEN or self.state is State.DRAINING:
+            if self.state is StreamState.OPEN or self.state is StreamState.DRAINING:
                 return batch
             if self._error is not None:
                 self._first(self._error)
@@ -145,16 +149,16 @@ class StreamBuffer(ABC):
 
     def listen(self, arrived: Callable[[], None] | None) -> None:
         self.listener = arrived
-        if arrived is not None and (self.items or self.state is not State.OPEN):
+        if arrived is not None and (self.items or self.state is not StreamState.OPEN):
             self._call_soon()
 
     def stop(self) -> None:
-        if self.state is State.OPEN:
+        if self.state is StreamState.OPEN:
             self._send_stop()
 
     def kill(self) -> None:
-        was_ended = self.state is State.ENDED
-        if not self._move(Event.KILL):
+        was_ended = self.state is StreamState.ENDED
+        if not self._move(StreamEvent.KILL):
             return
         self.items.clear()
         if not was_ended:
@@ -163,16 +167,16 @@ class StreamBuffer(ABC):
 
     def finish(self) -> None:
         self._release()
-        if not self._move(Event.FINISH):
+        if not self._move(StreamEvent.FINISH):
             return
         self.items.clear()
-        if self.state is State.DRAINING:
+        if self.state is StreamState.DRAINING:
             self._drain_timer = asyncio.get_running_loop().call_later(FINISH_SECONDS, self.kill)
             self._drain()
 
     def close(self) -> None:
         self._release()
-        if self.state is not State.DRAINING:
+        if self.state is not StreamState.DRAINING:
             self.kill()
 
     def book(
@@ -192,26 +196,26 @@ class StreamBuffer(ABC):
         """Take an item that has arrived; an item with `END_INDEX` ends the stream."""
         if item.index == END_INDEX:
             self.end_with(item)
-        elif self.state is State.OPEN:
+        elif self.state is StreamState.OPEN:
             self.items.append(item)
             self._wake()
 
     def end_with(self, item: StreamItem) -> None:
         """End the stream with its END item, which the reader takes behind all others."""
-        if self._move(Event.END) and self.state is State.ENDED:
+        if self._move(StreamEvent.END) and self.state is StreamState.ENDED:
             self.items.append(item)
             self._wake()
 
     def end(self, error: DynamoException | None) -> bool:
         """End the stream where no END item travels; whether it had not ended before."""
-        if not self._move(Event.END):
+        if not self._move(StreamEvent.END):
             return False
         self._error = error
         return True
 
     def lost(self, error: DynamoException) -> None:
         """No answer will come, or no more of it. What had arrived can still be read."""
-        if self._move(Event.LOST) and self.state is State.ENDED:
+        if self._move(StreamEvent.LOST) and self.state is StreamState.ENDED:
             self._error = error
             self._wake()
 
@@ -221,12 +225,12 @@ class StreamBuffer(ABC):
         listener = self.listener
         if listener is not None:  # the reader may have left by now
             listener()
-            if self.state is State.ENDED and self.listener is not None:
+            if self.state is StreamState.ENDED and self.listener is not None:
                 self.listener()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _move(self, event: Event) -> bool:
+    def _move(self, event: StreamEvent) -> bool:
         following = TRANSITIONS[self.state].get(event)
         if following is None:
             return False

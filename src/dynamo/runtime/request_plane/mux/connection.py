@@ -31,7 +31,7 @@ from dynamo.runtime.request_plane.mux.greeting import Greeting
 from dynamo.runtime.request_plane.mux.outflow import Outflow
 from dynamo.runtime.request_plane.mux.stream import MAX_BUFFERED_ITEMS, MuxStream
 from dynamo.runtime.request_plane.security import PlaneSecurity
-from dynamo.runtime.request_plane.stream import State
+from dynamo.runtime.request_plane.stream import StreamState
 from dynamo.runtime.tls import handshake_text
 
 __all__ = ["MuxConnection"]
@@ -142,7 +142,7 @@ class MuxConnection(Dialled):
     def _call_listeners(self) -> None:
         """Let every stream that got something tell its reader; each once, however much it got."""
         touched, self._touched = self._touched, []
-        ended = State.ENDED
+        ended = StreamState.ENDED
         for stream in touched:
             stream.touched = False
             if stream.listener is not None:  # the reader may have left by now

@@ -17,7 +17,7 @@ from dynamo.runtime.request_plane.mux.frames import items_frames
 if TYPE_CHECKING:
     from dynamo.runtime.request_plane.mux.sink import MuxSink
 
-__all__ = ["Outbox"]
+__all__ = ["ItemOutbox"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ MAX_BACKLOG_BYTES: Final = 1024 * 1024  # the same for the answers to its contro
 UNENCODABLE: Final = (TypeError, ValueError, OverflowError, msgspec.MsgspecError)
 
 
-class Outbox:
+class ItemOutbox:
     """Items and control frames on their way to one transport.
 
     Items wait while the socket is full: each stream's credit bounds them. Control frames do not wait, so those are bounded

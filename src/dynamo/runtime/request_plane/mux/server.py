@@ -34,7 +34,7 @@ from dynamo.runtime.request_plane.mux.frames import (
     frame,
     pack,
 )
-from dynamo.runtime.request_plane.mux.outbox import Outbox
+from dynamo.runtime.request_plane.mux.outbox import ItemOutbox
 from dynamo.runtime.request_plane.mux.sink import MuxSink
 from dynamo.runtime.request_plane.secret import (
     SECRET_CAPABILITY,
@@ -94,7 +94,7 @@ class MuxServerProtocol(asyncio.Protocol):
         self._hello: Hello | None = None
         self._nonces = ("", "")  # the caller's and ours
         self._watch = _PeerWatch(self)
-        self.outbox = Outbox(answered=host.core.answered, cut=self._cut, end_stream=self._end_stream)
+        self.outbox = ItemOutbox(answered=host.core.answered, cut=self._cut, end_stream=self._end_stream)
         self._handlers: dict[int, Callable[[int, int, bytes], None]] = {
             Kind.OPEN: self._on_open,
             Kind.CREDIT: self._on_credit,

@@ -11,7 +11,7 @@ from dynamo.errors import Cancelled, describe
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import END_INDEX, OBJECT_CREDIT_BYTES, OBJECT_INDEX
 from dynamo.runtime.request_plane.mux.frames import pack
-from dynamo.runtime.request_plane.mux.outbox import Outbox
+from dynamo.runtime.request_plane.mux.outbox import ItemOutbox
 
 if TYPE_CHECKING:
     from dynamo.runtime.request_plane.mux.server import MuxServerProtocol
@@ -40,7 +40,7 @@ class MuxSink:
     )
 
     def __init__(
-        self, connection: MuxServerProtocol, outbox: Outbox, stream_id: int, context: Context, credit: int
+        self, connection: MuxServerProtocol, outbox: ItemOutbox, stream_id: int, context: Context, credit: int
     ) -> None:
         """`connection` forgets this stream when it ends; `outbox` sends its items."""
         self.connection = connection

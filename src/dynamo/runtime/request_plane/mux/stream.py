@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from dynamo.runtime.request_plane.base import INITIAL_CREDITS, StreamItem
 from dynamo.runtime.request_plane.expansion import exceeds_when_decoded
 from dynamo.runtime.request_plane.mux.frames import ProtocolError, decode_item
-from dynamo.runtime.request_plane.stream import State, StreamBuffer
+from dynamo.runtime.request_plane.stream import StreamBuffer, StreamState
 
 if TYPE_CHECKING:
     from dynamo.runtime.request_plane.mux.connection import MuxConnection
@@ -60,7 +60,7 @@ class MuxStream(StreamBuffer):
             self._grant(used)
         lane = self.lane
         if lane is None:  # the reader has left since they arrived; it may come back and take them
-            if self.state is State.OPEN or self.state is State.ENDED:
+            if self.state is StreamState.OPEN or self.state is StreamState.ENDED:
                 self.give_back(ids)
             return
         try:
@@ -114,5 +114,5 @@ class MuxStream(StreamBuffer):
         self._connection.drop(self.stream_id)
 
     def _grant(self, credits: int) -> None:
-        if self.state is State.OPEN:
+        if self.state is StreamState.OPEN:
             self._connection.grant(self.stream_id, credits)

@@ -25,7 +25,7 @@ from dynamo.runtime.request_plane.native.frames import (
     failure_of,
     stream_item,
 )
-from dynamo.runtime.request_plane.stream import State, StreamBuffer
+from dynamo.runtime.request_plane.stream import StreamBuffer, StreamState
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class NativeStream(StreamBuffer, asyncio.Protocol):
     @property
     def is_over(self) -> bool:
         """Whether nothing more is awaited."""
-        return self.state is State.ENDED or self.state is State.CLOSED
+        return self.state is StreamState.ENDED or self.state is StreamState.CLOSED
 
     # -- for the client ------------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class NativeStream(StreamBuffer, asyncio.Protocol):
             if error is not None:
                 self.end(error)
                 return
-            if self.state is State.OPEN:
+            if self.state is StreamState.OPEN:
                 item = stream_item(item_frame.data)
                 if item.index == OBJECT_INDEX:
                     item.extra = item.extra or bare_item(data, self._codec)
