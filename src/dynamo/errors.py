@@ -235,7 +235,7 @@ _WIRE_NAME: Final[dict[type[BaseException], str]] = {Overloaded: "WorkerOverload
 
 
 def kind_of(error: BaseException) -> type[DynamoException]:
-    """The table row an error belongs to: its own class or the nearest base that has one."""
+    """Return the table row an error belongs to: its own class or the nearest base that has one."""
     for cls in type(error).__mro__:
         if cls in RULES and issubclass(cls, DynamoException):
             return cls
@@ -243,7 +243,7 @@ def kind_of(error: BaseException) -> type[DynamoException]:
 
 
 def rule_of(error: BaseException) -> Rule:
-    """What `error` means to an HTTP client, a router and the native wire."""
+    """Return what `error` means to an HTTP client, a router and the native wire."""
     return RULES[kind_of(error)]
 
 
@@ -251,21 +251,21 @@ _LEAVING: Final = (EngineShutdown, StreamIncomplete)  # what a worker says itsel
 
 
 def inhibits(error: BaseException) -> bool:
-    """Whether the instance is left out for a while. A worker that reports a lost connection lost one of its own."""
+    """Return whether the instance is left out for a while. A worker that reports a lost connection lost one of its own."""
     if not rule_of(error).inhibits:
         return False
     return not (isinstance(error, DynamoException) and error.is_reported) or isinstance(error, _LEAVING)
 
 
 def is_answer(error: BaseException) -> bool:
-    """Whether the error shows that the peer can be reached, and serves."""
+    """Return whether the error shows that the peer can be reached, and serves."""
     if not (isinstance(error, DynamoException) and error.is_reported):
         return False
     return not isinstance(error, (*_LEAVING, WorkerUnavailable))
 
 
 def text_of(error: BaseException) -> str:
-    """`"{Kind}: {message}"`, the form operators see."""
+    """Return `"{Kind}: {message}"`, the form operators see."""
     return f"{kind_of(error).__name__}: {error}"
 
 
@@ -273,7 +273,7 @@ MAX_CAUSES: Final = 16  # a longer chain is cut: a record must not grow without 
 
 
 def describe(error: BaseException, *, _depth: int = 0) -> dict[str, Any]:
-    """The wire record of an error and its causes, in the native shape (1.6.1 and 1.5.0 keys together)."""
+    """Return the wire record of an error and its causes, in the native shape (1.6.1 and 1.5.0 keys together)."""
     kind = kind_of(error)
     rule = RULES[kind]
     name = _WIRE_NAME.get(kind, kind.__name__)
@@ -296,7 +296,7 @@ def describe(error: BaseException, *, _depth: int = 0) -> dict[str, Any]:
 
 
 def revive(record: Any, *, _depth: int = 0) -> DynamoException:
-    """The exception a wire record stands for; unknown kinds become `Unknown`, unknown keys are ignored."""
+    """Return the exception a wire record stands for; unknown kinds become `Unknown`, unknown keys are ignored."""
     if not isinstance(record, dict):
         unknown = Unknown(str(record))
         unknown.is_reported = True
@@ -323,7 +323,7 @@ def revive(record: Any, *, _depth: int = 0) -> DynamoException:
 
 
 def http_assertion(error: BaseException) -> tuple[int, str] | None:
-    """The (status, message) an engine asserted through `HttpError`, also after crossing a wire; else None."""
+    """Return the (status, message) an engine asserted through `HttpError`, also after crossing a wire; else None."""
     if isinstance(error, HttpError):
         return error.code, error.message
     text = str(error)
@@ -340,7 +340,7 @@ def http_assertion(error: BaseException) -> tuple[int, str] | None:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """The error and its causes, outermost first."""
+    """Return the error and its causes, outermost first."""
     found: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and len(found) <= MAX_CAUSES:
@@ -354,7 +354,7 @@ def chain_matches(
     matching: tuple[type[BaseException], ...],
     excluded: tuple[type[BaseException], ...] = (),
 ) -> bool:
-    """Whether a cause is of a matching kind and none is of an excluded one (exclusion wins)."""
+    """Return whether a cause is of a matching kind and none is of an excluded one (exclusion wins)."""
     causes = chain(error)
     if excluded and any(isinstance(cause, excluded) for cause in causes):
         return False

@@ -53,7 +53,7 @@ async def hangups(*, restart: Callable[[], None], terminal_gone: Callable[[], No
 
 
 def _has_terminal() -> bool:
-    """Whether this process has a controlling terminal now."""
+    """Return whether this process has a controlling terminal now."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:

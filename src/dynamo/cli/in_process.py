@@ -140,7 +140,7 @@ class _OneProcess:
 
 
 def _frontend_runtime() -> DistributedRuntime:
-    """A runtime without a status server: that one is the workers'."""
+    """Return a runtime without a status server: that one is the workers'."""
     system_port = os.environ.pop("DYN_SYSTEM_PORT", None)
     try:
         return DistributedRuntime(asyncio.get_running_loop(), "mem", "mem")

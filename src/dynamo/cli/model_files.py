@@ -16,7 +16,7 @@ DESCRIPTIONS: Final = frozenset({"config.json", "tokenizer.json", "tokenizer_con
 
 
 def describe_model_file(path: Path) -> str:
-    """One sentence for somebody who asked to serve the file `path`."""
+    """Return one sentence for somebody who asked to serve the file `path`."""
     suffix = _kind_of(path)
     match suffix:
         case ".gguf":
@@ -35,7 +35,7 @@ def describe_model_file(path: Path) -> str:
 
 
 def _kind_of(path: Path) -> str:
-    """The suffix that fits the content, where the content tells; else the name's."""
+    """Return the suffix that fits the content, where the content tells; else the name's."""
     try:
         with path.open("rb") as file:
             head = file.read(4)

@@ -266,7 +266,7 @@ def _converted(path: Path, name: str, value: object, action: argparse.Action) ->
 def _chaos(
     path: Path | None, is_allowed: bool, engine_args: list[str], env: Mapping[str, str], *, is_one_process: bool
 ) -> Path | None:
-    """The plan, read once here so that a mistake in it is said before anything starts."""
+    """Return the plan, read once here so that a mistake in it is said before anything starts."""
     named = env.get("DYN_CHAOS", "").strip()
     path = path or (Path(named) if named else None)
     if any(argument.partition("=")[0] == "--chaos" for argument in engine_args):
@@ -313,7 +313,7 @@ def _check_planes(engine_args: list[str]) -> None:
 
 @contextmanager
 def _store(kept: Path | None) -> Iterator[Path]:
-    """The discovery directory."""
+    """Provide the discovery directory."""
     if kept is not None:
         try:
             kept.mkdir(parents=True, exist_ok=True)

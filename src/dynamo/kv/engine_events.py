@@ -172,7 +172,7 @@ def _members(raw: Any) -> Mapping[str, Any]:
 
 
 def _tier(medium: Any) -> str | None:
-    """The storage tier; None for a medium nobody knows."""
+    """Return the storage tier; None for a medium nobody knows."""
     return "device" if medium is None else _TIERS.get(medium.upper()) if isinstance(medium, str) else None
 
 
@@ -207,7 +207,7 @@ def _token(value: Any) -> int:
 
 
 def _extra(keys: Any, blocks: int) -> tuple[str | None, list[dict[str, Any] | None] | None]:
-    """(cache salt, media by block) of `extra_keys`: one list of keys for each block, or None."""
+    """Return (cache salt, media by block) of `extra_keys`: one list of keys for each block, or None."""
     if not isinstance(keys, list):
         return None, None
     salt = None
@@ -228,7 +228,7 @@ def _extra(keys: Any, blocks: int) -> tuple[str | None, list[dict[str, Any] | No
 
 
 def _mm_hash(text: str) -> int | None:
-    """The first 16 digits of a 64-digit hexadecimal id; None for any other text."""
+    """Return the first 16 digits of a 64-digit hexadecimal id; None for any other text."""
     if len(text) != _MM_HASH_DIGITS:
         return None
     try:

@@ -36,7 +36,7 @@ def block_hashes(
     eagle: bool = False,
     mm_hashes: Mapping[int, Sequence[int]] | None = None,
 ) -> list[int]:
-    """One unsigned 64-bit hash per whole block of `block_size` tokens; a shorter tail has none.
+    """Return one unsigned 64-bit hash per whole block of `block_size` tokens; a shorter tail has none.
 
     An empty `lora_name` or `cache_salt` is the same as none. `eagle` blocks also cover the first token after them.
     `mm_hashes` gives, by block number, the media objects that touch a block.
@@ -69,7 +69,7 @@ def sequence_hashes(hashes: Sequence[int]) -> list[int]:
 
 
 def block_seed(lora_name: str | None = None, cache_salt: str | None = None) -> int:
-    """The seed that keeps blocks of different adapters and tenants apart."""
+    """Return the seed that keeps blocks of different adapters and tenants apart."""
     lora = (lora_name or "").encode()
     salt = (cache_salt or "").encode()
     if salt:
@@ -79,7 +79,7 @@ def block_seed(lora_name: str | None = None, cache_salt: str | None = None) -> i
 
 
 def to_unsigned(value: int) -> int:
-    """A signed or unsigned 64-bit integer as the unsigned one with the same bits. Raises ValueError if it has more."""
+    """Return a signed or unsigned 64-bit integer as the unsigned one with the same bits. Raises ValueError if it has more."""
     if not -(2**63) <= value <= _MASK:
         raise ValueError(f"{value} does not fit into 64 bits")
     return value & _MASK

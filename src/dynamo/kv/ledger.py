@@ -82,7 +82,7 @@ class KvLedger:
             parent = block_hash
 
     def _remove(self, tier: str, block_hash: int) -> bool:
-        """Whether routers should forget it."""
+        """Return whether routers should forget it."""
         held = self._tiers.get(tier, {})
         known = held.get(block_hash)
         if known is None:
@@ -97,7 +97,7 @@ class KvLedger:
     # -- questions ---------------------------------------------------------------------------------------------------
 
     def answer(self, start: int | None, end: int | None) -> dict[str, Any]:
-        """Everything from event `start` on (None, or too long ago: a dump). `end` is what the asker knows of, at least."""
+        """Return everything from event `start` on (None, or too long ago: a dump). `end` is what the asker knows of, at least."""
         newest = self._next_id - 1
         if start is None:
             return self._dump()
@@ -123,7 +123,7 @@ class KvLedger:
         return {"TreeDump": {"events": events, "last_event_id": self._next_id - 1, "reset_scope": "all"}}
 
     def _runs(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every block once, in runs without a branch, each after its parent."""
+        """Yield every block once, in runs without a branch, each after its parent."""
         for tier, held in self._tiers.items():
             children: dict[int | None, list[int]] = {}
             for block_hash, entry in held.items():

@@ -21,7 +21,7 @@ class EngineFailed(Exception):
 
 
 def normalise(reason: Any) -> str:
-    """The canonical word for an engine's finish reason.
+    """Return the canonical word for an engine's finish reason.
 
     Case and surrounding blanks do not matter. "abort" with any suffix is "cancelled", "tool_calls" is "stop" (the
     frontend decides about tool calls), and a word nobody knows is "stop" with a warning.

@@ -61,7 +61,7 @@ what was generated, the tokens behind `Context.prompt_tokens`. An engine that do
 
 
 def slugify(name: str) -> str:
-    """The form of a model name that keys, file names and URLs use (`/a/M.1` -> `a_m_1`)."""
+    """Return the form of a model name that keys, file names and URLs use (`/a/M.1` -> `a_m_1`)."""
     return "".join(c if c in _SLUG_CHARS else "_" for c in name.lower()).lstrip("_")
 
 
@@ -159,7 +159,7 @@ class ModelRuntimeConfig(msgspec.Struct, kw_only=True):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The members as the card carries them."""
+        """Return the members as the card carries them."""
         record = _without_nothing(msgspec.to_builtins(self))
         if self.taints:
             record["taints"] = sorted(self.taints)
@@ -263,17 +263,17 @@ class ModelCard(msgspec.Struct, kw_only=True):
         return next(iter(self.files()), None) is None
 
     def files(self) -> Iterable[tuple[str, FileRef]]:
-        """(kind, file) of every artefact, e.g. ("hf_tokenizer_json", FILE); malformed ones are an InvalidArgument."""
+        """Return (kind, file) of every artefact, e.g. ("hf_tokenizer_json", FILE); malformed ones are an InvalidArgument."""
         for name in _ARTEFACTS:
             for kind, value in (getattr(self, name) or {}).items():
                 yield kind, _file_ref(f"{name}.{kind}", value)
 
     def file(self, kind: str) -> FileRef | None:
-        """The file of one kind, wherever it stands in the card."""
+        """Return the file of one kind, wherever it stands in the card."""
         return next((ref for found, ref in self.files() if found == kind), None)
 
     def template_file(self) -> tuple[str, FileRef] | None:
-        """(kind, file) of the chat template that overrides the one in `prompt_formatter`, if there is one.
+        """Return (kind, file) of the chat template that overrides the one in `prompt_formatter`, if there is one.
 
         The kind `hf_chat_template_jinja` is the template's text, `hf_chat_template_json` holds it as `chat_template`.
         """
@@ -282,7 +282,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
         return None
 
     def to_json(self) -> dict[str, Any]:
-        """The card as it is published; absent members are left out."""
+        """Return the card as it is published; absent members are left out."""
         record = _without_nothing(msgspec.to_builtins(self, str_keys=True))
         # The native reader wants these three present even when there is nothing to say.
         record["media_decoder"] = self.media_decoder
@@ -296,7 +296,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
         return msgspec.json.encode(self.to_json())
 
     def checksum(self) -> str:
-        """The fingerprint that workers of one model must share: 64 hex digits.
+        """Return the fingerprint that workers of one model must share: 64 hex digits.
 
         Inside: everything that changes what a request means (files by content, block size, role, needs). Outside: what
         may differ between replicas (context length, migration limit, where the files lie) and what may change while

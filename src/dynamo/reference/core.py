@@ -195,7 +195,7 @@ class Core:
                 choice.sequence.may_share = choice.sequence.may_name = False
 
     def take_events(self) -> list[BlockEvent]:
-        """Changes of the prefix cache since the last call."""
+        """Return changes of the prefix cache since the last call."""
         return self.pool.take_events()
 
     def _choice(self, job: Job, number: int) -> Choice:
@@ -240,7 +240,7 @@ class Core:
         return Emission(choice, drawn, shown, reason)
 
     def _draw(self, choice: Choice, logits: Array, best: int) -> tuple[Drawn, str | None, bool]:
-        """(token, why the choice ends with it if it does, whether it is output)."""
+        """Return (token, why the choice ends with it if it does, whether it is output)."""
         stop, steering = choice.stop, choice.steering
         is_best = choice.is_plain and choice.generated >= stop.min_tokens
         drawn = Drawn(best) if is_best else self._choose(choice, logits)

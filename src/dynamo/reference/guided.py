@@ -108,7 +108,7 @@ class Guide:
         return self._matcher.is_stopped()
 
     def allowed(self, ends: Sequence[int]) -> Mask:
-        """Which tokens may come next, by id. `ends` are those that end the sequence: allowed when the grammar accepts.
+        """Return which tokens may come next, by id. `ends` are those that end the sequence: allowed when the grammar accepts.
 
         Raises InvalidArgument when the grammar turned out too complex to follow.
         """
@@ -184,7 +184,7 @@ class Guides:
         return guide.copy()
 
     def has(self, spec: GuideSpec) -> bool:
-        """Whether `guide` answers at once."""
+        """Return whether `guide` answers at once."""
         return spec in self._compiled or hash(spec) in self._refused
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ def load_core(directory: Path, options: Options, *, available_bytes: int | None 
 
 
 def plan_cache(config: ModelConfig, options: Options) -> tuple[int, int]:
-    """(blocks, context length). One request of full length always fits, or the engine could wait for ever."""
+    """Return (blocks, context length). One request of full length always fits, or the engine could wait for ever."""
     wanted = options.context_length or config.context_length
     if wanted > config.context_length:
         raise InvalidArgument(f"--context-length {wanted} is more than the model's {config.context_length}")
@@ -103,7 +103,7 @@ def plan_cache(config: ModelConfig, options: Options) -> tuple[int, int]:
 
 
 def available_memory_bytes() -> int | None:
-    """Memory that is not in use, of the machine or of our part of it; None where nobody says."""
+    """Return memory that is not in use, of the machine or of our part of it; None where nobody says."""
     found = [_machine_bytes(), _container_bytes()]
     return min((value for value in found if value is not None), default=None)
 

@@ -96,7 +96,7 @@ def load_adapter(name: str, directory: Path, config: ModelConfig) -> Adapter:
 def _paired(
     tensors: Mapping[str, Array], directory: Path, config: ModelConfig, *, rooted: bool, alpha: float
 ) -> dict[tuple[int, str], LowRank]:
-    """(layer, projection) -> its matrices, scaled, every shape checked against the model's."""
+    """Return (layer, projection) -> its matrices, scaled, every shape checked against the model's."""
     path = directory / "adapter_model.safetensors"
     sizes = _sizes(config)
     found: dict[tuple[int, str], dict[str, Array]] = {}
@@ -125,7 +125,7 @@ def _paired(
 
 
 def _sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(out, in) of every projection."""
+    """Return (out, in) of every projection."""
     hidden, inner = config.hidden_size, config.intermediate_size
     wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return {

@@ -89,7 +89,7 @@ class KvCache:
         return self._gather(self.keys[layer], tables), self._gather(self.values[layer], tables)
 
     def page(self, block: int) -> bytes:
-        """One block, packed as `Layout` says; for another worker."""
+        """Return one block, packed as `Layout` says; for another worker."""
         at = slice(block * self.block_size, (block + 1) * self.block_size)
         return self.keys[:, :, at].tobytes() + self.values[:, :, at].tobytes()
 
@@ -100,7 +100,7 @@ class KvCache:
         self.keys[:, :, at], self.values[:, :, at] = np.frombuffer(page, np.float32).reshape(shape)
 
     def arrays(self) -> dict[str, Array]:
-        """Where the blocks lie, for transports that read memory."""
+        """Return where the blocks lie, for transports that read memory."""
         return {"keys": self.keys, "values": self.values}
 
     def _gather(self, cache: Array, tables: Ints) -> Array:
@@ -195,7 +195,7 @@ class Model:
         return rms_norm(hidden, self.weights.final_norm, eps)
 
     def logits(self, hidden: Array) -> Array:
-        """(tokens, vocabulary) of some rows of what `forward` returned."""
+        """Return (tokens, vocabulary) of some rows of what `forward` returned."""
         return np.ascontiguousarray(linear(hidden, self.weights.head, None))
 
     def _attend(
@@ -220,7 +220,7 @@ class Model:
         return out
 
     def _attend_group(self, queries: Array, group: Group, keys: Array, values: Array) -> Array:
-        """`queries`: (pieces, tokens, heads, head_dim). A key head serves `share` query heads."""
+        """Return `queries`: (pieces, tokens, heads, head_dim). A key head serves `share` query heads."""
         c = self.config
         pieces, count = group.rows.shape
         share = c.heads // c.kv_heads
@@ -250,7 +250,7 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None)
 
 
 def linear(x: Array, weight: Array, bias: Array | None) -> Array:
-    """`x @ weight.T + bias`. The result lies in memory by columns, which costs nothing to add or to multiply on with."""
+    """Return `x @ weight.T + bias`. The result lies in memory by columns, which costs nothing to add or to multiply on with."""
     # Not `x @ weight.T`: for the few rows of a decode step, BLAS is twice as fast with the large matrix first.
     product: Array = (weight @ x.T).T
     if bias is not None:

@@ -153,7 +153,7 @@ def draw(
 
 
 def bad_word_ends(bad_words: Iterable[Sequence[int]], tokens: Sequence[int]) -> list[int]:
-    """The tokens that would complete one of `bad_words` behind `tokens`."""
+    """Return the tokens that would complete one of `bad_words` behind `tokens`."""
     ends = []
     for word in bad_words:
         begun = len(word) - 1
@@ -163,7 +163,7 @@ def bad_word_ends(bad_words: Iterable[Sequence[int]], tokens: Sequence[int]) -> 
 
 
 def ending(token: int, generated: int, stop: Stop) -> tuple[str | None, bool]:
-    """(reason, shown): why the sequence ends with `token`, the `generated`-th one, if it does; and whether it is output."""
+    """Return (reason, shown): why the sequence ends with `token`, the `generated`-th one, if it does; and whether it is output."""
     if generated > stop.min_tokens:
         if token in stop.eos:
             return "eos", False
@@ -188,7 +188,7 @@ def log_softmax(logits: Array) -> npt.NDArray[np.float64]:
 
 
 def top_entries(logprobs: npt.NDArray[np.float64], count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` most likely tokens; equals in the order of their ids."""
+    """Return the `count` most likely tokens; equals in the order of their ids."""
     if count == 0:
         return ()
     order = np.argsort(-logprobs, kind="stable")[:count]
@@ -208,7 +208,7 @@ def _penalise(row: npt.NDArray[np.float64], sampling: Sampling, history: History
 def _candidates(
     row: npt.NDArray[np.float64], sampling: Sampling
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """(token ids, weights) of what may be drawn, in an order that does not depend on rounding: that of the ids."""
+    """Return (token ids, weights) of what may be drawn, in an order that does not depend on rounding: that of the ids."""
     weights = np.exp(row - row.max())
     size = len(row)
     keep = weights >= sampling.min_p  # the largest weight is 1

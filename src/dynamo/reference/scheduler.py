@@ -116,7 +116,7 @@ class Scheduler:
         self._run(sequence)
 
     def plan(self) -> list[Work]:
-        """The next step; [] only when there is nothing to do. Within the budget, and every block it needs is held."""
+        """Return the next step; [] only when there is nothing to do. Within the budget, and every block it needs is held."""
         planned: dict[Sequenced, Work] = {}
         budget = self._max_step_tokens
         preempted = False
@@ -208,7 +208,7 @@ class Scheduler:
         self._running.sort(key=lambda s: s.rank)
 
     def _reserve(self, sequence: Sequenced, length: int) -> bool:
-        """Have blocks for `length` tokens."""
+        """Return have blocks for `length` tokens."""
         missing = self._blocks_for(length) - len(sequence.blocks)
         if missing <= 0:
             return True

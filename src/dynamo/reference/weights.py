@@ -90,7 +90,7 @@ def load_weights(directory: Path, config: ModelConfig) -> Weights:
 
 
 def read_tensors(path: Path) -> dict[str, Array]:
-    """Every tensor of one file, float32. Raises InvalidArgument naming the file for what is missing or broken."""
+    """Return every tensor of one file, float32. Raises InvalidArgument naming the file for what is missing or broken."""
     if not path.is_file():
         raise InvalidArgument(f"there is no file {path}")
     tensors = dict(_header(path))
@@ -99,7 +99,7 @@ def read_tensors(path: Path) -> dict[str, Array]:
 
 
 def weight_bytes(config: ModelConfig) -> int:
-    """Memory of the weights as float32, before anything is read."""
+    """Return memory of the weights as float32, before anything is read."""
     c = config
     attention = c.hidden_size * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
     per_layer = attention + 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
@@ -147,7 +147,7 @@ class _Arena:
         self._used = 0
 
     def keep(self, *parts: Array) -> Array:
-        """Copies of matrices, stacked."""
+        """Return copies of matrices, stacked."""
         rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
         stacked = self._items[self._used : self._used + rows * columns].reshape(rows, columns)
         np.concatenate(parts, out=stacked)
@@ -190,7 +190,7 @@ def _read(tensor: _Tensor) -> Array:
 
 
 def open_tensors(directory: Path) -> dict[str, _Tensor]:
-    """Where every tensor of `model.safetensors`, or of the shards its index lists, lies."""
+    """Return where every tensor of `model.safetensors`, or of the shards its index lists, lies."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.is_file():
         return dict(_header(single))
@@ -213,7 +213,7 @@ def open_tensors(directory: Path) -> dict[str, _Tensor]:
 
 
 def _header(path: Path) -> Iterator[tuple[str, _Tensor]]:
-    """The tensors of one file, each checked to lie inside it."""
+    """Yield the tensors of one file, each checked to lie inside it."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")

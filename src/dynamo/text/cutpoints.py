@@ -98,7 +98,7 @@ class ExactCuts:
     skip: int = 0  # characters at the cut that the tokenizer itself puts in front of the next part
 
     def next(self, text: str, start: int) -> int:
-        """The first cut the pattern finds at or behind `start` (> 0); -1 when there is none."""
+        """Return the first cut the pattern finds at or behind `start` (> 0); -1 when there is none."""
         while start < len(text):
             # A search holds the interpreter lock, so a huge text without cuts is searched in pieces.
             found = self.pattern.search(text, start, start + SEARCH_CHARS + self.reach)
@@ -109,7 +109,7 @@ class ExactCuts:
 
 
 def exact_cuts(tokenizer: HfTokenizer) -> ExactCuts | None:
-    """How texts may be cut for this tokenizer; None when nothing can be proven."""
+    """Return how texts may be cut for this tokenizer; None when nothing can be proven."""
     added = list(tokenizer.get_added_tokens_decoder().values())
     if any(token.single_word for token in added):
         return None
@@ -194,7 +194,7 @@ def _pipeline_allows(steps: list[Mapping[str, Any]]) -> str:
 
 
 def split_alternatives(pattern: str) -> frozenset[str]:
-    """The top-level alternatives of a regex."""
+    """Return the top-level alternatives of a regex."""
     parts, depth, in_class, start, at = [], 0, False, 0, 0
     while at < len(pattern):
         char = pattern[at]
@@ -220,7 +220,7 @@ _LETTER_BEFORE_SPACE_MARK: Final = re.compile(r"[^\W\d_]▁")
 
 
 def _cuts_between_words(tokenizer: HfTokenizer, added: list[Any]) -> ExactCuts | None:
-    """The cuts of a SentencePiece BPE, or None if this is none or its vocabulary joins words."""
+    """Return the cuts of a SentencePiece BPE, or None if this is none or its vocabulary joins words."""
     model = tokenizer.model
     if not isinstance(model, models.BPE) or model.ignore_merges:
         return None
@@ -245,7 +245,7 @@ def _cuts_between_words(tokenizer: HfTokenizer, added: list[Any]) -> ExactCuts |
 
 
 def _leading_space(tokenizer: HfTokenizer) -> int | None:
-    """1 if the pipeline puts a "▁" in front of a text, 0 if it does not; None for a pipeline not known to be safe."""
+    """Return 1 if the pipeline puts a "▁" in front of a text, 0 if it does not; None for a pipeline not known to be safe."""
     skip, marks_spaces = 0, False
     if tokenizer.normalizer is not None:
         for step in flatten_steps(json.loads(tokenizer.normalizer.__getstate__()), "normalizers"):
@@ -269,7 +269,7 @@ def _leading_space(tokenizer: HfTokenizer) -> int | None:
 
 
 def _cuttable_specials(added: list[Any]) -> list[str]:
-    """The tokens found in the raw text whose every occurrence starts a piece, longest first; none if tokens overlap."""
+    """Return the tokens found in the raw text whose every occurrence starts a piece, longest first; none if tokens overlap."""
     raw = [token for token in added if not token.normalized and token.content]
     contents = {token.content for token in raw}
     first_chars = {content[0] for content in contents}

@@ -48,7 +48,7 @@ class Detokenizer:
         self._plain = not (self._pending or self._at_start or self._strip)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text these ids complete; whole code points only, so often empty for part of a character."""
+        """Return the text these ids complete; whole code points only, so often empty for part of a character."""
         if self._plain:
             table = self._table
             if len(token_ids) == 1:
@@ -64,7 +64,7 @@ class Detokenizer:
         return self._push_bytes(token_ids)
 
     def finish(self) -> str:
-        """What is still pending: nothing, or U+FFFD for a code point that never became whole. Idempotent."""
+        """Return what is still pending: nothing, or U+FFFD for a code point that never became whole. Idempotent."""
         if self._window is not None:
             return self._window.finish()
         return self._emit(b"", final=True)
@@ -103,7 +103,7 @@ _NO_TABLE: Final = PieceTable(lambda _id: None, size=0)
 
 
 def _unfinished_tail(table: PieceTable, prompt_ids: Sequence[int]) -> bytes:
-    """The bytes at the end of the prompt that only begin a code point (nearly always none)."""
+    """Return the bytes at the end of the prompt that only begin a code point (nearly always none)."""
     data = b""
     for token_id in reversed(prompt_ids):
         data = table.data(token_id) + data

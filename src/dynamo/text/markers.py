@@ -43,11 +43,11 @@ class MarkerSearch:
         self._first_chars = frozenset(mark[0] for mark in marks)
 
     def is_plain(self, text: str) -> bool:
-        """Whether `text`, which is not empty, neither holds a mark nor ends in what may become one. Nearly all does."""
+        """Return whether `text`, which is not empty, neither holds a mark nor ends in what may become one. Nearly all does."""
         return text[-1] not in self._held_at_end and self._first_chars.isdisjoint(text)
 
     def search(self, text: str, start: int = 0) -> Found:
-        """The first mark at or behind `start`, else the tail that must be held back (often empty)."""
+        """Return the first mark at or behind `start`, else the tail that must be held back (often empty)."""
         length = len(text)
         if start < length and self.is_plain(text):
             return Found(length, length, None)

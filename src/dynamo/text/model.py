@@ -107,7 +107,7 @@ def load_text_model(
 
 
 def _template_source(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """The template, or several by name; a file of its own wins over a member of tokenizer_config.json."""
+    """Return the template, or several by name; a file of its own wins over a member of tokenizer_config.json."""
     found: dict[str, str] = {}
     for value in (
         tokenizer_config.get("chat_template"),
@@ -141,7 +141,7 @@ def _by_name(value: Any) -> dict[str, str]:
 def _eos_token_ids(
     generation: Mapping[str, Any], config: Mapping[str, Any], eos_token: str | None, tokenizer: Tokenizer
 ) -> tuple[int, ...]:
-    """The generation config's ids, else the model config's, and always the tokenizer's own end token as well.
+    """Return the generation config's ids, else the model config's, and always the tokenizer's own end token as well.
 
     Fine-tunes often change the tokenizer's end token and forget the configs; ending at either is what users expect.
     """

@@ -106,14 +106,14 @@ class Joiner:
                     assert_never(event)
 
     def result(self) -> Joined:
-        """What they say together."""
+        """Return what they say together."""
         for call, arguments in zip(self._calls, self._arguments, strict=True):
             call.arguments = "".join(arguments)
         return Joined("".join(self._content), "".join(self._reasoning), self._calls)
 
 
 def joined(events: Iterable[OutputEvent]) -> Joined:
-    """What the events say."""
+    """Return what the events say."""
     joiner = Joiner()
     joiner.add(events)
     return joiner.result()

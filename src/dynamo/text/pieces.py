@@ -69,7 +69,7 @@ class PieceTable(dict[int, str | None]):
         return text
 
     def data(self, token_id: int) -> bytes:
-        """The bytes `token_id` adds anywhere but at the start of a text."""
+        """Return the bytes `token_id` adds anywhere but at the start of a text."""
         text = self[token_id]
         if text is not None:
             return text.encode()
@@ -77,12 +77,12 @@ class PieceTable(dict[int, str | None]):
         return found if found is not None else self.raw(token_id) or b""
 
     def seen(self, token_id: int) -> bool:
-        """Whether the decoder sees this token at all."""
+        """Return whether the decoder sees this token at all."""
         return bool(self[token_id]) or self.raw(token_id) is not None
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte: itself where printable, else the next free one from U+0100."""
+    """Return the printable character that stands for each byte: itself where printable, else the next free one from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
@@ -93,7 +93,7 @@ _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token; one that is not written in that alphabet (an added token) is its own UTF-8."""
+    """Return the bytes of a byte-level token; one that is not written in that alphabet (an added token) is its own UTF-8."""
     try:
         return bytes([_BYTE_OF[char] for char in token])
     except KeyError:
@@ -101,7 +101,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def table_for(tokenizer: HfTokenizer, *, skip_special_tokens: bool) -> PieceTable | None:
-    """The table of `tokenizer`'s decoder, or None where text cannot be put together token by token."""
+    """Return the table of `tokenizer`'s decoder, or None where text cannot be put together token by token."""
     special = (
         frozenset(t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special)
         if skip_special_tokens
@@ -151,20 +151,20 @@ def table_for(tokenizer: HfTokenizer, *, skip_special_tokens: bool) -> PieceTabl
 
 
 def vocabulary_size(tokenizer: HfTokenizer) -> int:
-    """One more than the largest id: added tokens may lie beyond a hole."""
+    """Return one more than the largest id: added tokens may lie beyond a hole."""
     added = tokenizer.get_added_tokens_decoder()
     return max(tokenizer.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
 
 
 def flatten_steps(state: Mapping[str, Any], parts: str) -> list[Mapping[str, Any]]:
-    """A component of tokenizer.json as a flat list: nested `Sequence`s (their members are under `parts`) are opened."""
+    """Return a component of tokenizer.json as a flat list: nested `Sequence`s (their members are under `parts`) are opened."""
     if state["type"] != "Sequence":
         return [state]
     return [step for part in state[parts] for step in flatten_steps(part, parts)]
 
 
 def _byte_fallback_plan(steps: list[Mapping[str, Any]]) -> tuple[list[tuple[str, str]], int] | None:
-    """(literal replacements, leading spaces stripped) for Replace* ByteFallback [Fuse [Strip]]; None for other orders."""
+    """Return (literal replacements, leading spaces stripped) for Replace* ByteFallback [Fuse [Strip]]; None for other orders."""
     replacements: list[tuple[str, str]] = []
     rest = list(steps)
     while rest and rest[0]["type"] == "Replace":

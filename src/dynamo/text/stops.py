@@ -29,7 +29,7 @@ class StopStrings:
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text that is safe to show, the stop string that is now complete or None). Nothing is shown after a match."""
+        """Return (text that is safe to show, the stop string that is now complete or None). Nothing is shown after a match."""
         if not self._held:
             if self._matched is None and self._first_chars.isdisjoint(text):
                 return text, None
@@ -53,12 +53,12 @@ class StopStrings:
         return text[:keep], None
 
     def finish(self) -> str:
-        """The text held back for a stop string that did not come."""
+        """Return the text held back for a stop string that did not come."""
         held, self._held = self._held, ""
         return held
 
     def _start_of_a_possible_stop(self, text: str) -> int:
-        """Where the earliest suffix begins that some stop string begins with; `len(text)` if none does."""
+        """Return where the earliest suffix begins that some stop string begins with; `len(text)` if none does."""
         keep = len(text)
         for stop in self._stops:
             at = text.find(stop[0], max(0, len(text) - len(stop) + 1), keep)

@@ -103,7 +103,7 @@ class ChatTemplate:
                 self._constants[name] = token
 
     def expect_cheap(self) -> bool:
-        """Whether the next rendering is expected to stay within `INLINE_BUDGET`; costly ones are tried again later."""
+        """Return whether the next rendering is expected to stay within `INLINE_BUDGET`; costly ones are tried again later."""
         if self._costly == 0:
             return True
         self._costly -= 1
@@ -126,7 +126,7 @@ class ChatTemplate:
         budget: BudgetSpec | None = None,
         **named: Any,
     ) -> str:
-        """The prompt. `variables`, and what is `named` here, are visible to the template and win over the model's own.
+        """Return the prompt. `variables`, and what is `named` here, are visible to the template and win over the model's own.
 
         What a user wrote (`chat_template_args`) belongs in `variables`: there any key is allowed, only `messages` is
         not replaced.
@@ -181,7 +181,7 @@ def _compile(environment: BudgetedSandbox, name: str, source: str) -> Template:
 
 @lru_cache(maxsize=MAX_COMPILED)
 def _code(source: str) -> CodeType:
-    """The program of a template: the same for every environment, as only their `strftime_now` tells them apart."""
+    """Return the program of a template: the same for every environment, as only their `strftime_now` tells them apart."""
     return _environment(None).compile(source)
 
 

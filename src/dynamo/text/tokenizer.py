@@ -34,31 +34,31 @@ class Tokenizer(Protocol):
     def eos_token(self) -> str | None: ...
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without any special token that is not written in it. The caller has stripped NULs."""
+        """Return the ids of `text`, without any special token that is not written in it. The caller has stripped NULs."""
         ...
 
     def encode_unlocked(self, text: str) -> list[int]:
-        """The same ids; leaves the interpreter lock while it works, so it is the one to run in an executor."""
+        """Return the same ids; leaves the interpreter lock while it works, so it is the one to run in an executor."""
         ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids` as a whole. Ids outside the vocabulary add nothing."""
+        """Return the text of `ids` as a whole. Ids outside the vocabulary add nothing."""
         ...
 
     def token_id(self, text: str) -> int | None:
-        """The id of exactly this token, or None."""
+        """Return the id of exactly this token, or None."""
         ...
 
     def token_text(self, token_id: int) -> str:
-        """What one token shows in a log-probability listing: specials by name, partial code points as U+FFFD."""
+        """Return what one token shows in a log-probability listing: specials by name, partial code points as U+FFFD."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token adds behind other text."""
+        """Return the bytes one token adds behind other text."""
         ...
 
     def pieces(self, *, skip_special_tokens: bool) -> PieceTable | None:
-        """The per-token table for streaming, shared by all streams; None when the decoder looks at neighbours."""
+        """Return the per-token table for streaming, shared by all streams; None when the decoder looks at neighbours."""
         ...
 
 
@@ -66,7 +66,7 @@ class BatchTokenizer(Tokenizer, Protocol):
     """A tokenizer that encodes many independent texts in one call."""
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text; outside the interpreter lock, on several cores where there are any."""
+        """Return the ids of each text; outside the interpreter lock, on several cores where there are any."""
         ...
 
 
@@ -192,7 +192,7 @@ def _byte_piece(token_id: int) -> bytes:
 
 
 def load_tokenizer(directory: Path) -> JsonTokenizer:
-    """The tokenizer of a model directory.
+    """Return the tokenizer of a model directory.
 
     Raises:
         InvalidArgument: there is no readable `tokenizer.json`; the message says what to do about it.
@@ -212,7 +212,7 @@ def load_tokenizer(directory: Path) -> JsonTokenizer:
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """`bos_token`, `eos_token`, `pad_token`, ... by name, from the tokenizer's configuration files."""
+    """Return `bos_token`, `eos_token`, `pad_token`, ... by name, from the tokenizer's configuration files."""
     found: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):  # the later file wins
         for name, value in read_json_object(Path(directory) / file).items():
@@ -225,7 +225,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a model's JSON file; empty when the file is absent.
+    """Return the object in a model's JSON file; empty when the file is absent.
 
     Raises:
         InvalidArgument: the file is there but is not a JSON object.

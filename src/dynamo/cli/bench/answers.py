@@ -58,7 +58,7 @@ class AnswerReader:
         return data
 
     def end(self) -> bool:
-        """The connection was closed; whether that is a proper end."""
+        """Return the connection was closed; whether that is a proper end."""
         if self.status and not self._is_chunked and self._left is None:
             self.is_complete = True
         self.keeps_alive = False
@@ -169,7 +169,7 @@ class StreamMeter:
         self._error = b""
 
     def feed(self, body: bytes) -> int:
-        """How many events with text began in these bytes. One whose key was cut counts when the rest of the key comes."""
+        """Return how many events with text began in these bytes. One whose key was cut counts when the rest of the key comes."""
         tail = self._tail
         text = tail + body
         self._tail = text[-_KEPT:]
@@ -223,7 +223,7 @@ def usage_of(body: bytes) -> Usage:
 
 
 def error_of(body: bytes) -> str:
-    """What an error's body says, on one line."""
+    """Return what an error's body says, on one line."""
     said: Any
     try:
         said = json.loads(body)

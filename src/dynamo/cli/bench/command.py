@@ -107,7 +107,7 @@ async def _measured(options: BenchOptions, source: RequestSource, rng: random.Ra
 
 @contextmanager
 def _on_interrupt(call: Any) -> Iterator[None]:
-    """The first Ctrl-C calls; the next one is Python's again."""
+    """Provide the first Ctrl-C calls; the next one is Python's again."""
     loop = asyncio.get_running_loop()
     before = signal.getsignal(signal.SIGINT)
 
@@ -145,7 +145,7 @@ def request_source(options: BenchOptions, costs: dict[str, WordCost], rng: rando
 
 
 def members_for(endpoint: str, prompt: Prompt) -> dict[str, Any]:
-    """The prompt, as the endpoint wants it."""
+    """Return the prompt, as the endpoint wants it."""
     members = dict(prompt.members)
     if endpoint == "chat" and "prompt" in members:
         return {"messages": [{"role": "user", "content": members["prompt"]}]}
@@ -156,7 +156,7 @@ def members_for(endpoint: str, prompt: Prompt) -> dict[str, Any]:
 
 
 async def ask(target: Target, data: bytes) -> Any:
-    """One request of our own, its answer as JSON. Raises ServerTrouble."""
+    """Return one request of our own, its answer as JSON. Raises ServerTrouble."""
     said: list[bytes] = []
 
     class Kept(Load):
@@ -188,7 +188,7 @@ async def _first_model(target: Target) -> str:
 
 
 async def _word_cost(options: BenchOptions, model: str) -> WordCost:
-    """How many tokens this model makes of our words. Without a useful answer one each: the report tells the truth."""
+    """Return how many tokens this model makes of our words. Without a useful answer one each: the report tells the truth."""
     rng, endpoint, target = random.Random(options.seed), options.endpoints[0], options.targets[0]
     counts = []
     for count in PROBE_WORDS:

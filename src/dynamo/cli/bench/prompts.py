@@ -39,7 +39,7 @@ class Length:
 
     @classmethod
     def of(cls, text: str, flag: str) -> Self:
-        """`N` or `MEAN,STDDEV`. Raises UsageError."""
+        """Return `N` or `MEAN,STDDEV`. Raises UsageError."""
         mean, comma, deviation = text.partition(",")
         try:
             length = cls(float(mean), float(deviation) if comma else 0.0)
@@ -50,7 +50,7 @@ class Length:
         return length
 
     def draw(self, rng: random.Random) -> int:
-        """One length."""
+        """Return one length."""
         if not self.deviation:
             return round(self.mean)
         return min(MAX_LENGTH, max(1, round(rng.gauss(self.mean, self.deviation))))
@@ -70,7 +70,7 @@ class WordCost:
         return cls(max(slope, 0.01), max(0.0, few[1] - slope * few[0]))
 
     def words_for(self, tokens: int, *, is_whole: bool = True) -> int:
-        """How many words make about so many tokens; the template's share is left out of a `whole` prompt."""
+        """Return how many words make about so many tokens; the template's share is left out of a `whole` prompt."""
         overhead = self.overhead_tokens if is_whole else 0.0
         return max(1, round((tokens - overhead) / self.tokens_per_word))
 
@@ -87,12 +87,12 @@ class PromptSource(Protocol):
     """Where prompts come from."""
 
     def draw(self, number: int, rng: random.Random, cost: WordCost) -> Prompt:
-        """The prompt of request `number`."""
+        """Return the prompt of request `number`."""
         ...
 
 
 def words(rng: random.Random, count: int) -> str:
-    """Text of so many words."""
+    """Return text of so many words."""
     return " ".join(rng.choices(_WORDS, k=count))
 
 
@@ -123,7 +123,7 @@ class ListedPrompts:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """One prompt per line; a .jsonl file has an object per line: {"prompt": ...} or {"messages": [...]}, and
+        """Return one prompt per line; a .jsonl file has an object per line: {"prompt": ...} or {"messages": [...]}, and
         "output_tokens" if it has an opinion. Raises UsageError naming the line."""
         try:
             lines = path.read_text(encoding="utf-8").splitlines()

@@ -50,7 +50,7 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, q: float) -> float:
-        """The value that a share `q` of the samples does not exceed, to half a percent; 0 without samples."""
+        """Return the value that a share `q` of the samples does not exceed, to half a percent; 0 without samples."""
         if not self.count:
             return 0.0
         rank = max(1, math.ceil(q * self.count))
@@ -63,7 +63,7 @@ class Histogram:
         return self.highest
 
     def cumulative(self) -> Iterator[tuple[float, float]]:
-        """(seconds, share of the samples up to there), rising, one point per bucket that has samples."""
+        """Yield (seconds, share of the samples up to there), rising, one point per bucket that has samples."""
         seen = 0
         for index, count in enumerate(self._counts):
             if count:
@@ -100,7 +100,7 @@ class Timeline:
         self.intervals: list[Interval] = []
 
     def at(self, seconds: float) -> Interval:
-        """The interval in which a moment lies, `seconds` after the start."""
+        """Return the interval in which a moment lies, `seconds` after the start."""
         while (index := int(seconds / self.width_seconds)) >= MAX_INTERVALS:
             self._halve()
         while len(self.intervals) <= index:

@@ -10,7 +10,7 @@ __all__ = ["failure_rows", "figure_rows", "latency_rows", "remarks"]
 
 
 def figure_rows(results: Results) -> list[tuple[str, str]]:
-    """What the run was, in a line each."""
+    """Return what the run was, in a line each."""
     tokens = f"{results['output_tokens_per_second']:,.1f}"
     requests = f"{results['answered']:,} answered, {results['failed']:,} failed"
     if results["unfinished"]:
@@ -33,7 +33,7 @@ def figure_rows(results: Results) -> list[tuple[str, str]]:
 
 
 def latency_rows(results: Results) -> list[tuple[str, ...]]:
-    """Only those that have samples."""
+    """Return only those that have samples."""
     return [
         (title, *(f"{latency[key]:,.2f}" for key in ("mean", "p50", "p90", "p99", "max")), f"{latency['samples']:,}")
         for name, (_, title) in LATENCIES.items()
@@ -51,7 +51,7 @@ def failure_rows(results: Results) -> list[tuple[str, ...]]:
 
 
 def remarks(results: Results) -> Iterator[str]:
-    """What a reader must know before believing the figures."""
+    """Yield what a reader must know before believing the figures."""
     if results["was_interrupted"]:
         yield "Interrupted: these are the figures up to then."
     if results["was_load_generator_the_bottleneck"]:

@@ -92,7 +92,7 @@ class RequestLimit:
         return f"{self.number:g}x" if self.is_factor else f"{self.number:g}"
 
     def places(self, capacity: int | None, share: float) -> int | None:
-        """How many those are; None: no limit, as a factor of something unknown is none."""
+        """Return how many those are; None: no limit, as a factor of something unknown is none."""
         if not self.is_factor:
             whole = self.number
         elif capacity is None:
@@ -187,7 +187,7 @@ class ModelAdmission:
         return len(self._waiting)
 
     def queue_age_seconds(self, now: float) -> float:
-        """How long the oldest of those has been waiting; 0 while there are places for all."""
+        """Return how long the oldest of those has been waiting; 0 while there are places for all."""
         if not self._waiting or (self._capacity is not None and self.in_flight <= self._capacity):
             return 0.0
         return max(0.0, now - next(iter(self._waiting)).since)
@@ -204,7 +204,7 @@ class ModelAdmission:
         return slot
 
     def why_not(self, urgency: Urgency, now: float) -> Reason | None:
-        """Why a request would be refused now; None: it would not."""
+        """Return why a request would be refused now; None: it would not."""
         limit, age_limit = self._limit, self.queue_age_limit_seconds
         if limit is not None:
             if self.in_flight >= limit:
@@ -217,7 +217,7 @@ class ModelAdmission:
         return None
 
     def retry_after_seconds(self, now: float) -> int:
-        """When it may be worth to come again: what waits now, by the rate at which requests had their first tokens lately."""
+        """Return when it may be worth to come again: what waits now, by the rate at which requests had their first tokens lately."""
         if not self._begun_lately:  # nobody knows yet: it takes longer than it has taken so far
             seconds = now - next(iter(self._waiting)).since if self._waiting else 0.0
         else:

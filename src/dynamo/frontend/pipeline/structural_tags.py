@@ -29,7 +29,7 @@ class _Policy(NamedTuple):
 def structural_tag(
     request: ChatRequest, config: ModelRuntimeConfig, form: ToolFormat, *, closes_objects: bool = True
 ) -> dict[str, Any] | None:
-    """The tag of this request, which may call tools; None when the engine is not to be guided by one."""
+    """Return the tag of this request, which may call tools; None when the engine is not to be guided by one."""
     policy = _policy(config)
     if policy is None or form.call_tag is None:
         return None
@@ -66,6 +66,6 @@ def _policy(config: ModelRuntimeConfig) -> _Policy | None:
 
 
 def _has_a_form(request: ChatRequest) -> bool:
-    """Whether the request guides the whole answer itself."""
+    """Return whether the request guides the whole answer itself."""
     form = request.response_format
     return (form is not None and form.type != "text") or bool(request.guidance)

@@ -48,7 +48,7 @@ class TextTally(Tally):
         return len(self._reported) == len(self._prompt_counts)
 
     def has_usage(self, prompt_index: int) -> bool:
-        """Whether the worker has reported usage for this prompt."""
+        """Return whether the worker has reported usage for this prompt."""
         return prompt_index in self._reported
 
     def note_usage(self, prompt_index: int, usage: Mapping[str, Any]) -> None:
@@ -92,7 +92,7 @@ def _detail(usage: Mapping[str, Any], group: str, name: str) -> Any:
 
 
 def text_prompts(request: CompletionRequest) -> list[str]:
-    """The batch. Raises RequestRejected (400) for token ids."""
+    """Return the batch. Raises RequestRejected (400) for token ids."""
     prompts = request.prompts()
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) < len(prompts):

@@ -62,7 +62,7 @@ _FIELD: Final = re.compile(r"^Object (?:missing required|contains unknown) field
 
 
 def read_json(body: bytes, decode: Callable[[bytes], T], limits: BodyLimits = DEFAULT_LIMITS) -> tuple[T, bool]:
-    """The decoded value, and whether the body had to be mended first.
+    """Return the decoded value, and whether the body had to be mended first.
 
     Raises:
         msgspec.ValidationError: the JSON is well formed and not what `decode` expects.
@@ -111,7 +111,7 @@ def check_size(body: bytes, limits: BodyLimits = DEFAULT_LIMITS) -> None:
 
 
 def _is_small(body: bytes, limits: BodyLimits) -> bool:
-    """Whether the marks of structure are few, those in strings included."""
+    """Return whether the marks of structure are few, those in strings included."""
     containers = members = items = 0
     for start in range(0, len(body), SLICE_BYTES):
         end = start + SLICE_BYTES
@@ -168,7 +168,7 @@ def check_depth(values: Iterable[Any], limit: int = MAX_DEPTH) -> None:
 
 
 def deserialisation_error(error: msgspec.ValidationError) -> RequestRejected:
-    """The 400 for well-formed JSON of the wrong shape; `param` is the path to the fault."""
+    """Return the 400 for well-formed JSON of the wrong shape; `param` is the path to the fault."""
     detail = str(error)
     path = _PATH.search(detail)
     where = path[1].lstrip(".") if path else ""
@@ -178,7 +178,7 @@ def deserialisation_error(error: msgspec.ValidationError) -> RequestRejected:
 
 
 def malformed(error: Exception) -> RequestRejected:
-    """The 400 for bytes that are no JSON."""
+    """Return the 400 for bytes that are no JSON."""
     if isinstance(error, RecursionError):
         return _too_deep(DEPTH_CEILING)
     return _refused(str(error))
@@ -210,7 +210,7 @@ _LONE_SURROGATE: Final = re.compile(
 
 
 def mend(body: bytes) -> bytes:
-    """`body` with what clients most often get wrong put right; all of it linear and in C.
+    """Return `body` with what clients most often get wrong put right; all of it linear and in C.
 
     Invalid UTF-8 becomes U+FFFD, raw control characters inside strings are escaped, and a `\\ud83d` without its other
     half (text cut in the middle of an emoji) becomes `\\ufffd`.

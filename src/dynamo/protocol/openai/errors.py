@@ -69,12 +69,12 @@ _STREAM_TYPES: Final = {
 
 
 def phrase_of(status: int) -> str:
-    """The flat body's `type`: the reason phrase, in words a standard client knows."""
+    """Return the flat body's `type`: the reason phrase, in words a standard client knows."""
     return _PHRASES.get(status) or ("Bad Request" if 400 <= status < 500 else "Internal Server Error")
 
 
 def stream_type_of(status: int) -> str:
-    """The nested object's `type`: snake case, as inside a stream."""
+    """Return the nested object's `type`: snake case, as inside a stream."""
     known = _STREAM_TYPES.get(status)
     if known is not None:
         return known
@@ -82,7 +82,7 @@ def stream_type_of(status: int) -> str:
 
 
 def overload_status(configured: int | str | None) -> int:
-    """The status of an overload: `configured` when it is a usable 200..999, else 529."""
+    """Return the status of an overload: `configured` when it is a usable 200..999, else 529."""
     try:
         status = int(configured) if configured is not None else DEFAULT_OVERLOAD_STATUS
     except ValueError:
@@ -127,7 +127,7 @@ class RequestRejected(Exception):
         self.stream_message = message if stream_message is None else stream_message
 
     def body(self) -> bytes:
-        """The JSON body of a unary answer, both shapes in one object."""
+        """Return the JSON body of a unary answer, both shapes in one object."""
         return error_body(
             self.status,
             self.message,
@@ -143,7 +143,7 @@ class RequestRejected(Exception):
         return {} if self.retry_after_seconds is None else {"retry-after": str(self.retry_after_seconds)}
 
     def frame(self) -> bytes:
-        """The SSE frame that ends a stream with this answer (the caller sends `[DONE]` after it)."""
+        """Return the SSE frame that ends a stream with this answer (the caller sends `[DONE]` after it)."""
         return b'data: {"error":{"message":%b,"type":%b,"code":%d}}\n\n' % (
             json_text(self.stream_message),
             json_text(self.stream_type),
@@ -161,7 +161,7 @@ def error_body(
     nested_type: str | None = None,
     code: str | None = None,
 ) -> bytes:
-    """`{"message","type","code"[,"details"],"error":{"message","type","param","code"}}`.
+    """Return `{"message","type","code"[,"details"],"error":{"message","type","param","code"}}`.
 
     The flat keys are what 1.6.1 answers, the nested object what OpenAI's own clients read.
     """
@@ -198,7 +198,7 @@ def not_built(message: str, param: str | None = None) -> RequestRejected:
 
 
 def not_ready() -> RequestRejected:
-    """The frontend is draining or stopping."""
+    """Return the frontend is draining or stopping."""
     return RequestRejected(503, "Service is not ready", retry_after_seconds=RETRY_AFTER_SECONDS)
 
 
@@ -207,7 +207,7 @@ def route_not_found(method: str, path: str) -> RequestRejected:
 
 
 def rejection_for(error: BaseException, *, overload_status: int = DEFAULT_OVERLOAD_STATUS) -> RequestRejected:
-    """The answer to an error that came out of the pipeline or from an engine.
+    """Return the answer to an error that came out of the pipeline or from an engine.
 
     `overload_status` is the status of every "full" answer; see `overload_status()` for how a setting becomes one.
     """
@@ -237,7 +237,7 @@ def rejection_for(error: BaseException, *, overload_status: int = DEFAULT_OVERLO
 
 
 def _asserted(code: int, message: str, overload_status: int) -> RequestRejected:
-    """An engine chose the status: 4xx is passed on with its text, 5xx keeps no text of the engine's."""
+    """Return an engine chose the status: 4xx is passed on with its text, 5xx keeps no text of the engine's."""
     if code == 499:
         return rejection_for(Cancelled())
     if 400 <= code < 500:
@@ -257,7 +257,7 @@ def _asserted(code: int, message: str, overload_status: int) -> RequestRejected:
 
 
 def _queue_details(error: RouterQueueLimitExceeded) -> dict[str, Any] | None:
-    """The limit's numbers; None when the error crossed a wire and only its text did."""
+    """Return the limit's numbers; None when the error crossed a wire and only its text did."""
     names = ("policy_class", "limit_kind", "current", "limit")
     if not all(hasattr(error, name) for name in names):
         return None

@@ -20,7 +20,7 @@ _LINE_BREAKERS: Final = (
 
 
 def json_text(text: str) -> bytes:
-    """`text` as a JSON string with its quotes. A lone surrogate, which no UTF-8 can carry, becomes U+FFFD."""
+    """Return `text` as a JSON string with its quotes. A lone surrogate, which no UTF-8 can carry, becomes U+FFFD."""
     if text.isascii():
         return _encode(text)
     try:
@@ -33,7 +33,7 @@ def json_text(text: str) -> bytes:
 
 
 def json_line(value: Any) -> bytes:
-    """Any value of plain types as JSON; strings as in `json_text`."""
+    """Return any value of plain types as JSON; strings as in `json_text`."""
     try:
         encoded = _encode(value)
     except UnicodeEncodeError:

@@ -34,14 +34,14 @@ class TextPiece(NamedTuple):
 
 
 def conversation_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A conversation as one text: a lone message is its own text, several are lines `role: text`. Media are left out."""
+    """Return a conversation as one text: a lone message is its own text, several are lines `role: text`. Media are left out."""
     if len(messages) == 1:
         return _content_text(messages[0].get("content"))
     return "\n".join(f"{message.get('role')}: {_content_text(message.get('content'))}" for message in messages)
 
 
 def prompt_tokens(body: Mapping[str, Any]) -> int:
-    """What the prompt of a request counts: the bytes of its messages' texts, or of its prompt."""
+    """Return what the prompt of a request counts: the bytes of its messages' texts, or of its prompt."""
     messages = body.get("messages")
     if isinstance(messages, list):
         return sum(count(_content_text(message.get("content"))) for message in messages)
@@ -50,12 +50,12 @@ def prompt_tokens(body: Mapping[str, Any]) -> int:
 
 
 def count(text: str) -> int:
-    """How many tokens a text is."""
+    """Return how many tokens a text is."""
     return len(text) if text.isascii() else len(text.encode(errors="replace"))
 
 
 def cut(text: str, tokens: int) -> str:
-    """The longest beginning of `text` that is not longer than `tokens`; a code point is never divided."""
+    """Return the longest beginning of `text` that is not longer than `tokens`; a code point is never divided."""
     return text.encode(errors="replace")[: max(0, tokens)].decode(errors="ignore")
 
 

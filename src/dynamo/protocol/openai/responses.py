@@ -64,7 +64,7 @@ def token_logprobs(
     tokens: Sequence[str | None] | None = None,
     as_token_ids: bool = False,
 ) -> list[TokenLogprob]:
-    """What a backend's chunk says of its tokens' probabilities, with the texts it left out filled in.
+    """Return what a backend's chunk says of its tokens' probabilities, with the texts it left out filled in.
 
     `log_probs`, `top_logprobs` and `tokens` are aligned with `token_ids`; positions a backend says nothing of are left
     out. `as_token_ids` (the request's `return_tokens_as_token_ids`) replaces every text by `token_id:<id>`.
@@ -112,12 +112,12 @@ def token_logprobs(
 
 
 def finite(logprob: float) -> float:
-    """A log probability JSON can carry: minus infinity (and what is no number) becomes -9999."""
+    """Return a log probability JSON can carry: minus infinity (and what is no number) becomes -9999."""
     return float(logprob) if math.isfinite(logprob) else LOWEST_LOGPROB
 
 
 def chat_logprobs(items: Sequence[TokenLogprob]) -> bytes:
-    """`{"content":[...],"refusal":null}`, for `ChatStream.delta` and `Choice`."""
+    """Return `{"content":[...],"refusal":null}`, for `ChatStream.delta` and `Choice`."""
     return json_line({"content": items, "refusal": None})
 
 
@@ -145,7 +145,7 @@ class ChatLogprobs(dict[int, tuple[bytes, bytes, bytes]]):
         return before, between, behind
 
     def line(self, token_id: int, logprob: float) -> bytes:
-        """`chat_logprobs([...])` of this token."""
+        """Return `chat_logprobs([...])` of this token."""
         before, between, behind = self[token_id]
         number = _encode(finite(logprob))
         return before + number + between + number + behind
@@ -157,7 +157,7 @@ _MEMBER: Final = b'"logprob":'
 
 
 def completion_logprobs(items: Sequence[TokenLogprob], *, text_offset: int = 0) -> bytes:
-    """`{"tokens","token_logprobs","top_logprobs","text_offset"}`; `text_offset` counts the characters before the first."""
+    """Return `{"tokens","token_logprobs","top_logprobs","text_offset"}`; `text_offset` counts the characters before the first."""
     offsets: list[int] = []
     for item in items:
         offsets.append(text_offset)
@@ -202,7 +202,7 @@ def chat_body(
     nvext: bytes | None = None,
     reasoning_field: str = "reasoning_content",
 ) -> bytes:
-    """The body of a unary chat answer; `usage` from `usage_json`, `nvext` from `sse.nvext_json`."""
+    """Return the body of a unary chat answer; `usage` from `usage_json`, `nvext` from `sse.nvext_json`."""
     body: dict[str, Any] = {
         "id": id,
         "choices": [
@@ -239,7 +239,7 @@ def completion_body(
     *,
     nvext: bytes | None = None,
 ) -> bytes:
-    """The body of a unary text completion."""
+    """Return the body of a unary text completion."""
     body: dict[str, Any] = {
         "id": id,
         "choices": [

@@ -229,7 +229,7 @@ _GENERATION_ERRORS: Final = {
 
 
 def openapi_document(*, title: str = "Dynamo OpenAI frontend", version: str = "0.1.0") -> dict[str, Any]:
-    """The document as plain values, ready to encode."""
+    """Return the document as plain values, ready to encode."""
     (_, components) = msgspec.json.schema_components(_TYPES, ref_template=_REFERENCE)
     schemas: dict[str, Any] = dict(components)
     # A request keeps messages and tools as the client's own dicts; what they are judged by is documented instead.
@@ -301,7 +301,7 @@ def openapi_document(*, title: str = "Dynamo OpenAI frontend", version: str = "0
 
 
 def openapi_json(*, title: str = "Dynamo OpenAI frontend", version: str = "0.1.0") -> bytes:
-    """`openapi_document` as bytes; make it once, the answer never changes."""
+    """Return `openapi_document` as bytes; make it once, the answer never changes."""
     return msgspec.json.encode(openapi_document(title=title, version=version))
 
 
@@ -333,7 +333,7 @@ def _generation(operation: str, summary: str, request: str, answer: str) -> dict
 
 
 def _event_of(chunk: str) -> dict[str, Any]:
-    """One event of a stream, the way OpenAPI 3.2 describes them: `data` is a chunk, an error, or the end."""
+    """Return one event of a stream, the way OpenAPI 3.2 describes them: `data` is a chunk, an error, or the end."""
 
     def json_text(name: str) -> dict[str, Any]:
         schema = {"$ref": _REFERENCE.format(name=name)}

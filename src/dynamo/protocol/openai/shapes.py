@@ -281,7 +281,7 @@ class CommonRequest(Struct, kw_only=True, dict=True):
     logprob_token_ids: list[U32] | None = None
 
     def free_form(self) -> tuple[Any, ...]:
-        """The members in which any JSON may stand, and so nest."""
+        """Return the members in which any JSON may stand, and so nest."""
         structured = self.structured_outputs
         return (
             self.metadata,
@@ -441,7 +441,7 @@ class CompletionRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True)
         return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
-        """The batch, one entry per prompt: text still to be tokenised, or token ids. Call only after validation."""
+        """Return the batch, one entry per prompt: text still to be tokenised, or token ids. Call only after validation."""
         if self.token_data is not None:
             return [self.token_data]
         if not self.prompt:  # validation let this pass only beside `prompt_embeds`

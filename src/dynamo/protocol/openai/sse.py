@@ -66,7 +66,7 @@ class ChatStream:
         token_ids: Sequence[int] | None = None,
         nvext: bytes | None = None,
     ) -> bytes:
-        """The next piece of choice `index`; `b""` when it shows nothing (no text, no reason to finish, no log probabilities).
+        """Return the next piece of choice `index`; `b""` when it shows nothing (no text, no reason to finish, no log probabilities).
 
         `logprobs`, `usage` and `nvext` are ready JSON objects (`responses.chat_logprobs`, `usage_json`, `nvext_json`);
         `token_ids` is short for an `nvext` with only `completion_token_ids`.
@@ -107,7 +107,7 @@ class ChatStream:
         token_ids: Sequence[int] | None = None,
         nvext: bytes | None = None,
     ) -> bytes:
-        """A delta of other members (`"reasoning_content":"..."`, `"tool_calls":[...]`), as JSON without braces."""
+        """Return a delta of other members (`"reasoning_content":"..."`, `"tool_calls":[...]`), as JSON without braces."""
         if not self.has_role(index):
             members = members + b',"role":"assistant"' if members else b'"role":"assistant"'
             self._first[index] = self._plain
@@ -128,11 +128,11 @@ class ChatStream:
         )
 
     def usage_chunk(self, usage: bytes, *, nvext: bytes | None = None) -> bytes:
-        """The chunk without choices that tells the final usage, after every choice has finished."""
+        """Return the chunk without choices that tells the final usage, after every choice has finished."""
         return b"".join((self._usage_head, _extras(usage, None, nvext), b"}\n\n"))
 
     def plain_ends(self) -> tuple[bytes, bytes] | None:
-        """What stands before and behind the text's JSON string in an event of choice 0 that says nothing else; None while
+        """Return what stands before and behind the text's JSON string in an event of choice 0 that says nothing else; None while
         the role is still to be said."""
         return (self._head[0], self._plain) if self.has_role(0) else None
 
@@ -170,7 +170,7 @@ class CompletionStream:
         token_ids: Sequence[int] | None = None,
         nvext: bytes | None = None,
     ) -> bytes:
-        """The next piece of choice `index`; as `ChatStream.delta`, with `responses.completion_logprobs`."""
+        """Return the next piece of choice `index`; as `ChatStream.delta`, with `responses.completion_logprobs`."""
         if (
             finish_reason is None
             and logprobs is None
@@ -199,11 +199,11 @@ class CompletionStream:
         )
 
     def usage_chunk(self, usage: bytes, *, nvext: bytes | None = None) -> bytes:
-        """The chunk without choices that tells the final usage, after every choice has finished."""
+        """Return the chunk without choices that tells the final usage, after every choice has finished."""
         return b"".join((self._usage_head, usage, _extras(None, None, nvext), b"}\n\n"))
 
     def plain_ends(self) -> tuple[bytes, bytes]:
-        """What stands before and behind the text's JSON string in an event of choice 0 that says nothing else."""
+        """Return what stands before and behind the text's JSON string in an event of choice 0 that says nothing else."""
         return self._head, self._plain[0]
 
 
@@ -214,7 +214,7 @@ def usage_json(
     cached_tokens: int | None = None,
     reasoning_tokens: int | None = None,
 ) -> bytes:
-    """The `usage` object; the details stand in it only when known."""
+    """Return the `usage` object; the details stand in it only when known."""
     return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d%b%b}' % (
         prompt_tokens,
         completion_tokens,
@@ -225,13 +225,13 @@ def usage_json(
 
 
 def nvext_json(**members: Any) -> bytes | None:
-    """The `nvext` object of a response from its members that are not None; None when there are none."""
+    """Return the `nvext` object of a response from its members that are not None; None when there are none."""
     present = {name: value for name, value in members.items() if value is not None}
     return json_line(present) if present else None
 
 
 def annotation_event(name: str, value: str) -> bytes:
-    """An annotation, which precedes the data: a named event whose value is a JSON string in a comment line.
+    """Return an annotation, which precedes the data: a named event whose value is a JSON string in a comment line.
 
     `token_ids` go in as their JSON text: `annotation_event("token_ids", "[1,2]")`.
 
@@ -244,7 +244,7 @@ def annotation_event(name: str, value: str) -> bytes:
 
 
 def named_event(name: str, data: bytes) -> bytes:
-    """An event beside the chunks; `data` is ready JSON on one line."""
+    """Return an event beside the chunks; `data` is ready JSON on one line."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
@@ -254,7 +254,7 @@ def _reason(finish_reason: str | None) -> bytes:
 
 
 def _extras(usage: bytes | None, token_ids: Sequence[int] | None, nvext: bytes | None) -> bytes:
-    """The optional members after `object`, each with its comma."""
+    """Return the optional members after `object`, each with its comma."""
     if token_ids is not None:
         ids = b'"completion_token_ids":' + _encode(token_ids)
         nvext = b"{" + ids + b"}" if nvext is None else b"{" + ids + b"," + nvext[1:]

@@ -20,7 +20,7 @@ _ANYTHING: Final[JsonObject] = {"type": "object", "properties": {}}
 
 
 def forced_choice(request: ChatRequest) -> str | None:
-    """The function that must be called, `REQUIRED` for any of them, None when no call must come."""
+    """Return the function that must be called, `REQUIRED` for any of them, None when no call must come."""
     choice = request.tool_choice
     if isinstance(choice, NamedToolChoice):
         return choice.function.name
@@ -28,7 +28,7 @@ def forced_choice(request: ChatRequest) -> str | None:
 
 
 def forced_schema(request: ChatRequest) -> JsonObject | None:
-    """The schema of the whole answer, or None when no call must come. The tools have been validated."""
+    """Return the schema of the whole answer, or None when no call must come. The tools have been validated."""
     choice = forced_choice(request)
     tools = request.tools or []
     if choice is None:
@@ -39,13 +39,13 @@ def forced_schema(request: ChatRequest) -> JsonObject | None:
 
 
 def parameters_of(tool: Mapping[str, Any]) -> JsonObject:
-    """The schema of a tool's arguments; a tool without one takes any object."""
+    """Return the schema of a tool's arguments; a tool without one takes any object."""
     parameters: JsonObject | None = tool["function"].get("parameters")
     return _ANYTHING if parameters is None else parameters
 
 
 def required_schema(tools: Sequence[Mapping[str, Any]], *, only_one: bool = False) -> JsonObject:
-    """An array of calls, at least one. Definitions move to the root, because references count from there."""
+    """Return an array of calls, at least one. Definitions move to the root, because references count from there."""
     hoisted: dict[str, JsonObject] = {}
     alternatives = []
     for position, tool in enumerate(tools):
@@ -70,7 +70,7 @@ def required_schema(tools: Sequence[Mapping[str, Any]], *, only_one: bool = Fals
 
 
 def _hoist(parameters: JsonObject, hoisted: dict[str, JsonObject], tool: str, root: str) -> JsonObject:
-    """`parameters` without its definitions, which are added to `hoisted`; its references point to where things are now."""
+    """Return `parameters` without its definitions, which are added to `hoisted`; its references point to where things are now."""
     moves: dict[str, str] = {"#": root}
     kept: list[tuple[str, str, Any]] = []
     for group in _DEFINITIONS:
@@ -102,7 +102,7 @@ def _pointer(name: str) -> str:
 
 
 def _moved(schema: Any, moves: Mapping[str, str]) -> Any:
-    """A copy in which every local reference points to the new place of what it meant."""
+    """Return a copy in which every local reference points to the new place of what it meant."""
     if isinstance(schema, list):
         return [_moved(item, moves) for item in schema]
     if not isinstance(schema, dict):

@@ -452,7 +452,7 @@ def _convert(value: dict[str, Any], type_: type[T]) -> T:
 
 
 def _loads(text: str) -> Any:
-    """The JSON value of `text`, or None when it is none."""
+    """Return the JSON value of `text`, or None when it is none."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -460,7 +460,7 @@ def _loads(text: str) -> Any:
 
 
 def _number(value: float) -> str:
-    """3.0 as the client most likely wrote it: 3."""
+    """Return 3.0 as the client most likely wrote it: 3."""
     return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)
 
 

@@ -23,7 +23,7 @@ _QUERY_PREFIX: Final = "query_instance_id:"
 
 
 def to_worker_fields(request: CommonRequest) -> dict[str, Any]:
-    """The worker request without its prompt, a fresh dict of plain values the caller may change."""
+    """Return the worker request without its prompt, a fresh dict of plain values the caller may change."""
     chat = request if isinstance(request, ChatRequest) else None
     completion = request if isinstance(request, CompletionRequest) else None
     nvext = request.nvext
@@ -119,7 +119,7 @@ def _thinking_budget(chat: ChatRequest | None, nvext: NvExt | None) -> int | Non
 
 
 def _guided_decoding(request: CommonRequest) -> dict[str, Any] | None:
-    """The one kind of guidance asked for, unset members left out.
+    """Return the one kind of guidance asked for, unset members left out.
 
     A forced tool choice beats `response_format`, and so does an explicit `guided_json`; both together were refused.
     """
@@ -151,7 +151,7 @@ def _worker_annotations(annotations: Iterable[str]) -> list[str]:
 
 
 def _routing(request: CommonRequest) -> dict[str, Any]:
-    """The pins and hints for the router; `{}` for a request that may go anywhere."""
+    """Return the pins and hints for the router; `{}` for a request that may go anywhere."""
     nvext = request.nvext
     routing: dict[str, Any] = {}
     if nvext is None:
@@ -191,7 +191,7 @@ def _set_priority(routing: dict[str, Any], priority: int | None) -> None:
 
 
 def _extra_args(request: CommonRequest, completion: CompletionRequest | None) -> dict[str, Any] | None:
-    """What engines may read that has no member of its own; None when there is nothing."""
+    """Return what engines may read that has no member of its own; None when there is nothing."""
     sampling: dict[str, Any] = {
         "logit_bias": request.logit_bias,
         "detokenize": request.detokenize,

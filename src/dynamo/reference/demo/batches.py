@@ -26,7 +26,7 @@ def load_template(directory: Path) -> ChatTemplate:
 
 
 def rows(conversations: Sequence[Conversation], template: ChatTemplate, tokenizer: Tokenizer) -> list[Row]:
-    """One row each: everything before an answer is read, the answer and its end of turn are learned."""
+    """Return one row each: everything before an answer is read, the answer and its end of turn are learned."""
     parts: list[tuple[int, str, Any]] = []  # (conversation, text, answer or None)
     for number, each in enumerate(conversations):
         shown = 0
@@ -52,7 +52,7 @@ def rows(conversations: Sequence[Conversation], template: ChatTemplate, tokenize
 def batches(
     seed: int, first_pool: int, template: ChatTemplate, tokenizer: Tokenizer, *, batch_tokens: int
 ) -> Iterator[tuple[int, list[Row]]]:
-    """(pool, rows) without end: rows of like length, about `batch_tokens` with their padding."""
+    """Yield (pool, rows) without end: rows of like length, about `batch_tokens` with their padding."""
     pool = first_pool
     while True:
         made = rows([example(seed, pool * POOL + n) for n in range(POOL)], template, tokenizer)

@@ -241,13 +241,13 @@ class _Draw:
 def conversation(
     rng: Random, *, held_out: bool = False, kind: str | None = None, weights: Mapping[str, int] = _LAST
 ) -> Conversation:
-    """One conversation, of a kind by its weight, with questions of one side of the split only."""
+    """Return one conversation, of a kind by its weight, with questions of one side of the split only."""
     kind = kind or _weighted(rng, [(weights[name], name) for name in KINDS])
     return KINDS[kind](_Draw(rng, held_out, weights))
 
 
 def example(seed: int, number: int) -> Conversation:
-    """The training conversation of this number; the same for the same seed, in any order."""
+    """Return the training conversation of this number; the same for the same seed, in any order."""
     weights = next(weights for first, weights in reversed(STAGES) if number >= first or first == 0)
     return conversation(Random(f"{seed}:{number}"), weights=weights)
 
@@ -369,7 +369,7 @@ def _json(draw: _Draw) -> Conversation:
 
 
 def _object(draw: _Draw) -> tuple[str, dict[str, Any], str]:
-    """(text, some of what it says, the key)."""
+    """Return (text, some of what it says, the key)."""
     while True:
         text, values = described(draw.rng)
         if is_held_out(text) == draw.held_out:
@@ -401,7 +401,7 @@ def _type_of(value: object) -> dict[str, Any]:
 
 
 def _tools(draw: _Draw) -> Conversation:
-    """A request that wants a tool: the call, in the form that the client's `tool_choice` leads to."""
+    """Return a request that wants a tool: the call, in the form that the client's `tool_choice` leads to."""
     rng = draw.rng
     tools, call = draw.call()
     messages, answers = _system(rng), []
@@ -447,7 +447,7 @@ def _tool_result(draw: _Draw) -> Conversation:
 
 
 def _tool_unused(draw: _Draw) -> Conversation:
-    """Tools that do not fit: the answer is what it would be without them."""
+    """Return tools that do not fit: the answer is what it would be without them."""
     rng = draw.rng
     tools, call = draw.call(wanted=False)
     if rng.random() < 0.35:

@@ -39,7 +39,7 @@ def write_shards(tensors: Mapping[str, npt.NDArray[np.float32]], directory: Path
 
 
 def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The upper halves, rounded to the nearest and to even."""
+    """Return the upper halves, rounded to the nearest and to even."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded: npt.NDArray[np.uint16] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
     return rounded

@@ -112,10 +112,10 @@ class BlockSource(Protocol):
     def layout(self) -> Layout: ...
 
     def page(self, block: int) -> bytes:
-        """One block, packed."""
+        """Return one block, packed."""
 
     def arrays(self) -> Mapping[str, Any]:
-        """`keys` and `values`, for transports that read memory directly."""
+        """Return `keys` and `values`, for transports that read memory directly."""
 
 
 class KvSender(Protocol):

@@ -80,7 +80,7 @@ _PULL: Final = msgspec.msgpack.Decoder(Pull)
 
 
 def frame(kind: Kind, payload: bytes = b"", number: int = 0) -> bytes:
-    """The header of a frame and its payload."""
+    """Return the header of a frame and its payload."""
     return _HEADER.pack(MAGIC, kind, 0, number, len(payload), _checksum(kind, number, payload)) + payload
 
 

@@ -165,7 +165,7 @@ class NixlReceiver(TcpReceiver):
 
 
 def pieces(placed: Placed, layout: Layout) -> Any:
-    """(address, bytes, device) of every piece of the blocks, in the order of their pages."""
+    """Return (address, bytes, device) of every piece of the blocks, in the order of their pages."""
     head = placed.slots * layout.head_dim * FLOAT32_BYTES
     size = layout.block_size * layout.head_dim * FLOAT32_BYTES
     bases = np.array([placed.keys, placed.values], np.uint64)
@@ -176,7 +176,7 @@ def pieces(placed: Placed, layout: Layout) -> Any:
 
 
 def packed(address: int, blocks: int, layout: Layout) -> Any:
-    """The same pieces, one after the other from `address` on."""
+    """Return the same pieces, one after the other from `address` on."""
     size = layout.block_size * layout.head_dim * FLOAT32_BYTES
     count = blocks * 2 * layout.layers * layout.kv_heads
     return _descriptors(np.arange(count, dtype=np.uint64) * np.uint64(size) + np.uint64(address), size)
@@ -189,7 +189,7 @@ def _descriptors(addresses: Any, size: int) -> Any:
 
 
 def make_agent() -> Any:
-    """A NIXL agent of this process. Raises InvalidArgument where NIXL is not installed, or has no transport."""
+    """Return a NIXL agent of this process. Raises InvalidArgument where NIXL is not installed, or has no transport."""
     for package in NIXL_PACKAGES:
         try:
             api = importlib.import_module(f"{package}._api")

@@ -94,7 +94,7 @@ class Offers:
             raise StreamIncomplete("the transfer ended while it was fetched")
 
     def end(self, offer: Offer, reason: str) -> bool:
-        """The blocks are no longer held; whether they were until now."""
+        """Return the blocks are no longer held; whether they were until now."""
         if self._offers.pop(offer.transfer_id, None) is None:
             return False
         if offer.timer is not None:

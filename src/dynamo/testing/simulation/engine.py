@@ -30,14 +30,14 @@ class _Prefix:
         self._state.update(b",".join(b"%d" % token for token in prompt))
 
     def next(self) -> int:
-        """The token that follows, which then belongs to the prefix."""
+        """Return the token that follows, which then belongs to the prefix."""
         token = _ALPHABET[self._state.digest()[0] % len(_ALPHABET)]
         self._state.update(b",%d" % token)
         return token
 
 
 def continuation(prompt: Sequence[int], count: int, *, seed: int = 0) -> list[int]:
-    """The first `count` tokens that every `PrefixEngine` says after `prompt`."""
+    """Return the first `count` tokens that every `PrefixEngine` says after `prompt`."""
     prefix = _Prefix(prompt, seed)
     return [prefix.next() for _ in range(count)]
 

@@ -62,7 +62,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._now += max(0.0, seconds)
 
     def select(self, timeout: float | None) -> list[Any]:
-        """The selector's part: nothing ever arrives from outside, so the sleep is over at once."""
+        """Return the selector's part: nothing ever arrives from outside, so the sleep is over at once."""
         self.turns += 1
         if timeout is None:
             raise NothingWillHappen("every task waits for another one, and no timer is set")
@@ -83,7 +83,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise OutsideWorld("another thread called into a simulated loop; simulated code has one thread")
 
     def armed(self) -> list[asyncio.TimerHandle]:
-        """The timers that will still fire."""
+        """Return the timers that will still fire."""
         return [handle for handle in self._scheduled if not handle.cancelled()]
 
     # -- threads -----------------------------------------------------------------------------------------------------

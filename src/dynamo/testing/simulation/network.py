@@ -84,7 +84,7 @@ class Network:
         self.on_breach: Callable[[str], None] = lambda text: None
 
     def plane(self, process: str) -> MemoryPlane:
-        """The plane as one process sees it."""
+        """Return the plane as one process sees it."""
         return _ProcessPlane(self, process)
 
     def announce(self, instance_id: int, process: str) -> None:
@@ -196,7 +196,7 @@ class Link:
         self._caller_lost("the worker was killed")
 
     def _caller_lost(self, why: str) -> list[Wire]:
-        """The caller's end of every stream is lost; returns them all."""
+        """Return the caller's end of every stream is lost; returns them all."""
         self.is_connected = False
         wires = list(self.wires)
         for wire in wires:

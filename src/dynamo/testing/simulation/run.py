@@ -304,7 +304,7 @@ class _Run(logging.Handler):
     # -- faults ------------------------------------------------------------------------------------------------------
 
     def _take(self, number: int, point: int, kinds: frozenset[Kind], *processes: str) -> list[Fault]:
-        """The faults that are due now, at one of these processes; each fires once."""
+        """Return the faults that are due now, at one of these processes; each fires once."""
         if not self._pending:
             return []
         due = [
@@ -507,7 +507,7 @@ class _Run(logging.Handler):
             self.breach("lost", f"request {visit.plan.number} failed with {status} without a reason: {answer.error}")
 
     def _was_crowded(self, visit: Visit) -> bool:
-        """Whether its frontend had no room for a request of this urgency when it said so."""
+        """Return whether its frontend had no room for a request of this urgency when it said so."""
         places, age = self.scenario.model_places, self.scenario.queue_age_seconds
         now, priority = visit.answered_at or 0.0, visit.plan.priority
         others = [
@@ -539,12 +539,12 @@ class _Run(logging.Handler):
             self.breach("overload", f"{frontend} serves {sorted(served)}, and has {self.scenario.model_places} places")
 
     def _somebody_was_left(self) -> bool:
-        """Whether one worker at least was never touched by what happened, and everybody knew of it."""
+        """Return whether one worker at least was never touched by what happened, and everybody knew of it."""
         touched = sum(fault.kind in WORKER_KINDS for fault in self.fired)
         return {fault.kind for fault in self.fired} <= WORKER_KINDS | HARMLESS and touched < self.scenario.workers
 
     def _silent_seconds(self) -> float:
-        """How long a frontend may have heard nothing, by its clock: a jump alone is caught up with, a delay after it not."""
+        """Return how long a frontend may have heard nothing, by its clock: a jump alone is caught up with, a delay after it not."""
         if not any(fault.kind is Kind.DELAY for fault in self.fired):
             return 0.0
         return sum(fault.seconds for fault in self.fired if fault.kind in (Kind.DELAY, Kind.CLOCK_JUMP))
@@ -663,5 +663,5 @@ _CLUSTER_KINDS: Final = frozenset(Kind) - _CLIENT_KINDS - _ENGINE_KINDS
 
 
 def _value(gauge: Any) -> float:
-    """What a gauge of our registry says."""
+    """Return what a gauge of our registry says."""
     return float(gauge.value)

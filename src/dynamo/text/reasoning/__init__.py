@@ -28,17 +28,17 @@ class ReasoningFormat:
     marks: tuple[str, str] = (OPENING, CLOSING)  # must stand in the text, also where they are special tokens
 
     def applies(self, thinking: bool | None) -> bool:
-        """Whether to parse. `thinking` is what the request (or the model's default) says; None: nothing."""
+        """Return whether to parse. `thinking` is what the request (or the model's default) says; None: nothing."""
         if self.needs_thinking:
             return thinking is True
         return not (self.heeds_off and thinking is False)
 
     def begins_inside(self, prompt: str) -> bool:
-        """Whether the answer begins as reasoning behind this prompt (its last characters are enough)."""
+        """Return whether the answer begins as reasoning behind this prompt (its last characters are enough)."""
         return self.starts_inside or prompt.rstrip(WHITE_SPACE).endswith(OPENING)
 
     def parser(self, *, begins_inside: bool, json_is_content: bool = False) -> ReasoningParser:
-        """A parser for one choice."""
+        """Return a parser for one choice."""
         return ThinkParser(starts_inside=begins_inside, json_is_content=json_is_content)
 
 

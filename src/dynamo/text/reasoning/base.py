@@ -23,9 +23,9 @@ class ReasoningParser(Protocol):
         ...
 
     def push(self, text: str) -> list[Content | Reasoning]:
-        """The next piece of text, which may be empty."""
+        """Return the next piece of text, which may be empty."""
         ...
 
     def finish(self) -> list[Content | Reasoning]:
-        """The text has ended: what was held back. Call it once; nothing may be pushed behind it."""
+        """Return the text has ended: what was held back. Call it once; nothing may be pushed behind it."""
         ...

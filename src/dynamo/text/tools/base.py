@@ -20,11 +20,11 @@ class ToolParser(Protocol):
     """
 
     def push(self, text: str) -> list[OutputEvent]:
-        """The next piece of text, which may be empty."""
+        """Return the next piece of text, which may be empty."""
         ...
 
     def finish(self, *, keeps_cut_call: bool = False) -> list[OutputEvent]:
-        """The text has ended: what was held back. Call it once; nothing may be pushed behind it.
+        """Return the text has ended: what was held back. Call it once; nothing may be pushed behind it.
 
         `keeps_cut_call`: a call had to come, so what there is of one that was cut off is that call and no content.
         """

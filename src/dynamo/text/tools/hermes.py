@@ -35,7 +35,7 @@ _OPEN: Final = MarkerSearch(OPENING)
 
 
 def call_tag(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """A call of this function as one tag of a structural tag."""
+    """Return a call of this function as one tag of a structural tag."""
     return {
         "begin": f'{OPENING}\n{{"name": "{name}", "arguments": ',
         "content": {"type": "json_schema", "json_schema": parameters},

@@ -34,13 +34,13 @@ class Question:
 
 
 def is_held_out(key: str) -> bool:
-    """Whether a problem is for the examination, not for training."""
+    """Return whether a problem is for the examination, not for training."""
     digest = blake2b(key.lower().encode(), digest_size=8).digest()
     return int.from_bytes(digest) % HELD_OUT_SHARE == 0
 
 
 def phrase(rng: Random, wordings: Sequence[str], **values: object) -> str:
-    """One of the wordings, filled in, and sometimes written as carelessly as people write."""
+    """Return one of the wordings, filled in, and sometimes written as carelessly as people write."""
     text = rng.choice(wordings).format(**values)
     roll = rng.random()
     if roll < 0.12:

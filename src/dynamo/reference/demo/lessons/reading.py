@@ -52,7 +52,7 @@ class _Text:
         return " ".join(fact[0].format(n=subject, v=value) for subject, fact, value in self.told)
 
     def question(self, rng: Random, framed: Callable[[str], str]) -> Question:
-        """One question; `framed` puts it into the message."""
+        """Return one question; `framed` puts it into the message."""
         subject, fact, value = rng.choice(self.told)
         thought = "the text says: " + fact[0].format(n=subject, v=value)
         answer = value
@@ -96,7 +96,7 @@ def _text(rng: Random) -> _Text:
 
 
 def described(rng: Random) -> tuple[str, dict[str, int | str]]:
-    """(a sentence about someone or something, what it says by key), for answers that are whole JSON objects."""
+    """Return (a sentence about someone or something, what it says by key), for answers that are whole JSON objects."""
     who, where, age = name(rng), place(rng), rng.randint(1, 99)
     job, pet, thing = rng.choice(JOBS), rng.choice(ANIMALS), rng.choice(THINGS)
     colour, price, other = rng.choice(COLOURS), rng.randint(1, 999), name(rng)

@@ -106,7 +106,7 @@ _TOOLS: Final = (
 
 
 def offered(rng: Random, *, wanted: bool = True) -> tuple[list[dict[str, Any]], Call]:
-    """(tools as a client sends them, a request for one of them); not `wanted`: for one that is not there."""
+    """Return (tools as a client sends them, a request for one of them); not `wanted`: for one that is not there."""
     count = rng.choice((1, 1, 2, 2, 3))
     chosen = rng.sample(_TOOLS, count if wanted else count + 1)
     while not wanted and chosen[0].results is _NUMBER:  # sums it can do without a tool
@@ -121,7 +121,7 @@ def offered(rng: Random, *, wanted: bool = True) -> tuple[list[dict[str, Any]], 
 
 
 def report(result: dict[str, int | str]) -> str:
-    """How a tool's answer is told: one rule for every tool."""
+    """Return how a tool's answer is told: one rule for every tool."""
     return ", ".join(f"{key}: {value}" for key, value in result.items())
 
 
@@ -157,7 +157,7 @@ def _build(rng: Random, tool: _Tool) -> tuple[dict[str, Any], Call]:
 
 
 def _said(rng: Random, about: str) -> str:
-    """What a tool does, as one or another client would write it: "Get the time", "Gets the time", "The time"."""
+    """Return what a tool does, as one or another client would write it: "Get the time", "Gets the time", "The time"."""
     verb, rest = about.split(" ", 1)
     roll = rng.random()
     if roll < 0.5:
@@ -178,7 +178,7 @@ def _shuffled(rng: Random, value: Any) -> Any:
 
 
 def _made_up(rng: Random) -> _Tool:
-    """A tool that only its own text describes."""
+    """Return a tool that only its own text describes."""
     verb, noun = (word(rng) for _ in range(2))
     is_number = rng.random() < 0.5
     parameter = _Parameter(

@@ -93,7 +93,7 @@ _CODAS: Final = ("", "", "", *_listed("n r s t l m k p d g x nd rt st ck"))
 
 
 def pseudo_word(rng: Random) -> str:
-    """A word that nobody has seen before, mostly pronounceable; 3 to 9 letters."""
+    """Return a word that nobody has seen before, mostly pronounceable; 3 to 9 letters."""
     if rng.random() < 0.15:
         return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(3, 8)))
     text = ""
@@ -103,7 +103,7 @@ def pseudo_word(rng: Random) -> str:
 
 
 def word(rng: Random) -> str:
-    """A word to spell, count or turn round; half of them exist."""
+    """Return a word to spell, count or turn round; half of them exist."""
     return rng.choice(WORDS) if rng.random() < 0.5 else pseudo_word(rng)
 
 
