@@ -17,25 +17,11 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from types import NoneType
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from dynamo.errors import (
-    DynamoException,
-    InvalidArgument,
-    Overloaded,
-    RouterQueueLimitExceeded,
-    SelectionServiceError,
-    Unknown,
-    WorkerUnavailable,
-    describe,
-    http_assertion,
-    kind_of,
-    revive,
-)
-from dynamo.runtime.request_plane.base import OBJECT_INDEX, StreamItem
+from dynamo.errors import DynamoException, Overloaded, WorkerUnavailable
 
 MAX_MESSAGE_BYTES: Final = 32 * 1024 * 1024  # a whole request frame; DYN_TCP_MAX_MESSAGE_SIZE
 MAX_CONTROL_BYTES: Final = 128 * 1024  # the header of a two-part frame
@@ -47,7 +33,7 @@ PREFIX: Final = struct.Struct(">QQQ")
 
 Codec = Literal["json", "msgpack"]
 
-_UNREADABLE: Final = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)  # what decoding hostile bytes raises
+UNREADABLE: Final = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)  # what decoding hostile bytes raises
 
 
 class MalformedFrame(Exception):
@@ -125,7 +111,7 @@ def _headers(raw: bytes) -> dict[str, str]:
         return {}
     try:
         return msgspec.json.decode(raw, type=dict[str, str])
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MalformedFrame(f"headers are not a JSON object of strings: {error}") from error
 
 
@@ -326,7 +312,7 @@ def response_at(address: str, subject: str, request_id: str) -> ConnectionInfo:
 
 def encode_body(body: Any, codec: Codec) -> bytes:
     """The body of a request. Raises TypeError (or another error of the encoder) for what the codec cannot carry."""
-    return _REQUEST.encode(body) if codec == "msgpack" else _JSON.encode(_bytes_as_lists(body))
+    return _REQUEST.encode(body) if codec == "msgpack" else JSON.encode(bytes_as_lists(body))
 
 
 PROMPT_TOKENS_HEADER: Final = "x-dynamo-prompt-tokens"
@@ -338,7 +324,7 @@ def decode_control(header: bytes) -> ControlMessage:
     """Raises `MalformedFrame` naming the field."""
     try:
         return msgspec.json.decode(header, type=ControlMessage)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MalformedFrame(f"control message: {error}") from error
 
 
@@ -362,7 +348,7 @@ def _call_home(control: ControlMessage, name: str, connection: ConnectionInfo, s
         )
     try:
         call_home = msgspec.json.decode(connection.info, type=CallHome)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MalformedFrame(f"{name}.info: {error}") from error
     if call_home.context != control.id:
         raise MalformedFrame(f"{name} names context {call_home.context!r}, the request is {control.id!r}")
@@ -378,7 +364,7 @@ def decode_body(data: bytes, codec: str) -> Any:
             return msgspec.msgpack.decode(data)
         if codec == "json":
             return msgspec.json.decode(data)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MalformedFrame(f"body is not {codec}: {error}") from error
     raise MalformedFrame(f"payload_codec {codec!r} is neither json nor msgpack")
 
@@ -408,7 +394,7 @@ def control_word(frame: TwoPart) -> ControlWord:
     if not frame.data:
         try:
             word = msgspec.json.decode(frame.header)
-        except _UNREADABLE:
+        except UNREADABLE:
             word = None
         if word == "stop":
             return "stop"
@@ -434,7 +420,7 @@ def decode_handshake(frame: TwoPart) -> Handshake:
         raise MalformedFrame("the first frame of a call-home connection carries data")
     try:
         return msgspec.json.decode(frame.header, type=Handshake)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MalformedFrame(f"call-home handshake: {error}") from error
 
 
@@ -444,214 +430,22 @@ def decode_prologue(frame: TwoPart) -> str | None:
         raise MalformedFrame("the stream began without a prologue")
     try:
         return msgspec.json.decode(frame.header, type=_Prologue).error
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MalformedFrame(f"prologue: {error}") from error
 
 
-_MSGPACK: Final = msgspec.msgpack.Encoder()
 _REQUEST: Final = msgspec.msgpack.Encoder(uuid_format="bytes")  # 1.6.1 refuses a request with a UUID as text
-_JSON: Final = msgspec.json.Encoder()
-_NO_PREFIX: Final = bytes(PREFIX.size)
+JSON: Final = msgspec.json.Encoder()
 
 
-def append_item(out: bytearray, annotated: Mapping[str, Any], codec: Codec) -> None:
-    """Append one item frame; `annotated` is {data?, id?, event?, comment?, error?}.
-
-    Raises TypeError (or another error of the encoder) for what the codec cannot carry, leaving `out` as it was.
-    """
-    start = len(out)
-    out += _NO_PREFIX
-    try:
-        if codec == "msgpack":
-            _MSGPACK.encode_into({"data": annotated, "complete_final": False}, out, -1)
-        else:
-            _JSON.encode_into({"data": _bytes_as_lists(annotated), "complete_final": False}, out, -1)
-    except BaseException:
-        del out[start:]
-        raise
-    PREFIX.pack_into(out, start, 0, len(out) - start - PREFIX.size, 0)
-
-
-FINAL_ITEM: Final[Mapping[Codec, bytes]] = {
-    "msgpack": encode_two_part(b"", _MSGPACK.encode({"complete_final": True})),
-    "json": encode_two_part(b"", _JSON.encode({"complete_final": True})),
-}
-
-
-class Annotated(msgspec.Struct, omit_defaults=True, gc=False):
-    """What travels in one item; an absent member is UNSET, so that a null stays one."""
-
-    data: Any = msgspec.UNSET
-    id: Any = msgspec.UNSET
-    event: Any = msgspec.UNSET
-    comment: Any = msgspec.UNSET
-    error: Any = msgspec.UNSET
-
-
-class ResponseFrame(msgspec.Struct, gc=False):
-    """One data frame of a response stream."""
-
-    data: Annotated | None = None
-    complete_final: bool = False
-
-
-_ITEM_DECODERS: Final[Mapping[Codec, Any]] = {
-    "msgpack": msgspec.msgpack.Decoder(ResponseFrame),
-    "json": msgspec.json.Decoder(ResponseFrame),
-}
-
-
-def decode_item(data: bytes | bytearray, codec: Codec) -> ResponseFrame:
-    """One data frame of a response stream. Raises `MalformedFrame`."""
-    try:
-        frame: ResponseFrame = _ITEM_DECODERS[codec].decode(data)
-    except _UNREADABLE as error:
-        raise MalformedFrame(f"item is not {codec}: {error}") from error
-    return frame
-
-
-def bare_item(data: bytes | bytearray, codec: Codec) -> dict[str, Any]:
-    """The data of an item that is no annotated envelope: a few endpoints of 1.6 (KV queries) wrap nothing."""
-    decode = msgspec.msgpack.decode if codec == "msgpack" else msgspec.json.decode
-    try:
-        found = decode(data, type=dict[str, Any])["data"]
-    except (*_UNREADABLE, KeyError) as error:
-        raise MalformedFrame(f"item is not {codec}: {error}") from error
-    return found if isinstance(found, dict) else {"data": found}
-
-
-def failure_of(annotated: Annotated) -> DynamoException | None:
-    """The error that an item carries, which ends its stream; None for any other item."""
-    if annotated.event != "error":
-        return None
-    if isinstance(annotated.error, dict):
-        error = revive(annotated.error)
-        if (asserted := _asserted_in(error)) is not None:
-            return asserted
-        match annotated.error.get("public"):
-            case {"message": str(text)} if text != str(error):
-                error.args = (text,)  # what was written for clients, without the prefixes meant for logs
-        return error
-    comment = annotated.comment
-    texts = comment if isinstance(comment, list) else ()
-    return Unknown("; ".join(map(str, texts)) or "the worker sent an error without a text")
-
-
-def _asserted_in(error: DynamoException) -> DynamoException | None:
-    """The error of a status that the engine asserted: 1.6.1 sends it under several types, we under two."""
-    asserted = http_assertion(Unknown(str(error)))
-    if asserted is None or asserted[0] in (499, 503, 529) or not 400 <= asserted[0] < 600:
-        return None
-    claim: DynamoException = Unknown(str(error))
-    if asserted[0] < 500:
-        claim = InvalidArgument(str(error))
-        claim.public = False
-    claim.is_reported = error.is_reported
-    claim.__cause__ = error.__cause__
-    return claim
-
-
-def stream_item(annotated: Annotated) -> StreamItem:
-    """An item as the planes see it; its offset (or cost) is for the caller to fill in.
-
-    The wire does not say what is a chunk of tokens: it is one when it is nothing but data with `token_ids` and `index`, as
-    every engine's chunk is. Its null members are left out.
-    """
-    data = annotated.data
-    if (
-        type(data) is dict
-        and type(token_ids := data.get("token_ids")) is list
-        and type(index := data.get("index", "")) in (int, NoneType)
-        and (index is None or index >= 0)
-        and ((len(token_ids) == 1 and type(token_ids[0]) is int) or {int}.issuperset(map(type, token_ids)))
-        and annotated.event is annotated.comment is annotated.id is msgspec.UNSET
-    ):
-        extra = {key: value for key, value in data.items() if value is not None}
-        del extra["token_ids"]
-        extra.pop("index", None)
-        if extra.get("output_type") == "text":
-            del extra["output_type"]  # 1.6 says so with every chunk
-        if not extra:
-            return StreamItem(0, index or 0, 0, token_ids)
-        reason = extra.pop("finish_reason", None)
-        return StreamItem(0, index or 0, 0, token_ids, reason, extra or None)
-    envelope = {
-        name: value
-        for name in ("data", "id", "event", "comment")
-        if (value := getattr(annotated, name)) is not msgspec.UNSET
-    }
-    return StreamItem(0, OBJECT_INDEX, 0, [], None, envelope)
-
-
-def error_item(error: BaseException) -> dict[str, Any]:
-    """The annotated envelope that ends a stream with an error."""
-    return {"event": "error", "error": error_record(error)}
-
-
-def error_record(error: BaseException) -> dict[str, Any]:
-    """`errors.describe` in the dialect of 1.6.1: what a frontend of that version turns into the right HTTP status."""
-    record = describe(error)
-    asserted = http_assertion(error)
-    if asserted is not None:
-        # A status the engine asserts travels as JSON in the message; there is no text for clients.
-        status, message = asserted
-        record["error_type"], record["class"], record["reason"] = _asserted_as(status)
-        record["message"] = json.dumps({"message": message, "code": status})
-        record.pop("public", None)
-        return record
-    kind = kind_of(error)
-    # 1.6.1 answers 500 to a reason it does not list under the record's class, whatever the class says.
-    record["reason"] = _REASONS.get(kind, record["reason"])
-    record["error_type"] = _ERROR_TYPES.get(kind, record["error_type"])
-    return record
-
-
-def _asserted_as(status: int) -> tuple[str, str, str]:
-    """Type, class and reason that 1.6.1 gives a status which an engine asserts."""
-    if (found := _ASSERTED.get(status)) is not None:
-        return found
-    if 400 <= status < 500:
-        return "InvalidArgument", "InvalidRequest", "request.invalid"
-    return "Unknown", "Internal", "runtime.internal"
-
-
-_ASSERTED: Final[Mapping[int, tuple[str, str, str]]] = {
-    401: ("Unknown", "Unauthenticated", "request.unauthenticated"),
-    403: ("Unknown", "PermissionDenied", "request.permission_denied"),
-    404: ("Unknown", "NotFound", "request.not_found"),
-    408: ("ResponseTimeout", "DeadlineExceeded", "request.deadline_exceeded"),
-    409: ("Unknown", "Conflict", "request.conflict"),
-    413: ("InvalidArgument", "PayloadTooLarge", "request.payload_too_large"),
-    415: ("InvalidArgument", "UnsupportedMedia", "request.unsupported_media"),
-    429: ("ResourceExhausted", "RateLimited", "request.rate_limited"),
-    431: ("InvalidArgument", "PayloadTooLarge", "request.payload_too_large"),
-    499: ("Cancelled", "Cancelled", "request.cancelled"),
-    501: ("Unknown", "NotImplemented", "runtime.not_implemented"),
-    502: ("Unknown", "BackendProtocol", "backend.protocol"),
-    503: ("Unavailable", "Unavailable", "backend.unavailable"),
-    504: ("ResponseTimeout", "DeadlineExceeded", "request.deadline_exceeded"),
-    529: ("ResourceExhausted", "CapacityExhausted", "capacity.exhausted"),
-}
-
-_REASONS: Final[Mapping[type[DynamoException], str]] = {
-    Overloaded: "capacity.worker_overloaded",
-    RouterQueueLimitExceeded: "capacity.exhausted",
-    SelectionServiceError: "backend.unknown",
-}
-_ERROR_TYPES: Final[Mapping[type[DynamoException], Any]] = {  # kinds of ours that 1.6.1 has no type for
-    RouterQueueLimitExceeded: "ResourceExhausted",  # never migrated, like ours
-    SelectionServiceError: {"Backend": "Unknown"},
-}
-
-
-def _bytes_as_lists(value: Any) -> Any:
+def bytes_as_lists(value: Any) -> Any:
     """The JSON codec has no binary: bytes travel as a list of numbers, as in 1.6."""
     if isinstance(value, bytes | bytearray | memoryview):
         return list(value)
     if isinstance(value, Mapping):
-        return {key: _bytes_as_lists(member) for key, member in value.items()}
+        return {key: bytes_as_lists(member) for key, member in value.items()}
     if isinstance(value, list | tuple) and not _all_numbers(value):
-        return [_bytes_as_lists(member) for member in value]
+        return [bytes_as_lists(member) for member in value]
     return value
 
 

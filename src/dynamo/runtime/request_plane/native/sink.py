@@ -11,17 +11,15 @@ from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.limits import Refused, uncounted
 from dynamo.runtime.log_rate import LogRate
 from dynamo.runtime.request_plane.native.frames import (
-    FINAL_ITEM,
     PROLOGUE_OK,
     SENTINEL,
     Codec,
     MalformedFrame,
     TwoPartDecoder,
-    append_item,
     control_word,
-    error_item,
     handshake,
 )
+from dynamo.runtime.request_plane.native.items import FINAL_ITEM, append_item, error_item
 
 logger = logging.getLogger(__name__)
 

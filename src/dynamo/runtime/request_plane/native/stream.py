@@ -19,12 +19,9 @@ from dynamo.runtime.request_plane.native.frames import (
     MalformedFrame,
     TwoPart,
     TwoPartDecoder,
-    bare_item,
-    decode_item,
     decode_prologue,
-    failure_of,
-    stream_item,
 )
+from dynamo.runtime.request_plane.native.items import bare_item, decode_item, failure_of, stream_item
 from dynamo.runtime.request_plane.stream import StreamBuffer, StreamState
 
 logger = logging.getLogger(__name__)
