@@ -243,7 +243,7 @@ def kind_of(error: BaseException) -> type[DynamoException]:
 
 
 def rule_of(error: BaseException) -> Rule:
-    """Return what `error` means to an HTTP client, a router and the native wire."""
+    """Return how an HTTP client, a router and the native wire see `error`."""
     return RULES[kind_of(error)]
 
 
@@ -251,21 +251,21 @@ _LEAVING: Final = (EngineShutdown, StreamIncomplete)  # what a worker says itsel
 
 
 def inhibits(error: BaseException) -> bool:
-    """Return whether the instance is left out for a while. A worker that reports a lost connection lost one of its own."""
+    """Return whether the error opens the instance's circuit. A worker that reports a lost connection lost one of its own."""
     if not rule_of(error).inhibits:
         return False
     return not (isinstance(error, DynamoException) and error.is_reported) or isinstance(error, _LEAVING)
 
 
 def is_answer(error: BaseException) -> bool:
-    """Return whether the error shows that the peer can be reached, and serves."""
+    """Return whether the error shows that the peer is reachable and serves."""
     if not (isinstance(error, DynamoException) and error.is_reported):
         return False
     return not isinstance(error, (*_LEAVING, WorkerUnavailable))
 
 
 def text_of(error: BaseException) -> str:
-    """Return `"{Kind}: {message}"`, the form operators see."""
+    """Format an error as `"{Kind}: {message}"`, the form operators see."""
     return f"{kind_of(error).__name__}: {error}"
 
 

@@ -148,7 +148,7 @@ def endpoint_path(config: WorkerConfig) -> str:
 
 
 def on_planes(config: WorkerConfig, *, discovery: str, requests: str) -> WorkerConfig:
-    """Return the configuration on planes that need no service, whatever the engine's flags default to."""
+    """Return the configuration with planes that need no service, whatever the engine's flags default to."""
     event_plane = None if config.event_plane == "nats" else config.event_plane
     return dataclasses.replace(
         config, discovery_backend=discovery, request_plane=requests, response_plane="tcp", event_plane=event_plane

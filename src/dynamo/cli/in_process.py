@@ -140,7 +140,7 @@ class _OneProcess:
 
 
 def _frontend_runtime() -> DistributedRuntime:
-    """Return a runtime without a status server: that one is the workers'."""
+    """Make a runtime without a status server; the worker processes have the status servers."""
     system_port = os.environ.pop("DYN_SYSTEM_PORT", None)
     try:
         return DistributedRuntime(asyncio.get_running_loop(), "mem", "mem")

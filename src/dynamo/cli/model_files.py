@@ -16,7 +16,7 @@ DESCRIPTIONS: Final = frozenset({"config.json", "tokenizer.json", "tokenizer_con
 
 
 def describe_model_file(path: Path) -> str:
-    """Return one sentence for somebody who asked to serve the file `path`."""
+    """Return one sentence of advice on serving the file `path`."""
     suffix = _kind_of(path)
     match suffix:
         case ".gguf":
@@ -35,7 +35,7 @@ def describe_model_file(path: Path) -> str:
 
 
 def _kind_of(path: Path) -> str:
-    """Return the suffix that fits the content, where the content tells; else the name's."""
+    """Return the suffix that fits the content, where the content identifies it; else the name's suffix."""
     try:
         with path.open("rb") as file:
             head = file.read(4)

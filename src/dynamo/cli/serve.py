@@ -266,7 +266,7 @@ def _converted(path: Path, name: str, value: object, action: argparse.Action) ->
 def _chaos(
     path: Path | None, is_allowed: bool, engine_args: list[str], env: Mapping[str, str], *, is_one_process: bool
 ) -> Path | None:
-    """Return the plan, read once here so that a mistake in it is said before anything starts."""
+    """Read the fault plan, so that a mistake in the plan is reported before anything starts."""
     named = env.get("DYN_CHAOS", "").strip()
     path = path or (Path(named) if named else None)
     if any(argument.partition("=")[0] == "--chaos" for argument in engine_args):
@@ -313,7 +313,7 @@ def _check_planes(engine_args: list[str]) -> None:
 
 @contextmanager
 def _store(kept: Path | None) -> Iterator[Path]:
-    """Provide the discovery directory."""
+    """Provide the discovery directory for the time of the block."""
     if kept is not None:
         try:
             kept.mkdir(parents=True, exist_ok=True)

@@ -172,7 +172,7 @@ def _members(raw: Any) -> Mapping[str, Any]:
 
 
 def _tier(medium: Any) -> str | None:
-    """Return the storage tier; None for a medium nobody knows."""
+    """Return the storage tier; None for an unknown medium."""
     return "device" if medium is None else _TIERS.get(medium.upper()) if isinstance(medium, str) else None
 
 

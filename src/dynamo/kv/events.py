@@ -47,7 +47,7 @@ _EVENTS: Final = msgspec.msgpack.Decoder(list[RouterEvent] | RouterEvent)
 
 
 def read_events(payload: bytes) -> list[RouterEvent]:
-    """Return the events of one message. Raises BadEvents."""
+    """Decode the events of one message. Raises BadEvents."""
     try:
         found = _EVENTS.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
@@ -56,7 +56,7 @@ def read_events(payload: bytes) -> list[RouterEvent]:
 
 
 def read_answer(item: Any) -> KvAnswer:
-    """Return an answer, which is an object with one member: its kind. Raises BadEvents."""
+    """Decode an answer, which is an object with one member, named by its kind. Raises BadEvents."""
     if not isinstance(item, dict) or len(item) != 1:
         raise BadEvents(f"expected an object with one member, got {type(item).__name__}")
     ((kind, body),) = item.items()

@@ -82,7 +82,7 @@ class KvLedger:
             parent = block_hash
 
     def _remove(self, tier: str, block_hash: int) -> bool:
-        """Return whether routers should forget it."""
+        """Remove a block; return whether routers should forget the block."""
         held = self._tiers.get(tier, {})
         known = held.get(block_hash)
         if known is None:
@@ -97,7 +97,7 @@ class KvLedger:
     # -- questions ---------------------------------------------------------------------------------------------------
 
     def answer(self, start: int | None, end: int | None) -> dict[str, Any]:
-        """Return everything from event `start` on (None, or too long ago: a dump). `end` is what the asker knows of, at least."""
+        """Return the events from `start` on, or a dump (`start` None or too old). `end`: the last event known to the caller."""
         newest = self._next_id - 1
         if start is None:
             return self._dump()

@@ -59,7 +59,7 @@ class CircuitBreaker:
         return False
 
     def record_request(self, instance_id: int, now: float) -> bool:
-        """Return note that a request is sent there; return whether it is a probe."""
+        """Record a request sent to the instance; return whether the request is a probe."""
         circuit = self._open.get(instance_id)
         if circuit is None or now < circuit.until:
             return False
@@ -76,5 +76,5 @@ class CircuitBreaker:
         self._open.pop(instance_id, None)
 
     def open_circuits(self, now: float) -> frozenset[int]:
-        """Return the ids to be left out at `now`: those whose time is not over."""
+        """Return the ids to exclude at `now`: those whose circuit is still open."""
         return frozenset([known for known, circuit in self._open.items() if now < circuit.until])

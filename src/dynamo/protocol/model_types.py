@@ -62,7 +62,7 @@ class ModelType(IntFlag):
     Rerank = 1 << 11
 
     def __str__(self) -> str:
-        """Return the card's spelling; no bits are the empty string."""
+        """Return the spelling of the card; no bits give the empty string."""
         return " | ".join(flag.name or "" for flag in type(self) if flag in self)
 
     @classmethod

@@ -80,7 +80,7 @@ class BlockPool:
         return self.blocks - self.available
 
     def match(self, hashes: Sequence[int]) -> list[int]:
-        """Return the blocks of the longest cached beginning; nothing is taken yet."""
+        """Return the blocks of the longest cached prefix; takes no block yet."""
         found: list[int] = []
         for block_hash in hashes if self.prefix_caching else ():
             block = self._named.get(block_hash)
@@ -136,7 +136,7 @@ class BlockPool:
         return len(names)
 
     def take_events(self) -> list[BlockEvent]:
-        """Return what changed since the last call, in order."""
+        """Return the changes since the last call, in order."""
         events, self._events = self._events, []
         return events
 

@@ -201,7 +201,7 @@ def _rope_scaling(fields: _Fields) -> RopeScaling | None:
 
 
 def _special_tokens(directory: Path, source: _Fields) -> tuple[int | None, list[int]]:
-    """Return (bos, eos ids). The generation config knows better than the model's: it lists every end-of-turn token."""
+    """Return (bos, eos ids). The generation config wins over the model config: it lists every end-of-turn token."""
     values = source.values
     generation = directory / "generation_config.json"
     if generation.is_file():
@@ -237,7 +237,7 @@ def _sampling_defaults(directory: Path) -> SamplingDefaults:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON file that holds one object. Raises InvalidArgument naming the file."""
+    """Read a JSON file that holds one object. Raises InvalidArgument naming the file."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:

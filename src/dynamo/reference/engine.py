@@ -253,7 +253,7 @@ class ReferenceEngine(LLMEngine):
             raise EngineShutdown("this engine was cleaned up while it started")
 
     async def is_quiescent(self) -> bool | None:
-        """Return whether no decode worker may come for blocks any more; asked of prefill workers before they leave."""
+        """Return whether no decode worker may fetch blocks any more; prefill workers check this before they leave."""
         return self._prefill is None or self._prefill.is_quiescent
 
     async def abort(self, context: Context) -> None:
@@ -430,7 +430,7 @@ class StepThread:
             self._call([partial(self.answer_nobody, failure), partial(self._on_failure, failure)])
 
     def _next(self) -> list[Command] | None:
-        """Return what to do before the next step, once there is one to make; None: end."""
+        """Wait for the next step; return what to do before the step; None: end."""
         with self._wake:
             while not self._is_closing and not self._inbox and self._core.is_idle:
                 self._wake.wait(IDLE_SECONDS)
@@ -551,7 +551,7 @@ class _Stream:
             raise self._error
 
     def take(self) -> list[GenerateChunk]:
-        """Return what has arrived. The chunk that ends the last choice counts the whole stream."""
+        """Return the chunks that have arrived. The chunk that ends the last choice counts the whole stream."""
         chunks = list(self._chunks)
         self._chunks.clear()
         for chunk in chunks:
@@ -563,7 +563,7 @@ class _Stream:
         return chunks
 
     def cancelled(self) -> list[GenerateChunk]:
-        """Return the last chunks of a request that was stopped: what had arrived, then the end of every open choice."""
+        """Return the last chunks of a stopped request: those that had arrived, then the end of every open choice."""
         chunks = self.take()
         for index in sorted(self._open):
             chunks.append(final_chunk("cancelled", index=index))

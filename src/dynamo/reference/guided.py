@@ -184,7 +184,7 @@ class Guides:
         return guide.copy()
 
     def has(self, spec: GuideSpec) -> bool:
-        """Return whether `guide` answers at once."""
+        """Return whether `guide` returns at once."""
         return spec in self._compiled or hash(spec) in self._refused
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ def plan_cache(config: ModelConfig, options: Options) -> tuple[int, int]:
 
 
 def available_memory_bytes() -> int | None:
-    """Return memory that is not in use, of the machine or of our part of it; None where nobody says."""
+    """Return the unused memory, in bytes, of the machine or of our part of it; None where the system does not report it."""
     found = [_machine_bytes(), _container_bytes()]
     return min((value for value in found if value is not None), default=None)
 

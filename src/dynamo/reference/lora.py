@@ -96,7 +96,7 @@ def load_adapter(name: str, directory: Path, config: ModelConfig) -> Adapter:
 def _paired(
     tensors: Mapping[str, Array], directory: Path, config: ModelConfig, *, rooted: bool, alpha: float
 ) -> dict[tuple[int, str], LowRank]:
-    """Return (layer, projection) -> its matrices, scaled, every shape checked against the model's."""
+    """Read the matrices by (layer, projection), scaled, with every shape checked against the model's."""
     path = directory / "adapter_model.safetensors"
     sizes = _sizes(config)
     found: dict[tuple[int, str], dict[str, Array]] = {}

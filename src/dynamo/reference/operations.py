@@ -35,7 +35,7 @@ class Steps(Protocol):
     """What operations need of the thread that computes."""
 
     async def ask(self, question: Callable[[Core], T]) -> T:
-        """Return the answer to a question put between two steps."""
+        """Run a question between two steps and return its answer."""
         ...
 
 
@@ -73,7 +73,7 @@ class Operations:
             raise WorkerUnavailable("this engine is paused; POST /engine/control/resume_generation resumes it")
 
     def refusal(self, name: str, body: Mapping[str, Any]) -> Body | None:
-        """Return what is wrong with a control's body, before anything is done."""
+        """Check a control's body before any action; return what is wrong with it."""
         try:
             _checked(body, CONTROLS[name][1])
             if name == "sleep":
@@ -281,7 +281,7 @@ def _directory(body: Mapping[str, Any], name: str) -> Path:
 
 
 def _lora_directory(body: Mapping[str, Any]) -> Path:
-    """Return `lora_path`, or the native form `{"source": {"uri": "file:///..."}}`."""
+    """Read `lora_path`, or the native form `{"source": {"uri": "file:///..."}}`."""
     source = body.get("source")
     if source is None:
         return _directory(body, "lora_path")
@@ -296,7 +296,7 @@ def _described(adapter: Adapter) -> Body:
 
 
 def _read_alike(directory: Path, config: ModelConfig) -> Weights:
-    """Return the weights of a model that differs from ours in nothing that shapes a computation under way."""
+    """Load the weights of a model whose shape does not differ from ours."""
     other = read_model_config(directory)
     # What only says when to end, or how to sample, was fixed when the engine started.
     same = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_ids", "sampling", "context_length")}

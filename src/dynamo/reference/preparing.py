@@ -60,7 +60,7 @@ class Preparation:
         return dict(self._guides.refusals)
 
     def prepare(self, job: Job) -> Job:
-        """Return the job with its steering, brought to where another worker left it. Raises InvalidArgument naming the field."""
+        """Return the job with its steering, advanced to where another worker stopped. Raises InvalidArgument naming the field."""
         guide = None if job.guided is None else self._guides.guide(job.guided)
         original, produced = job.prompt[: len(job.prompt) - job.produced], job.prompt[len(job.prompt) - job.produced :]
         thinking = None

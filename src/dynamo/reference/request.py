@@ -76,7 +76,7 @@ def read_request(
     prompt_tokens: int | None = None,
     adapters: Mapping[str, Adapter] = NO_ADAPTERS,
 ) -> Job:
-    """Return `prompt_tokens`: the prompt's length as the client sent it, where a migration made it longer. `adapters`: loaded.
+    """Parse a request. `prompt_tokens`: the length of the client's prompt, if migrated. `adapters`: the loaded ones.
 
     Raises InvalidArgument naming the field for what cannot be served.
     """
@@ -121,7 +121,7 @@ def read_request(
 
 
 def _adapter(lora_name: str | None, model: Any, adapters: Mapping[str, Adapter]) -> Adapter | None:
-    """Return the adapter a request wants: the router's word, or a model name that is an adapter's."""
+    """Return the adapter of a request: the router's choice, or a model name that is an adapter's."""
     if lora_name is None:
         return adapters.get(model) if isinstance(model, str) else None
     if lora_name not in adapters:
@@ -168,7 +168,7 @@ def _sampling(options: _Group, more: _Group, logprobs: int | None, limits: Limit
 
 
 def _bias(options: _Group, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """Return `logit_bias`: an object from token ids, which JSON writes as strings, to numbers."""
+    """Parse `logit_bias`: an object from token ids, which JSON writes as strings, to numbers."""
     value = options.get("logit_bias") or {}
     try:
         found = tuple((int(token), float(bias)) for token, bias in value.items())
@@ -196,7 +196,7 @@ def _stop(options: _Group, eos_token_ids: Any, limits: Limits, room: int) -> Sto
 
 
 def _eos(token_ids: Any, vocab_size: int) -> frozenset[int]:
-    """Return a tokenizer may know end tokens that the model has no logits for: they cannot come."""
+    """Drop the end tokens that the model has no logits for: the model cannot generate these tokens."""
     return frozenset(token for token in token_ids or () if 0 <= token < vocab_size)
 
 
@@ -219,7 +219,7 @@ class _Group:
         return value
 
     def number(self, name: str, default: float, low: float, high: float, *, above: bool = False) -> float:
-        """Return `above`: `low` itself is not allowed."""
+        """Parse a number in a range. `above`: `low` itself is not allowed."""
         value = self.get(name)
         value = default if value is None else value
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -230,12 +230,12 @@ class _Group:
         return float(value)
 
     def tokens(self, name: str, vocab_size: int, *, others: bool = False) -> tuple[int, ...]:
-        """Return a list of token ids. With `others`, ids outside the vocabulary are dropped and not refused."""
+        """Parse a list of token ids. With `others`, ids outside the vocabulary are dropped and not rejected."""
         value = self.get(name)
         return () if value is None else self._checked(name, value, vocab_size, others=others)
 
     def words(self, name: str, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-        """Return a list of lists of token ids."""
+        """Parse a list of lists of token ids."""
         value = self.get(name)
         value = [] if value is None else value
         if not isinstance(value, list | tuple) or not all(value) or len(value) > MAX_LISTED:

@@ -61,7 +61,7 @@ class PrefillRole:
         return self._sender.offers == 0
 
     def metrics(self, labels: Mapping[str, str]) -> list[TypedFamily]:
-        """Return what `/metrics` says now; `labels` are on every series."""
+        """Return the text for `/metrics`; `labels` are on every series."""
         common = [*labels.items()]
         offers = [(OFFERS, common, self._sender.offers)]
         return [
@@ -70,7 +70,7 @@ class PrefillRole:
         ]
 
     def narrowed(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the request for one token. Raises InvalidArgument for several choices: each has a hand-over of its own."""
+        """Return the request for one token. Raises InvalidArgument for several choices: each would need a hand-off of its own."""
         if ((request.get("sampling_options") or {}).get("n") or 1) != 1:
             raise InvalidArgument("sampling_options.n must be 1 on a prefill worker: send one request for each choice")
         stops = dict(request.get("stop_conditions") or {})
@@ -106,13 +106,13 @@ class DecodeRole:
         await self._receiver.close()
 
     def metrics(self, labels: Mapping[str, str]) -> list[TypedFamily]:
-        """Return what `/metrics` says now; `labels` are on every series."""
+        """Return the text for `/metrics`; `labels` are on every series."""
         return [
             _outcomes("Prompts that a prefill worker had computed, by what came of it", [*labels.items()], self._ends)
         ]
 
     def ticket(self, request: Mapping[str, Any]) -> Ticket | None:
-        """Return where the request's blocks are; None: compute the prompt here. Raises InvalidArgument."""
+        """Return the place of the request's blocks; None: compute the prompt here. Raises InvalidArgument."""
         result = extract_prefill_result(request)
         if result is None:
             if self._required and not is_probe(request):
@@ -124,13 +124,13 @@ class DecodeRole:
         return Ticket.from_params(result.get("disaggregated_params"))
 
     def continued(self, job: Job, request: Mapping[str, Any], ticket: Ticket) -> Job:
-        """Return the job as the prefill worker understood it: a seed of its own choice is ours, too."""
+        """Return the job as the prefill worker parsed it: a seed chosen by the prefill worker is kept."""
         if (request.get("sampling_options") or {}).get("seed") is not None:
             return job
         return replace(job, sampling=replace(job.sampling, seed=ticket.seed))
 
     def can_take(self, job: Job, ticket: Ticket, context: Context) -> bool:
-        """Return whether the blocks are of use; if not, the log says why the prompt is computed here."""
+        """Fetch the blocks; return whether the fetch succeeded; if not, log why the prompt is computed here."""
         if ticket.layout != self._cache.layout:
             why = f"the prefill worker's KV blocks are {ticket.layout}, these are {self._cache.layout}"
         elif ticket.tokens != len(job.prompt):

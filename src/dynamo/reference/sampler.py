@@ -163,7 +163,7 @@ def bad_word_ends(bad_words: Iterable[Sequence[int]], tokens: Sequence[int]) -> 
 
 
 def ending(token: int, generated: int, stop: Stop) -> tuple[str | None, bool]:
-    """Return (reason, shown): why the sequence ends with `token`, the `generated`-th one, if it does; and whether it is output."""
+    """Return (reason, shown): why the sequence ends with its `generated`-th `token`, if so; whether the token is output."""
     if generated > stop.min_tokens:
         if token in stop.eos:
             return "eos", False

@@ -116,7 +116,7 @@ class Scheduler:
         self._run(sequence)
 
     def plan(self) -> list[Work]:
-        """Return the next step; [] only when there is nothing to do. Within the budget, and every block it needs is held."""
+        """Return the next step, within the budget and with every block it needs held; [] only when there is nothing to do."""
         planned: dict[Sequenced, Work] = {}
         budget = self._max_step_tokens
         preempted = False
@@ -208,7 +208,7 @@ class Scheduler:
         self._running.sort(key=lambda s: s.rank)
 
     def _reserve(self, sequence: Sequenced, length: int) -> bool:
-        """Return have blocks for `length` tokens."""
+        """Allocate blocks for `length` tokens; return whether there were enough."""
         missing = self._blocks_for(length) - len(sequence.blocks)
         if missing <= 0:
             return True

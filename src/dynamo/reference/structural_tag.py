@@ -54,7 +54,7 @@ class _Rules:
         self._count = 0
 
     def format(self, form: Mapping[str, Any], at: str) -> str:
-        """Return `form` is one of the formats by `type`; `at` says where it stands, for complaints."""
+        """Compile `form`, one of the formats by `type`; `at` is its path, for error messages."""
         kind = form.get("type")
         if kind == "const_string":
             return self._text(_string(form, "value", at))
@@ -119,7 +119,7 @@ class _Rules:
         return self._add(f"{one}{more}" if form.get("at_least_one") else f"({one}{more})?")
 
     def _inside(self, tag: Mapping[str, Any], at: str) -> str:
-        """Return a tag behind its `begin`: the content and the end, of which there may be several to choose from."""
+        """Compile a tag behind its `begin`: the content and the end, which may be one of several."""
         ends = tag.get("end", "")
         ends = ends if isinstance(ends, list) else [ends]
         if not ends or not all(isinstance(end, str) for end in ends):
@@ -130,7 +130,7 @@ class _Rules:
         return f"{self.format(content, f'{at}.content')} ({' | '.join(self._text(end) for end in ends)})"
 
     def _until(self, marker: str) -> str:
-        """Return any text up to and including the first `marker`."""
+        """Compile any text up to and including the first `marker`."""
         head, *rest = self._pieces(marker)
         if isinstance(head, int):
             return f"{self._terminal(ANY_TEXT)} {self._joined([head, *rest])}"

@@ -90,7 +90,7 @@ def load_weights(directory: Path, config: ModelConfig) -> Weights:
 
 
 def read_tensors(path: Path) -> dict[str, Array]:
-    """Return every tensor of one file, float32. Raises InvalidArgument naming the file for what is missing or broken."""
+    """Read every tensor of one file as float32. Raises InvalidArgument naming the file for what is missing or broken."""
     if not path.is_file():
         raise InvalidArgument(f"there is no file {path}")
     tensors = dict(_header(path))
@@ -99,7 +99,7 @@ def read_tensors(path: Path) -> dict[str, Array]:
 
 
 def weight_bytes(config: ModelConfig) -> int:
-    """Return memory of the weights as float32, before anything is read."""
+    """Return the memory, in bytes, that the weights take as float32, before any weight is read."""
     c = config
     attention = c.hidden_size * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
     per_layer = attention + 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
@@ -147,7 +147,7 @@ class _Arena:
         self._used = 0
 
     def keep(self, *parts: Array) -> Array:
-        """Return copies of matrices, stacked."""
+        """Return stacked copies of the matrices."""
         rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
         stacked = self._items[self._used : self._used + rows * columns].reshape(rows, columns)
         np.concatenate(parts, out=stacked)

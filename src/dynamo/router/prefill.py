@@ -93,7 +93,7 @@ class PrefillRouter:
         limit_seconds: float | None = None,
         suspect: Suspect | None = None,
     ) -> Handoff | PrefillAnswer:
-        """Return have the prompt of `body` computed, trying up to `retries` other workers after failures that these may not have.
+        """Have the prompt of `body` computed, trying up to `retries` other workers after failures that depend on the worker.
         `limit_seconds`: what each of them may take until it has handed over, where that is waited for. `suspect`: counts
         the workers that die on the request.
 
@@ -249,7 +249,7 @@ class Decoders(Protocol):
 
 
 def can_fall_back_to_decode(error: DynamoException) -> bool:
-    """Return whether a failed prefill may be made up for by decoding alone: the workers or the way to them failed, not the request.
+    """Return whether decoding alone can replace a failed prefill: the workers or the connections failed, not the request.
 
     Overload is no such failure: prompts that prefill workers cannot take would only drown the decode workers as well.
     """

@@ -62,12 +62,12 @@ class _TokenSet:
         self.pattern = re.compile(_trie_pattern(sorted(tokens)))
 
     def may_begin_in(self, text: str) -> bool:
-        """Return whether a look for a few characters finds one."""
+        """Return whether `text` may hold a control token. Fast: looks only for a few characters."""
         # NULs are stripped before encoding, and what they part would come together.
         return not self.is_empty and (any(first in text for first in self._firsts) or "\0" in text)
 
     def is_suspect(self, texts: Iterable[str]) -> bool:
-        """Return whether a text has a place."""
+        """Return whether one of the texts holds a control token, or may once its NULs are stripped."""
         return any(self.may_begin_in(text) and ("\0" in text or bool(self.places(text))) for text in texts)
 
     def places(self, text: str) -> list[int]:

@@ -109,7 +109,7 @@ class ExactCuts:
 
 
 def exact_cuts(tokenizer: HfTokenizer) -> ExactCuts | None:
-    """Return how texts may be cut for this tokenizer; None when nothing can be proven."""
+    """Return how texts may be cut for this tokenizer; None when no cut is proven safe."""
     added = list(tokenizer.get_added_tokens_decoder().values())
     if any(token.single_word for token in added):
         return None
@@ -220,7 +220,7 @@ _LETTER_BEFORE_SPACE_MARK: Final = re.compile(r"[^\W\d_]▁")
 
 
 def _cuts_between_words(tokenizer: HfTokenizer, added: list[Any]) -> ExactCuts | None:
-    """Return the cuts of a SentencePiece BPE, or None if this is none or its vocabulary joins words."""
+    """Return the cuts of a SentencePiece BPE; None for another tokenizer, or a vocabulary that joins words."""
     model = tokenizer.model
     if not isinstance(model, models.BPE) or model.ignore_merges:
         return None
@@ -269,7 +269,7 @@ def _leading_space(tokenizer: HfTokenizer) -> int | None:
 
 
 def _cuttable_specials(added: list[Any]) -> list[str]:
-    """Return the tokens found in the raw text whose every occurrence starts a piece, longest first; none if tokens overlap."""
+    """Return the tokens whose every occurrence in raw text starts a piece, longest first; none if tokens overlap."""
     raw = [token for token in added if not token.normalized and token.content]
     contents = {token.content for token in raw}
     first_chars = {content[0] for content in contents}

@@ -72,7 +72,7 @@ class ChoiceDecoder:
         self.generated = 0
 
     def push_plain(self, token_ids: Sequence[int]) -> str | None:
-        """Return `push` where no stop can fire; None, and nothing done, where one could: the short way of nearly every token."""
+        """Push ids where no stop can fire, as with nearly every token; return None, doing nothing, where a stop could fire."""
         if self._unchecked and self._stop_ids.isdisjoint(token_ids):
             self.generated += len(token_ids)
             return self._detokenize(token_ids)
@@ -88,7 +88,7 @@ class ChoiceDecoder:
         return self._push_ids(token_ids) if text is None else self._push_text(token_ids, text)
 
     def finish(self) -> str:
-        """Return what was held back for a stop string or an unfinished code point. Idempotent; empty after a stop."""
+        """Return the text held back for a stop string or an unfinished code point. Idempotent; empty after a stop."""
         if self.finish_reason is not None:
             return ""
         tail = self._detokenizer.finish()

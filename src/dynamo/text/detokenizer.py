@@ -64,7 +64,7 @@ class Detokenizer:
         return self._push_bytes(token_ids)
 
     def finish(self) -> str:
-        """Return what is still pending: nothing, or U+FFFD for a code point that never became whole. Idempotent."""
+        """Return the pending text: empty, or U+FFFD for a code point that never became whole. Idempotent."""
         if self._window is not None:
             return self._window.finish()
         return self._emit(b"", final=True)

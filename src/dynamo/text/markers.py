@@ -43,7 +43,7 @@ class MarkerSearch:
         self._first_chars = frozenset(mark[0] for mark in marks)
 
     def is_plain(self, text: str) -> bool:
-        """Return whether `text`, which is not empty, neither holds a mark nor ends in what may become one. Nearly all does."""
+        """Return whether `text`, which is not empty, neither holds a mark nor ends in a possible beginning of a mark."""
         return text[-1] not in self._held_at_end and self._first_chars.isdisjoint(text)
 
     def search(self, text: str, start: int = 0) -> Found:

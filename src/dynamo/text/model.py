@@ -107,7 +107,7 @@ def load_text_model(
 
 
 def _template_source(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return the template, or several by name; a file of its own wins over a member of tokenizer_config.json."""
+    """Return the template, or several by name; a separate template file wins over a member of tokenizer_config.json."""
     found: dict[str, str] = {}
     for value in (
         tokenizer_config.get("chat_template"),

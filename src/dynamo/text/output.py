@@ -106,14 +106,14 @@ class Joiner:
                     assert_never(event)
 
     def result(self) -> Joined:
-        """Return what they say together."""
+        """Return the parts joined so far."""
         for call, arguments in zip(self._calls, self._arguments, strict=True):
             call.arguments = "".join(arguments)
         return Joined("".join(self._content), "".join(self._reasoning), self._calls)
 
 
 def joined(events: Iterable[OutputEvent]) -> Joined:
-    """Return what the events say."""
+    """Join the events into one answer."""
     joiner = Joiner()
     joiner.add(events)
     return joiner.result()

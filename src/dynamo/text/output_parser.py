@@ -42,13 +42,13 @@ class OutputParser:
         self._held_characters = 0
 
     def push(self, text: str) -> list[OutputEvent]:
-        """Return the next piece of text, which may be empty."""
+        """Parse the next piece of text, which may be empty."""
         if self._reasoning is None:
             return self._behind_reasoning([Content(text)] if text else [])
         return self._behind_reasoning(self._reasoning.push(text))
 
     def finish(self) -> list[OutputEvent]:
-        """Return the text has ended: what was held back."""
+        """End the text; return the events held back."""
         events = self._behind_reasoning(self._reasoning.finish()) if self._reasoning is not None else []
         if self._tools is not None:
             events += self._keep(self._tools.finish())
@@ -75,7 +75,7 @@ class OutputParser:
         return self._release() if len(reasoning) > room else []
 
     def _release(self) -> list[OutputEvent]:
-        """Return there is an answer: what was held is reasoning, and so is all that follows."""
+        """Switch to reasoning because there is an answer: the held text is reasoning, and so is all that follows."""
         self._fills_content = False
         held, self._held = "".join(self._held), []
         return [Reasoning(held)] if held else []

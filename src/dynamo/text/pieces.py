@@ -77,7 +77,7 @@ class PieceTable(dict[int, str | None]):
         return found if found is not None else self.raw(token_id) or b""
 
     def seen(self, token_id: int) -> bool:
-        """Return whether the decoder sees this token at all."""
+        """Return whether the decoder handles this token."""
         return bool(self[token_id]) or self.raw(token_id) is not None
 
 
@@ -101,7 +101,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def table_for(tokenizer: HfTokenizer, *, skip_special_tokens: bool) -> PieceTable | None:
-    """Return the table of `tokenizer`'s decoder, or None where text cannot be put together token by token."""
+    """Return the table of `tokenizer`'s decoder, or None where text cannot be assembled token by token."""
     special = (
         frozenset(t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special)
         if skip_special_tokens

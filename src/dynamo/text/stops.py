@@ -58,7 +58,7 @@ class StopStrings:
         return held
 
     def _start_of_a_possible_stop(self, text: str) -> int:
-        """Return where the earliest suffix begins that some stop string begins with; `len(text)` if none does."""
+        """Return where the earliest suffix starts that is the beginning of a stop string; `len(text)` without such a suffix."""
         keep = len(text)
         for stop in self._stops:
             at = text.find(stop[0], max(0, len(text) - len(stop) + 1), keep)

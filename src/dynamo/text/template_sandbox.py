@@ -136,7 +136,7 @@ class _Budget:
         return known[1] if known is not None and known[0] is value else ITEM_BYTES
 
     def _weigh(self, value: Any) -> tuple[int, int]:
-        """Return (size, nesting) of a container, each one looked at once."""
+        """Return (size, nesting) of a container; visits each nested container once."""
         known = self.weights.get(id(value))
         if known is not None and known[0] is value:
             return known[1], known[2]

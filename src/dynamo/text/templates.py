@@ -126,7 +126,7 @@ class ChatTemplate:
         budget: BudgetSpec | None = None,
         **named: Any,
     ) -> str:
-        """Return the prompt. `variables`, and what is `named` here, are visible to the template and win over the model's own.
+        """Render the prompt. `variables` and the `named` arguments are visible to the template and win over the model's own.
 
         What a user wrote (`chat_template_args`) belongs in `variables`: there any key is allowed, only `messages` is
         not replaced.

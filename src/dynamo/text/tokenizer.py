@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_unlocked(self, text: str) -> list[int]:
-        """Return the same ids; leaves the interpreter lock while it works, so it is the one to run in an executor."""
+        """Return the same ids as `encode`, without holding the interpreter lock: run this method in an executor."""
         ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_text(self, token_id: int) -> str:
-        """Return what one token shows in a log-probability listing: specials by name, partial code points as U+FFFD."""
+        """Return the text of one token in a log-probability listing: specials by name, partial code points as U+FFFD."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -58,7 +58,7 @@ class AnswerReader:
         return data
 
     def end(self) -> bool:
-        """Return the connection was closed; whether that is a proper end."""
+        """Note the end of the connection and return whether the answer is complete."""
         if self.status and not self._is_chunked and self._left is None:
             self.is_complete = True
         self.keeps_alive = False
@@ -169,7 +169,7 @@ class StreamMeter:
         self._error = b""
 
     def feed(self, body: bytes) -> int:
-        """Return how many events with text began in these bytes. One whose key was cut counts when the rest of the key comes."""
+        """Count the events with text that began in these bytes. An event whose key was cut counts later."""
         tail = self._tail
         text = tail + body
         self._tail = text[-_KEPT:]
@@ -223,7 +223,7 @@ def usage_of(body: bytes) -> Usage:
 
 
 def error_of(body: bytes) -> str:
-    """Return what an error's body says, on one line."""
+    """Return the message of an error's body, on one line."""
     said: Any
     try:
         said = json.loads(body)

@@ -107,7 +107,7 @@ async def _measured(options: BenchOptions, source: RequestSource, rng: random.Ra
 
 @contextmanager
 def _on_interrupt(call: Any) -> Iterator[None]:
-    """Provide the first Ctrl-C calls; the next one is Python's again."""
+    """Have the first Ctrl-C run `call`; Python handles the next Ctrl-C."""
     loop = asyncio.get_running_loop()
     before = signal.getsignal(signal.SIGINT)
 
@@ -156,7 +156,7 @@ def members_for(endpoint: str, prompt: Prompt) -> dict[str, Any]:
 
 
 async def ask(target: Target, data: bytes) -> Any:
-    """Return one request of our own, its answer as JSON. Raises ServerTrouble."""
+    """Send one request of the benchmark itself and return its answer as JSON. Raises ServerTrouble."""
     said: list[bytes] = []
 
     class Kept(Load):
@@ -188,7 +188,7 @@ async def _first_model(target: Target) -> str:
 
 
 async def _word_cost(options: BenchOptions, model: str) -> WordCost:
-    """Return how many tokens this model makes of our words. Without a useful answer one each: the report tells the truth."""
+    """Measure how many tokens this model makes of our words. Without a usable answer, assume one token per word."""
     rng, endpoint, target = random.Random(options.seed), options.endpoints[0], options.targets[0]
     counts = []
     for count in PROBE_WORDS:

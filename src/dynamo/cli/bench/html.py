@@ -146,7 +146,7 @@ def plot(
 
 
 def ticks(low: float, high: float, *, is_log: bool) -> list[float]:
-    """Return where an axis is labelled."""
+    """Return the positions of an axis's labels."""
     if is_log:
         first, last = round(math.log10(low)), round(math.log10(high))
         return [10.0**power for power in range(first, last + 1)]
@@ -155,13 +155,13 @@ def ticks(low: float, high: float, *, is_log: bool) -> list[float]:
 
 
 def nice(value: float) -> float:
-    """Return the next of 1, 2, 5, 10, 20, ... that is not less."""
+    """Round up to the next of 1, 2, 5, 10, 20, ..."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= value * (1 - 1e-9))
 
 
 def short(value: float) -> str:
-    """Return 12, 1.5k, 0.25."""
+    """Format a number: 12, 1.5k, 0.25."""
     if value >= 1e6:
         return f"{value / 1e6:g}M"
     return f"{value / 1e3:g}k" if value >= 1e4 else f"{value:g}"

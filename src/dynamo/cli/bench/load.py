@@ -191,7 +191,7 @@ class Load:
         self._check_finished()
 
     def _has_room(self) -> bool:
-        """Return whether one more connection may be opened; one that idles at another target makes room."""
+        """Return whether one more connection may be opened; closes an idle connection to another target to make room."""
         if len(self._open) + len(self._connecting) < self._shape.connections:
             return True
         for idle in self._idle:

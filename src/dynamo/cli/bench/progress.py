@@ -49,7 +49,7 @@ class Progress:
 
 
 def progress_text(recorder: Recorder, shape: Shape, elapsed: float, in_flight: int) -> str:
-    """Return one line of at most about 100 characters."""
+    """Format the progress as one line of at most about 100 characters."""
     elapsed = max(elapsed, 1e-9)
     total = f"/{shape.requests:,}" if shape.requests else ""
     time = f"{elapsed:.0f}/{shape.seconds:g} s" if shape.seconds else f"{elapsed:.0f} s"

@@ -39,7 +39,7 @@ class Length:
 
     @classmethod
     def of(cls, text: str, flag: str) -> Self:
-        """Return `N` or `MEAN,STDDEV`. Raises UsageError."""
+        """Parse `N` or `MEAN,STDDEV`. Raises UsageError."""
         mean, comma, deviation = text.partition(",")
         try:
             length = cls(float(mean), float(deviation) if comma else 0.0)
@@ -50,7 +50,7 @@ class Length:
         return length
 
     def draw(self, rng: random.Random) -> int:
-        """Return one length."""
+        """Draw one length."""
         if not self.deviation:
             return round(self.mean)
         return min(MAX_LENGTH, max(1, round(rng.gauss(self.mean, self.deviation))))
@@ -92,7 +92,7 @@ class PromptSource(Protocol):
 
 
 def words(rng: random.Random, count: int) -> str:
-    """Return text of so many words."""
+    """Return a text of `words` words."""
     return " ".join(rng.choices(_WORDS, k=count))
 
 
@@ -123,7 +123,7 @@ class ListedPrompts:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Return one prompt per line; a .jsonl file has an object per line: {"prompt": ...} or {"messages": [...]}, and
+        """Read one prompt per line; a .jsonl file has an object per line: {"prompt": ...} or {"messages": [...]}, and
         "output_tokens" if it has an opinion. Raises UsageError naming the line."""
         try:
             lines = path.read_text(encoding="utf-8").splitlines()

@@ -70,7 +70,7 @@ class Results(TypedDict):
 
 
 def results_of(recorder: Recorder, settings: dict[str, Any], cpu_seconds: float, was_interrupted: bool) -> Results:
-    """Return `cpu_seconds`: user + system of this process over the window."""
+    """Summarise the run. `cpu_seconds`: user + system time of this process over the window."""
     seconds = recorder.seconds
     share = cpu_seconds / seconds
     width = recorder.timeline.width_seconds

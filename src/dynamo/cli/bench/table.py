@@ -10,7 +10,7 @@ __all__ = ["failure_rows", "figure_rows", "latency_rows", "remarks"]
 
 
 def figure_rows(results: Results) -> list[tuple[str, str]]:
-    """Return what the run was, in a line each."""
+    """Describe the run, one line per fact."""
     tokens = f"{results['output_tokens_per_second']:,.1f}"
     requests = f"{results['answered']:,} answered, {results['failed']:,} failed"
     if results["unfinished"]:
@@ -33,7 +33,7 @@ def figure_rows(results: Results) -> list[tuple[str, str]]:
 
 
 def latency_rows(results: Results) -> list[tuple[str, ...]]:
-    """Return only those that have samples."""
+    """Return the rows of the latencies that have samples."""
     return [
         (title, *(f"{latency[key]:,.2f}" for key in ("mean", "p50", "p90", "p99", "max")), f"{latency['samples']:,}")
         for name, (_, title) in LATENCIES.items()

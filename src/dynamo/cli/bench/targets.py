@@ -57,11 +57,11 @@ class Target:
         return f"{'https' if self.tls else 'http'}://{host}:{self.port}{self.prefix}"
 
     def get(self, path: str) -> bytes:
-        """Return a GET, ready to send."""
+        """Build a GET request, ready to send."""
         return f"GET {self.prefix}{path} HTTP/1.1\r\n".encode() + self.headers + b"\r\n"
 
     def post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """Return a POST of JSON, ready to send."""
+        """Build a POST request with a JSON body, ready to send."""
         data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
         return b"POST %b HTTP/1.1\r\n%bContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (
             f"{self.prefix}{path}".encode(),
@@ -72,7 +72,7 @@ class Target:
 
 
 def headers_from(lines: Sequence[str]) -> dict[str, str]:
-    """Return `Name: value` lines of the command line. Raises UsageError."""
+    """Parse the `Name: value` headers of the command line. Raises UsageError."""
     found = {}
     for line in lines:
         name, colon, value = line.partition(":")

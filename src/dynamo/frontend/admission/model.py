@@ -92,7 +92,7 @@ class RequestLimit:
         return f"{self.number:g}x" if self.is_factor else f"{self.number:g}"
 
     def places(self, capacity: int | None, share: float) -> int | None:
-        """Return how many those are; None: no limit, as a factor of something unknown is none."""
+        """Return the limit as a number of requests; None: no limit, as the factor's base is unknown."""
         if not self.is_factor:
             whole = self.number
         elif capacity is None:
@@ -187,7 +187,7 @@ class ModelAdmission:
         return len(self._waiting)
 
     def queue_age_seconds(self, now: float) -> float:
-        """Return how long the oldest of those has been waiting; 0 while there are places for all."""
+        """Return how long the oldest waiting request has waited, in seconds; 0 while no request waits."""
         if not self._waiting or (self._capacity is not None and self.in_flight <= self._capacity):
             return 0.0
         return max(0.0, now - next(iter(self._waiting)).since)
@@ -204,7 +204,7 @@ class ModelAdmission:
         return slot
 
     def why_not(self, urgency: Urgency, now: float) -> Reason | None:
-        """Return why a request would be refused now; None: it would not."""
+        """Return why a request would be rejected now; None: it would be admitted."""
         limit, age_limit = self._limit, self.queue_age_limit_seconds
         if limit is not None:
             if self.in_flight >= limit:

@@ -79,7 +79,7 @@ class Admission:
         self.stage = stage
 
     async def wait_idle(self, timeout_seconds: float) -> bool:
-        """Return whether nothing was in flight any more within the time."""
+        """Wait until no request is in flight; return whether that happened in time."""
         if self.in_flight == 0:
             return True
         self._idle = asyncio.Event()

@@ -437,7 +437,7 @@ class _TokenChoice(Choice):
 
 
 def _for_choice(body: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the body of one of n choices. With a seed, each gets another one: the same seed n times is the same text n times."""
+    """Return the body of one of n choices. Each choice gets a different seed, as equal seeds give equal texts."""
     options = body.get("sampling_options") or {}
     if number == 0 or options.get("seed") is None:
         return body
@@ -445,7 +445,7 @@ def _for_choice(body: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _chunk_of(item: StreamItem) -> tuple[list[int], Any, dict[str, Any] | None]:
-    """Return a chunk that came as an object (from a bare endpoint handler), taken apart. Raises the error it may carry."""
+    """Decode a chunk that came as an object (from a bare endpoint handler). Raises the error the chunk carries, if any."""
     envelope = item.extra or {}
     if envelope.get("event") == "error":
         raise revive(envelope.get("error") or {"message": "; ".join(envelope.get("comment") or ["unknown error"])})

@@ -50,7 +50,7 @@ class OutputPlan:
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # what the engine's own parser may go by
 
     def parser(self) -> OutputParser:
-        """Return for one choice."""
+        """Make the parser of one choice."""
         return OutputParser(
             self.reasoning() if self.reasoning is not None else None,
             self.tools() if self.tools is not None else None,
@@ -59,7 +59,7 @@ class OutputPlan:
         )
 
     def counter(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> ReasoningCounter:
-        """Return for one choice; call only with a reasoning parser."""
+        """Make the token counter of one choice; call only with a reasoning parser."""
         assert self.reasoning is not None
         return ReasoningCounter(
             self.reasoning(), Detokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
@@ -79,7 +79,7 @@ class ReasoningCounter:
         self._parser, self._detokenizer = parser, detokenizer
 
     def count(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these, which follow those given before, are reasoning."""
+        """Return how many of these tokens, which follow the tokens of earlier calls, are reasoning."""
         parser, detokenize = self._parser, self._detokenizer.push
         counted = 0
         for token_id in token_ids:
@@ -96,7 +96,7 @@ def plan_output(
     tokenizer: Tokenizer,
     prompt_ids: Sequence[int],
 ) -> OutputPlan | None:
-    """Return the parsers of this request's answer; None when its text is shown as it comes.
+    """Choose the parsers of this request's answer; None when the answer's text is shown as it comes.
 
     `prompt` is the text that was tokenised, where it is known.
     """
@@ -212,7 +212,7 @@ def _show_ends(form: ToolFormat, tokenizer: Tokenizer, stops: dict[str, Any]) ->
 
 
 def _is_skipped(tokenizer: Tokenizer, mark: str) -> bool:
-    """Return whether the mark is one token, and one that does not show."""
+    """Return whether the mark is one token, and a special token, which shows no text."""
     token_id = tokenizer.token_id(mark)
     return token_id is not None and not tokenizer.decode([token_id])
 

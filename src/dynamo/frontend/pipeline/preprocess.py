@@ -63,7 +63,7 @@ class Preprocessor:
     async def chat(
         self, request: ChatRequest, effects: HeaderEffects, model: ServedModel, overhead: StageTimer
     ) -> tuple[Plan, str | None]:
-        """Return the work, and the text that was tokenised (None when the client sent ids).
+        """Return the plan, and the text that was tokenised (None when the client sent ids).
 
         Raises `InvalidArgument` when the template refuses, `RequestRejected` when the prompt is too long.
         """
@@ -305,5 +305,5 @@ def _least_tokens(tokenizer: Tokenizer, text: str, limit: int) -> int:
 
 
 def _timed(encode: Callable[[], list[int]]) -> Callable[[], tuple[float, list[int]]]:
-    """Return when the work began, and what it gave."""
+    """Run `work`; return when it began, and its result."""
     return lambda: (perf_counter(), encode())

@@ -167,7 +167,7 @@ def _stream_fields(exchange: Exchange) -> dict[str, Any]:
 
 
 def _workers(tally: Tally) -> dict[str, str]:
-    """Return the instances that served, as lower-case hex: as their own logs and metrics name them."""
+    """Return the instances that served the request, in lower-case hex, as the logs and metrics of workers name them."""
     found: dict[str, str] = {}
     if tally.prefill_instance_id is not None:
         found["prefill_worker_id"] = f"{tally.prefill_instance_id:x}"

@@ -29,7 +29,7 @@ class _Policy(NamedTuple):
 def structural_tag(
     request: ChatRequest, config: ModelRuntimeConfig, form: ToolFormat, *, closes_objects: bool = True
 ) -> dict[str, Any] | None:
-    """Return the tag of this request, which may call tools; None when the engine is not to be guided by one."""
+    """Return the structural tag of this request, which may call tools; None when the engine is not guided by a tag."""
     policy = _policy(config)
     if policy is None or form.call_tag is None:
         return None

@@ -62,7 +62,7 @@ _FIELD: Final = re.compile(r"^Object (?:missing required|contains unknown) field
 
 
 def read_json(body: bytes, decode: Callable[[bytes], T], limits: BodyLimits = DEFAULT_LIMITS) -> tuple[T, bool]:
-    """Return the decoded value, and whether the body had to be mended first.
+    """Decode a body; return the value, and whether the body had to be repaired first.
 
     Raises:
         msgspec.ValidationError: the JSON is well formed and not what `decode` expects.
@@ -111,7 +111,7 @@ def check_size(body: bytes, limits: BodyLimits = DEFAULT_LIMITS) -> None:
 
 
 def _is_small(body: bytes, limits: BodyLimits) -> bool:
-    """Return whether the marks of structure are few, those in strings included."""
+    """Return whether the body has few structural characters, counting those inside strings."""
     containers = members = items = 0
     for start in range(0, len(body), SLICE_BYTES):
         end = start + SLICE_BYTES
@@ -178,7 +178,7 @@ def deserialisation_error(error: msgspec.ValidationError) -> RequestRejected:
 
 
 def malformed(error: Exception) -> RequestRejected:
-    """Return the 400 for bytes that are no JSON."""
+    """Return the 400 for bytes that are not valid JSON."""
     if isinstance(error, RecursionError):
         return _too_deep(DEPTH_CEILING)
     return _refused(str(error))
@@ -210,7 +210,7 @@ _LONE_SURROGATE: Final = re.compile(
 
 
 def mend(body: bytes) -> bytes:
-    """Return `body` with what clients most often get wrong put right; all of it linear and in C.
+    """Return `body` with the most frequent mistakes of clients repaired; every repair is linear and runs in C.
 
     Invalid UTF-8 becomes U+FFFD, raw control characters inside strings are escaped, and a `\\ud83d` without its other
     half (text cut in the middle of an emoji) becomes `\\ufffd`.

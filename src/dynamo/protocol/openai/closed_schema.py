@@ -84,7 +84,7 @@ def _is_part(keyword: str | int) -> bool:
 
 
 def _is_joint(schema: Mapping[str, Any]) -> bool:
-    """Return whether several parts of this schema may each bring members of the same object."""
+    """Return whether several parts of this schema may each add members to the same object."""
     parts = int("properties" in schema or "patternProperties" in schema) + int("$ref" in schema)
     for keyword in _LISTED_PARTS:
         listed = schema.get(keyword)
@@ -96,7 +96,7 @@ def _is_joint(schema: Mapping[str, Any]) -> bool:
 
 
 def _brings_members(schema: Any) -> bool:
-    """Return whether a part may speak of members; a list of required names alone does not."""
+    """Return whether a part may define members; a list of required names alone defines none."""
     if not isinstance(schema, dict):
         return False
     return "$ref" in schema or any(name in schema for name in (*_MEMBERS, *_LISTED_PARTS, *_CONDITIONAL_PARTS))

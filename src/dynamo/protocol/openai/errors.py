@@ -198,7 +198,7 @@ def not_built(message: str, param: str | None = None) -> RequestRejected:
 
 
 def not_ready() -> RequestRejected:
-    """Return the frontend is draining or stopping."""
+    """Return the 503 of a frontend that is draining or stopping."""
     return RequestRejected(503, "Service is not ready", retry_after_seconds=RETRY_AFTER_SECONDS)
 
 
@@ -207,7 +207,7 @@ def route_not_found(method: str, path: str) -> RequestRejected:
 
 
 def rejection_for(error: BaseException, *, overload_status: int = DEFAULT_OVERLOAD_STATUS) -> RequestRejected:
-    """Return the answer to an error that came out of the pipeline or from an engine.
+    """Return the rejection for an error that came out of the pipeline or from an engine.
 
     `overload_status` is the status of every "full" answer; see `overload_status()` for how a setting becomes one.
     """
@@ -237,7 +237,7 @@ def rejection_for(error: BaseException, *, overload_status: int = DEFAULT_OVERLO
 
 
 def _asserted(code: int, message: str, overload_status: int) -> RequestRejected:
-    """Return an engine chose the status: 4xx is passed on with its text, 5xx keeps no text of the engine's."""
+    """Return the rejection with an engine's status: a 4xx keeps the engine's text, a 5xx does not."""
     if code == 499:
         return rejection_for(Cancelled())
     if 400 <= code < 500:
@@ -257,7 +257,7 @@ def _asserted(code: int, message: str, overload_status: int) -> RequestRejected:
 
 
 def _queue_details(error: RouterQueueLimitExceeded) -> dict[str, Any] | None:
-    """Return the limit's numbers; None when the error crossed a wire and only its text did."""
+    """Return the numbers of the limit; None when the error crossed a wire, which carries only its text."""
     names = ("policy_class", "limit_kind", "current", "limit")
     if not all(hasattr(error, name) for name in names):
         return None

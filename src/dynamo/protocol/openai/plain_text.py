@@ -41,7 +41,7 @@ def conversation_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def prompt_tokens(body: Mapping[str, Any]) -> int:
-    """Return what the prompt of a request counts: the bytes of its messages' texts, or of its prompt."""
+    """Return the size of a request's prompt: the bytes of its messages' texts, or of its prompt."""
     messages = body.get("messages")
     if isinstance(messages, list):
         return sum(count(_content_text(message.get("content"))) for message in messages)
@@ -50,7 +50,7 @@ def prompt_tokens(body: Mapping[str, Any]) -> int:
 
 
 def count(text: str) -> int:
-    """Return how many tokens a text is."""
+    """Count the tokens of a text."""
     return len(text) if text.isascii() else len(text.encode(errors="replace"))
 
 

@@ -98,7 +98,7 @@ _COMPLETION: Final = _Reader(CompletionRequest, _AnyCompletion)
 
 
 def decode_chat(body: bytes, *, ignore_unsupported: bool = False, limits: BodyLimits = DEFAULT_LIMITS) -> ChatRequest:
-    """Return the typed request, not yet validated; unknown top-level keys wait in `.unsupported`.
+    """Decode the typed request, not yet validated; unknown top-level keys are listed in `.unsupported`.
 
     Raises:
         RequestRejected: 400, the body is not JSON of the right shape.
@@ -117,7 +117,7 @@ def decode_completion(
 
 
 def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatRequest:
-    """Return a chat request that keeps every rule.
+    """Decode and validate a chat request.
 
     Raises:
         RequestRejected: 400 naming the field, or 422 for what is deprecated or not built.
@@ -128,7 +128,7 @@ def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatRequest:
 
 
 def parse_completion(body: bytes, *, ignore_unsupported: bool = False) -> CompletionRequest:
-    """Return a text completion request that keeps every rule.
+    """Decode and validate a text completion request.
 
     Raises:
         RequestRejected: 400 naming the field.
@@ -142,7 +142,7 @@ def parse_completion(body: bytes, *, ignore_unsupported: bool = False) -> Comple
 
 
 def template_tools(request: ChatRequest, *, exclude_when_none: bool = True) -> list[JsonObject] | None:
-    """Return the tools to render: none at all when `tool_choice` is "none" and `exclude_when_none`."""
+    """Return the tools to render; no tools when `tool_choice` is "none" and `exclude_when_none`."""
     if not request.tools or (exclude_when_none and request.tool_choice == "none"):
         return None
     return request.tools
@@ -187,7 +187,7 @@ def raw_prompt(request: ChatRequest) -> str | None:
 
 
 def _texts(content: Any) -> list[str]:
-    """Return a text content's texts; none of one that holds anything else."""
+    """Return the texts of a text content; none for a content that holds anything else."""
     if isinstance(content, str):
         return [content]
     if isinstance(content, list) and all(part.get("type") == "text" for part in content):
@@ -221,7 +221,7 @@ def template_variables(request: ChatRequest, *, default_thinking_mode: str | Non
 
 
 def thinking_mode(request: ChatRequest, *, default: str | None = None) -> str | None:
-    """Return whether the model is to reason: "enabled", "disabled", "adaptive", a word of the model's own; None: nobody says.
+    """Return whether the model is to reason: "enabled", "disabled", "adaptive" or a word of the model's own; None: unset.
 
     The first that speaks decides: `thinking`; then `thinking`, `enable_thinking` or `thinking_mode` of the template
     arguments; then `reasoning_effort` (anything but "none" is on); then the model's `default`.

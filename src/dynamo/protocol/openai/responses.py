@@ -64,7 +64,7 @@ def token_logprobs(
     tokens: Sequence[str | None] | None = None,
     as_token_ids: bool = False,
 ) -> list[TokenLogprob]:
-    """Return what a backend's chunk says of its tokens' probabilities, with the texts it left out filled in.
+    """Return the log probabilities of a backend's chunk; texts the backend left out are filled in.
 
     `log_probs`, `top_logprobs` and `tokens` are aligned with `token_ids`; positions a backend says nothing of are left
     out. `as_token_ids` (the request's `return_tokens_as_token_ids`) replaces every text by `token_id:<id>`.

@@ -281,7 +281,7 @@ class CommonRequest(Struct, kw_only=True, dict=True):
     logprob_token_ids: list[U32] | None = None
 
     def free_form(self) -> tuple[Any, ...]:
-        """Return the members in which any JSON may stand, and so nest."""
+        """Return the members that may hold any JSON value, and so may nest."""
         structured = self.structured_outputs
         return (
             self.metadata,

@@ -128,11 +128,11 @@ class ChatStream:
         )
 
     def usage_chunk(self, usage: bytes, *, nvext: bytes | None = None) -> bytes:
-        """Return the chunk without choices that tells the final usage, after every choice has finished."""
+        """Return the chunk without choices that carries the final usage, after every choice has finished."""
         return b"".join((self._usage_head, _extras(usage, None, nvext), b"}\n\n"))
 
     def plain_ends(self) -> tuple[bytes, bytes] | None:
-        """Return what stands before and behind the text's JSON string in an event of choice 0 that says nothing else; None while
+        """Return what stands before and behind the text's JSON string in a choice-0 event with no other content; None while
         the role is still to be said."""
         return (self._head[0], self._plain) if self.has_role(0) else None
 
@@ -199,11 +199,11 @@ class CompletionStream:
         )
 
     def usage_chunk(self, usage: bytes, *, nvext: bytes | None = None) -> bytes:
-        """Return the chunk without choices that tells the final usage, after every choice has finished."""
+        """Return the chunk without choices that carries the final usage, after every choice has finished."""
         return b"".join((self._usage_head, usage, _extras(None, None, nvext), b"}\n\n"))
 
     def plain_ends(self) -> tuple[bytes, bytes]:
-        """Return what stands before and behind the text's JSON string in an event of choice 0 that says nothing else."""
+        """Return what stands before and behind the text's JSON string in an event of choice 0 with no other content."""
         return self._head, self._plain[0]
 
 

@@ -70,7 +70,7 @@ def required_schema(tools: Sequence[Mapping[str, Any]], *, only_one: bool = Fals
 
 
 def _hoist(parameters: JsonObject, hoisted: dict[str, JsonObject], tool: str, root: str) -> JsonObject:
-    """Return `parameters` without its definitions, which are added to `hoisted`; its references point to where things are now."""
+    """Return `parameters` without its definitions, which move to `hoisted`; references point to the new places."""
     moves: dict[str, str] = {"#": root}
     kept: list[tuple[str, str, Any]] = []
     for group in _DEFINITIONS:
@@ -102,7 +102,7 @@ def _pointer(name: str) -> str:
 
 
 def _moved(schema: Any, moves: Mapping[str, str]) -> Any:
-    """Return a copy in which every local reference points to the new place of what it meant."""
+    """Return a copy in which every local reference points to the new place of its target."""
     if isinstance(schema, list):
         return [_moved(item, moves) for item in schema]
     if not isinstance(schema, dict):

@@ -452,7 +452,7 @@ def _convert(value: dict[str, Any], type_: type[T]) -> T:
 
 
 def _loads(text: str) -> Any:
-    """Return the JSON value of `text`, or None when it is none."""
+    """Return the JSON value of `text`, or None when `text` is not valid JSON."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):

@@ -191,7 +191,7 @@ def _set_priority(routing: dict[str, Any], priority: int | None) -> None:
 
 
 def _extra_args(request: CommonRequest, completion: CompletionRequest | None) -> dict[str, Any] | None:
-    """Return what engines may read that has no member of its own; None when there is nothing."""
+    """Return the fields for engines that have no member of their own; None when there are none."""
     sampling: dict[str, Any] = {
         "logit_bias": request.logit_bias,
         "detokenize": request.detokenize,

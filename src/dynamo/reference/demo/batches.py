@@ -26,7 +26,7 @@ def load_template(directory: Path) -> ChatTemplate:
 
 
 def rows(conversations: Sequence[Conversation], template: ChatTemplate, tokenizer: Tokenizer) -> list[Row]:
-    """Return one row each: everything before an answer is read, the answer and its end of turn are learned."""
+    """Return one row per conversation: the text before an answer is context, the answer and its end of turn are learned."""
     parts: list[tuple[int, str, Any]] = []  # (conversation, text, answer or None)
     for number, each in enumerate(conversations):
         shown = 0

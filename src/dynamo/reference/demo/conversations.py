@@ -369,7 +369,7 @@ def _json(draw: _Draw) -> Conversation:
 
 
 def _object(draw: _Draw) -> tuple[str, dict[str, Any], str]:
-    """Return (text, some of what it says, the key)."""
+    """Return (a text, some of its facts, the key)."""
     while True:
         text, values = described(draw.rng)
         if is_held_out(text) == draw.held_out:

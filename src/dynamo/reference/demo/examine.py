@@ -78,7 +78,7 @@ def questions(kind: str, count: int) -> list[tuple[Conversation, Answer]]:
 
 
 def answers_of(directory: Path, asked: Sequence[tuple[Sequence[dict[str, Any]], dict[str, Any]]]) -> list[str]:
-    """Return what the model says to each (messages, template variables)."""
+    """Return the model's answer to each (messages, template variables)."""
     template = ChatTemplate((directory / "chat_template.jinja").read_text(encoding="utf-8"))
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     prompts = [template.render(messages, variables=variables) for messages, variables in asked]
@@ -88,7 +88,7 @@ def answers_of(directory: Path, asked: Sequence[tuple[Sequence[dict[str, Any]], 
 
 
 def is_right(answer: Answer, got: str) -> bool:
-    """Return whether `got` is the answer, as its form is compared."""
+    """Return whether `got` is the answer, compared in the way of its form."""
     match answer.form:
         case "text":
             return got == answer.text

@@ -117,7 +117,7 @@ class Run:
         self.average, self.step, self.next_pool = state["average"], state["step"], state["pool"] + 1
 
     def learn(self, batch: list[Row], rate: float) -> tuple[float, int]:
-        """Return one step; (sum of the losses, tokens they are of)."""
+        """Run one step; return (sum of the losses, number of tokens)."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _prepare(directory: Path) -> Tokenizer:
-    """Return everything of the model directory but the weights."""
+    """Write every file of the model directory but the weights."""
     directory.mkdir(parents=True, exist_ok=True)
     template_path = directory / "chat_template.jinja"
     if not template_path.exists():
@@ -192,7 +192,7 @@ def _train(run: Run, directory: Path, tokenizer: Tokenizer, options: argparse.Na
 
 
 def rate_at(step: int) -> float:
-    """Return the learning rate: up quickly, level, and down to nearly nothing."""
+    """Return the learning rate: it rises quickly, stays level, and falls to nearly zero."""
     after = next((n for n, (last, _) in enumerate(RATES) if step < last), len(RATES) - 1)
     (first, low), (last, high) = RATES[after - 1], RATES[after]
     return PEAK_RATE * (low + (high - low) * (min(step, last) - first) / (last - first))

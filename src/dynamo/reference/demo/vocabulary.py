@@ -34,7 +34,7 @@ PIECES: Final = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s"
 
 
 def build_tokenizer(texts: Iterable[str], *, size: int) -> Tokenizer:
-    """Return a tokenizer of at most `size` tokens: every byte, the marks, and the pieces that occur most often."""
+    """Train a tokenizer of at most `size` tokens: every byte, the marks, and the pieces that occur most often."""
     pieces = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PIECES), "isolated"),

@@ -35,7 +35,7 @@ TRANSPORTS: Final = ("tcp", "nixl")
 
 
 def make_sender(source: BlockSource, options: TransferOptions) -> KvSender:
-    """Return a prefill worker's side, not started. Raises InvalidArgument for a transport that is unknown or not installed."""
+    """Make a prefill worker's side, not started. Raises InvalidArgument for a transport that is unknown or not installed."""
     check_installed(options)
     if options.transport == "nixl":
         from dynamo.reference.kv_transfer.nixl import NixlSender
@@ -45,7 +45,7 @@ def make_sender(source: BlockSource, options: TransferOptions) -> KvSender:
 
 
 def make_receiver(layout: Layout, options: TransferOptions) -> KvReceiver:
-    """Return a decode worker's side. Raises InvalidArgument as `make_sender`."""
+    """Make a decode worker's side. Raises InvalidArgument as `make_sender` does."""
     check_installed(options)
     if options.transport == "nixl":
         from dynamo.reference.kv_transfer.nixl import NixlReceiver

@@ -80,7 +80,7 @@ _PULL: Final = msgspec.msgpack.Decoder(Pull)
 
 
 def frame(kind: Kind, payload: bytes = b"", number: int = 0) -> bytes:
-    """Return the header of a frame and its payload."""
+    """Return the header and the payload of a frame."""
     return _HEADER.pack(MAGIC, kind, 0, number, len(payload), _checksum(kind, number, payload)) + payload
 
 

@@ -176,7 +176,7 @@ def pieces(placed: Placed, layout: Layout) -> Any:
 
 
 def packed(address: int, blocks: int, layout: Layout) -> Any:
-    """Return the same pieces, one after the other from `address` on."""
+    """Return the same pieces laid out one after the other from `address` on."""
     size = layout.block_size * layout.head_dim * FLOAT32_BYTES
     count = blocks * 2 * layout.layers * layout.kv_heads
     return _descriptors(np.arange(count, dtype=np.uint64) * np.uint64(size) + np.uint64(address), size)
@@ -189,7 +189,7 @@ def _descriptors(addresses: Any, size: int) -> Any:
 
 
 def make_agent() -> Any:
-    """Return a NIXL agent of this process. Raises InvalidArgument where NIXL is not installed, or has no transport."""
+    """Make a NIXL agent for this process. Raises InvalidArgument where NIXL is not installed, or has no transport."""
     for package in NIXL_PACKAGES:
         try:
             api = importlib.import_module(f"{package}._api")

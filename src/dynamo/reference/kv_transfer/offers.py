@@ -94,7 +94,7 @@ class Offers:
             raise StreamIncomplete("the transfer ended while it was fetched")
 
     def end(self, offer: Offer, reason: str) -> bool:
-        """Return the blocks are no longer held; whether they were until now."""
+        """Release the offer's blocks; return whether the blocks were held until now."""
         if self._offers.pop(offer.transfer_id, None) is None:
             return False
         if offer.timer is not None:

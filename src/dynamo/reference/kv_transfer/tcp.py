@@ -205,7 +205,7 @@ class Peer:
         return self._reader.at_eof()
 
     async def read(self, kind: Kind, number: int = 0) -> bytes:
-        """Return the payload of the next frame, which must be this one. Raises StreamIncomplete or Disconnected."""
+        """Return the payload of the next frame, of the expected kind. Raises StreamIncomplete or Disconnected."""
         try:
             header = read_header(await self._reader.readexactly(HEADER_BYTES), page_bytes=self._page_bytes)
             payload = await self._reader.readexactly(header.length)

@@ -120,7 +120,7 @@ def _tell(work: _Work) -> Generator[Told, None, None]:
 
 
 def _tell_from_processes(work: _Work, jobs: int) -> Generator[Told, None, None]:
-    """Yield each process runs every `jobs`th seed; a pipe that is full makes it wait for the others."""
+    """Yield the results of all processes. Each process runs every `jobs`th seed, and waits while its pipe is full."""
     spawn = multiprocessing.get_context("spawn")
     seeds, processes, ends = work.seeds, [], []
     try:

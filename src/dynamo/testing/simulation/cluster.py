@@ -222,7 +222,7 @@ class Cluster:
         self.network.on_breach = lambda text: breach("credit", text)
 
     def rng(self, name: str) -> random.Random:
-        """Return dice of their own for each part, so that taking one fault away does not change the others' luck."""
+        """Return a separate random generator for each part, so that removing one fault does not change the other parts."""
         return random.Random(f"{self.scenario.seed} {name}")
 
     async def start_worker(self) -> WorkerProcess:

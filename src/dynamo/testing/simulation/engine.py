@@ -37,7 +37,7 @@ class _Prefix:
 
 
 def continuation(prompt: Sequence[int], count: int, *, seed: int = 0) -> list[int]:
-    """Return the first `count` tokens that every `PrefixEngine` says after `prompt`."""
+    """Return the first `count` tokens that every `PrefixEngine` generates after `prompt`."""
     prefix = _Prefix(prompt, seed)
     return [prefix.next() for _ in range(count)]
 

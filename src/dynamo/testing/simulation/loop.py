@@ -62,7 +62,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._now += max(0.0, seconds)
 
     def select(self, timeout: float | None) -> list[Any]:
-        """Return the selector's part: nothing ever arrives from outside, so the sleep is over at once."""
+        """Advance the clock in place of the selector: nothing arrives from outside, so the sleep ends at once."""
         self.turns += 1
         if timeout is None:
             raise NothingWillHappen("every task waits for another one, and no timer is set")

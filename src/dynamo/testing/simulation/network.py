@@ -196,7 +196,7 @@ class Link:
         self._caller_lost("the worker was killed")
 
     def _caller_lost(self, why: str) -> list[Wire]:
-        """Return the caller's end of every stream is lost; returns them all."""
+        """Drop the caller's end of every stream; return all the streams."""
         self.is_connected = False
         wires = list(self.wires)
         for wire in wires:

@@ -507,7 +507,7 @@ class _Run(logging.Handler):
             self.breach("lost", f"request {visit.plan.number} failed with {status} without a reason: {answer.error}")
 
     def _was_crowded(self, visit: Visit) -> bool:
-        """Return whether its frontend had no room for a request of this urgency when it said so."""
+        """Return whether the frontend had no room for a request of this urgency when the frontend rejected the request."""
         places, age = self.scenario.model_places, self.scenario.queue_age_seconds
         now, priority = visit.answered_at or 0.0, visit.plan.priority
         others = [
@@ -539,12 +539,12 @@ class _Run(logging.Handler):
             self.breach("overload", f"{frontend} serves {sorted(served)}, and has {self.scenario.model_places} places")
 
     def _somebody_was_left(self) -> bool:
-        """Return whether one worker at least was never touched by what happened, and everybody knew of it."""
+        """Return whether at least one worker was hit by no fault and was known to every frontend."""
         touched = sum(fault.kind in WORKER_KINDS for fault in self.fired)
         return {fault.kind for fault in self.fired} <= WORKER_KINDS | HARMLESS and touched < self.scenario.workers
 
     def _silent_seconds(self) -> float:
-        """Return how long a frontend may have heard nothing, by its clock: a jump alone is caught up with, a delay after it not."""
+        """Return how long a frontend may have received nothing, by its clock: it recovers from a jump, not from a later delay."""
         if not any(fault.kind is Kind.DELAY for fault in self.fired):
             return 0.0
         return sum(fault.seconds for fault in self.fired if fault.kind in (Kind.DELAY, Kind.CLOCK_JUMP))
@@ -663,5 +663,5 @@ _CLUSTER_KINDS: Final = frozenset(Kind) - _CLIENT_KINDS - _ENGINE_KINDS
 
 
 def _value(gauge: Any) -> float:
-    """Return what a gauge of our registry says."""
+    """Return the value of a gauge of our registry."""
     return float(gauge.value)

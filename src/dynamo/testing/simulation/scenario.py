@@ -62,7 +62,7 @@ def draw(
     faults: Sequence[Fault] | None = None,
     crowds: bool = True,
 ) -> Scenario:
-    """Return the scenario of a seed. The same for every process, whatever its hash seed. `faults`: these in place of its own.
+    """Return the scenario of a seed, the same in every process and for every hash seed. `faults` replace the seed's own.
     `crowds`: some frontends take few requests; without, a seed is what it was in the first version of this simulation."""
     rng = random.Random(f"scenario {seed}")
     frontends = rng.choice((1, 1, 2))
@@ -83,7 +83,7 @@ def draw(
 
 
 def _crowded(scenario: Scenario) -> Scenario:
-    """Return some frontends take few requests, and ask how urgent they are. By dice of its own, so that the rest of a seed stays."""
+    """Give some frontends few admission slots and priorities. Uses its own generator: the rest of a seed stays."""
     rng = random.Random(f"crowd {scenario.seed}")
     if rng.random() > CROWDED_PART:
         return scenario

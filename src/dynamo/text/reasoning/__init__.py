@@ -28,7 +28,7 @@ class ReasoningFormat:
     marks: tuple[str, str] = (OPENING, CLOSING)  # must stand in the text, also where they are special tokens
 
     def applies(self, thinking: bool | None) -> bool:
-        """Return whether to parse. `thinking` is what the request (or the model's default) says; None: nothing."""
+        """Return whether to parse. `thinking` is the mode of the request or the model's default; None: unset."""
         if self.needs_thinking:
             return thinking is True
         return not (self.heeds_off and thinking is False)
@@ -38,7 +38,7 @@ class ReasoningFormat:
         return self.starts_inside or prompt.rstrip(WHITE_SPACE).endswith(OPENING)
 
     def parser(self, *, begins_inside: bool, json_is_content: bool = False) -> ReasoningParser:
-        """Return a parser for one choice."""
+        """Make a parser for one choice."""
         return ThinkParser(starts_inside=begins_inside, json_is_content=json_is_content)
 
 

@@ -23,9 +23,9 @@ class ReasoningParser(Protocol):
         ...
 
     def push(self, text: str) -> list[Content | Reasoning]:
-        """Return the next piece of text, which may be empty."""
+        """Parse the next piece of text, which may be empty."""
         ...
 
     def finish(self) -> list[Content | Reasoning]:
-        """Return the text has ended: what was held back. Call it once; nothing may be pushed behind it."""
+        """End the text and return what was held back. Call `finish` once; push nothing after it."""
         ...

@@ -20,11 +20,11 @@ class ToolParser(Protocol):
     """
 
     def push(self, text: str) -> list[OutputEvent]:
-        """Return the next piece of text, which may be empty."""
+        """Parse the next piece of text, which may be empty."""
         ...
 
     def finish(self, *, keeps_cut_call: bool = False) -> list[OutputEvent]:
-        """Return the text has ended: what was held back. Call it once; nothing may be pushed behind it.
+        """End the text and return what was held back. Call `finish` once; push nothing after it.
 
         `keeps_cut_call`: a call had to come, so what there is of one that was cut off is that call and no content.
         """

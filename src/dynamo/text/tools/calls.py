@@ -32,7 +32,7 @@ _TEXT = msgspec.json.Decoder(str)
 
 
 def read_call(text: str) -> tuple[str, str] | None:
-    """Return (name, arguments) of `{"name": ..., "arguments" or "parameters": {...}}`; None when the object is no call.
+    """Return (name, arguments) of `{"name": ..., "arguments" or "parameters": {...}}`; None for any other object.
 
     The arguments are a JSON object as the model wrote it; absent or null ones are `{}`. A string that spells an object
     (some models encode twice) counts as that object.
@@ -52,7 +52,7 @@ def read_call(text: str) -> tuple[str, str] | None:
 
 
 def call_events(call: tuple[str, str]) -> list[OutputEvent]:
-    """Return a call that is known as a whole."""
+    """Return the events of a complete call."""
     name, arguments = call
     return [CallBegan(name), CallArguments(arguments), CallEnded()]
 

@@ -63,7 +63,7 @@ def letters_counted(rng: Random) -> Question:
 
 
 def letter_found(rng: Random) -> Question:
-    """Return how often one letter occurs: the hardest of the small questions, since every letter has to be looked at."""
+    """Ask how often one letter occurs: the hardest of the small questions, since every letter counts."""
     shown, bare = _shown(rng)
     letter = rng.choice(bare) if rng.random() < 0.8 else rng.choice("abcdeilnorst")
     count = bare.count(letter)

@@ -230,7 +230,7 @@ def _operand(rng: Random) -> int:
 
 
 def _pair(rng: Random) -> tuple[int, int]:
-    """Return two different numbers, often alike: those are the ones that need a look at every digit."""
+    """Return two different numbers, often similar: similar numbers need a look at every digit."""
     top = rng.choice((20, 100, 100, 1000))
     a, b = rng.sample(range(top), 2)
     if rng.random() < 0.3:

@@ -34,7 +34,7 @@ class Question:
 
 
 def is_held_out(key: str) -> bool:
-    """Return whether a problem is for the examination, not for training."""
+    """Return whether a problem belongs to the examination, not to training."""
     digest = blake2b(key.lower().encode(), digest_size=8).digest()
     return int.from_bytes(digest) % HELD_OUT_SHARE == 0
 

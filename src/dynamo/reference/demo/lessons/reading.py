@@ -96,7 +96,7 @@ def _text(rng: Random) -> _Text:
 
 
 def described(rng: Random) -> tuple[str, dict[str, int | str]]:
-    """Return (a sentence about someone or something, what it says by key), for answers that are whole JSON objects."""
+    """Return (a sentence about a person or thing, its facts by key), for answers that are whole JSON objects."""
     who, where, age = name(rng), place(rng), rng.randint(1, 99)
     job, pet, thing = rng.choice(JOBS), rng.choice(ANIMALS), rng.choice(THINGS)
     colour, price, other = rng.choice(COLOURS), rng.randint(1, 999), name(rng)

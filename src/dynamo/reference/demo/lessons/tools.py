@@ -106,7 +106,7 @@ _TOOLS: Final = (
 
 
 def offered(rng: Random, *, wanted: bool = True) -> tuple[list[dict[str, Any]], Call]:
-    """Return (tools as a client sends them, a request for one of them); not `wanted`: for one that is not there."""
+    """Return (tools as a client sends them, a request for one of the tools, or, without `wanted`, for a missing tool)."""
     count = rng.choice((1, 1, 2, 2, 3))
     chosen = rng.sample(_TOOLS, count if wanted else count + 1)
     while not wanted and chosen[0].results is _NUMBER:  # sums it can do without a tool
@@ -121,7 +121,7 @@ def offered(rng: Random, *, wanted: bool = True) -> tuple[list[dict[str, Any]], 
 
 
 def report(result: dict[str, int | str]) -> str:
-    """Return how a tool's answer is told: one rule for every tool."""
+    """Return a tool's answer as a sentence: one rule for every tool."""
     return ", ".join(f"{key}: {value}" for key, value in result.items())
 
 
