@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.errors import StreamIncomplete
+from dynamo.router.dispatch import RoutedStream
+from dynamo.router.failover import DispatchLimits, DispatchRequest
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import END_INDEX, INITIAL_CREDITS, StreamItem
 from dynamo.runtime.request_plane.mux.connection import MuxConnection
@@ -162,3 +165,28 @@ async def test_the_worker_gets_its_credits_back() -> None:
         wire.say(token(stream, offset))
     await asyncio.sleep(0)
     assert any(data[4] == Kind.CREDIT for data in wire.written[before:])
+
+
+async def test_a_routed_stream_opens_the_lane_of_its_worker_s_stream() -> None:
+    """Else every token takes the long way, and no other test would notice."""
+    wire = Wire()
+    stream = wire.open()
+    request = DispatchRequest({}, [], record=Any, timer=Any, limits=DispatchLimits())  # type: ignore[arg-type]
+    pool = SimpleNamespace(pool=None, replacement_wait_seconds=0.0, queries_of_death=None)
+    routed = RoutedStream(pool, request, Context("r"))  # type: ignore[arg-type]
+    routed._stream = stream
+    seen: list[list[int]] = []
+    items: list[list[StreamItem]] = []
+
+    def take_tokens(ids: list[int]) -> bool:
+        seen.append(ids)
+        return len(seen) < 2
+
+    reading = asyncio.create_task(routed.push(lambda batch: bool(items.append(batch)) or True, take_tokens))
+    await asyncio.sleep(0)
+    wire.say(token(stream, 0), token(stream, 1))
+    wire.say(token(stream, 2, extra={"n": 1}))
+    wire.say(token(stream, 3))
+    await reading  # the second refusal settles it
+    assert seen == [[0, 1], [3]]
+    assert [[item.token_ids for item in batch] for batch in items] == [[[2]]]

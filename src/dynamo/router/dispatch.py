@@ -148,7 +148,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
             return
         self.is_reading = True
         try:
-            await _listen(stream, take_items, self._on_missing_terminal_chunk, self._on_worker_lost)
+            await _listen(stream, take_items, take_tokens, self._on_missing_terminal_chunk, self._on_worker_lost)
         finally:
             self.is_reading = False
 
@@ -357,18 +357,18 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
 async def _listen(
     stream: ResponseStream,
     take_items: Callable[[list[StreamItem]], bool],
+    take_tokens: Callable[[list[int]], bool] | None,
     on_end: Callable[[], None],
     on_failure: Callable[[DynamoException], None],
 ) -> None:
-    """Hand on what arrives until `take_items` returns False or the stream is over. The hot path: one call per wake-up.
+    """Hand on what arrives until a reader returns False or the stream is over. The hot path: one call per wake-up.
 
-    `on_end` and `on_failure` are called when the stream ends and fails. What any of the three raises is raised here.
+    `on_end` and `on_failure` are called when the stream ends and fails. What any of the four raises is raised here.
     """
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     take = stream.take
 
     def arrived() -> None:
-        failure: BaseException | None = None
         try:
             try:
                 items = take()
@@ -380,7 +380,11 @@ async def _listen(
             if items is not None and (not items or take_items(items)):
                 return
         except BaseException as error:
-            failure = error
+            settle(error)
+        else:
+            settle(None)
+
+    def settle(failure: BaseException | None) -> None:
         stream.listen(None)
         if done.done():
             return
@@ -390,6 +394,9 @@ async def _listen(
             done.set_exception(failure)
 
     stream.listen(arrived)
+    open_lane = getattr(stream, "open_lane", None)  # only `mux` has a lane, and no stream that wraps another one
+    if take_tokens is not None and open_lane is not None:
+        open_lane(take_tokens, settle)
     try:
         await done
     finally:
