@@ -1,0 +1,237 @@
+"""What the frontend's Python costs for one token, layer by layer: no socket, no other process, the CPU clock.
+
+    python benchmarks/token_path.py
+
+An engine with continuous batching sends one frame with a token for every stream. Such frames are given to a real
+`MuxConnection`; each row has one more layer of the frontend on top of it, all of them the product's own objects, and a
+transport that drops what it is given. The figure is the least of several repeats, in microseconds per token; the second
+column is what the row adds to the one above it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import uvloop
+
+from dynamo.frontend.http.event_stream import EventStream
+from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.pipeline.delivery import StreamDelivery
+from dynamo.frontend.pipeline.exchange import Arrival, Exchange
+from dynamo.frontend.pipeline.generation import Plan, SingleGeneration, WorkRequest
+from dynamo.frontend.pipeline.stage_timer import StageTimer
+from dynamo.protocol.openai.sse import ChatStream
+from dynamo.router.dispatch import RoutedStream
+from dynamo.runtime.context import Context
+from dynamo.runtime.http.cycle import Cycle, Gate
+from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.request_plane.base import StreamItem
+from dynamo.runtime.request_plane.mux.connection import MuxConnection
+from dynamo.runtime.request_plane.mux.frames import Kind, frame, pack
+from dynamo.runtime.request_plane.mux.stream import MuxStream
+from dynamo.text.tokenizer import load_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+from tiny_model import write_tiny_model
+
+FRAME_ITEMS: Final = 64  # as many as a worker puts into one frame, more or less
+EVENT: Final = b"x" * 250
+
+
+class NullTransport:
+    """Drops what it is given, and counts it."""
+
+    def __init__(self) -> None:
+        self.writes = 0
+
+    def write(self, data: bytes) -> None:
+        self.writes += 1
+
+    def writelines(self, parts: list[bytes]) -> None:
+        self.writes += 1
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+class Bench:
+    """One connection with its streams, and a reader on each of them."""
+
+    def __init__(self, streams: int, tokens: list[int], tokenizer: Any) -> None:
+        self.transport = NullTransport()
+        self.connection = MuxConnection("here", on_lost=lambda connection: None)
+        self.connection.connection_made(self.transport)  # type: ignore[arg-type]
+        self.tokenizer, self.tokens = tokenizer, tokens
+        self.streams = [self.connection.open("e", b"\x80", Context(str(number))) for number in range(streams)]
+        self.metrics = FrontendMetrics(MetricsRegistry())
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.seen = 0
+
+    def step(self, number: int) -> list[bytes]:
+        """Return the frames of one step of the engine: one token for every stream."""
+        items = [StreamItem(stream.stream_id, 0, number, [self._token(stream, number)]) for stream in self.streams]
+        starts = range(0, len(items), FRAME_ITEMS)
+        return [frame(Kind.ITEMS, pack(items[start : start + FRAME_ITEMS])) for start in starts]
+
+    def _token(self, stream: MuxStream, number: int) -> int:
+        return self.tokens[(number * 7 + stream.stream_id) % len(self.tokens)]
+
+    def say(self, frames: list[bytes]) -> None:
+        for one in frames:
+            self.connection.data_received(one)
+
+    # -- the readers, one for each row -----------------------------------------------------------------------------------
+
+    async def read_lanes(self, stream: MuxStream) -> None:
+        """Take the token ids of a lane, and do nothing with them."""
+        await stream.next_batch()
+        routed = self._routed(stream)
+
+        def take_tokens(ids: list[int]) -> bool:
+            self.seen += len(ids)
+            return True
+
+        await routed.push(lambda items: True, take_tokens)
+
+    async def read_texts(self, stream: MuxStream) -> None:
+        """Take the texts of one choice."""
+        exchange, model, work = self._request(stream)
+        single = SingleGeneration(model, work, exchange.context)
+
+        def plain(text: str, count: int) -> bool:
+            self.seen += count
+            return True
+
+        await single.next()
+        await single.push(lambda deltas: True, plain)
+
+    async def read_events(self, stream: MuxStream) -> None:
+        """Make events of the texts, and count them."""
+
+        class Taker:
+            is_committed = can_push = True
+
+            async def write(self, data: bytes) -> None:
+                pass
+
+            def push(self, data: bytes, now: float) -> bool:
+                return True
+
+            def pusher(self) -> Callable[[bytes, float], bool]:
+                return self.push
+
+        await self._deliver(stream, Taker())
+
+    async def read_answers(self, stream: MuxStream) -> None:
+        """Write the whole answer to an HTTP connection."""
+        http = SimpleNamespace(transport=self.transport, default_headers=(), answered=lambda: None)
+        scope = {"method": "POST", "http_version": "1.1"}
+        cycle = Cycle(http, Gate(self.transport), scope, keep_alive=True)  # type: ignore[arg-type]
+        events = EventStream(cycle.send, push=cycle.push, peek_seconds=60, keep_alive_seconds=60)
+        try:
+            await self._deliver(stream, events)
+        finally:
+            events.close()
+
+    # -- parts -----------------------------------------------------------------------------------------------------------
+
+    async def _deliver(self, stream: MuxStream, events: Any) -> None:
+        exchange, model, work = self._request(stream)
+        exchange.counters = self.metrics.request("bench", "chat_completions", "stream", exchange.now())
+        chunks = ChatStream(exchange.context.id(), 1_760_000_000, "bench")
+        renderer = SimpleNamespace(
+            stream=lambda output: chunks.delta(0, "first"), splice=chunks.plain_ends, end=lambda with_usage: b""
+        )
+        answer = SimpleNamespace(work=work, model=model, exchange=exchange, wants_logprobs=False, rename=None)
+        await StreamDelivery(answer, renderer, None).send(events, b"", with_usage=False)  # type: ignore[arg-type]
+
+    def _request(self, stream: MuxStream) -> tuple[Exchange, Any, WorkRequest]:
+        timer = StageTimer()
+        exchange = Exchange(str(stream.stream_id), Arrival(b"", 0.0), timer)
+        dispatcher = SimpleNamespace(open=lambda request, context: self._routed(stream, request))
+        model = SimpleNamespace(dispatcher=dispatcher, text=SimpleNamespace(tokenizer=self.tokenizer), takes_text=False)
+        body = {"stop_conditions": {"stop_token_ids_hidden": [0, 1, 2]}}
+        return exchange, model, WorkRequest(Plan(body, [[5, 6, 7]]), timer)
+
+    def _routed(self, stream: MuxStream, request: Any = None) -> RoutedStream:
+        if request is None:
+            request = SimpleNamespace(body={}, stall_detector=None)
+        dispatcher = SimpleNamespace(pool=None, replacement_wait_seconds=0.0, queries_of_death=None)
+        routed = RoutedStream(dispatcher, request, Context("r"))  # type: ignore[arg-type]
+        routed._stream = stream
+        return routed
+
+
+async def measure(
+    read: Callable[[Bench, MuxStream], Awaitable[None]], make: Callable[[], Bench], steps: int, repeats: int
+) -> float:
+    """Return the least CPU per token of several repeats, in microseconds."""
+    bench = make()
+    bench.say(bench.step(0))
+    tasks = [asyncio.ensure_future(read(bench, stream)) for stream in bench.streams]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert all(stream.lane is not None for stream in bench.streams), "a stream has no lane"
+    best, number = float("inf"), 1
+    for _ in range(repeats):
+        frames = [bench.step(number + step) for step in range(steps)]
+        number += steps
+        begun = time.process_time()
+        for one in frames:
+            bench.say(one)
+        best = min(best, (time.process_time() - begun) / (steps * len(bench.streams)))
+        await asyncio.sleep(0)
+    assert all(stream.lane is not None for stream in bench.streams), "a stream left its lane"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return 1e6 * best
+
+
+async def run(streams: int, steps: int, repeats: int) -> None:
+    """Print the table."""
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer = load_tokenizer(write_tiny_model(Path(directory)))
+    table = tokenizer.pieces(skip_special_tokens=True)
+    assert table is not None
+    tokens = [token for token in range(8, tokenizer.vocab_size) if table[token]]
+    rows = {
+        "frames, streams and lanes": Bench.read_lanes,
+        "+ generation, detokenising": Bench.read_texts,
+        "+ delivery, metrics, JSON": Bench.read_events,
+        "+ event stream, HTTP": Bench.read_answers,
+    }
+    before = 0.0
+    print(f"us of CPU per token, {streams} streams, one token of each per step")
+    for name, read in rows.items():
+        figure = await measure(read, lambda: Bench(streams, tokens, tokenizer), steps, repeats)
+        print(f"{name:28} {figure:6.2f} {figure - before:+6.2f}")
+        before = figure
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description="CPU per token of each layer of the frontend")
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=12)
+    args = parser.parse_args()
+    uvloop.run(run(args.streams, args.steps, args.repeats))
+
+
+if __name__ == "__main__":
+    main()
