@@ -26,7 +26,7 @@ __all__ = ["Lifeline", "Reports", "endpoint_path", "main", "on_planes"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Be a frontend or a worker; the exit status."""
+    """Run as a frontend or a worker; return the exit status."""
     own, rest = split_engine_args(list(sys.argv[1:] if argv is None else argv))
     parser = argparse.ArgumentParser("dynamo.cli.child")
     parser.add_argument("role", choices=("frontend", "worker"))
@@ -70,7 +70,7 @@ class Lifeline:
         os.killpg(0, signal.SIGKILL)
 
     def sweep(self) -> None:
-        """Without a parent nobody else ends what this process started."""
+        """End the processes that this process started: without a parent nothing else ends them."""
         if self._is_cut:
             os.killpg(0, signal.SIGKILL)
 

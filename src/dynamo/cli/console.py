@@ -35,7 +35,7 @@ class Console:
         self._closed: set[int] = set()
 
     def say(self, text: str, *, strong: bool = False) -> None:
-        """A line of our own."""
+        """Print a line of our own."""
         self._write(self._out, _painted(text, BOLD) if strong and _has_colour(self._out) else text)
 
     def complain(self, text: str) -> None:
@@ -71,7 +71,7 @@ class Console:
             self.pass_on(name, line)
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A small table."""
+        """Print a small table."""
         if self._out.isatty():
             from rich.console import Console as Terminal
             from rich.table import Table

@@ -75,7 +75,7 @@ class Deprecated:
         return f"{name} is deprecated and will be removed in {self.remove_in}; use {self.replacement}."
 
     def warn(self, name: str) -> None:
-        """Warn that `name` is used."""
+        """Issue a DeprecationWarning for the use of `name`."""
         warnings.warn(self.message(name), DeprecationWarning, stacklevel=2)
 
 

@@ -139,7 +139,9 @@ class GenerateSpan:
         self._end()
 
     def fail(self, kind: str, *, output_tokens: int | None = None) -> None:
-        """Note that an error ended the stream; `kind` is the error's class name, or `setup_failed` before the first step."""
+        """Record the error that ended the stream; `kind` is the error's class name, or `setup_failed` before the
+        first step.
+        """
         if self._ended:
             return
         if output_tokens is not None:
@@ -150,7 +152,7 @@ class GenerateSpan:
         self._end()
 
     def dropped(self, output_tokens: int = 0) -> None:
-        """Note that the stream was closed before its terminal chunk."""
+        """Record that the stream was closed before its terminal chunk."""
         if self._ended:
             return
         self._outcome(output_tokens, "Dropped", cancelled=True)

@@ -105,7 +105,9 @@ class BlockPool:
     def name(
         self, block: int, block_hash: int, parent_hash: int | None, token_ids: Sequence[int], key: PrefixKey
     ) -> None:
-        """A held block is full and may be shared. A second block with the same content stays without a name."""
+        """Name a held block, which is full, so that it may be shared. A second block with the same content stays
+        without a name.
+        """
         if not self.prefix_caching or block_hash in self._named or block in self._name_of:
             return
         self._named[block_hash] = block
@@ -113,7 +115,7 @@ class BlockPool:
         self._events.append(BlocksStored(block_hash, parent_hash, tuple(token_ids), key))
 
     def release(self, blocks: Sequence[int]) -> None:
-        """A sequence lets its table go. What has a name stays findable until the room is needed."""
+        """Release the blocks of a sequence's table. A named block stays findable until its room is needed."""
         for block in reversed(blocks):  # so that the end of a sequence is evicted before its beginning
             if self._references[block] < 1:
                 raise ValueError(f"block {block} is not held")

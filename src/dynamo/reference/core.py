@@ -130,7 +130,7 @@ class Core:
         return [self._choices[s] for s in self.scheduler.take_reserved() if s in self._choices]
 
     def received(self, choice: Choice, tokens: int) -> None:
-        """The first `tokens` tokens of the prompt are in the choice's blocks, or are not going to be (0)."""
+        """Go on with the first `tokens` tokens of the prompt in the choice's blocks; 0: the transfer brought none."""
         self.scheduler.received(choice.sequence, tokens)
 
     def step(self) -> list[Emission | Failure]:
@@ -169,7 +169,7 @@ class Core:
             self.model.weights = NO_WEIGHTS
 
     def restore(self, weights: Weights | None) -> None:
-        """Have the memory again, and `weights` if they were released. Still halted."""
+        """Allocate the memory again, and load `weights` if the weights were released. The core stays halted."""
         self.cache.restore()
         if weights is not None:
             self.model.weights = weights

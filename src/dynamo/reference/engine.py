@@ -401,7 +401,7 @@ class StepThread:
             self._asked.discard(answer)
 
     def answer_nobody(self, error: DynamoException) -> None:
-        """No step will come: whoever still asks is told so. On the loop."""
+        """Fail every waiting caller with `error`: no step will come. Call it on the loop."""
         for answer in self._asked:
             _settle(answer, answer.set_exception, error)
 
@@ -514,7 +514,7 @@ class _Stream:
             results.pop(choice, None)
 
     def reserve(self) -> None:
-        """The choice's blocks are held, and wait for what goes into them."""
+        """Mark the choice's blocks as held; the choice now waits for their content."""
         self._is_reserved = True
         self.wake()
 

@@ -108,7 +108,8 @@ class Guide:
         return self._matcher.is_stopped()
 
     def allowed(self, ends: Sequence[int]) -> Mask:
-        """Return which tokens may come next, by id. `ends` are those that end the sequence: allowed when the grammar accepts.
+        """Return the mask of the tokens that may come next. `ends` are the ids that end the sequence: allowed when the
+        grammar accepts.
 
         Raises InvalidArgument when the grammar turned out too complex to follow.
         """

@@ -70,7 +70,7 @@ class KvCache:
         self.restore()
 
     def restore(self) -> None:
-        """Have the memory, empty."""
+        """Allocate the memory again, empty."""
         # Zeros, not empty: masked positions are multiplied by 0, and 0 times what memory held before may be NaN.
         self.keys: Array = np.zeros(self._shape, np.float32)
         self.values: Array = np.zeros(self._shape, np.float32)
@@ -80,7 +80,7 @@ class KvCache:
         self.keys = self.values = np.zeros((*self._shape[:2], 0, self._shape[3]), np.float32)
 
     def write(self, layer: int, slots: Ints, keys: Array, values: Array) -> None:
-        """`keys` and `values`: (heads, tokens, head_dim)."""
+        """Write the keys and values of one layer, each (heads, tokens, head_dim)."""
         self.keys[layer][:, slots] = keys
         self.values[layer][:, slots] = values
 

@@ -224,7 +224,7 @@ class Operations:
         return {"loras": [_described(adapter) for adapter in self.adapters.values()], "count": len(self.adapters)}
 
     async def _announce(self, name: str) -> None:
-        """An adapter's card is its base model's under another name."""
+        """Publish an adapter's card: its base model's card under another name."""
         if self.endpoint is None:
             return
         base = await self.endpoint.published_model(None)

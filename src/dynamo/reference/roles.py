@@ -102,7 +102,7 @@ class DecodeRole:
         self._receiver: KvReceiver = make_receiver(cache.layout, options)
 
     async def close(self) -> None:
-        """No pull may be running."""
+        """Close the receiver. Call `close` only while no pull is running."""
         await self._receiver.close()
 
     def metrics(self, labels: Mapping[str, str]) -> list[TypedFamily]:

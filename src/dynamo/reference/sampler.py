@@ -175,7 +175,7 @@ def ending(token: int, generated: int, stop: Stop) -> tuple[str | None, bool]:
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """In [0, 1), the same everywhere for the same three numbers."""
+    """Draw a number in [0, 1), the same everywhere for the same three numbers."""
     text = f"{seed}/{choice}/{position}".encode()
     return (int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 11) / U53
 

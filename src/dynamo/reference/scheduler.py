@@ -104,7 +104,7 @@ class Scheduler:
         return reserved
 
     def received(self, sequence: Sequenced, tokens: int) -> None:
-        """The first `tokens` tokens of a reserved sequence are in its blocks; the rest is computed here."""
+        """Go on with the first `tokens` tokens of a reserved sequence in its blocks; the rest is computed here."""
         if sequence not in self._receiving:
             return
         del self._receiving[sequence]
@@ -143,7 +143,9 @@ class Scheduler:
         return list(planned.values())
 
     def computed(self, work: Work, token: int | None = None) -> None:
-        """A piece is in the cache; `token` is the new one, if it yielded one that the sequence goes on with."""
+        """Record that a piece is in the cache; `token` is the new token, if the piece yielded one with which the
+        sequence goes on.
+        """
         sequence = work.sequence
         if sequence.is_finished:
             return
@@ -155,9 +157,9 @@ class Scheduler:
             sequence.tokens.append(token)
 
     def finish(self, sequence: Sequenced, *, keep: bool = False) -> None:
-        """The sequence ended or was aborted: its blocks are free at once. Safe twice, and while it waits.
+        """Free the blocks of a sequence that ended or was aborted. Safe to call twice, and while the sequence waits.
 
-        `keep`: not yet, another worker is going to fetch them; a second call without it frees them.
+        `keep`: hold the blocks for another worker that is going to fetch them; a second call without `keep` frees them.
         """
         if not sequence.is_finished:
             sequence.is_finished = True
@@ -169,7 +171,7 @@ class Scheduler:
             self._release(sequence)
 
     def preempt_all(self) -> None:
-        """Every sequence gives its blocks up and computes them again; none loses a token."""
+        """Preempt every sequence: each gives its blocks up and computes them again; no token is lost."""
         for sequence in reversed(list(self._running)):
             self._preempt(sequence)
         for sequence in self._receiving:  # what arrives was computed with what is no more
@@ -177,7 +179,9 @@ class Scheduler:
         self._is_stuck = False
 
     def _admit(self, planned: dict[Sequenced, Work], budget: int) -> None:
-        """From the head of the queue, nobody skipped: the prompts that fit whole, until something runs out."""
+        """Admit prompts from the head of the queue, in order: the prompts that fit whole, until the budget or the
+        blocks run out.
+        """
         while budget > 0 and len(self._running) + len(self._receiving) < self._max_sequences:
             self._drop_finished()
             if not self._waiting:
@@ -240,7 +244,7 @@ class Scheduler:
             self.pool.name(sequence.blocks[number], sequence.hashes[number], parent, tokens, sequence.key)
 
     def _hash(self, sequence: Sequenced, blocks: int) -> None:
-        """Have the names of the first `blocks` blocks."""
+        """Compute the hashes of the first `blocks` blocks."""
         known, size = len(sequence.hashes), self.pool.block_size
         if not self.pool.prefix_caching or known >= blocks:
             return

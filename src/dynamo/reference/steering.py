@@ -96,7 +96,7 @@ class Steering:
         return self._guide is not None and self._guide.is_complete
 
     def allowed(self, ends: Sequence[int], vocab_size: int) -> Mask | None:
-        """Return which tokens may come next, by id; None: all. `ends` are those that end the answer."""
+        """Return the mask of the tokens that may come next; None: all. `ends` are the ids that end the answer."""
         thinking = self._thinking
         if thinking is not None and thinking.is_spent:
             only = np.zeros(vocab_size, np.bool_)

@@ -40,10 +40,12 @@ class KvSink(Protocol):
     """What keeps the blocks: a router's index. Called on the event loop."""
 
     def apply(self, event: RouterEvent) -> None:
-        """One change. Of each rank every one comes once, in order."""
+        """Apply one event. The events of a rank arrive once each and in order."""
 
     def forget(self, worker_id: int, dp_rank: int) -> None:
-        """This rank holds nothing (that is known): it left, or is about to be told anew."""
+        """Drop all blocks of a rank: the rank left, or is about to send a fresh state. Then the rank is known to
+        hold nothing.
+        """
 
 
 class _Source(msgspec.Struct):

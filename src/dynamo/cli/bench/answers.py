@@ -213,7 +213,7 @@ class StreamMeter:
 
 
 def usage_of(body: bytes) -> Usage:
-    """Of a whole answer. Anything that is not a chat or text completion has none."""
+    """Read the usage of a whole answer. Anything that is not a chat or text completion has none."""
     try:
         usage = json.loads(body).get("usage") or {}
         prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")

@@ -86,7 +86,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most `MAX_POINTS` of them, the ends among them."""
+    """Thin the points out to at most `MAX_POINTS`, keeping both ends."""
     if len(points) <= MAX_POINTS:
         return list(points)
     step = (len(points) - 1) / (MAX_POINTS - 1)

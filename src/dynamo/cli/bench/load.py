@@ -163,7 +163,7 @@ class Load:
         return _Job(request, target, _clock() if due is None else due)
 
     def _closed_turn(self, target: int, connection: _Connection | None) -> None:
-        """Closed loop: one of the N senders is free."""
+        """Start the next job of a closed loop: one of the N senders is free."""
         if not self._may_send():
             if connection is not None:
                 connection.abandon()
@@ -201,7 +201,7 @@ class Load:
         return False
 
     def _free(self, target: int, connection: _Connection | None) -> None:
-        """A request has ended; `connection` if it can be used again."""
+        """Go on after a request has ended; `connection` is given if it can be used again."""
         if self._is_stopped:
             return
         if self._shape.rate is None:
@@ -274,7 +274,7 @@ class Load:
         self.recorder.fail(kind, example, now)
 
     def answered(self, connection: _Connection, job: _Job) -> None:
-        """The whole answer of `job` is there."""
+        """Record that the whole answer of `job` has arrived."""
         reader, meter, recorder = connection.reader, connection.meter, self.recorder
         failure: tuple[str, str] | None = None
         if reader.status != 200:
@@ -311,7 +311,9 @@ class Load:
         self._free(job.target, connection if connection.is_usable else None)
 
     def lost(self, job: _Job, kind: str, example: str, *, is_stale: bool) -> None:
-        """The connection of `job` is gone. `is_stale`: it was kept alive, and the server closed it before it answered."""
+        """Record that the connection of `job` is gone. `is_stale`: the server closed a kept-alive connection before
+        it answered.
+        """
         if is_stale and not job.is_retry and not self._is_stopped:
             job.is_retry = True
             self._start(job, None)

@@ -65,7 +65,7 @@ class WordCost:
 
     @classmethod
     def measured(cls, few: tuple[int, int], many: tuple[int, int]) -> Self:
-        """From (words, prompt tokens) of a short and a long prompt."""
+        """Derive the cost from (words, prompt tokens) of a short and a long prompt."""
         slope = (many[1] - few[1]) / (many[0] - few[0])
         return cls(max(slope, 0.01), max(0.0, few[1] - slope * few[0]))
 

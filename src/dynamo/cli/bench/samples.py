@@ -34,7 +34,7 @@ class Histogram:
         self.highest = 0.0
 
     def add(self, seconds: float) -> None:
-        """One sample. Longer than the last bucket counts as the last bucket; `highest` is exact."""
+        """Count one sample. A sample beyond the last bucket counts in the last bucket; `highest` is exact."""
         index = int(_log(seconds * 1e6) * _SCALE) if seconds > LOWEST_SECONDS else 0
         self._counts[index if index < BUCKETS else -1] += 1
         self.count += 1
@@ -157,7 +157,9 @@ class Recorder:
         return max(self.ended - self.begun, 1e-9)
 
     def fail(self, kind: str, example: str, now: float) -> None:
-        """A request that was not answered. Kinds are few: a new one beyond the limit is counted as "other failures"."""
+        """Count a request that was not answered. The number of kinds is bounded: a new kind beyond the limit counts
+        as "other failures".
+        """
         if kind not in self.failures and len(self.failures) >= MAX_FAILURE_KINDS:
             kind = OTHER_FAILURES
         failure = self.failures.setdefault(kind, Failure(example=example))

@@ -42,7 +42,7 @@ def latency_rows(results: Results) -> list[tuple[str, ...]]:
 
 
 def failure_rows(results: Results) -> list[tuple[str, ...]]:
-    """By kind, the most frequent first."""
+    """Return the failures by kind, the most frequent first."""
     ended = max(results["answered"] + results["failed"], 1)
     return [
         (failure["kind"], f"{failure['count']:,}", f"{100 * failure['count'] / ended:.1f} %", failure["example"])

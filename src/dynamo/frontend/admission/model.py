@@ -60,7 +60,7 @@ _AGES: Final[Mapping[Urgency, float]] = {Urgency.LOW: 0.5, Urgency.NORMAL: 1.0, 
 
 
 def urgency_of(nvext: NvExt | None) -> Urgency:
-    """From what the client sent as `nvext.agent_hints`, or as headers that mean the same."""
+    """Read the urgency that the client sent as `nvext.agent_hints`, or as headers with the same meaning."""
     hints = None if nvext is None else nvext.agent_hints
     if hints is None:
         return Urgency.NORMAL
@@ -78,7 +78,7 @@ class RequestLimit:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """ "64" or "1.5x". Raises ValueError saying what is wrong."""
+        """Parse "64" or "1.5x". Raises ValueError saying what is wrong."""
         is_factor = text.endswith("x")
         try:
             number = float(text[:-1]) if is_factor else int(text)
@@ -158,7 +158,9 @@ class ModelAdmission:
         self.set_capacity(None)
 
     def set_capacity(self, capacity: int | None) -> None:
-        """How many requests the model's workers run at once, together; None: one of them did not say."""
+        """Set how many requests the model's workers run at once, together; None: at least one worker did not report
+        its capacity.
+        """
         self._capacity = None if capacity is None else math.ceil(capacity * self._policy.share)
         limit = self._policy.limit
         self._limit = None if limit is None else limit.places(capacity, self._policy.share)

@@ -108,7 +108,7 @@ class Exchange:
         return self.phase is Phase.ENDED
 
     def enter(self, phase: Phase, now: float) -> None:
-        """Note that the request has come as far as `phase`; an earlier phase changes nothing."""
+        """Advance the request to `phase`; an earlier phase changes nothing."""
         if phase > self.phase:
             self.phase = phase
             self.phase_times[phase] = now
@@ -118,7 +118,7 @@ class Exchange:
         return asyncio.get_running_loop().time()
 
     def end(self) -> None:
-        """Note that the request is over. Idempotent."""
+        """Mark the request as ended. Idempotent."""
         self.enter(Phase.ENDED, self.now())
 
     def end_with(self, reason: DynamoException) -> None:

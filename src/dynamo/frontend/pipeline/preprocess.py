@@ -92,7 +92,7 @@ class Preprocessor:
     async def completion(
         self, request: CompletionRequest, effects: HeaderEffects, model: ServedModel, overhead: StageTimer
     ) -> tuple[Plan, str | None]:
-        """As `chat`, for a batch of prompts without a template; the text is that of a single prompt."""
+        """Prepare a batch of prompts as `chat` does, without a template; the text is that of a single prompt."""
         if model.takes_text:
             empty: list[list[int]] = [[] for _ in text_prompts(request)]
             return text_plan(request, self._plan(request, effects, model, empty)), None

@@ -37,7 +37,7 @@ _CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 
 
 def begin_record(exchange: Exchange) -> None:
-    """Log that an admitted request was received, open its server span, and name it in the task's further records."""
+    """Log an admitted request, open its server span, and name it in the task's further records."""
     context, fields = exchange.context, _request_fields(exchange)
     span = start_server_span(
         context,
@@ -63,9 +63,9 @@ def begin_record(exchange: Exchange) -> None:
 def end_record(
     exchange: Exchange, now: float, http_status: int = 200, error_type: str = "", error: str | None = None
 ) -> None:
-    """Log that the request ended at `now`, and end its span. Call it once, in the task of `begin_record`.
+    """Log the end of the request at `now`, and end its span. Call it once, in the task of `begin_record`.
 
-    `error_type` is the label of the metrics, "" for success; `error` is what the client was given to read.
+    `error_type` is the label of the metrics, "" for success; `error` is the error text that the client received.
     """
     seconds = now - exchange.arrival.at
     if logger.isEnabledFor(logging.INFO):

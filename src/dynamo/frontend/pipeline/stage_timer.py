@@ -82,7 +82,7 @@ class StageTimer:
             self.mark(ROUTE)
 
     def dispatched(self) -> None:
-        """Note that the request was handed to a connection."""
+        """Record the moment at which the request was handed to a connection."""
         if self.on_dispatch is not None:
             self.on_dispatch()
         if not self._has_arrived:
@@ -97,13 +97,13 @@ class StageTimer:
             self.mark(WIRE)
 
     def answering(self) -> None:
-        """Note that the first part of the answer is on its way."""
+        """Record the moment at which the first part of the answer is on its way."""
         if not self._is_answering:
             self._is_answering = True
             self.mark(FIRST_TOKEN)
 
     def ended(self) -> None:
-        """Note that all of the answer was handed over."""
+        """Record the moment at which all of the answer was handed over."""
         self.mark(WRITE)
 
     # -- what a client reads ------------------------------------------------------------------------------------------------

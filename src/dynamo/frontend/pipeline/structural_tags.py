@@ -56,7 +56,7 @@ def structural_tag(
 
 
 def _policy(config: ModelRuntimeConfig) -> _Policy | None:
-    """From either form of the setting; the newer one, an object, has another default."""
+    """Read the policy from either form of the setting; the newer form, an object, has another default."""
     if isinstance(config.structural_tag, dict):
         tag = config.structural_tag
         return _Policy(tag.get("scope", "always") == "always", tag.get("schema", "auto") == "strict")

@@ -183,7 +183,7 @@ def model_not_found() -> RequestRejected:
 
 
 def model_not_ready(model: str) -> RequestRejected:
-    """Registered, but nobody can serve it yet (or any more)."""
+    """Return the 503 for a model that is registered but has no worker that can serve it yet (or any more)."""
     return RequestRejected(
         503,
         f"Model `{model}` is not ready to serve requests yet. The deployment may still be starting up or is not fully "

@@ -111,7 +111,7 @@ def decode_chat(body: bytes, *, ignore_unsupported: bool = False, limits: BodyLi
 def decode_completion(
     body: bytes, *, ignore_unsupported: bool = False, limits: BodyLimits = DEFAULT_LIMITS
 ) -> CompletionRequest:
-    """As `decode_chat`, for text completions."""
+    """Decode and validate a text completion request, as `decode_chat` does for chats."""
     request: CompletionRequest = _COMPLETION.read(body, ignore_unsupported=ignore_unsupported, limits=limits)
     return request
 

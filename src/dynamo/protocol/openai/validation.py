@@ -365,7 +365,7 @@ def _check_template_controls(request: ChatRequest) -> None:
 
 
 def _check_not_built(request: ChatRequest) -> None:
-    """What parses and means something, but has no implementation here: say so instead of answering without it."""
+    """Reject a request that is valid but has no implementation here, instead of answering without the missing part."""
     if request.modalities is not None and "audio" in request.modalities:
         _not_built("audio output needs an audio model", "modalities")
     if request.audio is not None:
@@ -433,7 +433,7 @@ def _check_range(label: str, value: float, low: float, high: float, param: str) 
 
 
 def _check_wire(param: str, value: Any) -> None:
-    """A free-form value goes to the worker as it is, so it must fit the wire (64-bit integers)."""
+    """Check that a free-form value, which goes to the worker as it is, fits the wire (64-bit integers)."""
     if value is None:
         return
     try:

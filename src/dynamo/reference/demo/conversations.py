@@ -555,7 +555,7 @@ def _exercises(draw: _Draw) -> Conversation:
 
 
 def _drills(draw: _Draw) -> Conversation:
-    """As `_exercises`, of the one kind of sum or comparison that is named."""
+    """Write a conversation as `_exercises` does, of the one named kind of sum or comparison."""
     rng = draw.rng
     name, lesson = rng.choice(
         (
@@ -621,7 +621,7 @@ def _yes_or_no(draw: _Draw) -> Conversation:
 
 
 def _counts(draw: _Draw) -> Conversation:
-    """Counting, turn by turn: where to stop is what takes practice."""
+    """Count, turn by turn: knowing where to stop takes practice."""
     messages, answers, keys = [], [], []
     for _ in range(draw.rng.randint(2, 4)):
         question = draw.one(counted)

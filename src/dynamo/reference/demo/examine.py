@@ -64,9 +64,9 @@ def examine(directory: Path, *, count: int, kinds: Iterable[str] = EXAMINED) -> 
 
 
 def questions(kind: str, count: int) -> list[tuple[Conversation, Answer]]:
-    """Held-out conversations of one kind, each with its last answer; the same ones every time.
+    """Return the held-out conversations of one kind, each with its last answer; the same conversations at every call.
 
-    Answers that guided decoding would begin are left out: here nobody guides.
+    Answers that guided decoding would begin are left out: the examination does not use guided decoding.
     """
     rng = Random(f"{SEED}:{kind}")
     found: dict[str, tuple[Conversation, Answer]] = {}
@@ -103,7 +103,7 @@ def is_right(answer: Answer, got: str) -> bool:
 
 
 def table(results: Iterable[Result]) -> str:
-    """As Markdown."""
+    """Format the results as a Markdown table."""
     rows = [f"| {r.kind} | {r.share:.1%} | {r.right} of {r.asked} |" for r in results]
     return "\n".join(("| Kind of question | Right | Answers |", "|---|---|---|", *rows))
 

@@ -59,7 +59,7 @@ def build_tokenizer(texts: Iterable[str], *, size: int) -> Tokenizer:
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path, *, context_length: int) -> None:
-    """`tokenizer.json` and `tokenizer_config.json`; the chat template has a file of its own beside them."""
+    """Write `tokenizer.json` and `tokenizer_config.json`; the chat template has a file of its own beside them."""
     directory.joinpath("tokenizer.json").write_text(tokenizer.to_str(pretty=False) + "\n", encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

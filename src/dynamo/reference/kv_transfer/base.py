@@ -64,7 +64,7 @@ class Ticket(msgspec.Struct, frozen=True):
     seed: int  # what the first token was drawn with: whoever continues must draw the same one
 
     def to_params(self) -> dict[str, Any]:
-        """As `disaggregated_params`."""
+        """Encode the fields as `disaggregated_params`."""
         return dict(msgspec.to_builtins(self))
 
     @classmethod

@@ -80,7 +80,9 @@ class Offers:
         return claim
 
     def unclaim(self, claim: Claim) -> None:
-        """Whoever was fetching is gone. Others may try until the offer expires; after `end` this does nothing."""
+        """Drop the claim of a fetcher that has gone. Others may try until the offer expires; after `end` this does
+        nothing.
+        """
         offer = claim.offer
         if offer.claim is not claim:
             return
@@ -89,7 +91,9 @@ class Offers:
             self.end(offer, "expired")
 
     def fetched(self, claim: Claim) -> None:
-        """All of it has arrived. Raises StreamIncomplete when it was not held until now: then it may be anything."""
+        """Record that all blocks have arrived. Raises StreamIncomplete when the blocks were not held until now: then
+        their content may be anything.
+        """
         if claim.offer.claim is not claim or not self.end(claim.offer, "fetched"):
             raise StreamIncomplete("the transfer ended while it was fetched")
 

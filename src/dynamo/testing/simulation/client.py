@@ -70,7 +70,7 @@ class Visit:
             self._left.set()
 
     def lose(self) -> None:
-        """The process at the other end is killed."""
+        """Cut the call off: the process at the other end is killed."""
         self.was_cut = True
         self.task.cancel()
 

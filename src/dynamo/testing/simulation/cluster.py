@@ -69,7 +69,7 @@ class Process:
             self.discovery.cut_off()
 
     def kill(self) -> None:
-        """What the others see: broken connections at once, the records when the lease lapses."""
+        """Kill the process: the others see broken connections at once, and its records vanish when the lease lapses."""
         self.is_dead = True
         self.discovery.die()
         self.cluster.network.kill(self.name)
@@ -181,7 +181,7 @@ class FrontendProcess(Process):
         await self.frontend.start()
 
     async def down(self, drain_seconds: float) -> None:
-        """The graceful end of a frontend process."""
+        """End a frontend process gracefully."""
         self.is_leaving = True
         if not await self.frontend.drain(drain_seconds):
             self.frontend.cut()
@@ -246,7 +246,7 @@ class Cluster:
         return [each for each in self.frontends if not each.is_dead and not each.is_leaving]
 
     def cut_store(self, process: Process, seconds: float) -> None:
-        """One process cannot reach the store; after the lease's time the others see its records vanish."""
+        """Cut one process off from the store; after the lease's time the others see its records vanish."""
         loop = asyncio.get_running_loop()
         process.discovery.cut_off()
         if seconds > self.lease_seconds:

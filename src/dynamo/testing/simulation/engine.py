@@ -63,12 +63,12 @@ class Observer(Protocol):
         """Wait as long as the token takes; may raise."""
 
     def ended(self, step: Step, reason: str | None) -> None:
-        """The generator's `finally`; `reason` None: it was closed or failed before its last chunk."""
+        """Record the generator's `finally`; `reason` None: the generator was closed or failed before its last chunk."""
 
     def aborted(self, context: Context) -> None: ...
 
     def said_goodbye(self) -> None:
-        """`drain` or `cleanup` was called: from here on nothing may be served."""
+        """Record that `drain` or `cleanup` was called: no request may be served from here on."""
 
 
 class PrefixEngine(LLMEngine):
@@ -83,7 +83,7 @@ class PrefixEngine(LLMEngine):
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[PrefixEngine, WorkerConfig]:
-        """It belongs to a simulation, which makes it."""
+        """Refuse to parse arguments: the simulation makes this engine."""
         raise InvalidArgument("PrefixEngine is made by a simulated cluster, not from a command line")
 
     async def start(self, worker_id: int) -> EngineConfig:

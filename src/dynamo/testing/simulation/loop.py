@@ -98,7 +98,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return future
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """There is none."""
+        """Do nothing: there is no default executor."""
 
     # -- the outside world -------------------------------------------------------------------------------------------
 

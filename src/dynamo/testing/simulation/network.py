@@ -88,7 +88,7 @@ class Network:
         return _ProcessPlane(self, process)
 
     def announce(self, instance_id: int, process: str) -> None:
-        """Where the instances of this id are."""
+        """Record which process has the instances of this id."""
         self._process_of[instance_id] = process
 
     def link(self, caller: str, worker: str) -> Link:
@@ -106,7 +106,7 @@ class Network:
         return list(self._links.values())
 
     def freeze(self, worker: str, seconds: float) -> None:
-        """The worker process stands still: it reads nothing and sends nothing, and its system keeps what arrives."""
+        """Freeze the worker process: it reads nothing and sends nothing, and its system keeps the data that arrives."""
         until = asyncio.get_running_loop().time() + seconds
         self._frozen_until[worker] = max(until, self._frozen_until.get(worker, 0.0))
         for (_, end), link in self._links.items():
@@ -114,7 +114,7 @@ class Network:
                 link.hold(seconds, is_frozen=True)
 
     def kill(self, process: str) -> None:
-        """The process is gone, and its system closes its connections: nobody listens any more."""
+        """Kill the process; its system closes its connections, and nothing listens any more."""
         self._gone.add(process)
         self._frozen_until.pop(process, None)
         for path, server in list(self._servers.items()):
@@ -147,9 +147,10 @@ class Link:
         self._holds: list[_Hold] = []
 
     def hold(self, seconds: float, way: str = "both", *, is_frozen: bool = False) -> None:
-        """Nothing arrives for a while ("up", "down" or "both"); afterwards everything does, unless the ends gave up first.
+        """Delay all data for a while ("up", "down" or "both"); afterwards all data arrives, unless an end gave up
+        first.
 
-        `is_frozen`: because the worker process stands still. Then only the caller gives up, and connects again if it likes.
+        `is_frozen`: the delay comes from a frozen worker process. Then only the caller gives up, and may connect again.
         """
         pipes = [pipe for name, pipe in (("up", self.up), ("down", self.down)) if way in (name, "both")]
         for pipe in pipes:
@@ -162,14 +163,16 @@ class Link:
             loop.call_later(PING_LIMIT_SECONDS, self._give_up)
 
     def connect(self) -> None:
-        """The caller opens a stream."""
+        """Open a stream from the caller's end."""
         if not self.is_connected:
             self.is_connected = True
             if self._holds:  # the frozen worker's system accepts, and the worker stays silent
                 asyncio.get_running_loop().call_later(PING_LIMIT_SECONDS, self._give_up)
 
     def lose(self, why: str) -> None:
-        """The connection breaks: what was on its way is lost, and both ends know; a frozen worker knows when it thaws."""
+        """Break the connection: data on its way is lost, and both ends learn of it; a frozen worker learns of it
+        when it thaws.
+        """
         self.down.clear()
         wires = self._caller_lost(why)
         if any(hold.is_frozen for hold in self._holds):
@@ -179,13 +182,13 @@ class Link:
             _abandon_all(wires)
 
     def caller_died(self) -> None:
-        """The caller's process was killed: what it had sent arrives, and then the end of the connection."""
+        """Close the connection of a killed caller: the data that the caller had sent arrives first."""
         self.down.clear()
         wires = self._caller_lost("the caller was killed")
         self.up.send(lambda: _abandon_all(wires))
 
     def worker_died(self) -> None:
-        """The worker's process was killed: what it had sent arrives, and then the end of the connection."""
+        """Close the connection of a killed worker: the data that the worker had sent arrives first."""
         self.up.clear()
         _abandon_all(list(self.wires))
         self.down.send(self._hear_of_death)
@@ -219,7 +222,7 @@ class Link:
 
 
 def _abandon_all(wires: list[Wire]) -> None:
-    """The worker's end of these streams learns that nobody is at the other one."""
+    """Report to the worker's end of these streams that the caller's end is gone."""
     for wire in wires:
         wire.worker_lost()
 
@@ -288,13 +291,13 @@ class Wire:
         link.wires.add(self)
 
     def caller_lost(self, why: str) -> None:
-        """The caller learns that the connection is gone."""
+        """Report to the caller that the connection is gone."""
         if self._caller_is_open:
             self._close_caller()
             self._stream.lost(Disconnected(f"Stream ended before generation completed ({why})"))
 
     def worker_lost(self) -> None:
-        """The worker learns that nobody is at the other end any more."""
+        """Report to the worker that the caller's end is gone."""
         if self._worker_is_open:
             self._close_worker()
             self._sink.abandon()

@@ -159,7 +159,7 @@ class _Run(logging.Handler):
     # -- what is noted -----------------------------------------------------------------------------------------------
 
     def note(self, event: str, *details: object) -> None:
-        """One line of the trace."""
+        """Add one line to the trace."""
         try:
             now = asyncio.get_running_loop().time()
         except RuntimeError:
@@ -240,7 +240,7 @@ class _Run(logging.Handler):
             await models.wait_for(lambda: models.lookup(MODEL) is not None)
 
     def _send(self, plan: RequestPlan) -> None:
-        """A client sends its request, to any frontend that takes some."""
+        """Send a client's request to any frontend that takes requests."""
         frontends = self._cluster.living_frontends or self._cluster.frontends
         frontend = frontends[plan.frontend % len(frontends)]
         prompt = f"<{plan.number}> of {self.scenario.seed}"
@@ -272,7 +272,7 @@ class _Run(logging.Handler):
         self._reach_client(visit, 0)
 
     async def _probe(self) -> None:
-        """When all is quiet again, the cluster serves as if nothing had been."""
+        """Check that the cluster serves normally once all faults are over."""
         for position, frontend in enumerate(self._cluster.living_frontends):
             plan = RequestPlan(
                 number=FIRST_PROBE + position,
@@ -482,7 +482,7 @@ class _Run(logging.Handler):
         self._check_text(visit, answer)
 
     def _check_excuse(self, visit: Visit, answer: Answer) -> None:
-        """An error needs a reason among the faults that really happened."""
+        """Check that an error has a reason among the faults that really happened."""
         # Inside a stream the status is already sent; the event says what it would have been.
         status = answer.error["code"] if answer.error and visit.status == 200 else visit.status
         kinds = {fault.kind for fault in self.fired}
@@ -529,7 +529,7 @@ class _Run(logging.Handler):
         )
 
     def _check_places(self, frontend: str) -> None:
-        """No frontend serves more requests at once than it has places."""
+        """Check that no frontend serves more requests at once than it has admission slots."""
         if self.scenario.model_places is None:
             return
         links = self._cluster.network.links_from(frontend)
@@ -614,7 +614,7 @@ class _Run(logging.Handler):
                 )
 
     def _check_idle(self) -> None:
-        """With no request in flight, everything that counts requests says so."""
+        """Check that every counter of requests is at rest when no request is in flight."""
         for frontend in self._cluster.living_frontends:
             self._zero(frontend.name, "places taken", frontend.frontend.admission.in_flight)
             self._zero(frontend.name, "exchanges", len(frontend.frontend.exchanges))

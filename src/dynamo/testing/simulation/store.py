@@ -36,7 +36,7 @@ class SimulatedDiscovery(MemoryDiscovery):
                 self._views[feed] = (prefix, self.hub._read(prefix))
 
     def reconnect(self) -> None:
-        """The way is there again: own keys are put back, and watches hear what they missed."""
+        """Reconnect to the store: own keys are put back, and watches receive what they missed."""
         self._cuts -= 1
         if self._cuts or self._is_dead or self._closed:
             return
@@ -56,12 +56,12 @@ class SimulatedDiscovery(MemoryDiscovery):
                     feed.post(changes)
 
     def lapse(self) -> None:
-        """The store did not hear from this process in time: its keys vanish for the others."""
+        """Expire the lease of a process that the store did not hear of in time: its keys vanish for the others."""
         if self._views is not None or self._is_dead:
             self.hub._drop(self.lease_id)
 
     def die(self) -> None:
-        """The process is gone: nothing it still does may reach the store."""
+        """Cut off a process that is gone: no later call of the process may reach the store."""
         self._is_dead = True
         for feed in self._watching:
             self.hub._feeds.pop(feed, None)
@@ -100,7 +100,7 @@ class SimulatedDiscovery(MemoryDiscovery):
 
 
 def wipe(hub: MemoryHub) -> None:
-    """The store comes back empty."""
+    """Empty the store, as after a restart without its data."""
     for lease_id in dict.fromkeys(owner for _, owner in list(hub._records.values())):
         hub._drop(lease_id)
 

@@ -153,7 +153,7 @@ class RequiredCallsParser:
         return end
 
     def _leave(self, events: list[OutputEvent]) -> None:
-        """What was held is no call after all."""
+        """Release the held text as content: it was not a call after all."""
         held, self._raw = "".join(self._raw), []
         if held:
             events.append(Content(held))

@@ -83,7 +83,7 @@ def letter_found(rng: Random) -> Question:
 
 
 def _shown(rng: Random) -> tuple[str, str]:
-    """(as written in the question, the word): mostly in quotes."""
+    """Return (the word as written in the question, the word): mostly in quotes."""
     bare = word(rng)
     roll = rng.random()
     return (f'"{bare}"' if roll < 0.6 else f"'{bare}'" if roll < 0.75 else bare), bare
