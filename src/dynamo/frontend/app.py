@@ -160,7 +160,7 @@ class Frontend:
         return self.exchanges.end_all(WorkerUnavailable("the frontend is stopping"))
 
     def stopping(self) -> None:
-        """The listener is about to close: not even alive any more."""
+        """Mark the process as neither ready nor alive: the listener is about to close."""
         self.admission.move(Stage.STOPPING)
 
     async def aclose(self) -> None:

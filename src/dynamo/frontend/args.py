@@ -114,7 +114,7 @@ class _NotInThisVersion(argparse.Action):
 def parse_args(
     argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None, *, dump: bool = True
 ) -> FrontendSettings:
-    """The settings of a command line over its environment; `dump` false writes no `--dump-config-to`.
+    """Read the settings from a command line over its environment; `dump` false writes no `--dump-config-to`.
 
     Leaves the process as argparse does: status 0 after `--help` and `--version`, 2 with one line after an error of use.
     """
@@ -578,7 +578,7 @@ def _check_chaos(parser: _Parser, settings: FrontendSettings) -> None:
 
 
 def _check_places(parser: _Parser, settings: FrontendSettings) -> None:
-    """What the environment may say and no flag would let pass."""
+    """Reject values that the environment may hold and no flag would let pass."""
     if (settings.active_decode_blocks_threshold or 0) > 1:
         parser.error(f"DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD: {settings.active_decode_blocks_threshold} is above 1")
     if settings.workers > MAX_WORKERS:

@@ -46,12 +46,12 @@ _ROUTE_VARIABLES: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def path_variable(route: str) -> str:
-    """The variable that moves a route."""
+    """Return the variable that moves a route."""
     return _ROUTE_VARIABLES[route][0]
 
 
 def default_paths() -> dict[str, str]:
-    """Where each route lives when nothing overrides it."""
+    """Return the path of each route when nothing overrides it."""
     return {name: path for name, (_, path) in _ROUTE_VARIABLES.items()}
 
 
@@ -150,7 +150,7 @@ class FrontendSettings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> FrontendSettings:
-        """The settings of this process without any flag."""
+        """Read the settings of this process without any flag."""
         env = os.environ if env is None else env
         default = cls()
         peek_ms = env_float("DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS", default.peek_seconds * 1000, minimum=0, env=env)

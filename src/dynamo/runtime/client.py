@@ -89,11 +89,11 @@ class Client:
     # -- instances -----------------------------------------------------------------------------------------------
 
     def instance_ids(self) -> list[int]:
-        """The ids discovery lists now, sorted."""
+        """Return the ids that discovery lists now, sorted."""
         return [instance.instance_id for instance in self._set.discovered]
 
     def instances(self) -> list[InstanceView]:
-        """The instances discovery lists now, by id."""
+        """Return the instances that discovery lists now, by id."""
         return [InstanceView(instance) for instance in self._set.discovered]
 
     def on_change(self, callback: OnChange) -> Callable[[], None]:
@@ -116,13 +116,17 @@ class Client:
         return found
 
     async def wait_for_instance_by_runtime_data(self, key: str, value: Any, timeout_s: float | None = None) -> int:
-        """The id of an instance whose model card says `runtime_data[key] == value`. Raises TimeoutError."""
+        """Wait for an instance whose model card has `runtime_data[key] == value`; return its id. Raises
+        TimeoutError.
+        """
         return (await self.wait_for_instances_by_runtime_data(key, value, 1, timeout_s))[0]
 
     async def wait_for_instances_by_runtime_data(
         self, key: str, value: Any, min_count: int, timeout_s: float | None = None
     ) -> list[int]:
-        """The ids of at least `min_count` such instances, sorted. Raises TimeoutError."""
+        """Wait for at least `min_count` instances with `runtime_data[key] == value`; return their ids, sorted.
+        Raises TimeoutError.
+        """
         matching: dict[str, int] = {}
         prefix = f"{MODEL_CARDS}/{self._prefix.removeprefix(INSTANCES + '/')}"
         try:
@@ -155,7 +159,7 @@ class Client:
             )
 
     def count_quarantined(self) -> int:
-        """How many instances are left out, or were and have not answered since."""
+        """Count the instances that are excluded, or were and have not answered since."""
         return len(self._set.breaker)
 
     # -- calls, as the planes see them ---------------------------------------------------------------------------
@@ -185,7 +189,7 @@ class Client:
         return place(policy, request, self._set.candidates(now), now, scope=self._set.scope)
 
     def named(self, instance_id: int) -> Instance:
-        """One instance by id, in quarantine or not. Raises `WorkerUnavailable` naming the id."""
+        """Return one instance by id, in quarantine or not. Raises `WorkerUnavailable` naming the id."""
         return self._set.named(instance_id)
 
     async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream:
@@ -386,7 +390,7 @@ class Annotated:
         return self._envelope.get("event")
 
     def is_error(self) -> bool:
-        """Whether the handler marked this item as a failure; `comments` say which."""
+        """Return whether the handler marked this item as a failure; `comments` hold the causes."""
         return self.event() == "error"
 
     def comments(self) -> list[str] | None:
@@ -483,7 +487,7 @@ def _when_dropped(owner: object, stream: ResponseStream) -> Callable[[], object]
 
 
 def _envelope_of(item: StreamItem) -> Mapping[str, Any]:
-    """An object item as it is, a token item as the chunk it was made of."""
+    """Return an object item as it is, a token item as the chunk it was made of."""
     if item.index == OBJECT_INDEX:
         return item.extra or {}
     chunk: dict[str, Any] = {"token_ids": list(item.token_ids), "index": item.index}
@@ -502,7 +506,7 @@ def _error_of(envelope: Mapping[str, Any]) -> DynamoException:
 
 
 def _prefixed(error: DynamoException) -> Exception:
-    """The form of a failure before there is a stream: its class's name goes before its message."""
+    """Return the form of a failure before there is a stream: its class's name goes before its message."""
     if isinstance(error, InvalidArgument | RouterQueueLimitExceeded | SelectionServiceError):
         return error
     return type(error)(f"{rule_of(error).wire_class}: {error}")
@@ -513,7 +517,7 @@ def _nothing(_error: DynamoException) -> None:
 
 
 def _runtime_data(record: bytes) -> tuple[int, Mapping[str, Any]] | None:
-    """(instance id, `runtime_data`) of a model record; None for anything else."""
+    """Return (instance id, `runtime_data`) of a model record; None for anything else."""
     try:
         match msgspec.json.decode(record):
             case {

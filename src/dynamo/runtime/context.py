@@ -57,7 +57,7 @@ class ContextMetadata(MutableMapping[str, str]):
         self._values.clear()
 
     def copy(self) -> dict[str, str]:
-        """A plain, detached dict."""
+        """Return a plain, detached dict."""
         return dict(sorted(self._values.items()))
 
     def __repr__(self) -> str:
@@ -131,7 +131,7 @@ class Context:
             self._fire(killed=False)
 
     def kill(self) -> None:
-        """The reader is gone: end now, deliver nothing more."""
+        """Stop now and deliver nothing more: the reader is gone."""
         if not self._killed:
             self._stopped = self._killed = True
             self._fire(killed=True)
@@ -179,7 +179,7 @@ class Context:
     # -- first token ---------------------------------------------------------------------------------------------
 
     def notify_first_token(self) -> None:
-        """Report that the KV transfer arrived (decode role); a no-op elsewhere, idempotent."""
+        """Report that the KV transfer arrived (decode role). Does nothing in other roles; idempotent."""
         signal, self._first_token = self._first_token, None
         if signal is not None:
             signal()
@@ -191,7 +191,7 @@ class Context:
     # -- identity ------------------------------------------------------------------------------------------------
 
     def detached(self, id: str) -> Context:
-        """A fresh, unlinked context: same trace, a snapshot of the metadata, not stopped, no first-token signal."""
+        """Make an unlinked context: same trace, a snapshot of the metadata, not stopped, no first-token signal."""
         twin = Context(id, self.metadata.copy(), trace=self._trace, deadline=self.deadline)
         twin._span = self._span
         return twin
@@ -238,7 +238,9 @@ class Context:
         return self._trace.parent_span_id if self._trace else None
 
     def trace_headers(self) -> dict[str, str] | None:
-        """W3C headers for a nested call, preferring the `engine.generate` span over the inbound one; None: no trace."""
+        """Return the W3C headers for a nested call, preferring the `engine.generate` span over the inbound one;
+        None: no trace.
+        """
         if self._span is not None and self._span.is_recording:
             headers = self._span.headers()
             if headers is not None:
@@ -246,11 +248,11 @@ class Context:
         return self._trace.headers() if self._trace else None
 
     def current_span(self) -> SpanProxy:
-        """The request's span; a silent no-op where nothing is exported."""
+        """Return the request's span; a span without effect where nothing is exported."""
         return self._span if self._span is not None else NO_SPAN
 
     def start_span(self, name: str, attrs: dict[str, Any] | None = None) -> SpanProxy:
-        """A child span, usable as a context manager."""
+        """Start a child span, usable as a context manager."""
         return self.current_span().child(name, attrs)
 
     def attach_span(self, span: SpanProxy | None) -> None:
@@ -263,7 +265,7 @@ class Context:
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[bool], None]) -> Callable[[bool], None]:
-    """A callback for `Context.on_cancel` that runs on `loop`, at once if that is where the context was stopped."""
+    """Make a callback for `Context.on_cancel` that runs on `loop`, at once if the context was stopped on that loop."""
 
     def call(killed: bool) -> None:
         try:

@@ -86,12 +86,14 @@ class UnaryClient:
         self._client = client
 
     async def generate(self, request: Any, context: Context | None = None) -> Any:
-        """The one value. Raises as `ClientStream` does, and ValueError when the answer is empty."""
+        """Return the one value of the answer. Raises as `ClientStream` does, and ValueError when the answer is
+        empty.
+        """
         stream = await self._client.generate(request, annotated=False, context=context)
         return await self._only(stream)
 
     async def direct(self, request: Any, instance_id: int, context: Context | None = None) -> Any:
-        """The same from one instance."""
+        """Return the one value of an answer from the given instance."""
         stream = await self._client.direct(request, instance_id, annotated=False, context=context)
         return await self._only(stream)
 

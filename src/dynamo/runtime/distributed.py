@@ -271,11 +271,11 @@ class DistributedRuntime:
     # -- the public surface --------------------------------------------------------------------------------------
 
     def endpoint(self, path: str) -> Endpoint:
-        """The endpoint "ns.comp.ep" (or "dyn://ns.comp.ep"). Raises ValueError for anything but three parts."""
+        """Return the endpoint "ns.comp.ep" (or "dyn://ns.comp.ep"). Raises ValueError for anything but three parts."""
         return Endpoint(self, path)
 
     def connection_id(self) -> int:
-        """The id (u64) of every instance of this runtime; in keys and labels it is written in hex."""
+        """Return the id (u64) of every instance of this runtime; keys and labels hold it in hex."""
         return self.discovery.lease_id
 
     def event_loop(self) -> asyncio.AbstractEventLoop:
@@ -286,7 +286,7 @@ class DistributedRuntime:
         self.health.set_health_status(ready)
 
     def system_status_server_url(self) -> str | None:
-        """`http://host:port` of the status server; None while there is none."""
+        """Return `http://host:port` of the status server; None while there is none."""
         return self.status_server.url
 
     def register_engine_route(self, name: str, callback: EngineRoute) -> None:
@@ -295,7 +295,7 @@ class DistributedRuntime:
 
     @staticmethod
     def detached() -> DistributedRuntime:
-        """The runtime this process has open. Raises RuntimeError unless there is exactly one."""
+        """Return the runtime this process has open. Raises RuntimeError unless there is exactly one."""
         found = list(_latest)
         if len(found) != 1:
             raise RuntimeError(f"this process has {len(found)} runtimes open; pass the one you mean along")
@@ -304,7 +304,7 @@ class DistributedRuntime:
     # -- for endpoints and clients -------------------------------------------------------------------------------
 
     async def plane_server(self) -> RequestPlaneServer:
-        """The one listener of this runtime, started. Raises `CannotConnect`, also once a shutdown has begun."""
+        """Return the one listener of this runtime, started. Raises `CannotConnect`, also once a shutdown has begun."""
         if self._shutting_down is not None:
             raise CannotConnect("the runtime is shutting down")
         await self.start()
@@ -372,7 +372,7 @@ class DistributedRuntime:
         }
 
     def plane_client(self, instance: Instance) -> RequestPlaneClient:
-        """The client of the plane that an instance is reached by."""
+        """Return the client of the plane that reaches an instance."""
         kind = _kind_of(instance)
         client = self._plane_clients.get(kind)
         if client is None:
@@ -444,7 +444,9 @@ class DistributedRuntime:
         return ZmqEventPlane(self.discovery, self._event_settings, counts=EventPlaneMetrics(self.metrics), rng=self.rng)
 
     def nats(self, wanted_by: str) -> NatsConnection:
-        """The one NATS connection of this runtime, not started yet; `wanted_by` is the flag that asks for it."""
+        """Return the one NATS connection of this runtime, not started yet; `wanted_by` is the flag that needs the
+        connection.
+        """
         if self._nats is None:
             from dynamo.runtime.nats_connection import NatsConnection
 
@@ -458,7 +460,7 @@ class DistributedRuntime:
         return self._core.queued if self._core is not None else 0
 
     def adopt(self, served: ServedEndpoint) -> None:
-        """An endpoint is served from now on; it ends with this runtime."""
+        """Add a served endpoint, which ends with this runtime."""
         self._served[served.endpoint.path] = served
 
     def release(self, served: ServedEndpoint) -> None:
@@ -466,7 +468,7 @@ class DistributedRuntime:
             del self._served[served.endpoint.path]
 
     def served(self, path: str) -> ServedEndpoint | None:
-        """The endpoint "ns.comp.ep" if this runtime serves it."""
+        """Return the endpoint "ns.comp.ep" if this runtime serves it."""
         return self._served.get(path)
 
     def take_streams(self, route: str) -> None:
@@ -486,7 +488,7 @@ class DistributedRuntime:
         self._clients.discard(client)
 
     def _count_quarantined(self) -> int:
-        """Asked by a scrape, which may run in a thread."""
+        """Count the quarantined instances for a scrape, which may run in a thread."""
         return sum(client.count_quarantined() for client in list(self._clients))
 
     # -- choosing ------------------------------------------------------------------------------------------------
@@ -529,12 +531,12 @@ _latest: weakref.WeakSet[DistributedRuntime] = weakref.WeakSet()
 def create_runtime(
     settings: RuntimeSettings | None = None, *, loop: asyncio.AbstractEventLoop | None = None
 ) -> DistributedRuntime:
-    """A runtime as the environment (or `settings`) says, on the running loop."""
+    """Create a runtime from the environment (or `settings`), on the running loop."""
     return DistributedRuntime(loop or asyncio.get_running_loop(), None, None, settings=settings)
 
 
 def _event_plane(asked: str | None, request_plane: str) -> str:
-    """The event plane's name: zmq unless asked otherwise, memory where requests stay in memory. Raises ValueError."""
+    """Choose the event plane: zmq by default, memory where requests stay in memory. Raises ValueError."""
     chosen = (asked or ("mem" if request_plane == "mem" else "zmq")).lower()
     if chosen not in EVENT_PLANES:
         raise ValueError(f"unknown event plane {chosen!r}; use one of {', '.join(EVENT_PLANES)}")
@@ -542,7 +544,7 @@ def _event_plane(asked: str | None, request_plane: str) -> str:
 
 
 def _check_planes(request_plane: str, response_plane: str | None) -> str:
-    """The request plane's name. Raises for unknown names, and for planes that are not built."""
+    """Return the request plane's name. Raises for unknown names, and for planes that are not built."""
     request_plane = request_plane.lower()
     if request_plane not in REQUEST_PLANES:
         raise ValueError(f"unknown request plane {request_plane!r}; use one of {', '.join(REQUEST_PLANES)}")
@@ -554,7 +556,7 @@ def _check_planes(request_plane: str, response_plane: str | None) -> str:
 
 
 def _kind_of(instance: Instance) -> str:
-    """Which plane's client reaches an instance: `mux` where it is offered, else the native wire."""
+    """Return which plane's client reaches an instance: `mux` where the instance offers it, else the native wire."""
     if TRANSPORT in instance.transport:
         return TRANSPORT
     if "nats_tcp" in instance.transport:
@@ -591,5 +593,5 @@ def _expose(core: ServerCore, registry: MetricsRegistry, settings: RequestPlaneS
 
 
 def open_runtimes() -> list[Any]:
-    """The runtimes of this process that were not closed yet; for leak checks in tests."""
+    """Return the runtimes of this process that were not closed yet; for leak checks in tests."""
     return list(_latest)

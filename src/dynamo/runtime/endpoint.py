@@ -36,7 +36,7 @@ MetricsLabels = Iterable[tuple[str, str]] | Mapping[str, str]
 
 
 def split_endpoint(path: str) -> tuple[str, str, str]:
-    """("ns", "comp", "ep") of "ns.comp.ep" or "dyn://ns.comp.ep". Raises ValueError for anything else."""
+    """Split "ns.comp.ep" or "dyn://ns.comp.ep" into ("ns", "comp", "ep"). Raises ValueError for anything else."""
     parts = path.removeprefix(SCHEME).split(".")
     if len(parts) != 3 or not all(parts):
         raise ValueError(f"endpoint path {path!r} must be NAMESPACE.COMPONENT.ENDPOINT")
@@ -83,11 +83,11 @@ class Endpoint:
         return EndpointMetricsAccess(self.runtime)
 
     def connection_id(self) -> int:
-        """The id of every instance of this runtime."""
+        """Return the id of every instance of this runtime."""
         return self.runtime.connection_id()
 
     def event_channel(self, topic: str) -> EndpointEvents:
-        """A publisher of this endpoint's events on the runtime's event plane."""
+        """Make a publisher of this endpoint's events on the runtime's event plane."""
         return EndpointEvents(self.runtime.events.new_publisher(self.event_scope, topic))
 
     @property
@@ -140,7 +140,7 @@ class Endpoint:
             await served.close()
 
     def first_token_source(self, worker_type: Any) -> Any:
-        """Not built in this version."""
+        """Raise an error: not built in this version."""
         raise NotImplementedError(
             "first-token sources belong to disaggregated serving, which is not built in this version; "
             "see 'Known limits' in docs/architecture.md"
@@ -217,7 +217,7 @@ class Endpoint:
         return f"{INSTANCES}/{self.namespace}/{self.component}/{self.name}/{self.connection_id():x}"
 
     async def instance_record(self) -> bytes:
-        """The record of this runtime's instance."""
+        """Return the record of this runtime's instance."""
         server = await self.runtime.plane_server()
         transport = server.transport(self.route)
         return encode_instance(self.namespace, self.component, self.name, self.connection_id(), transport)
@@ -225,7 +225,7 @@ class Endpoint:
     # -- calling -------------------------------------------------------------------------------------------------
 
     async def client(self, router_mode: RouterMode | str | Any | None = None) -> Client:
-        """A client that knows the instances there are now, and follows their changes."""
+        """Make a client that knows the present instances and follows their changes."""
         client = Client(self, RouterMode.of(router_mode) if router_mode is not None else None)
         self.runtime.remember_client(client)
         try:
@@ -258,7 +258,7 @@ class Endpoint:
         await self.runtime.discovery.delete(self._model_key(suffix))
 
     async def published_model(self, suffix: str | None = None) -> dict[str, Any] | None:
-        """The `card_json` this instance has published; None when there is none."""
+        """Return the `card_json` this instance has published; None when there is none."""
         await self.runtime.start()
         key = self._model_key(suffix)
         value = (await self.runtime.discovery.get_prefix(key)).get(key)
@@ -348,7 +348,7 @@ class ServedEndpoint:
     # -- one request ---------------------------------------------------------------------------------------------
 
     async def handle(self, body: Any, context: Context, sink: ResponseSink) -> None:
-        """The handler that the request plane calls: the user's one, counted."""
+        """Serve a request of the request plane with the user's handler, counted."""
         if self._cut_with is not None:  # its turn in the queue has come, but the time is over
             sink.end(self._cut_with)
             return
@@ -408,7 +408,7 @@ class ServedEndpoint:
             self._runtime.health.register(endpoint.path, has_payload=self._payload is not None)
 
     async def record(self) -> bytes:
-        """The instance record, as `advertise` puts it."""
+        """Return the instance record, as `advertise` puts it."""
         return await self.endpoint.instance_record()
 
     async def withdraw(self) -> None:

@@ -85,13 +85,13 @@ class EndpointMetrics:
         self._errors = ERRORS.counters(registry, labels)
 
     def started(self, request_bytes: int) -> None:
-        """A request begins; `request_bytes` is the size of its payload on the wire."""
+        """Count a request that begins; `request_bytes` is the size of its payload on the wire."""
         self._requests.inc()
         self._bytes_in.inc(request_bytes)
         self._inflight.inc()
 
     def finished(self, seconds: float) -> None:
-        """The counterpart of `started`, on every path."""
+        """Count the end of a request; call it on every path for each `started`."""
         self._inflight.dec()
         self._duration.observe(seconds)
 
@@ -102,5 +102,5 @@ class EndpointMetrics:
         self._errors.labels(error_type).inc()
 
     def response_bytes(self, count: int) -> None:
-        """Bytes of all items of one response, without the framing."""
+        """Count the bytes of all items of one response, without the framing."""
         self._bytes_out.inc(count)

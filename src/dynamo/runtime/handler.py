@@ -168,7 +168,9 @@ async def _close(stream: AsyncIterator[Any], context: Context) -> None:
 
 
 def takes_context(handler: PythonHandler) -> bool:
-    """Whether a handler wants `(request, context)`: its second parameter has no default, or is called `context`."""
+    """Return whether a handler wants `(request, context)`: its second parameter has no default, or is called
+    `context`.
+    """
     try:
         parameters = list(inspect.signature(handler).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature
@@ -189,7 +191,7 @@ def envelope(item: Any) -> dict[str, Any]:
 
 
 def map_error(error: BaseException) -> DynamoException:
-    """What a caller gets for an exception of a bare handler (engines have their own rule: the guide's)."""
+    """Map an exception of a bare handler to the error for its caller (engines have the guide's own rule)."""
     if isinstance(error, RouterQueueLimitExceeded):
         return Unknown(str(error))
     if isinstance(error, DynamoException):
@@ -211,7 +213,7 @@ def map_error(error: BaseException) -> DynamoException:
 
 
 def _private(message: str) -> InvalidArgument:
-    """The caller's fault, in words that were not written for it."""
+    """Return an error that blames the caller, in words that do not show the handler's text."""
     error = InvalidArgument(message)
     error.public = False
     return error

@@ -55,7 +55,9 @@ class HealthState:
         return self._canary_enabled
 
     def register(self, path: str, *, has_payload: bool = False) -> None:
-        """An endpoint ("ns.comp.ep") serves from now on: ready, unless a canary must see it answer first."""
+        """Register an endpoint ("ns.comp.ep") that serves from now on: ready, unless a canary must see it answer
+        first.
+        """
         if path not in self._ready and len(self._ready) >= MAX_ENDPOINTS:
             raise ValueError(f"more than {MAX_ENDPOINTS} endpoints in one process")
         if has_payload:
@@ -65,12 +67,12 @@ class HealthState:
         self._set(path, not (has_payload and self._canary_enabled), "the health check has not seen it answer yet")
 
     def unregister(self, path: str) -> None:
-        """The endpoint no longer takes requests; it stays listed as notready."""
+        """Mark an endpoint as taking no more requests; it stays listed as notready."""
         if path in self._ready:
             self._set(path, False, "it takes no requests now")
 
     def set_ready(self, path: str, ready: bool, reason: str = "it was reported so") -> None:
-        """What a canary or real traffic found out. An endpoint that is not registered is ignored."""
+        """Set what a canary or real traffic found out. An endpoint that is not registered is ignored."""
         if path in self._ready:
             self._set(path, ready, reason)
 
@@ -93,7 +95,7 @@ class HealthState:
         return self._ready.get(path, False)
 
     def set_health_status(self, ready: bool) -> None:
-        """The worker's own word for the whole process (rule 2)."""
+        """Set the worker's own status for the whole process (rule 2)."""
         self._told = ready
 
     def begin_shutdown(self) -> None:
@@ -101,11 +103,11 @@ class HealthState:
         self._shutting_down = True
 
     def system_ready(self) -> bool:
-        """The verdict: the three rules, unless the process is shutting down or its work stands still."""
+        """Return the verdict: the three rules, unless the process is shutting down or its work stands still."""
         return self.reason() is None
 
     def reason(self) -> str | None:
-        """Why the process is not ready; None: it is."""
+        """Return why the process is not ready; None: it is ready."""
         if self._shutting_down:
             return "the process is shutting down"
         for trouble in self._troubles:
@@ -119,7 +121,9 @@ class HealthState:
         return None if self._told else "the process was reported not ready, or has not been reported ready yet"
 
     def body(self) -> dict[str, Any]:
-        """What `/health` and `/live` answer. Endpoints go by their last name; of two equal names the worse one shows."""
+        """Return the body of `/health` and `/live`. Endpoints go by their last name; of two equal names the worse
+        one shows.
+        """
         endpoints: dict[str, bool] = {}
         for path, ready in tuple(self._ready.items()):
             name = path.rpartition(".")[2]
@@ -192,7 +196,9 @@ class Canary:
             await asyncio.wait({task})
 
     def activity(self) -> None:
-        """A real request delivered a good item, or ended well. Cheap: call it once per wake-up or per request."""
+        """Record that a real request delivered a good item, or ended well. Cheap: call it once per wake-up or per
+        request.
+        """
         if self._loop is not None:
             self._last_success = self._loop.time()
             if not self._health.is_ready(self._path):
@@ -219,7 +225,7 @@ class Canary:
             due = loop.time() + wait
 
     async def _probe(self) -> str | None:
-        """One request; None when it went well, else what was wrong. Marks ready at the first good item."""
+        """Send one request; return None when it went well, else what was wrong. Marks ready at the first good item."""
         self._probes += 1
         context = Context(f"health-check-{self._path}-{self._probes}")
         sink = _ProbeSink()

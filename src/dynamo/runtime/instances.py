@@ -75,7 +75,7 @@ class InstanceSet:
             )
 
     def remove(self, key: str) -> None:
-        """A record vanished; an unknown key is fine. The instance's open streams stay booked until they are released."""
+        """Remove a record; an unknown key is fine. The instance's open streams stay booked until they are released."""
         instance_id = self._ids.pop(key, None)
         if instance_id is None:
             return
@@ -162,7 +162,9 @@ _decoder = msgspec.json.Decoder(Instance)
 def encode_instance(
     namespace: str, component: str, endpoint: str, instance_id: int, transport: Mapping[str, Any]
 ) -> bytes:
-    """The record of `v1/instances`, with its members in the native order; `transport` is the request plane's part."""
+    """Encode the record of `v1/instances`, with its members in the native order; `transport` is the request plane's
+    part.
+    """
     record = {
         "type": "Endpoint",
         "component": component,
@@ -175,5 +177,5 @@ def encode_instance(
 
 
 def decode_instance(value: bytes) -> Instance:
-    """The record a key holds. Raises `msgspec.MsgspecError` for anything else; unknown members are ignored."""
+    """Decode the record of a key. Raises `msgspec.MsgspecError` for anything else; unknown members are ignored."""
     return _decoder.decode(value)

@@ -15,7 +15,7 @@ Refused = Callable[[str], None]
 
 
 def uncounted(limit: str) -> None:
-    """A `Refused` for listeners without a metrics registry."""
+    """Do nothing: a `Refused` for listeners without a metrics registry."""
 
 
 class BodyHolder(Protocol):
@@ -40,7 +40,7 @@ class PendingBytes:
         self._held: dict[BodyHolder, int] = {}
 
     def take(self, holder: BodyHolder, count: int) -> bool:
-        """Whether there was room; nothing is taken otherwise. A negative count gives back."""
+        """Take `count` bytes if there is room for all; return whether there was. A negative count gives back."""
         held = self._held.get(holder, 0) + count
         if count > 0:
             if held > self.connection_limit:
@@ -62,7 +62,9 @@ class PendingBytes:
 
 
 def within_descriptors(wanted: int, *, spare: int, share: float = 1.0) -> int:
-    """`wanted` connections, or as many as fit into this process's share of descriptors; `spare` are kept for the rest."""
+    """Return `wanted` connections, or as many as fit into this process's share of descriptors; `spare` are kept for
+    the rest.
+    """
     try:
         import resource
     except ImportError:  # not on this system

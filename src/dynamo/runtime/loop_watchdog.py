@@ -152,14 +152,14 @@ class LoopWatchdog:
             self._timer = None
 
     def trouble(self) -> str | None:
-        """Why the process cannot serve now; None while its event loop runs."""
+        """Return why the process cannot serve now; None while its event loop runs."""
         seen, ticked_at = self._seen, self._ticked_at
         if seen is None or seen[0] != ticked_at:
             return None
         return f"the event loop has been blocked for {Block(self._clock() - ticked_at, seen[1])}"
 
     def describe_last_block(self) -> dict[str, Any] | None:
-        """What `/health` shows of the last block; None: there was none."""
+        """Describe the last block for `/health`; None: there was none."""
         block = self.last_block
         return None if block is None else {"seconds": round(block.seconds, 3), "place": block.place}
 

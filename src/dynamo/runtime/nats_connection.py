@@ -139,7 +139,7 @@ def _client_class(wanted_by: str) -> type[Client]:
 
 
 async def _end(attempt: asyncio.Future[None]) -> None:
-    """The client would try for ever."""
+    """End the attempt of the client, which would try for ever."""
     attempt.cancel()
     await asyncio.wait({attempt})
 
@@ -154,7 +154,7 @@ async def _abandon(client: Client) -> None:
 
 
 def _options(settings: NatsSettings, wanted_by: str) -> dict[str, Any]:
-    """What `connect` is given. Raises CannotConnect for files that cannot be read."""
+    """Return the options for `connect`. Raises CannotConnect for files that cannot be read."""
     options: dict[str, Any] = {
         "servers": list(settings.servers),
         "name": "dynamo",

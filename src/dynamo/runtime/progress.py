@@ -45,13 +45,13 @@ class Progress:
         self.loop_lag_seconds = 0.0  # of the last beat
 
     def entered(self, sink: ResponseSink) -> None:
-        """A request runs from now on."""
+        """Count a request that runs from now on."""
         self._running[sink] = _Mark()
         if self._timer is None:
             self._beat_later()
 
     def left(self, sink: ResponseSink, *, is_answered: bool) -> None:
-        """It has ended; `is_answered`: by itself, and not because its caller gave up."""
+        """Drop a request that has ended; `is_answered`: by itself, and not because its caller gave up."""
         self._running.pop(sink, None)
         self._answered = self._answered or is_answered
         if not self._running:  # no request is silent now; the timer ends by itself, as requests may follow closely
@@ -79,7 +79,7 @@ class Progress:
         return self._longest_beats * BEAT_SECONDS
 
     def trouble(self) -> str | None:
-        """Why this process is not able to serve; None while the work goes on."""
+        """Return why this process is not able to serve; None while the work goes on."""
         if not self._limit_seconds or self.silent_seconds < self._limit_seconds:
             return None
         return f"{len(self._running)} request(s), none of them has had a token for {self.silent_seconds:.0f} s"

@@ -24,13 +24,13 @@ FALSY: Final = frozenset({"", "0", "false", "off", "no"})
 
 
 def env_str(name: str, default: str | None = None, *, env: Mapping[str, str] | None = None) -> str | None:
-    """The variable's text, or `default` when it is unset or blank."""
+    """Read the variable's text, or `default` when it is unset or blank."""
     value = (os.environ if env is None else env).get(name, "").strip()
     return value or default
 
 
 def env_bool(name: str, default: bool = False, *, env: Mapping[str, str] | None = None) -> bool:
-    """1/true/on/yes or 0/false/off/no, any case."""
+    """Read a boolean: 1/true/on/yes or 0/false/off/no, any case."""
     value = env_str(name, env=env)
     if value is None:
         return default
@@ -43,7 +43,7 @@ def env_bool(name: str, default: bool = False, *, env: Mapping[str, str] | None 
 
 
 def env_int(name: str, default: int, *, minimum: int | None = None, env: Mapping[str, str] | None = None) -> int:
-    """An integer, at least `minimum`."""
+    """Read an integer, at least `minimum`."""
     value = env_str(name, env=env)
     if value is None:
         return default
@@ -61,7 +61,7 @@ def env_int(name: str, default: int, *, minimum: int | None = None, env: Mapping
 def env_float(
     name: str, default: float, *, minimum: float | None = None, env: Mapping[str, str] | None = None
 ) -> float:
-    """A finite number, at least `minimum`."""
+    """Read a finite number, at least `minimum`."""
     value = env_str(name, env=env)
     if value is None:
         return default
@@ -130,7 +130,7 @@ class RequestPlaneSettings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RequestPlaneSettings:
-        """The settings of this process."""
+        """Read the settings of this process."""
         default = cls()
         limit = env_int("DYN_ENGINE_REQUEST_LIMIT", 0, minimum=0, env=env)
         return cls(
@@ -227,7 +227,7 @@ class SystemSettings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> SystemSettings:
-        """The settings of this process."""
+        """Read the settings of this process."""
         for name in ("DYN_SYSTEM_ENABLED", "DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS"):
             if env_str(name, env=env) is not None:
                 logger.warning("%s is deprecated and ignored; DYN_SYSTEM_PORT >= 0 starts the status server", name)
@@ -272,7 +272,7 @@ class CanarySettings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> CanarySettings:
-        """The settings of this process."""
+        """Read the settings of this process."""
         return cls(
             enabled=env_bool("DYN_HEALTH_CHECK_ENABLED", env=env),
             wait_seconds=env_float("DYN_CANARY_WAIT_TIME", 10.0, minimum=0.01, env=env),
@@ -288,7 +288,7 @@ class ProgressSettings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ProgressSettings:
-        """The settings of this process."""
+        """Read the settings of this process."""
         return cls(limit_seconds=env_float("DYN_HEALTH_PROGRESS_TIMEOUT_SECS", cls().limit_seconds, minimum=0, env=env))
 
 
@@ -300,7 +300,7 @@ class WatchdogSettings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> WatchdogSettings:
-        """The settings of this process."""
+        """Read the settings of this process."""
         default = cls()
         seconds = env_float("DYN_LOOP_BLOCK_THRESHOLD_SECS", default.threshold_seconds, minimum=0, env=env)
         return cls(threshold_seconds=seconds)
@@ -323,7 +323,7 @@ class EtcdSettings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> EtcdSettings:
-        """The settings of this process."""
+        """Read the settings of this process."""
         ttl = env_int("ETCD_LEASE_TTL", 10, env=env)
         if ttl <= 0:
             logger.warning("ETCD_LEASE_TTL=%s is not a valid TTL; using 10", ttl)
@@ -361,7 +361,7 @@ class KubernetesSettings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, podinfo: Path = Path("/etc/podinfo")) -> KubernetesSettings:
-        """The settings of this process."""
+        """Read the settings of this process."""
 
         def identity(name: str) -> str | None:
             file = podinfo / name.lower()
@@ -431,7 +431,7 @@ class EventPlaneSettings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> EventPlaneSettings:
-        """The settings of this process. Raises InvalidArgument for a broker that cannot be read."""
+        """Read the settings of this process. Raises InvalidArgument for a broker that cannot be read."""
         url = env_str("DYN_ZMQ_BROKER_URL", env=env)
         return cls(
             host=env_str("DYN_EVENT_PLANE_HOST", env=env),
@@ -460,7 +460,7 @@ class NatsSettings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> NatsSettings:
-        """The settings of this process."""
+        """Read the settings of this process."""
         listed = (env_str("NATS_SERVER", env=env) or "nats://localhost:4222").split(",")
         username, password = env_str("NATS_AUTH_USERNAME", env=env), env_str("NATS_AUTH_PASSWORD", env=env)
         both = username is not None and password is not None
@@ -496,10 +496,10 @@ _CREDENTIALS: Final = re.compile(r"//[^@/]*@")
 
 
 def discovery_store(backend: str, etcd_endpoints: str | None) -> str:
-    """The store that a discovery backend's name stands for here: "auto" and "etcd" are files until an etcd is named.
+    """Return the store of a discovery backend's name: "auto" and "etcd" are files until an etcd is named.
 
-    The guide's own engine asks for "etcd" unless an operator chooses. Where no etcd is named, the file store lets its commands
-    run as printed on one machine; a deployment that has an etcd sets ETCD_ENDPOINTS.
+    The guide's own engine asks for "etcd" unless an operator chooses. Where no etcd is named, the file store lets its
+    commands run as printed on one machine; a deployment that has an etcd sets ETCD_ENDPOINTS.
     """
     name = backend.lower()
     return ("etcd" if etcd_endpoints else "file") if name in ("auto", "etcd") else name
@@ -523,7 +523,7 @@ class RuntimeSettings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RuntimeSettings:
-        """The settings of this process."""
+        """Read the settings of this process."""
         temporary = env_str("TMPDIR", "/tmp", env=env)
         plane = (env_str("DYN_REQUEST_PLANE", "tcp", env=env) or "tcp").lower()
         if plane not in ("tcp", "nats", "mem"):

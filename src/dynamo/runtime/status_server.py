@@ -209,7 +209,7 @@ class StatusServer:
         self._routes[name] = callback
 
     def unregister_route(self, name: str) -> None:
-        """Absent is fine. A call under way goes on."""
+        """Remove a route; an absent one is fine. A call under way goes on."""
         self._routes.pop(name.strip("/"), None)
 
     @property
@@ -239,7 +239,7 @@ class StatusServer:
             del self._files[path]
 
     async def answer(self, method: str, path: str, body: bytes) -> Reply:
-        """One request in, one reply out; `path` is still percent-encoded and has no query."""
+        """Answer one request; `path` is still percent-encoded and has no query."""
         if path.startswith(ENGINE_PREFIX):
             return await self._engine(unquote(path[len(ENGINE_PREFIX) :]), body)
         if path.startswith("/v1/loras") and self._settings.lora_enabled:
@@ -332,7 +332,7 @@ class StatusServer:
             await send({"type": "http.response.body", "body": reply.body})
 
     async def _body(self, headers: Any, receive: Any) -> bytes | Reply | None:
-        """The whole body; None where the client left, and a refusal for one that is too long."""
+        """Read the whole body; None where the client left, and a refusal for a body that is too long."""
         limit = self._settings.body_limit_bytes
         announced = dict(headers).get(b"content-length", b"")
         size = int(announced[:20]) if announced.isdigit() else 0
@@ -390,7 +390,7 @@ def _render(rejection: Rejection, request_headers: Any) -> tuple[dict[bytes, byt
 
 
 def _is_deeper(value: Any, limit: int) -> bool:
-    """Whether arrays and objects nest deeper than `limit`; level by level, without recursion."""
+    """Return whether arrays and objects nest deeper than `limit`; level by level, without recursion."""
     level = [value]
     for _ in range(limit):
         level = [

@@ -49,7 +49,7 @@ class Watched(Generic[T]):
         self._looked_at = clock()
 
     def current(self) -> T:
-        """The newest that could be loaded."""
+        """Return the newest version that could be loaded."""
         now = self._clock()
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
@@ -71,7 +71,9 @@ class Watched(Generic[T]):
             logger.info("the files of %s have changed; new connections use them", what)
 
     def _look(self) -> tuple[object, ...]:
-        """What tells one version of the files from another; links are followed, as Kubernetes swaps those."""
+        """Return what distinguishes one version of the files from another; links are followed, as Kubernetes swaps
+        links.
+        """
         return tuple(_identity(file.path) for file in self._files)
 
 
@@ -93,7 +95,7 @@ class ServerTls:
         self._context = Watched(files, self._load)
 
     def context(self) -> ssl.SSLContext:
-        """For the next connection."""
+        """Return the context for the next connection."""
         return self._context.current()
 
     def _load(self) -> ssl.SSLContext:
@@ -128,11 +130,11 @@ class ClientTls:
         self._context = Watched(files, self._load)
 
     def context(self) -> ssl.SSLContext:
-        """For the next connection."""
+        """Return the context for the next connection."""
         return self._context.current()
 
     def name_for(self, host: str) -> str:
-        """What the certificate of a peer at `host` must say."""
+        """Return the name that the certificate of a peer at `host` must have."""
         return self.server_name or host
 
     def _load(self) -> ssl.SSLContext:
@@ -183,7 +185,7 @@ _NOT_TLS: Final = frozenset({"HTTP_REQUEST", "WRONG_VERSION_NUMBER", "UNKNOWN_PR
 
 
 def handshake_text(error: BaseException) -> str:
-    """Why a handshake failed, in plain words; the caller adds which setting is to be looked at."""
+    """Explain why a handshake failed; the caller adds which setting to check."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the peer's certificate is not accepted: {error.verify_message}"
     if isinstance(error, ssl.SSLError):

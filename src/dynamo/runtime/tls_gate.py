@@ -71,7 +71,7 @@ class TlsGate:
         self._loop.add_reader(listener, self._accept)
 
     async def admit(self, connection: socket.socket) -> None:
-        """The handshake of a connection that somebody else accepted; returns when it is over, well or not."""
+        """Run the handshake of a connection that another part accepted; returns when it is over, successful or not."""
         task = self._begin(connection)
         if task is not None:
             await asyncio.wait({task})

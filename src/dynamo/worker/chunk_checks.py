@@ -87,7 +87,7 @@ def checked_request(body: Any) -> dict[str, Any]:
 
 
 def _check_bootstrap(info: Any) -> None:
-    """The native wire carries the id of a hand-over as 16 bytes; engines get text, as from every other wire."""
+    """Convert the id of a hand-off to text: the native wire carries 16 bytes, every other wire text."""
     handoff_id = info.get("handoff_id") if isinstance(info, dict) else None
     if isinstance(handoff_id, bytes):
         try:
@@ -103,7 +103,7 @@ def choice_count(request: Mapping[str, Any]) -> int:
 
 
 def checked_ids(ids: Any) -> list[int]:
-    """A fresh list of u32s from a list, tuple or array. Raises TypeError saying what is wrong."""
+    """Return a fresh list of u32s from a list, tuple or array. Raises TypeError saying what is wrong."""
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
     if not isinstance(ids, list | tuple):

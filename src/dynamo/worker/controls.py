@@ -70,7 +70,9 @@ class InstanceRecord(Protocol):
 
 
 def checked_names(kind: str, names: object) -> list[str]:
-    """What `supported_controls` or `supported_updates` returned, sorted. Raises InvalidArgument naming what is wrong."""
+    """Return the names of `supported_controls` or `supported_updates`, sorted. Raises InvalidArgument naming what is
+    wrong.
+    """
     if isinstance(names, str | Mapping) or not isinstance(names, Iterable):
         raise InvalidArgument(f"supported_{kind}s() must return a set of names, got {type(names).__name__}")
     found = list(names)
@@ -110,7 +112,7 @@ class AdminRoutes:
         self._running: set[asyncio.Task[Body]] = set()
 
     def attach(self, record: InstanceRecord) -> None:
-        """The instance that pausing controls withdraw; before the gate opens."""
+        """Attach the instance that pausing controls withdraw; call it before the gate opens."""
         self._record = record
 
     def routes(self) -> dict[str, Route]:
@@ -258,7 +260,7 @@ def _unavailable(gate: AdminGate) -> Body:
 
 
 def _failed(answer: object) -> bool:
-    """Whether an engine's answer reports that the control failed."""
+    """Return whether an engine's answer reports that the control failed."""
     if not isinstance(answer, Mapping):
         return False
     status = answer.get("status")
@@ -269,7 +271,9 @@ def _failed(answer: object) -> bool:
 
 
 def rl_endpoint_name(serving_endpoint: str, *, env: Mapping[str, str] | None = None) -> str:
-    """The name of the auxiliary endpoint (`DYN_RL_ENDPOINT`, default `rl`). Raises InvalidArgument naming the variable."""
+    """Return the name of the auxiliary endpoint (`DYN_RL_ENDPOINT`, default `rl`). Raises InvalidArgument naming the
+    variable.
+    """
     name = env_str("DYN_RL_ENDPOINT", "rl", env=os.environ if env is None else env) or "rl"
     if re.fullmatch(r"[A-Za-z0-9_-]+", name) is None:
         raise InvalidArgument(f"DYN_RL_ENDPOINT={name!r}: use letters, digits, _ and - only")

@@ -51,14 +51,14 @@ def end_failed(
 
 
 def is_engine_failure(error: BaseException) -> bool:
-    """Whether an exception ends with its request; the others end the task or the process, too."""
+    """Return whether an exception ends with its request; other exceptions end the task or the process, too."""
     if isinstance(error, asyncio.CancelledError):
         return not is_being_cancelled()
     return isinstance(error, Exception | GeneratorExit)
 
 
 def wrap_error(error: BaseException, *, map_builtin_errors: bool = False) -> DynamoException:
-    """An exception that left engine code, as a typed error; the original stays reachable as its cause."""
+    """Convert an exception that left engine code to a typed error; the original stays reachable as its cause."""
     if isinstance(error, DynamoException):
         return error
     typed: DynamoException

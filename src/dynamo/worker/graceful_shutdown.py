@@ -33,7 +33,7 @@ _under_way: weakref.WeakSet[DistributedRuntime] = weakref.WeakSet()
 
 
 def get_grace_period_seconds() -> float:
-    """`DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS`: unset, empty or unreadable is 5 s, negative is 0."""
+    """Read `DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS`: unset, empty or unreadable is 5 s, negative is 0."""
     return env_float("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", DEFAULT_GRACE_SECONDS, minimum=0.0)
 
 

@@ -84,13 +84,13 @@ async def fetch_model(remote_name: str, ignore_weights: bool = False) -> str:
 
 
 def local_path(name: str) -> Path | None:
-    """The existing file or directory that `name` is (`~` expanded), or None."""
+    """Return the existing file or directory that `name` is (`~` expanded), or None."""
     path = Path(name).expanduser()
     return path if name and path.exists() else None
 
 
 def cached_copy(name: str) -> Path | None:
-    """The copy of a hub's model that an earlier download left on this machine, or None. Needs no network and no library."""
+    """Return the copy of a hub's model that an earlier download left here, or None. Needs no network and no library."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     model = cache / f"models--{name.replace('/', '--')}"

@@ -163,7 +163,7 @@ class ShutdownTimes:
         return self.deadline_seconds - min(CLEANUP_RESERVE_SECONDS, self.deadline_seconds / 2)
 
     def quiescence_seconds(self, mode: DisaggregationMode) -> float:
-        """How long `is_quiescent` may be polled: prefill workers only, as their peers still pull from them."""
+        """Return how long `is_quiescent` may be polled: prefill workers only, as their peers still pull from them."""
         if mode is not DisaggregationMode.PREFILL:
             return 0.0
         return min(self.prefill_drain_seconds, max(0.0, self.timeout_seconds - CLEANUP_RESERVE_SECONDS))

@@ -141,7 +141,7 @@ def read_context_lengths(name: str) -> ModelAssets | None:
 
 
 def file_record(path: Path) -> dict[str, Any]:
-    """The card's FILE of a local file: absolute path, content hash, size."""
+    """Build the card's FILE of a local file: absolute path, content hash, size."""
     path = path.absolute()  # links stay: a hub cache names its blobs by hash, without the suffix readers look at
     digest = blake3().update_mmap(path).hexdigest() if path.stat().st_size else blake3().hexdigest()
     return {"path": str(path), "checksum": f"blake3:{digest}", "size": path.stat().st_size}
@@ -246,7 +246,9 @@ class RolePlan:
 
 
 def plan_role(mode: DisaggregationMode, endpoint_types: str, *, route_to_encoder: bool = False) -> RolePlan:
-    """What a worker of this role registers as. Raises InvalidArgument for bad endpoint types or a role without encoder."""
+    """Plan what a worker of this role registers as. Raises InvalidArgument for bad endpoint types or a role without
+    encoder.
+    """
     surfaces = parse_endpoint_types(endpoint_types)  # checked for every role: a typo should not wait for the next one
     check_encoder_route(mode, route_to_encoder)
     prefill, decode, encode, whole = WorkerType.Prefill, WorkerType.Decode, WorkerType.Encode, WorkerType.Aggregated
@@ -466,7 +468,7 @@ def _place(endpoint: Any) -> tuple[str, str, str]:
 
 
 def _named_files(card: ModelCard) -> list[tuple[str, FileRef]]:
-    """The card's files by a name that is unique among them: two artefacts may come from different directories."""
+    """Return the card's files by a unique name: two artefacts may come from different directories."""
     named: dict[str, FileRef] = {}
     for kind, ref in card.files():
         name = Path(ref.path).name
@@ -475,7 +477,7 @@ def _named_files(card: ModelCard) -> list[tuple[str, FileRef]]:
 
 
 def _with_paths(value: Any, urls: Mapping[str, str]) -> Any:
-    """A card's JSON with every FILE of `urls` at its new place."""
+    """Return a card's JSON with every FILE of `urls` at its new place."""
     if not isinstance(value, dict):
         return value
     moved = {key: _with_paths(member, urls) for key, member in value.items()}

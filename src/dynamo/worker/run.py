@@ -55,7 +55,7 @@ def run(
 
 
 def exit_status(error: DynamoException) -> int:
-    """The exit status of a worker process that `error` ended."""
+    """Return the exit status of a worker process that `error` ended."""
     return EXIT_USAGE if isinstance(error, InvalidArgument) else EXIT_FAILED
 
 
@@ -66,7 +66,9 @@ def run_engine(
     *,
     on_serving: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """As `run`, with the typed error of a worker that failed instead of a line and an exit status."""
+    """Run an engine as `run` does, but raise the typed error of a failed worker instead of exiting with a line and a
+    status.
+    """
     runner = asyncio.Runner(loop_factory=event_loop_factory())
     try:
         runner.run(_start(engine_cls, argv, engine_factory, on_serving))
@@ -109,7 +111,7 @@ async def _once_serving(worker: Worker, on_serving: Callable[[], Awaitable[None]
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where it is installed (None: the standard loop)."""
+    """Return uvloop's loop factory where uvloop is installed (None: the standard loop)."""
     try:
         import uvloop
     except ImportError:  # optional at run time; there is none for Windows
@@ -118,7 +120,7 @@ def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _name_what_lingers() -> None:
-    """A thread that an engine left behind keeps the process alive without a word; give it one."""
+    """Name the threads that an engine left behind in the log: they keep the process alive."""
     lingering = [
         thread.name
         for thread in threading.enumerate()

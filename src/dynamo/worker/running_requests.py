@@ -72,7 +72,9 @@ class RunningRequests:
         return running
 
     def _rank_of(self, request: Mapping[str, Any]) -> int:
-        """The rank that the router chose, else the one with the fewest blocks, as an engine that balances would choose."""
+        """Return the rank that the router chose, else the one with the fewest blocks, as an engine that balances
+        would choose.
+        """
         routing = request.get("routing")
         rank = routing.get("dp_rank") if isinstance(routing, Mapping) else None
         if isinstance(rank, int) and rank in self._blocks:
@@ -80,7 +82,7 @@ class RunningRequests:
         return min(self._blocks, key=self._blocks.__getitem__)
 
     def first_token(self, running: RunningRequest) -> None:
-        """The prompt is computed. Idempotent."""
+        """Record that the prompt is computed. Idempotent."""
         if running.waits_for_first:
             running.waits_for_first = False
             self._prefill_tokens[running.rank] -= running.prompt_tokens

@@ -95,7 +95,7 @@ class Setup:
         return self._runtime.connection_id()
 
     async def prepare(self, engine_config: EngineConfig, load_seconds: float) -> None:
-        """Everything between `start()` and the first request; a stop ends it after the step in flight."""
+        """Do all between `start()` and the first request; a stop ends the preparation after the step in flight."""
         self.parts.served_name = engine_config.resolve_served_name(self._config.served_model_name).removeprefix(
             HUB_PREFIX
         )

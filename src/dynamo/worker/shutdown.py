@@ -231,7 +231,7 @@ class Shutdown:
 
 
 def shutdown_times(env: Mapping[str, str] | None = None) -> ShutdownTimes:
-    """The times of this process's end, from the environment."""
+    """Read the times of this process's end from the environment."""
     default = ShutdownTimes()
     return ShutdownTimes(
         grace_seconds=env_float("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", default.grace_seconds, minimum=0.0, env=env),

@@ -128,7 +128,7 @@ class Worker:
         self.request_stop()
 
     def _chaos_on(self, runtime: DistributedRuntime) -> WorkerChaos | None:
-        """What breaks this worker on purpose; None where no plan asks for it."""
+        """Return the fault injection for this worker; None where no plan requests it."""
         if self._faults is None:
             return None
         from dynamo.runtime.chaos.admission import Role, faults_of, process_name
@@ -154,7 +154,9 @@ class Worker:
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[DistributedRuntime | None]:
-        """The runtime, connected; None when a stop came first. Only one of our own is closed on the way out."""
+        """Provide the connected runtime; None when a stop came first. Only a runtime of our own is closed on the way
+        out.
+        """
         runtime = self._shared_runtime
         try:
             try:
@@ -316,7 +318,9 @@ def _warn_deprecated(config: WorkerConfig) -> None:
 
 
 def _connection_failure(error: Exception) -> DynamoException:
-    """What a failed connection is reported as: bad names are the operator's, everything else the store's."""
+    """Map a failed connection to the error to report: bad names are the operator's fault, everything else the
+    store's.
+    """
     if isinstance(error, CannotConnect | InvalidArgument):
         return error
     if isinstance(error, ValueError):

@@ -83,7 +83,9 @@ COPIED_BYTES: Final = 64 * 1024
 
 
 async def read_body(headers: Headers, receive: Receive, limit_bytes: int, budget: BodyBudget) -> bytes:
-    """The whole body. Raises the 413 as soon as it is known to be too long, ClientGone when the client left."""
+    """Read the whole body. Raises the 413 as soon as the body is known to be too long, ClientGone when the client
+    left.
+    """
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and int(announced[:20]) > limit_bytes:
         raise _too_large(limit_bytes)

@@ -48,7 +48,7 @@ LIMITS: Final = (
 
 
 def http_limits(settings: FrontendSettings, *, max_connections: int) -> HttpLimits:
-    """What a connection may cost; the settings are those of `docs/settings.md`."""
+    """Return the limits of a connection; the settings are those of `docs/settings.md`."""
     return HttpLimits(
         prefix="HTTP",
         connections=max_connections,

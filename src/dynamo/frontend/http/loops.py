@@ -15,14 +15,16 @@ holds that), so Python's default of 700 only costs time: 6 % of a one-token requ
 
 
 def spare_the_collector() -> None:
-    """To be called once, when everything is imported, by a process that is a frontend and nothing else."""
+    """Freeze all objects for the garbage collector. Call it once, after all imports, in a process that is only a
+    frontend.
+    """
     gc.collect()
     gc.freeze()  # what the imports made stays for good
     gc.set_threshold(COLLECT_AFTER, 10, 10)
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """uvloop's, where it is installed."""
+    """Return uvloop's loop factory, where uvloop is installed."""
     try:
         from uvloop import new_event_loop
     except ImportError:  # Windows, or left out on purpose: the plain loop serves as well, only slower

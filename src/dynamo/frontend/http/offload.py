@@ -43,7 +43,7 @@ class Offload(Protocol):
     """Run blocking work without blocking the loop."""
 
     async def __call__(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises."""
+        """Run `work`; return its result, or raise its error."""
 
     def return_memory_soon(self) -> None:
         """Give free memory back to the system within about a second; called after a request that took much."""
@@ -62,7 +62,7 @@ class InlineOffload:
         """Do nothing: the allocator is no part of a simulation."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 class ThreadOffload:
@@ -93,7 +93,7 @@ class ThreadOffload:
 
 
 def processors() -> int:
-    """How many processors this process may use."""
+    """Return how many processors this process may use."""
     if hasattr(os, "sched_getaffinity"):  # respects taskset and most container limits
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

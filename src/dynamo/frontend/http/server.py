@@ -43,7 +43,9 @@ class PortInUse(Exception):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound, not yet listening socket. Raises `PortInUse`, or OSError when the host is not ours."""
+    """Bind a socket that does not listen yet. Raises `PortInUse`, or OSError when the host is not an address of this
+    machine.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -67,10 +69,10 @@ class Connections(Protocol):
     """Where connections come from that another process has accepted."""
 
     def open(self, connect: Connect) -> None:
-        """From now on `connect` is awaited for every connection."""
+        """Await `connect` for every connection from now on."""
 
     def changed(self, connections: int) -> None:
-        """How many connections are open."""
+        """Record how many connections are open."""
 
     def close(self) -> None:
         """Take no more; idempotent."""

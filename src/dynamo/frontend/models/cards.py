@@ -89,7 +89,7 @@ class CardBook:
         self._groups: dict[GroupKey, dict[str, CardEntry]] = {}  # insertion order is arrival order
 
     def __len__(self) -> int:
-        """How many groups there are."""
+        """Return how many groups there are."""
         return len(self._groups)
 
     def apply(self, changes: Iterable[Change]) -> list[GroupKey]:
@@ -103,7 +103,7 @@ class CardBook:
         return list(touched)
 
     def group(self, key: GroupKey) -> Group | None:
-        """The group as it stands, or None when its last member has gone."""
+        """Return the current group, or None when its last member has gone."""
         entries = self._groups.get(key)
         if not entries:
             return None
@@ -113,7 +113,7 @@ class CardBook:
         return Group(key, accepted, rejected)
 
     def groups(self, model: str) -> list[Group]:
-        """All groups of a model (by its own name), sorted by namespace and role."""
+        """Return all groups of a model (by its own name), sorted by namespace and role."""
         keys = sorted(key for key in self._groups if key.model == model)
         return [group for key in keys if (group := self.group(key)) is not None]
 
@@ -128,7 +128,7 @@ class CardBook:
         return frozenset(name for entry in entries for name in (entry.card.display_name, *entry.card.aliases))
 
     def owner_of(self, alias: str) -> str | None:
-        """The model that goes by this other name, if there is one."""
+        """Return the model that has this alias, or None."""
         return next(
             (
                 key.model

@@ -228,7 +228,7 @@ class ModelDirectory:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def lookup(self, name: str) -> ServedModel | None:
-        """The model for one request; where several namespaces serve the name, each gets its share by workers."""
+        """Choose the model for one request; where several namespaces serve the name, each gets its share by workers."""
         found = self._by_name.get(name)
         if found is None:
             return None
@@ -243,11 +243,11 @@ class ModelDirectory:
         return found[0]
 
     def is_registered(self, name: str) -> bool:
-        """Whether a worker registered the name, ready or not."""
+        """Return whether a worker registered the name, ready or not."""
         return name in self._by_name or name in self._pending_names
 
     def models(self) -> list[ServedModel]:
-        """One entry per name, sorted."""
+        """Return one entry per name, sorted."""
         return [
             found[0]
             for name, found in sorted(self._by_name.items())
@@ -270,7 +270,7 @@ class ModelDirectory:
         return bool(self._loading)
 
     def served(self) -> list[ServedModel]:
-        """Every model that is loaded, once for each namespace and role."""
+        """Return every loaded model, once for each namespace and role."""
         return list(self._served.values())
 
     def measure_queues(self, now: float) -> None:
@@ -303,11 +303,11 @@ class ModelDirectory:
         return self._discovery.trouble()
 
     def instances(self) -> list[dict[str, Any]]:
-        """Every instance record, sorted by key, without its "type"."""
+        """Return every instance record, sorted by key, without its "type"."""
         return [record for _, record in sorted(self._instances.items())]
 
     def readiness(self, name: str) -> dict[str, Any] | None:
-        """The body of `/v1/models/{name}/ready`, or None for a name that nobody registered."""
+        """Return the body of `/v1/models/{name}/ready`, or None for a name that no worker registered."""
         groups = self._book.groups(name)
         if not groups and (owner := self._book.owner_of(name)) is not None:
             groups = self._book.groups(owner)
@@ -355,7 +355,9 @@ class ModelDirectory:
         return served is not None and served.is_reachable and self._had_all_roles(key)
 
     def _had_all_roles(self, key: GroupKey) -> bool:
-        """Whether a decode worker may be asked: not before its prefill workers came, but still after they left."""
+        """Return whether a decode worker may get requests: not before its prefill workers came, but still after they
+        left.
+        """
         if key.role != _DECODE or key in self._complete:
             return True
         served = self._served[key]
@@ -455,7 +457,7 @@ class ModelDirectory:
         self._reach(group)
 
     def _clear_up(self) -> None:
-        """A group has gone."""
+        """Clear up after a group that has gone."""
         self._rejected = {card: said for card, said in self._rejected.items() if self._is_rejected(card)}
         for place in self._prefill.keys() - {_place(key) for key in self._book.keys}:
             self._spawn(self._prefill.pop(place).aclose(), f"frontend: leave the prefill workers of {place[0]}")
@@ -618,7 +620,7 @@ class ModelDirectory:
         )
 
     def _index(self) -> None:
-        """Bring up to date who may be asked for: at once, or in a moment where that takes long."""
+        """Update which models may get requests: at once, or in a moment where the update takes long."""
         self._note_presence()
         if len(self._book) <= INDEXED_AT_ONCE:
             self._index_now()
@@ -679,7 +681,7 @@ class ModelDirectory:
         self._metrics.workers.keep_only(roles)
 
     def _note_presence(self) -> None:
-        """Note which models have a worker, and forget those that have none and wait for none."""
+        """Record which models have a worker, and forget the models with no worker and no waiting request."""
         self._waits.update(self._served)
         for key in [key for key in self._served if self._book.group(key) is None and key not in self._waits]:
             del self._served[key]
@@ -699,13 +701,13 @@ def _instance_key(entry: CardEntry) -> str:
 
 
 def _missing(needs: Sequence[Sequence[str]], present: Collection[str]) -> list[str]:
-    """The roles of the nearest alternative that nobody plays; [] when one alternative is complete or none is asked."""
+    """Return the missing roles of the nearest alternative; [] when one alternative is complete or none is required."""
     gaps = [[role for role in alternative if role not in present] for alternative in needs]
     return min(gaps, key=len, default=[])
 
 
 def _unservable(group: Group) -> str | None:
-    """Why this version cannot serve a group, or None."""
+    """Return why this version cannot serve a group, or None."""
     card = group.card
     if card.role is WorkerType.Prefill:
         return "prefill workers answer no request by themselves: a decode worker of the same model is missing"
@@ -726,7 +728,9 @@ def _ranks(group: Group) -> tuple[range, ...]:
 
 
 def _capacity(group: Group) -> int | None:
-    """How many requests the group's workers run at once; None when one of them did not say."""
+    """Return how many requests the group's workers run at once; None when at least one worker did not report its
+    capacity.
+    """
     total = 0
     for entry in group.accepted:
         runtime = entry.card.runtime_config

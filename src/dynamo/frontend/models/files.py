@@ -70,10 +70,10 @@ class ModelFiles:
         self._cache_dir, self._policy = cache_dir, policy or FilePolicy()
 
     def collect(self, card: ModelCard, worker_hosts: Collection[str] = ()) -> Sources:
-        """Bring the card's files onto this machine. `worker_hosts`: where the card's workers say they are.
+        """Bring the card's files onto this machine. `worker_hosts`: the hosts that the card's workers report.
 
-        Raises CannotConnect when one cannot be had now (trying again may help), ChecksumMismatch when it is another
-        file, InvalidArgument when the card names a place that this frontend does not read.
+        Raises CannotConnect when a file cannot be had now (trying again may help), ChecksumMismatch when a file differs
+        from the card's, InvalidArgument when the card names a place that this frontend does not read.
         """
         fetch = _Fetch(self._policy, _with_own_address(worker_hosts))
         override = card.template_file()
@@ -249,7 +249,7 @@ def _with_own_address(hosts: Collection[str]) -> frozenset[str]:
 
 
 def _template_text(kind: str, path: Path) -> str:
-    """The template inside a file of one of the two kinds; a JSON one may hold several by name."""
+    """Read the template inside a file of one of the two kinds; a JSON file may hold several templates by name."""
     text = path.read_text(encoding="utf-8")
     if kind != "hf_chat_template_json":
         return text
@@ -265,7 +265,7 @@ def _template_text(kind: str, path: Path) -> str:
 
 
 def _local_path(path: str) -> Path | None:
-    """The path on this machine, or None for a URI of another kind."""
+    """Return the path on this machine, or None for a URI of another kind."""
     if path.startswith("file:"):
         return Path(unquote(urlsplit(path).path))
     if "://" in path:
@@ -274,7 +274,7 @@ def _local_path(path: str) -> Path | None:
 
 
 def _common_directory(files: list[tuple[str, FileRef]]) -> Path | None:
-    """The directory in which all files already lie under the names a loader expects, or None."""
+    """Return the directory in which all files already lie under the names a loader expects, or None."""
     found: set[Path] = set()
     for kind, ref in files:
         path = _local_path(ref.path)

@@ -39,7 +39,9 @@ _NOT_REAL: Final[Mapping[Kind, str]] = {
 
 
 def admitted(path: str | None, allowed: bool) -> tuple[Fault, ...] | None:
-    """The faults of a plan; None without one. Raises InvalidPlan, and InvalidArgument when nobody allowed it."""
+    """Return the faults of a plan; None without a plan. Raises InvalidPlan, and InvalidArgument when the plan is not
+    permitted.
+    """
     if path is None:
         return None
     if not allowed:
@@ -51,7 +53,7 @@ def admitted(path: str | None, allowed: bool) -> tuple[Fault, ...] | None:
 
 
 def check_real(faults: Iterable[Fault], path: str) -> tuple[Fault, ...]:
-    """The same faults. Raises InvalidPlan for a kind that real processes cannot have."""
+    """Return the same faults. Raises InvalidPlan for a kind that real processes cannot have."""
     found = tuple(faults)
     for number, fault in enumerate(found, 1):
         if fault.kind in _NOT_REAL:
@@ -62,17 +64,17 @@ def check_real(faults: Iterable[Fault], path: str) -> tuple[Fault, ...]:
 
 
 def plan_from_env(env: Mapping[str, str] | None = None) -> tuple[Fault, ...] | None:
-    """What the variables of this process ask for; raises as `admitted`."""
+    """Read the faults that the variables of this process name; raises as `admitted` does."""
     return admitted(env_str(PLAN, env=env), env_bool(PERMISSION, env=env))
 
 
 def process_name(role: Role, env: Mapping[str, str] | None = None) -> str:
-    """What this process is called in plans."""
+    """Return the name of this process in plans."""
     return env_str(NAME, env=os.environ if env is None else env) or str(role)
 
 
 def faults_of(role: Role, name: str, faults: Iterable[Fault]) -> tuple[Fault, ...]:
-    """Those of the plan that may fire in this process."""
+    """Return the faults of the plan that may fire in this process."""
     return tuple(fault for fault in faults if fault.is_at(name) and _fits(role, fault))
 
 

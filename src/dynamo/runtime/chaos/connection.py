@@ -22,7 +22,9 @@ def lose(connection: MuxServerProtocol) -> None:
 
 
 def hold(connection: MuxServerProtocol, seconds: float, way: str = "both") -> None:
-    """Nothing arrives for a while ("up": here, "down": at the caller); then everything does, unless an end gave up."""
+    """Delay all data for a while ("up": to this end, "down": to the caller); then all data arrives, unless an end
+    gave up.
+    """
     loop = asyncio.get_running_loop()
 
     def stand_in(transport: asyncio.Transport) -> asyncio.Transport:
@@ -64,7 +66,7 @@ class _Held:
             self._kept += parts
 
     def close(self) -> None:
-        """What is held comes first, as it would on a slow line."""
+        """Close after the held data was sent, as on a slow line."""
         if self._kept is None:
             self._transport.close()
         self._closes = True

@@ -24,12 +24,12 @@ class LosesLease(Protocol):
 
 
 def crash() -> None:
-    """Be gone, as after `kill -9`."""
+    """End the process at once, as after `kill -9`."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def drain() -> None:
-    """Be asked to stop, as an orchestrator does."""
+    """Send this process the signal of an orchestrator that wants it to stop."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -47,13 +47,13 @@ class Director:
         return [planned.fault for planned in self._left]
 
     def begin(self, context: Context) -> Visit:
-        """A request has come."""
+        """Count a request that has arrived."""
         visit = Visit(self._requests, context)
         self._requests += 1
         return visit
 
     def due(self, visit: Visit, point: int, kinds: Collection[Kind]) -> list[Fault]:
-        """The faults of these kinds that happen to this request now."""
+        """Return the faults of these kinds that hit this request now."""
         if not self._left:
             return []
         found: list[Fault] = []

@@ -25,7 +25,7 @@ class FrontendChaos:
             raise InvalidArgument("chaos plan: lease: a frontend holds no records that it could lose; name a worker")
 
     def client(self, inner: RequestPlaneClient) -> RequestPlaneClient:
-        """What stands for the caller's side of a request plane."""
+        """Return a stand-in for the caller's side of a request plane."""
         return _Client(inner, self)
 
     def begin(self, context: Context) -> Visit:

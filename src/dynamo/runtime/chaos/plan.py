@@ -76,7 +76,7 @@ class Fault:
         return f"{self.kind} at item {self.point} of {self._whose}{more}{way}{where}"
 
     def is_at(self, name: str) -> bool:
-        """Whether the process of this name is meant."""
+        """Return whether the fault applies to the process of this name."""
         if isinstance(self.process, int):
             number = _LAST_NUMBER.search(name)
             return number is not None and int(number[0]) == self.process
@@ -115,7 +115,7 @@ _WAYS: Final = ("up", "down", "both")
 
 
 def read_plan(path: Path | str) -> tuple[Fault, ...]:
-    """The faults of a file. Raises InvalidPlan, also for a file that cannot be read."""
+    """Read the faults of a file. Raises InvalidPlan, also for a file that cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -126,7 +126,7 @@ def read_plan(path: Path | str) -> tuple[Fault, ...]:
 
 
 def parse_plan(text: str, *, name: str = "chaos plan") -> tuple[Fault, ...]:
-    """The faults of a plan's text. Raises InvalidPlan."""
+    """Parse the faults of a plan's text. Raises InvalidPlan."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -241,7 +241,9 @@ class _Reader:
 
 
 def plan_text(faults: Iterable[Fault]) -> str:
-    """The plan as TOML: `parse_plan` gives the same faults again, but for fields that have no meaning for their kind."""
+    """Write the plan as TOML: `parse_plan` gives the same faults again, except for fields without a meaning for
+    their kind.
+    """
     return "\n".join(_table_text(fault) for fault in faults)
 
 

@@ -48,11 +48,11 @@ class WorkerChaos:
     # -- around the engine -------------------------------------------------------------------------------------------
 
     def engine(self, engine: Any) -> Any:
-        """What stands for the engine where requests are served: `generate` and `abort`."""
+        """Return a stand-in for the engine where requests are served: it has `generate` and `abort`."""
         return _Engine(engine, self)
 
     async def before_chunk(self, visit: Visit) -> None:
-        """May last, or raise."""
+        """Apply the faults due before a chunk; may take time, or raise."""
         for fault in self._director.due(visit, visit.chunks, _ENGINE_KINDS):
             if fault.kind is Kind.ENGINE_ERROR:
                 raise EngineFailed("the engine failed, as the chaos plan says")
@@ -85,7 +85,7 @@ class WorkerChaos:
         return handle
 
     def item_faults(self, visit: Visit, sink: ResponseSink) -> list[Kind]:
-        """An item has just been sent: what happens to it. What happens besides is set off."""
+        """Return what happens to the item just sent; start the other faults that are due."""
         visit.items += 1
         loop = asyncio.get_running_loop()
         for fault in self._director.due(visit, visit.items, _OTHER_KINDS):
@@ -94,7 +94,7 @@ class WorkerChaos:
         return [fault.kind for fault in self._director.due(visit, visit.items, _ITEM_KINDS)]
 
     def visit(self, context: Context) -> Visit | None:
-        """The request of this context; None for one that is not counted."""
+        """Return the visit of this context; None for a request that is not counted."""
         return self._visits.get(context)
 
     def _inflict(self, fault: Fault, sink: ResponseSink) -> None:

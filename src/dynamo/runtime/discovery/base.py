@@ -68,10 +68,10 @@ class Discovery(Protocol):
         """Remove a key; absent is fine."""
 
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
-        """The keys under a prefix and their values, now."""
+        """Return the present keys under a prefix and their values."""
 
     def watch(self, prefix: str) -> AbstractAsyncContextManager[AsyncIterator[list[Change]]]:
-        """`async with store.watch(p) as changes: async for batch in changes: ...`
+        """Watch a prefix: `async with store.watch(p) as changes: async for batch in changes: ...`
 
         The first batch is the snapshot (possibly empty); every later batch has at least one change.
         """
@@ -81,6 +81,6 @@ class Discovery(Protocol):
 
 
 def matches(prefix: str, key: str) -> bool:
-    """Whether `key` is `prefix` or below it, by whole segments; the empty prefix matches everything."""
+    """Return whether `key` is `prefix` or below it, by whole segments; the empty prefix matches everything."""
     prefix = prefix.rstrip("/")
     return not prefix or key == prefix or key.startswith(prefix + "/")

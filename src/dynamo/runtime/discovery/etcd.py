@@ -79,7 +79,9 @@ class EtcdDiscovery:
         await self._call(self._store.delete(key))
 
     async def lose_lease(self) -> None:
-        """For fault injection: etcd drops the lease and this process's records. It takes the lease again."""
+        """Drop the lease and this process's records in etcd, for fault injection. The process then takes the lease
+        again.
+        """
         await self._call(self._store.lose())
 
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:

@@ -130,7 +130,7 @@ class EtcdClient:
         return Lease(max(answer.result.TTL, 0), answer.result.header.revision)
 
     async def leased_keys(self, lease_id: int) -> set[bytes]:
-        """The keys that vanish with a lease; none when there is no such lease."""
+        """Return the keys that vanish with a lease; none when there is no such lease."""
         answer = await self._call("lease/timetolive", {"ID": lease_id, "keys": True}, _TimeToLive)
         return set(answer.keys)
 
@@ -175,12 +175,14 @@ class EtcdClient:
         await self._call("kv/deleterange", {"key": key.encode()}, _Answer)
 
     async def is_out_of_space(self) -> bool:
-        """Whether the NOSPACE alarm is on: then etcd declines every write, also that of a lease, until it is disarmed."""
+        """Return whether the NOSPACE alarm is on: etcd then rejects every write, also that of a lease, until it is
+        disarmed.
+        """
         status = await self._call("maintenance/status", {}, _Status)
         return any("NOSPACE" in error for error in status.errors)
 
     async def range(self, prefix: str) -> tuple[dict[str, bytes], int]:
-        """Everything that starts with `prefix`, and the revision this was true at."""
+        """Return all that starts with `prefix`, and the revision at which this was true."""
         start, end = span(prefix)
         answer = await self._call("kv/range", {"key": start, "range_end": end}, _Range)
         found = {}
@@ -191,9 +193,10 @@ class EtcdClient:
 
     @asynccontextmanager
     async def watch(self, prefix: str, revision: int) -> AsyncIterator[AsyncIterator[list[Event]]]:
-        """The changes below `prefix` from `revision` on, in order, without a gap, as long as the stream lasts.
+        """Watch the changes below `prefix` from `revision` on, in order, without a gap, as long as the stream lasts.
 
-        Iterating raises `CannotConnect` when the stream broke or its endpoint was given up, `Compacted`, or `EtcdError`.
+        Iterating raises `CannotConnect` when the stream broke or its endpoint was given up, `Compacted`, or
+        `EtcdError`.
         """
         endpoint = self._current
         start, end = span(prefix)
@@ -240,7 +243,7 @@ class EtcdClient:
     async def _call(
         self, path: str, body: dict[str, Any], kind: type[T], *, headers: dict[str, str] | None = None
     ) -> T:
-        """One request at the first endpoint that answers it, beginning with the one that answered last."""
+        """Send one request to the first endpoint that answers it, beginning with the endpoint that answered last."""
         import aiohttp
 
         failures: list[str] = []
@@ -341,7 +344,9 @@ class EtcdClient:
 
 
 def parse_endpoints(settings: EtcdSettings) -> tuple[str, ...]:
-    """`http(s)://HOST:PORT` of each endpoint, all with one scheme. Raises InvalidArgument naming ETCD_ENDPOINTS."""
+    """Parse each endpoint to `http(s)://HOST:PORT`, all with one scheme. Raises InvalidArgument naming
+    ETCD_ENDPOINTS.
+    """
     has_tls = any((settings.ca, settings.client_cert, settings.client_key))
     found: list[str] = []
     for each in (settings.endpoints or "").split(","):
@@ -399,7 +404,7 @@ def _is_pem(value: str) -> bool:
 
 @contextmanager
 def _as_file(value: str) -> Iterator[str]:
-    """The path of a PEM text for the one call that wants a file; a path stays what it is."""
+    """Provide a PEM text as a file for the one call that wants a file; a path stays as it is."""
     if not _is_pem(value):
         yield value
         return
@@ -416,7 +421,7 @@ def _as_file(value: str) -> Iterator[str]:
 
 
 def span(prefix: str) -> tuple[bytes, bytes]:
-    """The keys [start, end) that start with `prefix`, as etcd wants a range."""
+    """Return the keys [start, end) that start with `prefix`, as an etcd range."""
     start = prefix.encode()
     # No byte of UTF-8 is 0xff, so the last one can be raised by one.
     return start, start[:-1] + bytes([start[-1] + 1])
@@ -431,12 +436,12 @@ def _event(found: _Event) -> Event | None:
 
 
 def _is_stale(error: EtcdError) -> bool:
-    """Whether a new token may help."""
+    """Return whether a new token may help."""
     return error.code == UNAUTHENTICATED or "auth token" in str(error) or "auth store is old" in str(error)
 
 
 def _reason(error: BaseException) -> str:
-    """Why a connection failed, in the words of its innermost cause: the HTTP client puts several around it."""
+    """Return why a connection failed, from its innermost cause: the HTTP client wraps that cause in several errors."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     cause = getattr(error, "certificate_error", None) or getattr(error, "os_error", None) or error

@@ -143,7 +143,9 @@ class EtcdStore:
     # -- records -------------------------------------------------------------------------------------------------
 
     async def put(self, key: str, value: bytes) -> None:
-        """While etcd does not answer this only notes what is wanted. Raises `EtcdError` when it declines."""
+        """Write a key. While etcd does not answer, only record the wish. Raises `EtcdError` when etcd rejects the
+        write.
+        """
         split_key(key)
         async with self._writing:
             before = self._own.get(key)
@@ -184,7 +186,7 @@ class EtcdStore:
             return True
 
     async def delete(self, key: str) -> None:
-        """While etcd does not answer this only notes what is wanted."""
+        """Delete a key. While etcd does not answer, only record the wish."""
         split_key(key)
         async with self._writing:
             self._own.pop(key, None)
@@ -203,7 +205,9 @@ class EtcdStore:
         await self._client.revoke(self._lease_id)
 
     async def get(self, prefix: str) -> dict[str, bytes]:
-        """What the store says, or, while it says nothing, what it said last. Raises `CannotConnect` without either."""
+        """Return the store's keys, or the last known ones while the store does not answer. Raises `CannotConnect`
+        without either.
+        """
         bucket = split_bucket(prefix)[0]
         followed = self._buckets.get(bucket)
         if followed is not None and followed.is_known.is_set():
@@ -221,7 +225,7 @@ class EtcdStore:
         self._hear()
 
     async def _with_lease(self, request: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """A request that needs the lease; if that is gone it is taken again first."""
+        """Send a request that needs the lease; if the lease is gone, take it again first."""
         try:
             return await request()
         except EtcdError as error:
@@ -351,7 +355,9 @@ class EtcdStore:
     # -- following -----------------------------------------------------------------------------------------------
 
     async def view(self, prefix: str) -> dict[str, bytes]:
-        """What is there; waits until etcd was read once. From its return on `tell` is called for the bucket's changes."""
+        """Return the present keys; waits until etcd was read once. From its return on `tell` is called for the
+        bucket's changes.
+        """
         name = split_bucket(prefix)[0]
         bucket = self._buckets.get(name)
         if bucket is None:
@@ -364,7 +370,7 @@ class EtcdStore:
         return bucket.view.read(prefix)
 
     async def _refresh(self, bucket: _Bucket) -> None:
-        """Bring the view up to now, ahead of its watch; as it is while etcd does not answer."""
+        """Bring the view up to date, ahead of its watch; leave it unchanged while etcd does not answer."""
         try:
             await self._read(bucket, is_start=False)
         except (CannotConnect, EtcdError) as error:

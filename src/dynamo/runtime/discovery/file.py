@@ -76,7 +76,7 @@ class FileDiscovery:
         await self._call(lambda: self._store.delete(key))
 
     async def lose_lease(self) -> None:
-        """For fault injection: this process's records vanish as if it were dead. It puts them again."""
+        """Drop this process's records as if it were dead, for fault injection. The process then puts them again."""
         await self._call(self._store.lose)
 
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:

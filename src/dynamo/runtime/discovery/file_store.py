@@ -150,7 +150,7 @@ class FileStore:
                 (bucket.path / name).unlink()
 
     def read(self, prefix: str) -> tuple[dict[str, bytes], list[Change]]:
-        """The living records under a prefix, and the changes that reading them brought to light."""
+        """Return the living records under a prefix, and the changes that reading them found."""
         bucket = self._bucket(split_bucket(prefix)[0])
         now = self._monotonic()
         self._judge_clocks(now)
@@ -233,7 +233,7 @@ class FileStore:
         self._scan(bucket, now, changes)
 
     def _scan(self, bucket: _Bucket, now: float, changes: list[Change]) -> None:
-        """Bring `bucket.entries` up to date."""
+        """Bring `bucket.entries` up to date by a scan."""
         wall = self._wall()
         missing = dict.fromkeys(bucket.entries)
         dead: list[str] = []
@@ -285,7 +285,7 @@ class FileStore:
             changes.append(Put(key, value))
 
     def _missed(self, bucket: _Bucket, name: str, now: float, changes: list[Change]) -> None:
-        """A file that the scan did not find: gone, or overlooked while it was renamed, or ours and taken from us."""
+        """Handle a file that the scan did not find: gone, or overlooked while renamed, or ours and taken from us."""
         entry = bucket.entries[name]
         if (value := self._own.get(entry.key)) is not None:
             self._restore(bucket, name, value)
@@ -301,7 +301,9 @@ class FileStore:
         bucket.handle = os.open(bucket.path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0))
 
     def _is_whole(self, bucket: _Bucket, now: float) -> bool:
-        """Whether the directory is the one that was looked at before: it may be made anew in the middle of a scan."""
+        """Return whether the directory is the one that was scanned before: it may be recreated in the middle of a
+        scan.
+        """
         try:
             is_same = bucket.stamp is not None and os.stat(bucket.path).st_ino == bucket.stamp[0]
         except FileNotFoundError:
@@ -329,7 +331,7 @@ class FileStore:
             self._write(bucket, name, value)
 
     def _rebuild(self, bucket: _Bucket, now: float) -> None:
-        """The directory is gone: make it, put what is ours, and give the others a TTL to do the same."""
+        """Recreate the directory, put our own records, and give the other processes a TTL to do the same."""
         if bucket.stamp is not None:
             logger.warning("file discovery store: %s vanished; making it again", bucket.path)
             bucket.keep_until = now + self._ttl
@@ -342,13 +344,17 @@ class FileStore:
     # -- time ----------------------------------------------------------------------------------------------------
 
     def _is_dead(self, found: os.stat_result) -> bool:
-        """Not renewed within the TTL. A time far in the future is one from before the clock was set back."""
+        """Return whether a file was not renewed within the TTL. A time far in the future is from before the clock
+        was set back.
+        """
         if self._monotonic() < self._distrust_until:
             return False
         return abs(self._wall() - found.st_mtime) > self._ttl
 
     def _judge_clocks(self, now: float) -> None:
-        """After a clock jump, a suspended machine or a frozen process every file looks old: let their owners renew them."""
+        """Give owners time to renew their files after a clock jump, a suspended machine or a frozen process made all
+        look old.
+        """
         offset = self._wall() - now
         if abs(offset - self._clock_offset) > CLOCK_JUMP_SECONDS or now - self._polled_at > self._renew_seconds:
             self._distrust_until = now + 2 * self._renew_seconds

@@ -35,7 +35,7 @@ class Lines:
 
 
 def watch_over(response: aiohttp.ClientResponse) -> None:
-    """A watch is silent for hours; let the kernel find out when its peer's machine is gone."""
+    """Let the kernel detect that the peer's machine is gone: a watch is silent for hours."""
     connection = response.connection
     raw = None if connection is None or connection.transport is None else connection.transport.get_extra_info("socket")
     if raw is None:

@@ -13,12 +13,12 @@ TEMPORARY_PREFIX: Final = ".tmp_"  # no key starts with "." once encoded, so the
 
 
 def encode_name(key: str) -> str:
-    """The file name of a key: every byte of its UTF-8 but ASCII letters and digits becomes %XX."""
+    """Encode a key as a file name: every byte of its UTF-8 but ASCII letters and digits becomes %XX."""
     return "".join([_ENCODED[byte] for byte in key.encode()])
 
 
 def decode_name(name: str) -> str | None:
-    """The key of a file name, or None for a name no key is written as."""
+    """Return the key of a file name, or None for a name that no key has."""
     found = bytearray()
     rest = iter(name)
     for char in rest:
@@ -38,7 +38,8 @@ def decode_name(name: str) -> str | None:
 
 
 def split_bucket(key: str) -> tuple[str, str]:
-    """("v1/instances", "ns/c/e/1f"): the bucket is the first two segments, the rest may be empty (for a prefix).
+    """Split a key into ("v1/instances", "ns/c/e/1f"): the first two segments are the bucket, the rest may be empty (a
+    prefix).
 
     Raises ValueError when there are fewer than two segments: a bucket is a directory, and there is no watch over all.
     """

@@ -176,8 +176,10 @@ class KubernetesDiscovery:
             raise
 
     async def put_new(self, key: str, value: bytes) -> bool:
-        """Two resources may both hold a key, so nothing in the server decides who was first. Each writes, looks, and takes
-        its own back when it sees another's: of those who write at once the last to look sees all, so never do two stay."""
+        """Put a key that must be new; return whether this process keeps it. Two resources may both hold a key, so
+        the server does not decide which came first. Each process writes, reads, and removes its own key when it
+        finds another's: of processes that write at once, the last to read sees all keys, so two never stay.
+        """
         self._check_open()
         check_record(key, value)
         for _ in range(CREATE_ATTEMPTS):
@@ -290,7 +292,7 @@ class KubernetesDiscovery:
                 self._look_at_own()
 
     async def _refresh(self) -> None:
-        """Bring the view up to now, ahead of the watches; as it is while the server does not answer."""
+        """Bring the view up to date, ahead of the watches; leave it unchanged while the server does not answer."""
         try:
             await self._read(self._resources, is_start=False)
             await self._read(self._readiness, is_start=False)
@@ -399,7 +401,7 @@ class KubernetesDiscovery:
 
 
 def _explained(error: Exception) -> str:
-    """Why a start failed, and what to do about it."""
+    """Explain why a start failed, and what to do about it."""
     advice = "or choose another store with --discovery-backend"
     if isinstance(error, KubernetesError) and error.status in (401, 403):
         advice = f"let the service account get, list, watch, create, patch and delete {KIND}, and list and watch \

@@ -91,7 +91,7 @@ class KubernetesApi:
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def read_all(self, path: str, selector: str | None) -> tuple[list[Mapping[str, Any]], int]:
-        """The objects of a collection now, and the version this was true at."""
+        """Return the present objects of a collection, and the version at which this was true."""
         answer = await self._answer("GET", path, _selected(selector))
         return answer.get("items") or [], _version(answer)
 
@@ -110,9 +110,11 @@ class KubernetesApi:
 
     @asynccontextmanager
     async def watch(self, path: str, selector: str | None, version: int) -> AsyncIterator[AsyncIterator[ObjectEvent]]:
-        """The changes of a collection after `version`, until the server ends the watch as it does every few minutes.
+        """Watch the changes of a collection after `version`, until the server ends the watch as it does every few
+        minutes.
 
-        Iterating raises `CannotConnect` when the stream broke, and `KubernetesError`, with `GONE` when `version` is too old.
+        Iterating raises `CannotConnect` when the stream broke, and `KubernetesError`, with `GONE` when `version` is too
+        old.
         """
         import aiohttp
 
@@ -200,7 +202,9 @@ def _selected(selector: str | None) -> list[tuple[str, str]]:
 
 
 def _version(found: Mapping[str, Any]) -> int:
-    """Versions are opaque by the letter, but rising numbers in every server there is (and by promise since 1.35)."""
+    """Read a version: opaque by the specification, but a rising number in every known server (and by promise since
+    1.35).
+    """
     return int((found.get("metadata") or {}).get("resourceVersion") or 0)
 
 

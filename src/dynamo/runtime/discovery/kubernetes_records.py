@@ -45,7 +45,7 @@ def check_record(key: str, value: bytes) -> None:
 
 
 def spec_of(own: Mapping[str, bytes]) -> dict[str, Any]:
-    """The `.spec` that holds these records."""
+    """Build the `.spec` that holds these records."""
     data: dict[str, dict[str, Any]] = {field: {} for field in FIELDS.values()}
     for key, value in own.items():
         bucket, inside = split_key(key)
@@ -54,7 +54,7 @@ def spec_of(own: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def resource(name: str, *, pod_name: str, pod_uid: str, own: Mapping[str, bytes]) -> dict[str, Any]:
-    """The whole resource as it is applied; it goes with its pod."""
+    """Build the whole resource to apply; it is deleted with its pod."""
     owner = {"apiVersion": "v1", "kind": "Pod", "name": pod_name, "uid": pod_uid, "controller": False}
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
@@ -76,7 +76,7 @@ def records_of(found: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def ready_by_slices(slices: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Names of the resources whose pod a service would send traffic to."""
+    """Return the names of the resources to whose pod a service would send traffic."""
     ready: set[str] = set()
     for each in slices:
         for endpoint in each.get("endpoints") or ():
@@ -88,7 +88,7 @@ def ready_by_slices(slices: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def ready_by_containers(pods: Iterable[Mapping[str, Any]]) -> set[str]:
-    """The same for the container mode: each container is ready by itself."""
+    """Return the names of the ready resources in the container mode: each container is ready by itself."""
     ready: set[str] = set()
     for pod in pods:
         name = pod["metadata"]["name"]
@@ -99,7 +99,7 @@ def ready_by_containers(pods: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def instance_id_of(name: str) -> int:
-    """The connection id of the worker with a resource of this name: every process computes the same.
+    """Return the connection id of the worker with a resource of this name: every process computes the same id.
 
     It is what Rust's default hasher makes of a string, as the native system uses it.
     """
@@ -107,7 +107,7 @@ def instance_id_of(name: str) -> int:
 
 
 def _siphash13(data: bytes) -> int:
-    """SipHash-1-3 with a key of zeros."""
+    """Compute SipHash-1-3 with a key of zeros."""
     v = [0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573]
 
     def mix(rounds: int) -> None:

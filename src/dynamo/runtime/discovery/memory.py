@@ -27,7 +27,7 @@ class MemoryHub:
             member._lease_lost()
 
     def kill(self, lease_id: int) -> None:
-        """What the others see of a process that died: its keys vanish and nobody puts them again."""
+        """Drop the keys of a process that died: the others see them vanish, and no process puts them again."""
         self._members.pop(lease_id, None)
         self._drop(lease_id)
 
@@ -58,7 +58,7 @@ _hubs: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, MemoryHub] = weakref
 
 
 def shared_hub(loop: asyncio.AbstractEventLoop) -> MemoryHub:
-    """The hub that runtimes with the `mem` backend share when they run on the same loop."""
+    """Return the hub that runtimes with the `mem` backend share when they run on the same loop."""
     hub = _hubs.get(loop)
     if hub is None:
         hub = _hubs[loop] = MemoryHub()
@@ -104,7 +104,7 @@ class MemoryDiscovery:
         self.hub._remove(key)
 
     async def lose_lease(self) -> None:
-        """For fault injection: this process's records vanish as if it were dead. It puts them again."""
+        """Drop this process's records as if it were dead, for fault injection. The process then puts them again."""
         self.hub.expire(self._lease_id)
 
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:

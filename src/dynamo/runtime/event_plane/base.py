@@ -57,7 +57,7 @@ class Scope:
         return ".".join(self._parts())
 
     def to_json(self) -> dict[str, Any]:
-        """As in records."""
+        """Encode the scope as in records."""
         match self.kind:
             case "namespace":
                 return {"kind": "namespace", "name": self.namespace}
@@ -68,7 +68,7 @@ class Scope:
                 return {"kind": "endpoint", "endpoint": endpoint}
 
     def channel_key(self, topic: str, publisher_id: int) -> str:
-        """The key inside `v1/event_channels` and `v1/event_sources`: segments percent-encoded."""
+        """Return the key inside `v1/event_channels` and `v1/event_sources`: segments percent-encoded."""
         parts = [*self._parts(), "topic", topic, f"{publisher_id:x}"]
         return "/".join(encode_segment(part) for part in parts)
 
@@ -82,7 +82,7 @@ class Scope:
 
 
 def encode_segment(text: str) -> str:
-    """Percent-encode everything but ASCII letters, digits, `_` and `-`."""
+    """Encode a segment: percent-encode everything but ASCII letters, digits, `_` and `-`."""
     return quote(text, safe="").replace(".", "%2E").replace("~", "%7E")
 
 
@@ -118,13 +118,13 @@ class EventPlane(Protocol):
         """Reach the service the plane needs; idempotent. Raises `CannotConnect` within 5 s, naming address and flag."""
 
     async def publisher(self, scope: Scope, topic: str) -> EventPublisher:
-        """A publisher with an id and a sequence of its own; subscribers can find it."""
+        """Make a publisher with an id and a sequence of its own; subscribers can find the publisher."""
 
     def new_publisher(self, scope: Scope, topic: str) -> EventPublisher:
-        """`publisher` for those who cannot wait: it becomes known in the background."""
+        """Make a publisher without waiting: it becomes known in the background."""
 
     def subscribe(self, scope: Scope, topic: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
-        """`async with plane.subscribe(s, t) as events: async for event in events: ...`"""
+        """Subscribe: `async with plane.subscribe(s, t) as events: async for event in events: ...`"""
 
     async def close(self) -> None:
         """Close every publisher and subscription; idempotent."""
@@ -134,19 +134,19 @@ class EventCounts(Protocol):
     """What a plane counts, by topic; every method is called once per message."""
 
     def published(self, topic: str) -> None:
-        """A message was handed to the transport."""
+        """Count a message handed to the transport."""
 
     def dropped(self, topic: str) -> None:
-        """A message was not sent: the outgoing queue is full, or the transport refused it."""
+        """Count a message that was not sent: the outgoing queue is full, or the transport refused the message."""
 
     def received(self, topic: str, missed: int) -> None:
-        """A subscriber read a message, `missed` of which were lost before it."""
+        """Count a message that a subscriber read; `missed` messages before it were lost."""
 
     def overflowed(self, topic: str) -> None:
-        """A subscriber was too slow, and this message was dropped."""
+        """Count a message that was dropped because its subscriber was too slow."""
 
     def invalid(self, topic: str) -> None:
-        """Something arrived that is no event of this topic."""
+        """Count a message that is not a valid event of this topic."""
 
 
 class NoCounts:
@@ -171,9 +171,9 @@ class SequenceWatch:
         self._max = max_publishers
 
     def admit(self, publisher_id: int, sequence: int) -> int | None:
-        """How many messages are missing before this one; None when it is old, or came twice.
+        """Return how many messages are missing before this one; None when it is old, or came twice.
 
-        The first one heard of a publisher is never a gap: nobody knows how many there were before the subscription.
+        The first message of a publisher is never a gap: how many there were before the subscription is unknown.
         """
         expected = self._next.get(publisher_id)
         if expected is not None and sequence < expected:

@@ -63,7 +63,7 @@ def decode_envelope(data: bytes | memoryview) -> Event:
 
 
 def encode_parts(topic: bytes, event: Event) -> list[bytes]:
-    """The message on ZMQ; `topic` is what subscribers filter by."""
+    """Build the message for ZMQ; `topic` is what subscribers filter by."""
     envelope = encode_envelope(event)
     return [
         topic,
@@ -89,7 +89,9 @@ def decode_parts(parts: Sequence[bytes]) -> Event:
 
 
 def channel_record(scope: Scope, topic: str, publisher_id: int, transport: Mapping[str, Any]) -> bytes:
-    """The `v1/event_channels` record of one publisher. `instance_id` is the publisher's id, whatever its name says."""
+    """Build the `v1/event_channels` record of one publisher. `instance_id` holds the publisher's id, despite its
+    name.
+    """
     record = {
         "type": "EventChannel",
         "scope": scope.to_json(),
@@ -101,7 +103,7 @@ def channel_record(scope: Scope, topic: str, publisher_id: int, transport: Mappi
 
 
 def zmq_endpoint(record: bytes) -> str | None:
-    """Where the publisher of a channel record is reached; None when not by ZMQ. Raises BadEvent."""
+    """Return the address of the publisher of a channel record; None when not on ZMQ. Raises BadEvent."""
     try:
         transport = msgspec.json.decode(record, type=dict[str, Any])["transport"]
         if transport["kind"] != "Zmq":
@@ -115,7 +117,7 @@ def zmq_endpoint(record: bytes) -> str | None:
 
 
 def zmq_broker(record: bytes) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """(xsub endpoints, xpub endpoints) of a broker's channel record; None for any other record."""
+    """Return (xsub endpoints, xpub endpoints) of a broker's channel record; None for any other record."""
     try:
         transport = msgspec.json.decode(record, type=dict[str, Any])["transport"]
         if transport["kind"] != "ZmqBroker":

@@ -43,7 +43,7 @@ class MemoryEventPlane:
         self._closed = False
 
     async def start(self) -> None:
-        """Nothing to reach."""
+        """Do nothing: there is nothing to connect to."""
 
     async def publisher(self, scope: Scope, topic: str) -> EventPublisher:
         return self.new_publisher(scope, topic)
@@ -88,7 +88,7 @@ _planes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, MemoryEventPlane] 
 
 
 def shared_event_plane(loop: asyncio.AbstractEventLoop) -> MemoryEventPlane:
-    """The plane that runtimes on the same loop share."""
+    """Return the plane that runtimes on the same loop share."""
     plane = _planes.get(loop)
     if plane is None or plane._closed:
         plane = _planes[loop] = MemoryEventPlane()

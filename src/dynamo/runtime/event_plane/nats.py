@@ -229,6 +229,6 @@ class _Publisher:
 
 
 def subject_of(scope: Scope, topic: str) -> str:
-    """The NATS subject. What a subject cannot hold (blanks, wildcards, an empty token) becomes `_`."""
+    """Return the NATS subject. Anything a subject cannot hold (blanks, wildcards, an empty token) becomes `_`."""
     parts = [*scope.subject.split("."), *topic.split(".")]
     return ".".join("".join("_" if c.isspace() or c in "*>" else c for c in part) or "_" for part in parts)

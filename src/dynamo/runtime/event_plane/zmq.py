@@ -84,7 +84,7 @@ class ZmqEventPlane:
         self._closed = False
 
     async def start(self) -> None:
-        """Without a broker there is nothing to reach. Raises CannotConnect when a broker does not answer."""
+        """Connect to the broker, if there is one. Raises CannotConnect when the broker does not answer."""
         if self._broker is None and self._settings.broker_enabled:
             self._broker = await self._find_broker()
         broker = self._broker
@@ -205,7 +205,7 @@ class ZmqEventPlane:
         inbox.put(event)
 
     async def _find_broker(self) -> ZmqBroker:
-        """The broker that has announced itself. Raises CannotConnect when none does so in time."""
+        """Find the broker that has announced itself. Raises CannotConnect when none does so in time."""
         try:
             async with asyncio.timeout(PROBE_SECONDS), self._discovery.watch(EVENT_CHANNELS) as changes:
                 async for batch in changes:
@@ -338,7 +338,7 @@ class SocketReader:
             self._socket.close(linger=0)
 
     def _read(self) -> None:
-        """The descriptor says only once that there is something: read until there is nothing."""
+        """Read until nothing is left: the descriptor signals new messages only once."""
         import zmq
 
         self._again = None
@@ -372,7 +372,7 @@ async def _probe(endpoint: str) -> None:
 
 
 def _bind_host(advertised: str) -> str:
-    """Where to bind: everywhere, unless the advertised address says that nobody else should reach it."""
+    """Return the host to bind: all interfaces, unless the advertised address is only reachable from this machine."""
     if advertised.startswith(LOOPBACK):
         return "[::1]" if ":" in advertised else "127.0.0.1"
     return "[::]" if ":" in advertised else "0.0.0.0"

@@ -253,7 +253,7 @@ class HttpConnection(asyncio.Protocol):
         self._service.run(cycle, app)
 
     def answered(self) -> None:
-        """The active cycle's answer is complete."""
+        """End the active cycle: its answer is complete."""
         if self.transport.is_closing() or self._watch.phase is _LEAVING:
             return
         self._gate.resume_reading()

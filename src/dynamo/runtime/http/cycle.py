@@ -32,7 +32,7 @@ _status_lines: dict[int, bytes] = {}
 
 
 def status_line(status: int) -> bytes:
-    """The first line of an answer. Any number of three digits: an operator may choose one that has no phrase."""
+    """Return the first line of an answer. Any number of three digits: an operator may choose one that has no phrase."""
     line = _status_lines.get(status)
     if line is None:
         phrase = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else ""
@@ -273,7 +273,7 @@ class Cycle:
     # -- for the connection --------------------------------------------------------------------------------------
 
     def add_body(self, body: bytes) -> None:
-        """More of the request's body has arrived."""
+        """Add data of the request's body."""
         if self.response_complete:
             return
         self._body += body
@@ -282,13 +282,13 @@ class Cycle:
         self._changed.set()
 
     def end_body(self) -> None:
-        """The request is complete."""
+        """Record that the request is complete."""
         if not self.response_complete:
             self.more_body = False
             self._changed.set()
 
     def disconnect(self) -> None:
-        """The client is gone, or what it still sends is not read any more."""
+        """Record that the client is gone, or that the data it still sends is not read any more."""
         if not self.response_complete:
             self.disconnected = True
             self.scope.pop("extensions", None)

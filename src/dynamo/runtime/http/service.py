@@ -56,7 +56,7 @@ class HttpService:
         self._server: asyncio.Server | None = None
 
     def connection(self) -> HttpConnection:
-        """A protocol for one accepted connection."""
+        """Make a protocol for one accepted connection."""
         return HttpConnection(self)
 
     async def listen(self, listener: socket.socket, backlog: int) -> None:

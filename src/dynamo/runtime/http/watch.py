@@ -53,14 +53,14 @@ class Watch:
         self._paused_at = None
 
     def stop(self) -> None:
-        """The connection is lost."""
+        """Stop watching: the connection is lost."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._connection = cast("HttpConnection", None)  # no circle is left to the collector
 
     def arm(self) -> None:
-        """See that the timer fires in time for the nearest deadline."""
+        """Set the timer so that it fires in time for the nearest deadline."""
         due = self._due()
         if self._timer is not None:
             if self._timer.when() <= due:
@@ -107,7 +107,7 @@ class Watch:
         self.arm()
 
     def _is_stalled(self, now: float) -> bool:
-        """Whether the client has not read for too long, as far as the write buffer tells."""
+        """Return whether the client has not read for too long, as far as the write buffer shows."""
         limit, transport = self._connection.limits.write_stall_seconds, self._connection.transport
         if self._paused_at is not None and now - self._paused_at >= limit:
             return True

@@ -244,7 +244,7 @@ class MetricsRegistry:
         return self._bind(name, "counter", help, labels, Counter(), exist_ok)
 
     def gauge(self, name: str, help: str, labels: Labels = (), *, exist_ok: bool = False) -> Gauge:
-        """See `counter`."""
+        """Register a gauge. See `counter`."""
         return self._bind(name, "gauge", help, labels, Gauge(), exist_ok)
 
     def histogram(
@@ -256,7 +256,7 @@ class MetricsRegistry:
         buckets: Sequence[float] = DURATION_BUCKETS,
         exist_ok: bool = False,
     ) -> Histogram:
-        """See `counter`; buckets are upper bounds, `+Inf` is added."""
+        """Register a histogram. See `counter`; buckets are upper bounds, `+Inf` is added."""
         return self._bind(name, "histogram", help, labels, Histogram(buckets), exist_ok)
 
     def counter_vector(self, name: str, help: str, label_names: Sequence[str], labels: Labels = ()) -> Vector[Counter]:
@@ -265,7 +265,7 @@ class MetricsRegistry:
         return Vector(tuple(label_names), lambda more: self.counter(name, help, fixed + more, exist_ok=True), Counter())
 
     def gauge_vector(self, name: str, help: str, label_names: Sequence[str], labels: Labels = ()) -> Vector[Gauge]:
-        """See `counter_vector`."""
+        """Register a vector of gauges. See `counter_vector`."""
         fixed = _pairs(labels)
         return Vector(tuple(label_names), lambda more: self.gauge(name, help, fixed + more, exist_ok=True), Gauge())
 
@@ -278,7 +278,7 @@ class MetricsRegistry:
         *,
         buckets: Sequence[float] = DURATION_BUCKETS,
     ) -> Vector[Histogram]:
-        """See `counter_vector`."""
+        """Register a vector of histograms. See `counter_vector`."""
         fixed = _pairs(labels)
         return Vector(
             tuple(label_names),

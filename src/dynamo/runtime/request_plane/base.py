@@ -68,7 +68,9 @@ class ResponseSink(Protocol):
         """Queue one object chunk: {"data": ..., "event": ..., "comment": [...], "id": ...}, absent keys omitted."""
 
     def has_credit(self) -> bool:
-        """Whether the caller has room. Sending without credit is allowed once (the sink may overdraw by one item)."""
+        """Return whether the caller has room. Sending without credit is allowed once (the sink may overdraw by one
+        item).
+        """
 
     async def wait_credit(self) -> None:
         """Return when there is room again, or at once when the stream was killed or lost."""
@@ -101,14 +103,16 @@ class ResponseStream(Protocol):
     """The caller's end of one response stream."""
 
     async def next_batch(self) -> list[StreamItem]:
-        """Everything that has arrived since the last call, waiting for at least one item; [] at a clean end.
+        """Return all that has arrived since the last call, waiting for at least one item; [] at a clean end.
 
         Raises the stream's typed error after all items before it were delivered. Offsets were checked: a gap or an
         overlap is `StreamIncomplete`. Taking a batch grants the producer its credit back.
         """
 
     def take(self) -> list[StreamItem] | None:
-        """As `next_batch`, without waiting: [] when nothing has arrived yet, None at a clean end. Raises likewise."""
+        """Take a batch without waiting: [] when nothing has arrived yet, None at a clean end. Raises as `next_batch`
+        does.
+        """
 
     def listen(self, arrived: Callable[[], None] | None) -> None:
         """Call `arrived` whenever there may be something to take, once for all that came together; None: no more.
@@ -167,7 +171,9 @@ class RequestPlaneServer(Protocol):
         """Decline new requests for `path` with `WorkerUnavailable`; streams in flight go on."""
 
     def transport(self, path: str) -> Mapping[str, Any]:
-        """What the instance record says about reaching `path`: at least {"transport": {...}}; merged into the record."""
+        """Return the members of an instance record for reaching `path`: at least {"transport": {...}}; merged into
+        the record.
+        """
 
     async def close(self) -> None:
         """Stop listening and drop the connections; in-flight handlers see their context killed."""
@@ -195,7 +201,9 @@ class Instance(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def split_tcp(address: str) -> tuple[str, int, str]:
-    """("HOST", PORT, "PATH") of a `transport.tcp` value; the path is opaque. Raises ValueError when malformed."""
+    """Split a `transport.tcp` value into ("HOST", PORT, "PATH"); the path is opaque. Raises ValueError when
+    malformed.
+    """
     where, _, path = address.partition("/")
     host, colon, port = where.rpartition(":")
     if not colon or not host or not path or not port.isdigit() or int(port) > 65535:

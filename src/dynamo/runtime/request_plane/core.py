@@ -70,8 +70,10 @@ class ServerCore:
         rejected: Callable[[], object],
         answered: Callable[[float], object] | None = None,
     ) -> None:
-        """`waited` is told how many seconds each request waited for its handler's task to run, `rejected` of each one that
-        found engine and queue full, `answered` how many seconds after its arrival a request's first item left."""
+        """Set the observers: `waited` receives how many seconds each request waited for its handler's task to run,
+        `rejected` is called for each request that found engine and queue full, `answered` receives how many
+        seconds after its arrival a request's first item left.
+        """
         self._waited, self._rejected, self.answered = waited, rejected, answered or _ignore
 
     @property
@@ -97,7 +99,7 @@ class ServerCore:
         self._handlers[path] = handler
 
     def takes_one(self, path: str) -> bool:
-        """Whether `path` is served and takes one request, not a stream of them."""
+        """Return whether `path` is served and takes one request, not a stream of requests."""
         return path in self._handlers and path not in self.stream_paths
 
     def unregister(self, path: str) -> None:
@@ -232,13 +234,13 @@ class _Request:
         self.forget: Callable[[], None] | None = None  # while it waits: takes its `on_cancel` back
 
     def stop_waiting(self) -> None:
-        """The request is out of the queue and starts."""
+        """Take the request out of the queue: it starts."""
         if self.forget is not None:
             self.forget()
             self.forget = None
 
     def left_queue(self) -> None:
-        """The request is out of the queue and will not start."""
+        """Take the request out of the queue: it will not start."""
         self.stop_waiting()
         if self.timer is not None:
             self.timer.cancel()
@@ -263,7 +265,7 @@ class _Request:
 
 
 def typed_error(error: Exception) -> DynamoException:
-    """A handler's exception as one of ours: itself, an asserted HTTP status, or `Unknown` caused by it."""
+    """Convert a handler's exception to one of ours: itself, an asserted HTTP status, or `Unknown` caused by it."""
     if isinstance(error, DynamoException):
         return error
     typed: DynamoException

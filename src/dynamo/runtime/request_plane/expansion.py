@@ -34,7 +34,9 @@ _TEXTS: Final = (0xD9, 0xDA, 0xDB)
 
 
 def exceeds_when_decoded(message: bytes, limit: int, codec: str = "msgpack") -> bool:
-    """Whether a message may take more than `limit` bytes of memory once decoded. Never raises: rubbish is for the decoder."""
+    """Return whether a message may take more than `limit` bytes of memory once decoded. Never raises: invalid data
+    is left to the decoder.
+    """
     if len(message) * WORST_BYTES <= limit:
         return False
     if codec != "msgpack":

@@ -26,12 +26,12 @@ class FairQueue(Generic[Item]):
         return self._count
 
     def __iter__(self) -> Iterator[Item]:
-        """All items, line by line."""
+        """Iterate over all items, line by line."""
         for line in list(self._lines.values()):
             yield from list(line)
 
     def first_of_each_line(self) -> list[Item]:
-        """The item of every line that has waited longest in it."""
+        """Return the longest-waiting item of every line."""
         return [next(iter(line)) for line in self._lines.values()]
 
     def add(self, owner: Hashable, item: Item) -> None:

@@ -154,7 +154,7 @@ class Listener:
         self.core.unregister(path)
 
     def transport(self, path: str) -> Mapping[str, Any]:
-        """The members of an instance record that say how to reach `path`. Raises RuntimeError before `start`."""
+        """Return the members of an instance record for reaching `path`. Raises RuntimeError before `start`."""
         return {
             "transport": {"tcp": f"{self.address}/{path}"},
             "device_type": detect_device_type(),
@@ -273,7 +273,7 @@ class _Sniffer(asyncio.Protocol):
 
 
 def _too_many(limit: int, first_bytes: bytes) -> bytes:
-    """What a caller is told on its own wire when there are too many connections."""
+    """Build the rejection for a caller, on its own wire, when there are too many connections."""
     text = f"more than {limit} connections, the limit set by DYN_TCP_MAX_CONNECTIONS"
     if first_bytes.startswith(MAGIC):
         return frame(Kind.ERROR, pack({"message": text}))
@@ -281,7 +281,7 @@ def _too_many(limit: int, first_bytes: bytes) -> bytes:
 
 
 def detect_device_type(env: Mapping[str, str] | None = None) -> str:
-    """What an instance record calls this worker: "cuda" unless the environment hides every GPU."""
+    """Detect the device type of this worker's instance record: "cuda" unless the environment hides every GPU."""
     env = os.environ if env is None else env
     cuda, nvidia = env.get("CUDA_VISIBLE_DEVICES"), env.get("NVIDIA_VISIBLE_DEVICES")
     if cuda is not None and cuda.strip().lower() in NO_CUDA:

@@ -51,11 +51,11 @@ class MemoryPlane:
         self._servers: dict[str, MemoryServer] = {}  # by path
 
     def server(self, settings: RequestPlaneSettings | None = None) -> MemoryServer:
-        """A worker's side; each has limits of its own."""
+        """Make a worker's side; each has limits of its own."""
         return MemoryServer(self, settings)
 
     def client(self) -> MemoryClient:
-        """A caller's side."""
+        """Make a caller's side."""
         return MemoryClient(self)
 
 
@@ -63,7 +63,7 @@ _planes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, MemoryPlane] = wea
 
 
 def shared_plane(loop: asyncio.AbstractEventLoop) -> MemoryPlane:
-    """The plane that runtimes on the same loop share."""
+    """Return the plane that runtimes on the same loop share."""
     plane = _planes.get(loop)
     if plane is None:
         plane = _planes[loop] = MemoryPlane()
@@ -100,7 +100,7 @@ class MemoryServer:
         await self.core.close()
 
     def crash(self) -> None:
-        """What callers see of a worker process that was killed: their streams break, and nobody answers any more."""
+        """Break all streams and stop answering, as callers see it when a worker process is killed."""
         self._leave()
         for stream in list(self._streams):
             stream.lost(Disconnected("Stream ended before generation completed (the worker is gone)"))
@@ -178,7 +178,7 @@ class MemoryStream(StreamBuffer):
         super().lost(error)
 
     def live_in(self, homes: tuple[set[MemoryStream], ...]) -> None:
-        """Be a member of these sets until the stream ends."""
+        """Add this stream to these sets until it ends."""
         if self.state is StreamState.OPEN:  # a request that was declined or cancelled in the queue has ended by now
             self._homes = homes
             for home in homes:
@@ -286,12 +286,12 @@ class MemorySink:
         return self.stream is None
 
     def grant(self, credits: int) -> None:
-        """The caller has taken so much."""
+        """Add the credits of items that the caller has taken."""
         self._credit += credits
         self._wake()
 
     def abandon(self) -> None:
-        """The caller is gone."""
+        """Abandon the stream: the caller is gone."""
         self.stream = None
         self._wake()
         self.context.kill()

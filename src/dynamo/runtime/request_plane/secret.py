@@ -67,7 +67,7 @@ class SharedSecret:
         return lines
 
     def prove(self, role: Role, caller_nonce: str, worker_nonce: str) -> str:
-        """The proof of `role` for one connection, in hex."""
+        """Return the proof of `role` for one connection, in hex."""
         return _proof(self._lines.current()[0], role, caller_nonce, worker_nonce)
 
     def check(self, proof: str, role: Role, caller_nonce: str, worker_nonce: str) -> None:

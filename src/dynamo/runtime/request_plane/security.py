@@ -53,7 +53,7 @@ class PlaneSecurity:
         )
 
     def connect_options(self, host: str) -> dict[str, Any]:
-        """What `create_connection` to `host` is given: nothing where calls go without TLS."""
+        """Return the options of `create_connection` to `host`: empty where calls go without TLS."""
         if self.client is None:
             return {}
         return {
@@ -68,7 +68,7 @@ class PlaneSecurity:
         return self.server is not None and self.server.client_authority is not None
 
     def not_connected(self, address: str, error: Exception) -> CannotConnect:
-        """Why a dial failed, with the setting to look at."""
+        """Explain why a dial failed, with the setting to check."""
         if self.client is None:
             return CannotConnect(f"{address} cannot be reached: {error}")
         if isinstance(error, ssl.SSLCertVerificationError):

@@ -214,7 +214,7 @@ class StreamBuffer(ABC):
         return True
 
     def lost(self, error: DynamoException) -> None:
-        """No answer will come, or no more of it. What had arrived can still be read."""
+        """End the stream with `error`. Items that had arrived can still be read."""
         if self._move(StreamEvent.LOST) and self.state is StreamState.ENDED:
             self._error = error
             self._wake()
@@ -275,7 +275,7 @@ class StreamBuffer(ABC):
             self.stop()
 
     def _wake(self) -> None:
-        """Something has come, or the stream has ended: whoever reads should look."""
+        """Wake the reader: an item has arrived, or the stream has ended."""
         if self.listener is not None:
             self._call_soon()
             return
@@ -301,8 +301,8 @@ class StreamBuffer(ABC):
 
     @abstractmethod
     def _grant(self, credits: int) -> None:
-        """The reader has taken so much since the last grant."""
+        """Grant the producer the credits that the reader has taken since the last grant."""
 
     def _drain(self) -> None:
-        """Only the END is awaited from now on."""
+        """Drop all further items: only the END is awaited from now on."""
         return

@@ -87,14 +87,15 @@ class Publishing:
             ) from error
 
     async def snapshot_publisher(self, metrics: WorkerMetrics) -> SnapshotPublisher:
-        """The publisher an engine hands its snapshots to. Raises CannotConnect."""
+        """Make the publisher for an engine's snapshots. Raises CannotConnect."""
         loads = await self._load_publisher()
         return SnapshotPublisher(
             metrics.publish, lambda rank, used_blocks: loads.update(rank, kv_used_blocks=used_blocks)
         )
 
     async def running_requests(self, mode: DisaggregationMode) -> RunningRequests | None:
-        """The book of running requests, which reports the rest of the load; None for an engine that has none to report.
+        """Make the book of running requests, which reports the rest of the load; None for an engine without a load to
+        report.
 
         Raises CannotConnect.
         """

@@ -106,11 +106,11 @@ class KvEventPublisher:
         is_eagle: bool | None = None,
         cache_salt: str | None = None,
     ) -> None:
-        """The engine now holds these blocks, which follow each other and `parent_hash`.
+        """Publish that the engine now holds these blocks, which follow each other and `parent_hash`.
 
         `token_ids` are the tokens of all blocks in a row (with `is_eagle` one more: the token after them);
-        `num_block_tokens` counts those of each block; `block_hashes` are the engine's own names, signed or unsigned
-        64 bits. Raises ValueError when the three do not fit together.
+        `num_block_tokens` counts those of each block; `block_hashes` are the engine's own names, signed or unsigned 64
+        bits. Raises ValueError when the three do not fit together.
         """
         self._send(
             self._stored(
@@ -126,7 +126,7 @@ class KvEventPublisher:
         )
 
     def publish_removed(self, block_hashes: Sequence[int]) -> None:
-        """The engine no longer holds these blocks."""
+        """Publish that the engine no longer holds these blocks."""
         self._send(_removed(block_hashes))
 
     def publish_batch(self, events: Iterable[Mapping[str, Any]]) -> None:
@@ -137,7 +137,7 @@ class KvEventPublisher:
         self._send([data for number, event in enumerate(events) for data in self._checked(number, event)])
 
     def publish_cleared(self) -> None:
-        """The engine holds nothing any more."""
+        """Publish that the engine holds no block any more."""
         self._send(["cleared"])
 
     def take_engine_events(self, events: Iterable[EngineEvent]) -> None:
@@ -235,7 +235,9 @@ class KvEventPublisher:
         return pieces
 
     def _whole_blocks(self, num_block_tokens: Sequence[int]) -> int:
-        """How many blocks can be published: up to the first one of another size, because those after it hang on it."""
+        """Count the blocks that can be published: up to the first block of another size, on which the later blocks
+        depend.
+        """
         for number, tokens in enumerate(num_block_tokens):
             if tokens != self._block_size:
                 if self._size_warnings < MAX_SIZE_WARNINGS:

@@ -70,12 +70,12 @@ class Deliveries:
         source.setblocking(False)
 
     def open(self, connect: Connect) -> None:
-        """From now on `connect` is awaited for every connection."""
+        """Await `connect` for every connection from now on."""
         self._connect = connect
         self._loop.add_reader(self._source, self._take)
 
     def changed(self, connections: int) -> None:
-        """How many connections are open."""
+        """Record how many connections are open."""
         self._open = connections
         self._report()
 
@@ -141,11 +141,11 @@ class Peers:
         self.is_orphaned = asyncio.Event()
 
     def admission(self, limit: int) -> Admission:
-        """Places that all processes share."""
+        """Make the admission whose slots all processes share."""
         return SharedAdmission(limit, self._places, self._row)
 
     async def gather(self) -> list[bytes]:
-        """The metrics of the whole group, this process's own first. Raises TimeoutError."""
+        """Gather the metrics of the whole group, this process's own first. Raises TimeoutError."""
         own = snapshot(self._metrics)
         self._number += 1
         number = self._number
@@ -174,7 +174,7 @@ class Peers:
         self._takers.append(take)
 
     def describe(self) -> dict[str, int]:
-        """For `/health`."""
+        """Describe the group for `/health`."""
         return {"serving": self.standing.serving, "configured": self.standing.configured}
 
     def ready(self) -> None:
@@ -246,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _share_of(settings: FrontendSettings, processes: int) -> FrontendSettings:
-    """Limits that each process counts for itself are divided: connections are dealt out evenly."""
+    """Divide the limits that each process counts for itself: connections are dealt out evenly."""
     return dataclasses.replace(
         settings,
         max_connections=-(-settings.max_connections // processes),

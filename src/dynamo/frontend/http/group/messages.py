@@ -84,7 +84,7 @@ def write(writer: asyncio.StreamWriter, message: Message) -> None:
 
 
 async def read(reader: asyncio.StreamReader) -> Message | None:
-    """The next message; None when the other end is gone."""
+    """Read the next message; None when the other end is gone."""
     try:
         (size,) = _PREFIX.unpack(await reader.readexactly(_PREFIX.size))
         if size > MAX_MESSAGE_BYTES:

@@ -38,7 +38,7 @@ class Places:
 
     @classmethod
     def create(cls, rows: int) -> Self:
-        """A new table of zeros in a file without a name."""
+        """Create a table of zeros in a file without a name."""
         with tempfile.TemporaryFile() as file:
             file.truncate(rows * ROW * 8)
             return cls(os.dup(file.fileno()), rows)
@@ -50,11 +50,11 @@ class Places:
         self._numbers[row * ROW + field] = value
 
     def total(self, field: Field) -> int:
-        """The sum over all processes."""
+        """Sum a field over all processes."""
         return sum(self._numbers[field::ROW])
 
     def clear(self, row: int) -> None:
-        """The process of this row has ended."""
+        """Clear the row of a process that has ended."""
         for field in Field:
             self.set(row, field, 0)
 

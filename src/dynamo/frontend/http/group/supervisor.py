@@ -109,7 +109,9 @@ class Supervisor:
         self._answers: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
-        """0 after a clean end, the failing member's status when the group cannot be kept running."""
+        """Run the group; return 0 after a clean end, else the status of the member without which the group cannot
+        run.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._hear, number)
@@ -183,7 +185,7 @@ class Supervisor:
                 await asyncio.wait_for(self._stopping.wait(), delay)
 
     async def _live(self, member: _Member) -> int:
-        """One incarnation; its status as `subprocess` gives it (-9: SIGKILL)."""
+        """Run one incarnation; return its status as `subprocess` gives it (-9: SIGKILL)."""
         ours, control = socket.socketpair()
         member.deliveries, deliveries = socket.socketpair()
         with control, deliveries:
@@ -213,7 +215,7 @@ class Supervisor:
             member.writer = member.process = None
 
     def _leave(self, member: _Member) -> None:
-        """No more connections for this process."""
+        """Send no more connections to this process."""
         if member.deliveries is not None:
             asyncio.get_running_loop().remove_reader(member.deliveries)
             member.deliveries.close()
@@ -306,7 +308,7 @@ class Supervisor:
             asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     def _stop_accepting(self) -> None:
-        """What comes now waits in the kernel's queue until somebody serves again."""
+        """Stop accepting: new connections wait in the kernel's queue until a process serves again."""
         if self._is_accepting:
             self._is_accepting = False
             asyncio.get_running_loop().remove_reader(self._listener)
@@ -374,5 +376,5 @@ class Supervisor:
 
 
 def _ignore_interrupts() -> None:
-    """Ctrl-C reaches every process of a terminal; the parent alone decides what it means."""
+    """Ignore Ctrl-C, which reaches every process of a terminal; only the parent reacts to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

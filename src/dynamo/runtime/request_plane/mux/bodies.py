@@ -98,7 +98,7 @@ class HalfSentRequests:
         self._decline(stream_id, Overloaded(NO_ROOM))
 
     def forget(self, stream_id: int) -> None:
-        """A body is complete, or of no interest any more; absent is fine."""
+        """Forget a body that is complete or not needed any more; absent is fine."""
         found = self._by_stream.pop(stream_id, None)
         if found is not None and found.received:
             self._pending.take(self, -found.received)

@@ -315,7 +315,7 @@ class _Heartbeat:
         self._timer = self._loop.call_at(self._tick_at, self._tick)
 
     def stop(self) -> None:
-        """The connection is lost."""
+        """Stop: the connection is lost."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -137,12 +137,12 @@ class FrameDecoder:
 
 
 def frame(kind: Kind, payload: bytes = b"", *, stream_id: int = 0, flags: int = 0) -> bytes:
-    """One encoded frame."""
+    """Encode one frame."""
     return HEADER.pack(len(payload), kind, flags, 0, stream_id) + payload
 
 
 def fragments(kind: Kind, payload: bytes, stream_id: int) -> list[bytes]:
-    """A payload of any size as frames of at most `MAX_PAYLOAD`, the last one flagged END."""
+    """Encode a payload of any size as frames of at most `MAX_PAYLOAD`, the last one flagged END."""
     cuts = range(0, max(len(payload), 1), MAX_PAYLOAD)
     return [
         frame(

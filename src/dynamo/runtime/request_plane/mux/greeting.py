@@ -39,7 +39,7 @@ class Greeting:
         self.proven: asyncio.Future[None] | None = asyncio.get_running_loop().create_future() if is_guarded else None
 
     def first_bytes(self) -> bytes:
-        """What a connection begins with."""
+        """Return the first bytes of a connection."""
         hello = Hello(version=VERSION, credits=INITIAL_CREDITS, agent=f"dynamo-unified pid {os.getpid()}")
         if self._secret is not None:
             hello.capabilities, hello.auth = [SECRET_CAPABILITY], self._nonce
@@ -65,6 +65,6 @@ class Greeting:
         return reply
 
     def failed(self, address: str, reason: str) -> None:
-        """The connection is lost."""
+        """Fail the greeting: the connection is lost."""
         if self.proven is not None and not self.proven.done():
             self.proven.set_exception(CannotConnect(f"{address} is not who it should be: {reason}"))

@@ -75,7 +75,7 @@ class ItemOutbox:
         return self.paused and len(self.items) > MAX_BACKLOG_ITEMS
 
     def expect_answer(self, stream_id: int) -> None:
-        """A request has arrived: measure the time to its first item."""
+        """Measure the time to a request's first item, from the arrival of the request."""
         self._arrived[stream_id] = perf_counter()
 
     def expect_no_answer(self, stream_id: int) -> None:
@@ -101,11 +101,11 @@ class ItemOutbox:
             self._loop.call_soon(self.flush)
 
     def pause(self) -> None:
-        """The socket is full."""
+        """Pause: the socket is full."""
         self.paused = True
 
     def resume(self) -> None:
-        """The socket has room again."""
+        """Resume: the socket has room again."""
         self.paused = False
         self._backlog_bytes = 0
         for sink in list(self.waiting):

@@ -75,7 +75,7 @@ class MuxHost:
 
     @classmethod
     def of(cls, core: ServerCore, settings: RequestPlaneSettings) -> MuxHost:
-        """A host with limits of its own, which counts nothing."""
+        """Make a host with limits of its own and without counters."""
         return cls(core, settings, PendingBytes(settings.pending_bytes, settings.largest_connection_pending_bytes))
 
 
@@ -180,7 +180,7 @@ class MuxServerProtocol(asyncio.Protocol):
         return False  # a caller that closed its half is a caller that left
 
     def through(self, stand_in: Callable[[asyncio.Transport], asyncio.Transport]) -> None:
-        """For fault injection: write to what `stand_in` gives for the transport from now on."""
+        """Write to what `stand_in` gives for the transport from now on, for fault injection."""
         if self._transport is not None:
             self._transport = self.outbox.transport = stand_in(self._transport)
 
@@ -267,7 +267,7 @@ class MuxServerProtocol(asyncio.Protocol):
             raise WrongSecret(f"the caller has not proven that it knows the shared secret ({SECRET_SETTING})")
 
     def late_greeting(self) -> str | None:
-        """The frame that a caller still owes before its first request; None when it owes none."""
+        """Return the frame that a caller still owes before its first request; None when it owes none."""
         if self._hello is None:
             return "HELLO"
         return "AUTH" if self in self._host.strangers else None
@@ -385,7 +385,7 @@ class MuxServerProtocol(asyncio.Protocol):
     # -- for the sinks and the watch -----------------------------------------------------------------------------
 
     def forget(self, stream_id: int) -> None:
-        """A sink has ended by itself."""
+        """Forget a sink that has ended by itself."""
         self._streams.pop(stream_id, None)
 
     def refused(self, limit: str) -> None:
@@ -408,7 +408,7 @@ class MuxServerProtocol(asyncio.Protocol):
             self._transport.abort()
 
     def stalled(self) -> None:
-        """The caller has read nothing for too long."""
+        """Close the connection: the caller has read nothing for too long."""
         self._cut("write_stall")
 
 
@@ -430,18 +430,18 @@ class _PeerWatch:
         self._timer = self._loop.call_at(self._check_at, self._check)
 
     def stop(self) -> None:
-        """The connection is lost."""
+        """Stop: the connection is lost."""
         for timer in (self._timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
 
     def stalls(self) -> None:
-        """The caller has stopped reading."""
+        """Pause: the caller has stopped reading."""
         seconds = self._connection.settings.write_stall_seconds
         self._stall_timer = self._loop.call_later(seconds, self._connection.stalled)
 
     def reads(self) -> None:
-        """The caller reads again."""
+        """Resume: the caller reads again."""
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None

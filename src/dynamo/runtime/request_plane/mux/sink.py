@@ -146,6 +146,6 @@ class MuxSink:
         return self._object_bytes + TOKEN_BYTES * self.total
 
     def abandon(self) -> None:
-        """The caller is gone: nothing more is sent."""
+        """Send nothing more: the caller is gone."""
         self.ended = True
         self.wake()

@@ -95,8 +95,9 @@ class CallHomeListener:
         return gate
 
     def expect(self, codec: Codec) -> NativeStream:
-        """A stream that some worker will call home for. Its subject is a secret of 122 random bits: who knows it has been
-        sent the request. Raises `CannotConnect` once this is closed."""
+        """Make a stream for which a worker will call home. Its subject is a secret of 122 random bits: only a
+        process that received the request knows the subject. Raises `CannotConnect` once this is closed.
+        """
         if self._closed:
             raise CannotConnect("the runtime is closed")
         stream = NativeStream(str(uuid.uuid4()), codec, self._forget)
@@ -129,7 +130,7 @@ class CallHomeListener:
         return self._settings.handshake_timeout_seconds
 
     def joined(self, caller: _Caller) -> bool:
-        """Whether there is room for one more connection that nobody knows yet."""
+        """Add a connection not yet identified; return whether there was room for it."""
         self._undecided.add(caller)
         return len(self._undecided) <= len(self._awaited) + SPARE_CONNECTIONS
 
@@ -137,7 +138,7 @@ class CallHomeListener:
         self._undecided.discard(caller)
 
     def awaited(self, subject: str) -> NativeStream | None:
-        """The stream of this name, which is then no longer awaited: a subject is good for one connection."""
+        """Return the stream of this name, which is then no longer awaited: a subject is good for one connection."""
         return self._awaited.pop(subject, None)
 
 

@@ -23,7 +23,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def is_own_address(host: str) -> bool:
-    """Whether an IP address is one of this machine: only such an address can be bound."""
+    """Return whether an IP address is one of this machine: only such an address can be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -56,8 +56,9 @@ class CallHomePolicy:
                 self._names.add(entry.lower())
 
     def permits(self, host: str, caller: str | None) -> bool:
-        """Whether an answer may be brought to `host`. `caller`: the peer of the request connection; None where requests
-        come over NATS, which does not tell: then everything is permitted unless networks were given."""
+        """Return whether an answer may be sent to `host`. `caller`: the peer of the request connection; None where
+        requests come over NATS, which does not carry it: then everything is permitted unless networks were given.
+        """
         if self._permitted == (host, caller):
             return True
         permitted = self._is_permitted(host, caller)
@@ -83,7 +84,7 @@ class CallHomePolicy:
 
 
 def _address(host: str) -> Address | None:
-    """An IP address, an IPv4 one also where it is wrapped into IPv6; None for a name."""
+    """Parse an IP address, an IPv4 one also where it is wrapped into IPv6; None for a name."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -86,7 +86,9 @@ def prepare(instance: Instance, path: str, body: Any, context: Context, home: Ca
 
 
 def codec_of(instance: Instance) -> Codec:
-    """What an instance speaks; JSON where its record does not say. Raises `CannotConnect` for anything unknown."""
+    """Return the codec of an instance; JSON where its record names none. Raises `CannotConnect` for an unknown
+    codec.
+    """
     match instance.request_plane_codec:
         case None | "json":
             return "json"
@@ -176,7 +178,7 @@ class NativeClient:
     # -- the pool ------------------------------------------------------------------------------------------------
 
     def _free_sender(self, host: str, port: int) -> RequestSender | None:
-        """The least busy connection; None when another one should be opened."""
+        """Return the least busy connection; None when another one should be opened."""
         pool = self._pools.get((host, port))
         if not pool:
             return None

@@ -52,7 +52,7 @@ class RequestFrame(NamedTuple):
 
 
 def encode_request(path: str, headers: Mapping[str, str], payload: bytes) -> bytes:
-    """The frame of one request. Raises ValueError when a part is too long for its length field."""
+    """Encode the frame of one request. Raises ValueError when a part is too long for its length field."""
     raw_path, raw_headers = path.encode(), _compact(headers)
     if len(raw_path) > MAX_U16 or len(raw_headers) > MAX_U16:
         raise ValueError(f"path and headers are limited to {MAX_U16} bytes, got {len(raw_path)} and {len(raw_headers)}")
@@ -78,7 +78,7 @@ class RequestDecoder:
         return len(self._buffer)
 
     def next_frame(self) -> RequestFrame | None:
-        """The next complete frame, or None when more bytes are needed. Raises `MalformedFrame`; then close."""
+        """Return the next complete frame, or None when more bytes are needed. Raises `MalformedFrame`; then close."""
         buffer = self._buffer
         if len(buffer) < 2:
             return None
@@ -138,7 +138,7 @@ class AckDecoder:
         self._buffer += data
 
     def next_ack(self) -> str | None:
-        """The text of the next ACK, or None when more bytes are needed. Raises `MalformedFrame`."""
+        """Return the text of the next ACK, or None when more bytes are needed. Raises `MalformedFrame`."""
         buffer = self._buffer
         if len(buffer) < 4:
             return None
@@ -158,7 +158,7 @@ UNAVAILABLE: Final = "Server unavailable:"
 
 
 def declined(ack: str) -> DynamoException | None:
-    """What an ACK means: None is an acceptance.
+    """Return the error of an ACK; None for an acceptance.
 
     Any text but the two known ones is a refusal of an older version or a broken connection: no answer will come for it.
     """
@@ -178,7 +178,7 @@ class TwoPart(NamedTuple):
 
 
 def encode_two_part(header: bytes, data: bytes = b"") -> bytes:
-    """One two-part frame."""
+    """Encode one two-part frame."""
     return PREFIX.pack(len(header), len(data), 0) + header + data
 
 
@@ -190,7 +190,9 @@ class TwoPartDecoder:
         self._max_data_bytes, self._max_header_bytes = max_data_bytes, max_header_bytes
 
     def rest(self, max_data_bytes: int = 2 * MAX_MESSAGE_BYTES) -> TwoPartDecoder:
-        """A decoder with other limits that goes on from here: what was fed and not yet cut is handed over."""
+        """Make a decoder with other limits that goes on from here: bytes that were fed and not yet cut are handed
+        over.
+        """
         following = TwoPartDecoder(max_data_bytes)
         following._buffer, self._buffer = self._buffer, bytearray()
         return following
@@ -225,7 +227,7 @@ class TwoPartDecoder:
         return found
 
     def next_frame(self) -> TwoPart | None:
-        """The next complete frame, or None when more bytes are needed. Raises `MalformedFrame`; then close."""
+        """Return the next complete frame, or None when more bytes are needed. Raises `MalformedFrame`; then close."""
         buffer = self._buffer
         if len(buffer) < PREFIX.size:
             return None
@@ -246,7 +248,7 @@ class TwoPartDecoder:
 
 
 def decode_payload(payload: bytes) -> TwoPart:
-    """The two-part frame that fills a request's payload exactly. Raises `MalformedFrame`."""
+    """Decode the two-part frame that fills a request's payload exactly. Raises `MalformedFrame`."""
     decoder = TwoPartDecoder(max_data_bytes=len(payload))
     decoder.feed(payload)
     frame = decoder.next_frame()
@@ -300,18 +302,20 @@ class CallHome(msgspec.Struct):
 
 
 def encode_call(control: ControlMessage, body: bytes) -> bytes:
-    """The payload of a request: its control message and its body."""
+    """Encode the payload of a request: its control message and its body."""
     return encode_two_part(msgspec.json.encode(control), body)
 
 
 def response_at(address: str, subject: str, request_id: str) -> ConnectionInfo:
-    """Where the caller awaits the answer ("HOST:PORT", an IPv6 host in brackets), and under which name."""
+    """Return where the caller awaits the answer ("HOST:PORT", an IPv6 host in brackets), and under which name."""
     call_home = CallHome(address=address, subject=subject, context=request_id, stream_type="response")
     return ConnectionInfo("tcp_server", msgspec.json.encode(call_home).decode())
 
 
 def encode_body(body: Any, codec: Codec) -> bytes:
-    """The body of a request. Raises TypeError (or another error of the encoder) for what the codec cannot carry."""
+    """Encode the body of a request. Raises TypeError (or another error of the encoder) for what the codec cannot
+    carry.
+    """
     return _REQUEST.encode(body) if codec == "msgpack" else JSON.encode(bytes_as_lists(body))
 
 
@@ -329,12 +333,12 @@ def decode_control(header: bytes) -> ControlMessage:
 
 
 def decode_call_home(control: ControlMessage) -> CallHome:
-    """Where the answer to a request goes. Raises `MalformedFrame` for anything but a TCP response stream."""
+    """Decode where the answer to a request goes. Raises `MalformedFrame` for anything but a TCP response stream."""
     return _call_home(control, "connection_info", control.connection_info, "response")
 
 
 def decode_request_stream(control: ControlMessage) -> CallHome:
-    """Where the requests of a `many_in` call are to be fetched. Raises `MalformedFrame` likewise."""
+    """Decode where the requests of a `many_in` call are to be fetched. Raises `MalformedFrame` likewise."""
     info = control.request_stream_connection_info
     if info is None:
         raise MalformedFrame("request_stream_connection_info is missing in a many_in call")
@@ -358,7 +362,7 @@ def _call_home(control: ControlMessage, name: str, connection: ConnectionInfo, s
 
 
 def decode_body(data: bytes, codec: str) -> Any:
-    """The body of a request. Raises `MalformedFrame`."""
+    """Decode the body of a request. Raises `MalformedFrame`."""
     try:
         if codec == "msgpack":
             return msgspec.msgpack.decode(data)
@@ -380,17 +384,17 @@ ControlWord = Literal["stop", "kill"]
 
 
 def handshake(subject: str, stream_type: str = "response") -> bytes:
-    """The first frame of a call-home connection."""
+    """Encode the first frame of a call-home connection."""
     return encode_two_part(_compact({"subject": subject, "stream_type": stream_type}))
 
 
 def prologue(error: str | None = None) -> bytes:
-    """The second frame: null, or why the stream could not be set up."""
+    """Encode the second frame: null, or why the stream could not be set up."""
     return PROLOGUE_OK if error is None else encode_two_part(_compact({"error": error}))
 
 
 def control_word(frame: TwoPart) -> ControlWord:
-    """What a caller says on a call-home connection. Raises `MalformedFrame` for anything but stop and kill."""
+    """Decode a caller's word on a call-home connection. Raises `MalformedFrame` for anything but stop and kill."""
     if not frame.data:
         try:
             word = msgspec.json.decode(frame.header)
@@ -425,7 +429,7 @@ def decode_handshake(frame: TwoPart) -> Handshake:
 
 
 def decode_prologue(frame: TwoPart) -> str | None:
-    """Why the stream could not be set up; None when it was. Raises `MalformedFrame`."""
+    """Decode why the stream could not be set up; None when it was. Raises `MalformedFrame`."""
     if frame.data:
         raise MalformedFrame("the stream began without a prologue")
     try:

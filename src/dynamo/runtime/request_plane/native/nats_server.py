@@ -30,7 +30,7 @@ _SLUG_CHARS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 
 
 def subject_of(path: str) -> str:
-    """The subject of a routing path "HEX/NS/COMPONENT/ENDPOINT"; of any other one, a subject of its own."""
+    """Return the subject of a routing path "HEX/NS/COMPONENT/ENDPOINT"; any other path gets a subject of its own."""
     instance, *names = path.split("/")
     scope, endpoint = ("_".join(names[:-1]), names[-1]) if len(names) == 3 else ("", "_".join(names))
     slug = "".join(c if c in _SLUG_CHARS else "_" for c in scope.lower()).lstrip("_")
@@ -81,7 +81,7 @@ class NatsServer:
         self.core.unregister(path)
 
     def transport(self, path: str) -> Mapping[str, Any]:
-        """The members of an instance record that say how to reach `path`."""
+        """Return the members of an instance record for reaching `path`."""
         return {
             "transport": {TRANSPORT: subject_of(path)},
             "device_type": detect_device_type(),

@@ -99,7 +99,7 @@ class NativeRequestStream(RequestStream, asyncio.Protocol):
     # -- for the server ------------------------------------------------------------------------------------------
 
     def not_connected(self) -> None:
-        """The connection could not be made."""
+        """End the stream: the connection could not be made."""
         self._broken("it could not be connected")
 
     # -- inside --------------------------------------------------------------------------------------------------

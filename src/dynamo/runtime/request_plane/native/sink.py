@@ -135,7 +135,7 @@ class NativeSink(asyncio.Protocol):
             self._append(envelope)
 
     def has_credit(self) -> bool:
-        """Whether both the socket and our own buffer have room."""
+        """Return whether both the socket and our own buffer have room."""
         return not self._paused and len(self._out) < BUFFER_BYTES
 
     async def wait_credit(self) -> None:
@@ -217,7 +217,7 @@ class NativeSink(asyncio.Protocol):
     # -- for the server ------------------------------------------------------------------------------------------
 
     def not_connected(self) -> None:
-        """The call-home connection could not be made: the answer can reach nobody."""
+        """End the answer: the call-home connection could not be made, so the answer reaches no caller."""
         self._caller_left()
         self._closed()
 
@@ -262,7 +262,9 @@ class NativeSink(asyncio.Protocol):
             self._wake()
 
     def _linger(self, give_up_at: float) -> None:
-        """The stream ended a while ago and the caller has not closed: close, unless it is still reading."""
+        """Close a stream that ended a while ago and that the caller has not closed, unless the caller is still
+        reading.
+        """
         if self._transport is None:
             return
         is_sent = not self._out and self._transport.get_write_buffer_size() == 0
@@ -301,7 +303,7 @@ class NativeSink(asyncio.Protocol):
             self._drop()
 
     def _drop(self) -> None:
-        """Nothing more reaches the caller: it left, or the request was killed here."""
+        """Drop what is left: the caller has gone, or the request was killed here."""
         self._gone = True
         self._out.clear()
         self._wake()

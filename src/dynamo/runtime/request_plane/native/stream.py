@@ -96,7 +96,9 @@ class NativeStream(StreamBuffer, asyncio.Protocol):
             self._called_home()
 
     def adopt(self, transport: asyncio.Transport, decoder: TwoPartDecoder) -> None:
-        """The worker has called home and named this stream; `decoder` may already hold more than the handshake."""
+        """Adopt the connection of a worker that named this stream; `decoder` may already hold more than the
+        handshake.
+        """
         self._decoder = decoder
         self._called_home()
         transport.set_protocol(self)
@@ -206,7 +208,7 @@ class NativeStream(StreamBuffer, asyncio.Protocol):
             self.end(None)
 
     def _settle(self) -> None:
-        """The stream is over: nobody waits for the worker to call home, and what it still sends is read and dropped."""
+        """End the stream: it awaits no worker any more, and data that the worker still sends is read and dropped."""
         self._stop_timer()
         if self._on_home is not None:
             self._called_home()
