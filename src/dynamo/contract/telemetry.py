@@ -152,7 +152,7 @@ class GenerateSpan:
         self._end()
 
     def dropped(self, output_tokens: int = 0) -> None:
-        """Record that the stream was closed before its terminal chunk."""
+        """Record a stream closed before its terminal chunk."""
         if self._ended:
             return
         self._outcome(output_tokens, "Dropped", cancelled=True)

@@ -143,7 +143,7 @@ class Scheduler:
         return list(planned.values())
 
     def computed(self, work: Work, token: int | None = None) -> None:
-        """Record that a piece is in the cache; `token` is the new token, if the piece yielded one with which the
+        """Record a piece as being in the cache; `token` is the new token, if the piece yielded one with which the
         sequence goes on.
         """
         sequence = work.sequence

@@ -115,7 +115,7 @@ class Attempts:
         self._shed: list[WorkerKey] = []  # of those, the ones that only had no room
 
     def begin(self, worker: ChosenWorker) -> None:
-        """Record that a worker is tried."""
+        """Record an attempt at a worker."""
         self.count += 1
         self._tried[worker.key] = worker.instance
 

@@ -93,9 +93,7 @@ class PrefillRouter:
         limit_seconds: float | None = None,
         suspect: Suspect | None = None,
     ) -> Handoff | PrefillAnswer:
-        """Have the prompt of `body` computed, trying up to `retries` other workers after failures that depend on the worker.
-        `limit_seconds`: what each of them may take until it has handed over, where that is waited for. `suspect`: counts
-        the workers that die on the request.
+        """Request the prefill of `body`, trying up to `retries` other workers after failures that depend on the worker.
 
         Raises:
             InvalidArgument: the request names a prefill worker that is not there, or the worker refused the request.

@@ -75,7 +75,7 @@ class PrefillStage:
         self.router, self._decoders = router, decoders
 
     async def run(self, job: StageJob, proceed: Proceed) -> list[StreamItem]:
-        """Have the prompt computed and pass on where to fetch the result. See `DispatchStage.run`."""
+        """Request the prefill and pass on where to fetch the result. See `DispatchStage.run`."""
         router, context = self.router, job.context
         try:
             handoff = await router.prefill(

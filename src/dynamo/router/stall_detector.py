@@ -137,7 +137,7 @@ class StallKind(Enum):
 def judge(
     cadences: Sequence[TokenCadence], policy: StallPolicy, *, was_frozen: bool = False
 ) -> list[tuple[TokenCadence, StallKind, bool]]:
-    """Return which of the streams at one worker to move, why, and whether to end those that cannot be moved.
+    """Decide for each stream at one worker whether to move it, why, and whether to end it if it cannot be moved.
 
     `was_frozen`: the worker was found frozen and has sent nothing since.
     """

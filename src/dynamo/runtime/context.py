@@ -179,7 +179,7 @@ class Context:
     # -- first token ---------------------------------------------------------------------------------------------
 
     def notify_first_token(self) -> None:
-        """Report that the KV transfer arrived (decode role). Does nothing in other roles; idempotent."""
+        """Report the arrival of the KV transfer (decode role). Does nothing in other roles; idempotent."""
         signal, self._first_token = self._first_token, None
         if signal is not None:
             signal()

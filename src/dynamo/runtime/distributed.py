@@ -556,7 +556,7 @@ def _check_planes(request_plane: str, response_plane: str | None) -> str:
 
 
 def _kind_of(instance: Instance) -> str:
-    """Return which plane's client reaches an instance: `mux` where the instance offers it, else the native wire."""
+    """Return the kind of client that reaches an instance: `mux` where the instance offers it, else the native wire."""
     if TRANSPORT in instance.transport:
         return TRANSPORT
     if "nats_tcp" in instance.transport:

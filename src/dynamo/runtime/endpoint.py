@@ -238,7 +238,7 @@ class Endpoint:
     # -- model records -------------------------------------------------------------------------------------------
 
     async def publish_model(self, card_json: dict[str, Any], suffix: str | None = None) -> None:
-        """Publish that this instance serves a model; `suffix` is the slug of a LoRA."""
+        """Publish the model that this instance serves; `suffix` is the slug of a LoRA."""
         record = {
             "type": "Model",
             "namespace": self.namespace,

@@ -213,7 +213,7 @@ def map_error(error: BaseException) -> DynamoException:
 
 
 def _private(message: str) -> InvalidArgument:
-    """Return an error that blames the caller, in words that do not show the handler's text."""
+    """Make an error whose message clients do not receive: it was not written for them."""
     error = InvalidArgument(message)
     error.public = False
     return error

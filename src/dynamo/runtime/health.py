@@ -72,7 +72,9 @@ class HealthState:
             self._set(path, False, "it takes no requests now")
 
     def set_ready(self, path: str, ready: bool, reason: str = "it was reported so") -> None:
-        """Set what a canary or real traffic found out. An endpoint that is not registered is ignored."""
+        """Set an endpoint's readiness as a canary or real traffic observed it. An endpoint that is not registered is
+        ignored.
+        """
         if path in self._ready:
             self._set(path, ready, reason)
 
@@ -196,9 +198,7 @@ class Canary:
             await asyncio.wait({task})
 
     def activity(self) -> None:
-        """Record that a real request delivered a good item, or ended well. Cheap: call it once per wake-up or per
-        request.
-        """
+        """Record a good item, or a good end, of a real request. Cheap: call it once per wake-up or per request."""
         if self._loop is not None:
             self._last_success = self._loop.time()
             if not self._health.is_ready(self._path):

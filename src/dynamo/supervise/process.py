@@ -179,7 +179,7 @@ class SupervisedProcess:
         return self._ready_since is not None
 
     def mark_ready(self) -> None:
-        """Record that the running incarnation serves; the restart policy counts from here."""
+        """Mark the running incarnation as serving; the restart policy counts from here."""
         if self._ready_since is None:
             self._ready_since = asyncio.get_running_loop().time()
 

@@ -110,7 +110,7 @@ class ChatTemplate:
         return False
 
     def was_costly(self) -> None:
-        """Record that a rendering took more than `INLINE_BUDGET`."""
+        """Record a rendering that took more than `INLINE_BUDGET`."""
         self._costly = COSTLY_RENDERINGS
 
     def render(

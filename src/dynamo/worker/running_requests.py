@@ -82,7 +82,7 @@ class RunningRequests:
         return min(self._blocks, key=self._blocks.__getitem__)
 
     def first_token(self, running: RunningRequest) -> None:
-        """Record that the prompt is computed. Idempotent."""
+        """Record a computed prompt. Idempotent."""
         if running.waits_for_first:
             running.waits_for_first = False
             self._prefill_tokens[running.rank] -= running.prompt_tokens

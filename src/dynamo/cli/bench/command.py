@@ -107,7 +107,7 @@ async def _measured(options: BenchOptions, source: RequestSource, rng: random.Ra
 
 @contextmanager
 def _on_interrupt(call: Any) -> Iterator[None]:
-    """Have the first Ctrl-C run `call`; Python handles the next Ctrl-C."""
+    """Let the first Ctrl-C run `call`; Python handles the next Ctrl-C."""
     loop = asyncio.get_running_loop()
     before = signal.getsignal(signal.SIGINT)
 

@@ -274,7 +274,7 @@ class Load:
         self.recorder.fail(kind, example, now)
 
     def answered(self, connection: _Connection, job: _Job) -> None:
-        """Record that the whole answer of `job` has arrived."""
+        """Take the whole answer of `job` as arrived."""
         reader, meter, recorder = connection.reader, connection.meter, self.recorder
         failure: tuple[str, str] | None = None
         if reader.status != 200:
@@ -311,7 +311,7 @@ class Load:
         self._free(job.target, connection if connection.is_usable else None)
 
     def lost(self, job: _Job, kind: str, example: str, *, is_stale: bool) -> None:
-        """Record that the connection of `job` is gone. `is_stale`: the server closed a kept-alive connection before
+        """Handle the loss of the connection of `job`. `is_stale`: the server closed a kept-alive connection before
         it answered.
         """
         if is_stale and not job.is_retry and not self._is_stopped:

@@ -15,8 +15,8 @@ holds that), so Python's default of 700 only costs time: 6 % of a one-token requ
 
 
 def spare_the_collector() -> None:
-    """Freeze all objects for the garbage collector. Call it once, after all imports, in a process that is only a
-    frontend.
+    """Freeze all present objects, so that the garbage collector skips them. Call it once, after all imports, in a
+    process that is only a frontend.
     """
     gc.collect()
     gc.freeze()  # what the imports made stays for good

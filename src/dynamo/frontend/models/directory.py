@@ -620,7 +620,7 @@ class ModelDirectory:
         )
 
     def _index(self) -> None:
-        """Update which models may get requests: at once, or in a moment where the update takes long."""
+        """Update the models that may get requests: at once, or in a moment where the update takes long."""
         self._note_presence()
         if len(self._book) <= INDEXED_AT_ONCE:
             self._index_now()
@@ -681,7 +681,7 @@ class ModelDirectory:
         self._metrics.workers.keep_only(roles)
 
     def _note_presence(self) -> None:
-        """Record which models have a worker, and forget the models with no worker and no waiting request."""
+        """Record the models that have a worker, and forget the models with no worker and no waiting request."""
         self._waits.update(self._served)
         for key in [key for key in self._served if self._book.group(key) is None and key not in self._waits]:
             del self._served[key]

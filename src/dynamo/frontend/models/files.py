@@ -70,7 +70,7 @@ class ModelFiles:
         self._cache_dir, self._policy = cache_dir, policy or FilePolicy()
 
     def collect(self, card: ModelCard, worker_hosts: Collection[str] = ()) -> Sources:
-        """Bring the card's files onto this machine. `worker_hosts`: the hosts that the card's workers report.
+        """Fetch the card's files onto this machine. `worker_hosts`: the hosts that the card's workers report.
 
         Raises CannotConnect when a file cannot be had now (trying again may help), ChecksumMismatch when a file differs
         from the card's, InvalidArgument when the card names a place that this frontend does not read.

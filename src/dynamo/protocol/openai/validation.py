@@ -433,7 +433,7 @@ def _check_range(label: str, value: float, low: float, high: float, param: str) 
 
 
 def _check_wire(param: str, value: Any) -> None:
-    """Check that a free-form value, which goes to the worker as it is, fits the wire (64-bit integers)."""
+    """Check a free-form value, which goes to the worker as it is: it must fit the wire (64-bit integers)."""
     if value is None:
         return
     try:

@@ -91,7 +91,7 @@ class Offers:
             self.end(offer, "expired")
 
     def fetched(self, claim: Claim) -> None:
-        """Record that all blocks have arrived. Raises StreamIncomplete when the blocks were not held until now: then
+        """Record the arrival of all blocks. Raises StreamIncomplete when the blocks were not held until now: then
         their content may be anything.
         """
         if claim.offer.claim is not claim or not self.end(claim.offer, "fetched"):

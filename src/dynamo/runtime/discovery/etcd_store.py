@@ -201,7 +201,7 @@ class EtcdStore:
                 self._hear()
 
     async def lose(self) -> None:
-        """Have etcd drop the lease; the keep-alive finds out as after any other loss. Raises `CannotConnect`."""
+        """Let etcd drop the lease; the keep-alive finds out as after any other loss. Raises `CannotConnect`."""
         await self._client.revoke(self._lease_id)
 
     async def get(self, prefix: str) -> dict[str, bytes]:
@@ -370,7 +370,7 @@ class EtcdStore:
         return bucket.view.read(prefix)
 
     async def _refresh(self, bucket: _Bucket) -> None:
-        """Bring the view up to date, ahead of its watch; leave it unchanged while etcd does not answer."""
+        """Update the view, ahead of its watch; leave it unchanged while etcd does not answer."""
         try:
             await self._read(bucket, is_start=False)
         except (CannotConnect, EtcdError) as error:

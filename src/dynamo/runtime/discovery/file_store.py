@@ -233,7 +233,7 @@ class FileStore:
         self._scan(bucket, now, changes)
 
     def _scan(self, bucket: _Bucket, now: float, changes: list[Change]) -> None:
-        """Bring `bucket.entries` up to date by a scan."""
+        """Update `bucket.entries` by a scan."""
         wall = self._wall()
         missing = dict.fromkeys(bucket.entries)
         dead: list[str] = []

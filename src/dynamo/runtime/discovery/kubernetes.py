@@ -292,7 +292,7 @@ class KubernetesDiscovery:
                 self._look_at_own()
 
     async def _refresh(self) -> None:
-        """Bring the view up to date, ahead of the watches; leave it unchanged while the server does not answer."""
+        """Update the view, ahead of the watches; leave it unchanged while the server does not answer."""
         try:
             await self._read(self._resources, is_start=False)
             await self._read(self._readiness, is_start=False)

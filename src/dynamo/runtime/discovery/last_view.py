@@ -26,7 +26,7 @@ class LastView:
         return {key: self._values[key] for key in sorted(self._values) if matches(prefix, key)}
 
     def doubt(self, until: float) -> None:
-        """Record that the store was lost: until then no missing key counts as gone."""
+        """Record the loss of the store: before `until` no missing key counts as gone."""
         self._keep_until = max(self._keep_until, until)
 
     @property

@@ -282,13 +282,13 @@ class Cycle:
         self._changed.set()
 
     def end_body(self) -> None:
-        """Record that the request is complete."""
+        """Complete the request."""
         if not self.response_complete:
             self.more_body = False
             self._changed.set()
 
     def disconnect(self) -> None:
-        """Record that the client is gone, or that the data it still sends is not read any more."""
+        """Handle a client that is gone, or whose further data is not read any more."""
         if not self.response_complete:
             self.disconnected = True
             self.scope.pop("extensions", None)

@@ -68,7 +68,7 @@ class Observer(Protocol):
     def aborted(self, context: Context) -> None: ...
 
     def said_goodbye(self) -> None:
-        """Record that `drain` or `cleanup` was called: no request may be served from here on."""
+        """Record the call of `drain` or `cleanup`: no request may be served from here on."""
 
 
 class PrefixEngine(LLMEngine):

@@ -88,7 +88,7 @@ class Network:
         return _ProcessPlane(self, process)
 
     def announce(self, instance_id: int, process: str) -> None:
-        """Record which process has the instances of this id."""
+        """Record the process that has the instances of this id."""
         self._process_of[instance_id] = process
 
     def link(self, caller: str, worker: str) -> Link:

@@ -272,7 +272,7 @@ class _Run(logging.Handler):
         self._reach_client(visit, 0)
 
     async def _probe(self) -> None:
-        """Check that the cluster serves normally once all faults are over."""
+        """Check the cluster after all faults: it must serve normally."""
         for position, frontend in enumerate(self._cluster.living_frontends):
             plan = RequestPlan(
                 number=FIRST_PROBE + position,
@@ -482,7 +482,7 @@ class _Run(logging.Handler):
         self._check_text(visit, answer)
 
     def _check_excuse(self, visit: Visit, answer: Answer) -> None:
-        """Check that an error has a reason among the faults that really happened."""
+        """Check an error: it needs a reason among the faults that really happened."""
         # Inside a stream the status is already sent; the event says what it would have been.
         status = answer.error["code"] if answer.error and visit.status == 200 else visit.status
         kinds = {fault.kind for fault in self.fired}
@@ -529,7 +529,7 @@ class _Run(logging.Handler):
         )
 
     def _check_places(self, frontend: str) -> None:
-        """Check that no frontend serves more requests at once than it has admission slots."""
+        """Check the admission slots: no frontend serves more requests at once than it has slots."""
         if self.scenario.model_places is None:
             return
         links = self._cluster.network.links_from(frontend)
@@ -614,7 +614,7 @@ class _Run(logging.Handler):
                 )
 
     def _check_idle(self) -> None:
-        """Check that every counter of requests is at rest when no request is in flight."""
+        """Check every counter of requests: it must be at rest when no request is in flight."""
         for frontend in self._cluster.living_frontends:
             self._zero(frontend.name, "places taken", frontend.frontend.admission.in_flight)
             self._zero(frontend.name, "exchanges", len(frontend.frontend.exchanges))

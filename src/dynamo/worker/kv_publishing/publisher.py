@@ -106,7 +106,7 @@ class KvEventPublisher:
         is_eagle: bool | None = None,
         cache_salt: str | None = None,
     ) -> None:
-        """Publish that the engine now holds these blocks, which follow each other and `parent_hash`.
+        """Publish blocks that the engine now holds, which follow each other and `parent_hash`.
 
         `token_ids` are the tokens of all blocks in a row (with `is_eagle` one more: the token after them);
         `num_block_tokens` counts those of each block; `block_hashes` are the engine's own names, signed or unsigned 64
@@ -126,7 +126,7 @@ class KvEventPublisher:
         )
 
     def publish_removed(self, block_hashes: Sequence[int]) -> None:
-        """Publish that the engine no longer holds these blocks."""
+        """Publish the blocks that the engine no longer holds."""
         self._send(_removed(block_hashes))
 
     def publish_batch(self, events: Iterable[Mapping[str, Any]]) -> None:
@@ -137,7 +137,7 @@ class KvEventPublisher:
         self._send([data for number, event in enumerate(events) for data in self._checked(number, event)])
 
     def publish_cleared(self) -> None:
-        """Publish that the engine holds no block any more."""
+        """Publish the loss of all blocks of the engine."""
         self._send(["cleared"])
 
     def take_engine_events(self, events: Iterable[EngineEvent]) -> None:

@@ -94,7 +94,7 @@ class ZmqEngineEvents:
                 self._warn("parts", str(error))
 
     def _in_sequence(self, sequence: int) -> list[EngineEvent] | None:
-        """Return the events to publish before this message; None for an old message."""
+        """Check the sequence number; return the events to publish before this message, or None for an old message."""
         expected = self._next
         if expected is not None and sequence < expected:
             if sequence:

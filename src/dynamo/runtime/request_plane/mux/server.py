@@ -436,12 +436,12 @@ class _PeerWatch:
                 timer.cancel()
 
     def stalls(self) -> None:
-        """Pause: the caller has stopped reading."""
+        """Start the stall timer: the caller has stopped reading."""
         seconds = self._connection.settings.write_stall_seconds
         self._stall_timer = self._loop.call_later(seconds, self._connection.stalled)
 
     def reads(self) -> None:
-        """Resume: the caller reads again."""
+        """Stop the stall timer: the caller reads again."""
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None

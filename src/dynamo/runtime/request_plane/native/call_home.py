@@ -130,7 +130,7 @@ class CallHomeListener:
         return self._settings.handshake_timeout_seconds
 
     def joined(self, caller: _Caller) -> bool:
-        """Add a connection not yet identified; return whether there was room for it."""
+        """Add a connection not yet identified; return whether there is room for it."""
         self._undecided.add(caller)
         return len(self._undecided) <= len(self._awaited) + SPARE_CONNECTIONS
 

@@ -443,7 +443,7 @@ JSON: Final = msgspec.json.Encoder()
 
 
 def bytes_as_lists(value: Any) -> Any:
-    """The JSON codec has no binary: bytes travel as a list of numbers, as in 1.6."""
+    """Convert bytes to lists of numbers, as in 1.6: the JSON codec has no binary."""
     if isinstance(value, bytes | bytearray | memoryview):
         return list(value)
     if isinstance(value, Mapping):

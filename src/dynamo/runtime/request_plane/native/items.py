@@ -85,7 +85,7 @@ _ITEM_DECODERS: Final[Mapping[Codec, Any]] = {
 
 
 def decode_item(data: bytes | bytearray, codec: Codec) -> ResponseFrame:
-    """One data frame of a response stream. Raises `MalformedFrame`."""
+    """Decode one data frame of a response stream. Raises `MalformedFrame`."""
     try:
         frame: ResponseFrame = _ITEM_DECODERS[codec].decode(data)
     except UNREADABLE as error:
@@ -94,7 +94,7 @@ def decode_item(data: bytes | bytearray, codec: Codec) -> ResponseFrame:
 
 
 def bare_item(data: bytes | bytearray, codec: Codec) -> dict[str, Any]:
-    """The data of an item that is no annotated envelope: a few endpoints of 1.6 (KV queries) wrap nothing."""
+    """Decode the data of an item without an annotated envelope: a few endpoints of 1.6 (KV queries) wrap nothing."""
     decode = msgspec.msgpack.decode if codec == "msgpack" else msgspec.json.decode
     try:
         found = decode(data, type=dict[str, Any])["data"]
@@ -104,7 +104,7 @@ def bare_item(data: bytes | bytearray, codec: Codec) -> dict[str, Any]:
 
 
 def failure_of(annotated: Annotated) -> DynamoException | None:
-    """The error that an item carries, which ends its stream; None for any other item."""
+    """Return the error that an item carries, which ends its stream; None for any other item."""
     if annotated.event != "error":
         return None
     if isinstance(annotated.error, dict):
@@ -121,7 +121,7 @@ def failure_of(annotated: Annotated) -> DynamoException | None:
 
 
 def _asserted_in(error: DynamoException) -> DynamoException | None:
-    """The error of a status that the engine asserted: 1.6.1 sends it under several types, we under two."""
+    """Return the error of a status that the engine asserted: 1.6.1 sends it under several types, we under two."""
     asserted = http_assertion(Unknown(str(error)))
     if asserted is None or asserted[0] in (499, 503, 529) or not 400 <= asserted[0] < 600:
         return None
@@ -135,7 +135,7 @@ def _asserted_in(error: DynamoException) -> DynamoException | None:
 
 
 def stream_item(annotated: Annotated) -> StreamItem:
-    """An item as the planes see it; its offset (or cost) is for the caller to fill in.
+    """Return an item as the planes see it; the caller fills in the item's offset (or cost).
 
     The wire does not say what is a chunk of tokens: it is one when it is nothing but data with `token_ids` and `index`, as
     every engine's chunk is. Its null members are left out.
@@ -167,12 +167,14 @@ def stream_item(annotated: Annotated) -> StreamItem:
 
 
 def error_item(error: BaseException) -> dict[str, Any]:
-    """The annotated envelope that ends a stream with an error."""
+    """Build the annotated envelope that ends a stream with an error."""
     return {"event": "error", "error": error_record(error)}
 
 
 def error_record(error: BaseException) -> dict[str, Any]:
-    """`errors.describe` in the dialect of 1.6.1: what a frontend of that version turns into the right HTTP status."""
+    """Return `errors.describe` in the dialect of 1.6.1: a frontend of that version turns it into the right HTTP
+    status.
+    """
     record = describe(error)
     asserted = http_assertion(error)
     if asserted is not None:
