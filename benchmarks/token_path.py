@@ -131,9 +131,6 @@ class Bench:
             def push(self, data: bytes, now: float) -> bool:
                 return True
 
-            def pusher(self) -> Callable[[bytes, float], bool]:
-                return self.push
-
         await self._deliver(stream, Taker())
 
     async def read_answers(self, stream: MuxStream) -> None:
@@ -196,6 +193,8 @@ async def measure(
         best = min(best, (time.process_time() - begun) / (steps * len(bench.streams)))
         await asyncio.sleep(0)
     assert all(stream.lane is not None for stream in bench.streams), "a stream left its lane"
+    if read is Bench.read_answers:
+        assert bench.transport.writes >= number * len(bench.streams), "not every token was written"
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

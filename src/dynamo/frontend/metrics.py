@@ -320,13 +320,14 @@ class FrontendMetrics:
 class RequestMetrics:
     """The counting of one request. `finish` or `fail` ends it, once; later calls do nothing."""
 
-    __slots__ = ("_ended", "_first_at", "_key", "_last_at", "_owner", "_series", "_started_at")
+    __slots__ = ("_ended", "_first_at", "_key", "_last_at", "_observe_gap", "_owner", "_series", "_started_at")
 
     def __init__(self, owner: FrontendMetrics, key: tuple[str, str, str], series: RouteSeries, now: float) -> None:
         self._owner, self._key, self._series = owner, key, series
         self._started_at = now
         self._first_at: float | None = None
         self._last_at = now
+        self._observe_gap = series.model.inter_token.observe_many  # bound once: it runs for every token
         self._ended = False
         series.started.inc()
         series.model.inflight.inc()
@@ -334,14 +335,14 @@ class RequestMetrics:
 
     def tokens(self, count: int, now: float) -> None:
         """Count `count` tokens that arrived together at `now`; the interval since the last ones is spread over them."""
-        model = self._series.model
         if self._first_at is None:
+            model = self._series.model
             self._first_at = now
             model.queued.dec()
             model.active.inc()
             model.time_to_first_token.observe(now - self._started_at)
         elif count > 0:
-            model.inter_token.observe_many((now - self._last_at) / count, count)
+            self._observe_gap((now - self._last_at) / count, count)
         self._last_at = now
 
     @property

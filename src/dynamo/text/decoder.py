@@ -74,7 +74,12 @@ class ChoiceDecoder:
     def push_plain(self, token_ids: Sequence[int]) -> str | None:
         """Push ids where no stop can fire, as with nearly every token; return None, doing nothing, where a stop could fire."""
         if self._unchecked and self._stop_ids.isdisjoint(token_ids):
-            self.generated += len(token_ids)
+            count = len(token_ids)
+            self.generated += count
+            if count == 1 and (table := self._detokenizer.whole) is not None:
+                text = table[token_ids[0]]  # what `Detokenizer.push` does first, without the call
+                if text is not None:
+                    return text
             return self._detokenize(token_ids)
         return None
 

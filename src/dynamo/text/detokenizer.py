@@ -28,14 +28,17 @@ MAX_HELD_TOKENS: Final = 16  # such a decoder may really write U+FFFD: do not wa
 class Detokenizer:
     """The decode state of one choice."""
 
-    __slots__ = ("_at_start", "_pending", "_plain", "_prompt_tail", "_strip", "_table", "_window")
+    __slots__ = ("_at_start", "_pending", "_prompt_tail", "_strip", "_table", "_window", "whole")
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         table = tokenizer.pieces(skip_special_tokens=skip_special_tokens)
         if table is None:
             self._window: _Window | None = _Window(tokenizer, prompt_ids, skip_special_tokens)
             self._table, self._pending, self._strip = _NO_TABLE, b"", 0
-            self._prompt_tail, self._at_start, self._plain = 0, False, False
+            self._prompt_tail, self._at_start = 0, False
+            self.whole: PieceTable | None = None
+            """The table of the tokens' texts while nothing is pending: a text in it is then what `push` returns for its
+            token; for None there, and while this is None, call `push`."""
             return
         self._window = None
         self._table = table
@@ -45,12 +48,11 @@ class Detokenizer:
         starts = (table.first is not None or table.strip > 0) and not any(map(table.seen, reversed(prompt_ids)))
         self._at_start = starts and table.first is not None
         self._strip = table.strip if starts else 0
-        self._plain = not (self._pending or self._at_start or self._strip)
+        self.whole = None if self._pending or self._at_start or self._strip else table
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text these ids complete; whole code points only, so often empty for part of a character."""
-        if self._plain:
-            table = self._table
+        if (table := self.whole) is not None:
             if len(token_ids) == 1:
                 text = table[token_ids[0]]
                 if text is not None:
@@ -95,7 +97,8 @@ class Detokenizer:
                 stripped = min(len(text) - len(kept), self._strip)
                 text = text[stripped:]
                 self._strip = self._strip - stripped if not text else 0
-        self._plain = not (self._pending or self._at_start or self._strip or self._prompt_tail)
+        is_held = self._pending or self._at_start or self._strip or self._prompt_tail
+        self.whole = None if is_held else self._table
         return text
 
 

@@ -17,7 +17,7 @@ from dynamo.frontend.pipeline.parsing_stage import ParsingStage
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
 from dynamo.frontend.pipeline.stage_timer import PARSE
 from dynamo.frontend.pipeline.text_generation import TextSource, TextTally
-from dynamo.protocol.openai.escaping import json_text
+from dynamo.protocol.openai.escaping import ascii_json_text, json_text
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.openai.sse import annotation_event
 
@@ -153,7 +153,7 @@ class StreamDelivery(_Delivery):
             count_tokens(count, now)
             if not text:
                 return True
-            data = opening + json_text(text) + closing
+            data = opening + (ascii_json_text(text) if text.isascii() else json_text(text)) + closing
             if push(data, now):
                 return True
             refused.append(data)

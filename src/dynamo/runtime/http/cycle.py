@@ -82,6 +82,7 @@ class Cycle:
         "_changed",
         "_connection",
         "_gate",
+        "_is_pushable",
         "_left",
         "disconnected",
         "expects_continue",
@@ -99,6 +100,7 @@ class Cycle:
         self._body = b""
         self._changed = asyncio.Event()  # more of the body came, or the client left, or the answer is complete
         self._left: int | None = 0  # of the announced content; None: chunked
+        self._is_pushable = False  # between the head and the end of a chunked body whose client is there
         self.scope = scope
         self.keep_alive, self.expects_continue = keep_alive, expects_continue
         self.more_body = True
@@ -188,6 +190,7 @@ class Cycle:
             self._left = -1
         else:
             self._left = None
+            self._is_pushable = True
             parts.append(b"transfer-encoding: chunked\r\n")
         if is_closing:
             self.keep_alive = False
@@ -219,6 +222,7 @@ class Cycle:
 
     def _complete(self) -> None:
         self.response_complete = True
+        self._is_pushable = False
         self._changed.set()
         self.scope.pop("extensions", None)  # else each request were a circle that only the collector could free
         if not self.keep_alive:
@@ -229,13 +233,7 @@ class Cycle:
 
     def push(self, data: bytes) -> bool:
         """Do what `send` does for one more body chunk, where nothing has to be waited for; the extension `dynamo.push`."""
-        if (
-            self._left is not None
-            or self._gate.write_paused
-            or self.disconnected
-            or self.response_complete
-            or not self.response_started
-        ):
+        if not self._is_pushable or self._gate.write_paused:
             return False
         self._connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
@@ -291,5 +289,6 @@ class Cycle:
         """Handle a client that is gone, or whose further data is not read any more."""
         if not self.response_complete:
             self.disconnected = True
+            self._is_pushable = False
             self.scope.pop("extensions", None)
         self._changed.set()
