@@ -28,8 +28,11 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 serve: $(VENV)/.run ## a frontend and a worker on this machine (ARGS="--http-port 9000" and so on)
 	@$(BIN)/dynamo serve $(ARGS)
 
-test: $(VENV)/.dev ## the test suite
-	@$(BIN)/python -m pytest -q -n 2 $(ARGS)
+test: $(VENV)/.dev ## the tests that start no process: a minute
+	@$(BIN)/python -m pytest -q -n 2 -m "not process" $(ARGS)
+
+test-all: $(VENV)/.dev ## the rest: processes, real servers, simulated clusters, hostile peers
+	@$(BIN)/python -m pytest -q -n 2 -m process $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, strict types, import arrows, the figures of the house
 	@$(BIN)/ruff format --check .
@@ -63,8 +66,8 @@ mutants: $(VENV)/.dev ## 28 deliberate breaks of the source, one by one: the tes
 test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2000 for each operation)
 	@FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-500} $(BIN)/python -m pytest -q -m fuzz tests/hostile -rs $(ARGS)
 
-test-fresh: $(VENV)/.dev ## what `dynamo new` prints, typed into fresh environments (pip downloads the requirements)
-	@FRESH=1 $(BIN)/python -m pytest -q -m fresh tests/cli/test_new_package.py -rs $(ARGS)
+test-fresh: $(VENV)/.dev ## the README and what `dynamo new` prints, typed into fresh environments (pip downloads the requirements)
+	@FRESH=1 $(BIN)/python -m pytest -q -m fresh tests/cli/test_new_package.py tests/docs/test_fresh_clone.py -rs $(ARGS)
 
 test-engines: $(VENV)/.dev ## the reference engine against transformers (needs the `engines` extra), and guided decoding at length
 	@GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/reference -rs $(ARGS)
@@ -82,4 +85,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test check house docs format bench bench-native soak test-fresh test-fuzz test-faults fault-table test-engines test-interop clean
+.PHONY: help serve test test-all check house docs format bench bench-native soak test-fresh test-fuzz test-faults fault-table test-engines test-interop clean

@@ -14,7 +14,11 @@ import pytest
 from support.doc_pages import READ, ROOT, Page
 from support.doc_shell import Shell
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.fresh,
+    pytest.mark.skipif("FRESH" not in os.environ, reason="make test-fresh"),
+    pytest.mark.timeout(1800),
+]
 
 INSTALL_SECONDS = 900.0  # two environments' worth of packages from a slow mirror
 
