@@ -21,6 +21,7 @@ from dynamo.errors import (
     HttpError,
     InvalidArgument,
     Overloaded,
+    RequestKillsWorkers,
     ResponseTimeout,
     RouterQueueLimitExceeded,
     SelectionServiceError,
@@ -45,6 +46,7 @@ from dynamo.protocol.openai import (
 QUEUE_TEXT = 'router policy class "gold" queue requests limit reached (current=5, limit=4)'
 UNAVAILABLE = "Service temporarily unavailable"
 TIMED_OUT = "Request deadline exceeded"
+KILLED = "The request is refused because workers died while they served it"
 BUSY = "Service temporarily overloaded"
 FAILED = "Internal server error"
 NOT_READY = (
@@ -106,6 +108,16 @@ ROWS: list[tuple[BaseException, int, str, str, dict[str, Any] | None, str, str, 
         for kind in (ConnectionTimeout, ResponseTimeout)
     ],
     (Overloaded("secret"), 529, BUSY, "Overloaded", None, BUSY, "overloaded", 529),
+    (
+        RequestKillsWorkers("secret"),
+        500,
+        KILLED,
+        "Internal Server Error",
+        None,
+        KILLED,
+        "internal_server_error",
+        500,
+    ),
     (
         RouterQueueLimitExceeded("gold", "requests", 5, 4),
         529,
