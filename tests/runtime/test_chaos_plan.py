@@ -16,7 +16,7 @@ from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, w
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.args import parse_args
 from dynamo.runtime.chaos.admission import Role, admitted, check_real, faults_of
-from dynamo.runtime.chaos.director import Director
+from dynamo.runtime.chaos.fault_plan import FaultPlan
 from dynamo.runtime.chaos.plan import (
     _ITEM_KINDS,
     _LASTING,
@@ -126,7 +126,7 @@ def test_a_plan_needs_permission(tmp_path: Path) -> None:
     path.write_text(CRASH)
     assert admitted(None, False) is None
     assert admitted(str(path), True) == (Fault(Kind.CRASH),)
-    with pytest.raises(InvalidArgument, match=r"say so with --allow-chaos \(DYN_ALLOW_CHAOS=1\) as well"):
+    with pytest.raises(InvalidArgument, match=r"add --allow-chaos \(DYN_ALLOW_CHAOS=1\) as well"):
         admitted(str(path), False)
 
 
@@ -152,23 +152,23 @@ def test_a_fault_fires_for_the_requests_it_names_and_as_often_as_it_says() -> No
     second = Fault(Kind.CRASH, request=1)
     named = Fault(Kind.DROP, request_id="me", point=2)
     tagged = Fault(Kind.DRAIN, metadata=(("tag", "x"),), times=2)
-    director = Director([second, named, tagged], name="worker")
-    first = director.begin(Context("me"))
-    assert director.due(first, 0, set(Kind)) == []
-    assert director.due(first, 2, {Kind.CRASH}) == []
-    assert director.due(first, 2, set(Kind)) == [named]
-    assert director.due(first, 2, set(Kind)) == []
-    assert director.due(director.begin(Context("you")), 0, set(Kind)) == [second]
+    plan = FaultPlan([second, named, tagged], name="worker")
+    first = plan.begin(Context("me"))
+    assert plan.due(first, 0, set(Kind)) == []
+    assert plan.due(first, 2, {Kind.CRASH}) == []
+    assert plan.due(first, 2, set(Kind)) == [named]
+    assert plan.due(first, 2, set(Kind)) == []
+    assert plan.due(plan.begin(Context("you")), 0, set(Kind)) == [second]
     for expected in ([tagged], [tagged], []):
-        assert director.due(director.begin(Context("3", {"tag": "x", "more": "y"})), 0, set(Kind)) == expected
-        assert director.due(director.begin(Context("4", {"tag": "y"})), 0, set(Kind)) == []
-    assert director.pending == []
+        assert plan.due(plan.begin(Context("3", {"tag": "x", "more": "y"})), 0, set(Kind)) == expected
+        assert plan.due(plan.begin(Context("4", {"tag": "y"})), 0, set(Kind)) == []
+    assert plan.pending == []
 
 
 # -- the command lines --------------------------------------------------------------------------------------------------
 
 REFUSALS = [
-    (CRASH, (), "say so with --allow-chaos (DYN_ALLOW_CHAOS=1) as well"),
+    (CRASH, (), "add --allow-chaos (DYN_ALLOW_CHAOS=1) as well"),
     ('[[fault]]\nkind = "vanish"', ("--allow-chaos",), "vanish is for the simulation only: the client is not one"),
     ('[[fault]]\nkind = "crsh"', ("--allow-chaos",), "fault 1: kind: there is no kind 'crsh'; it is one of "),
 ]

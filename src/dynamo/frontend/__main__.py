@@ -70,7 +70,7 @@ async def _serve(settings: FrontendSettings, listener: socket) -> None:
 
 
 def _plan_chaos(settings: FrontendSettings, runtime: DistributedRuntime) -> None:
-    """Let this process fail on purpose, where a plan says so."""
+    """Start fault injection where a plan requests it."""
     if settings.chaos is None:
         return
     from dynamo.runtime.chaos.admission import Role, admitted, faults_of

@@ -247,7 +247,7 @@ def _build(base: FrontendSettings) -> _Parser:
         type=_factor,
         default=base.stall_floor_seconds,
         metavar="SECONDS",
-        help="a stream is not taken for stalled before so much silence; 0 never (%(default)s) [DYN_STALL_FLOOR_SECS]",
+        help="minimum silence before a stream counts as stalled; 0: off (%(default)s) [DYN_STALL_FLOOR_SECS]",
     )
     where(
         "--stall-factor",

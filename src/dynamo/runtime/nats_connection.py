@@ -122,7 +122,7 @@ class NatsConnection:
     async def _lost(self) -> None:
         if self._connected.is_set():
             self._connected.clear()
-            logger.warning("NATS at %s is lost; connecting again until it is back", self._settings.address)
+            logger.warning("lost connection to NATS at %s; reconnecting", self._settings.address)
 
     async def _back(self) -> None:
         self._last_error = None

@@ -196,7 +196,7 @@ class ModelAdmission:
 
     def enter(self, urgency: Urgency, now: float) -> AdmissionSlot:
         """Take a slot for a request that arrived at `now`. Raises `Shed`."""
-        reason = self.why_not(urgency, now)
+        reason = self.rejection_reason(urgency, now)
         if reason is not None:
             self._say(reason, now)
             raise Shed(reason, self.retry_after_seconds(now))
@@ -205,7 +205,7 @@ class ModelAdmission:
         self._waiting[slot] = None
         return slot
 
-    def why_not(self, urgency: Urgency, now: float) -> Reason | None:
+    def rejection_reason(self, urgency: Urgency, now: float) -> Reason | None:
         """Return why a request would be rejected now; None: it would be admitted."""
         limit, age_limit = self._limit, self.queue_age_limit_seconds
         if limit is not None:

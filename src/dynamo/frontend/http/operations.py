@@ -108,7 +108,7 @@ def _load_of(model: ServedModel, now: float) -> dict[str, Any]:
 
 def _queue_trouble(model: ServedModel, now: float) -> str | None:
     """Return why requests of the model are refused now; None while they are admitted."""
-    reason = model.admission.why_not(Urgency.NORMAL, now)
+    reason = model.admission.rejection_reason(Urgency.NORMAL, now)
     if reason is None:
         return None
     if reason is Reason.QUEUE_AGE:

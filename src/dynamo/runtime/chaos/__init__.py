@@ -1,4 +1,4 @@
-"""Faults on purpose: one plan for the simulation and for real processes. Nothing here is loaded without a plan."""
+"""Fault injection: one plan for the simulation and for real processes. Nothing here is loaded without a plan."""
 
 from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, InvalidPlan, Kind, parse_plan, plan_text, read_plan
 

@@ -1,4 +1,4 @@
-"""Whether this process may break on purpose, and which faults of its plan a real process can have."""
+"""Whether fault injection is permitted in this process, and which faults of its plan a real process can have."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def admitted(path: str | None, allowed: bool) -> tuple[Fault, ...] | None:
         return None
     if not allowed:
         raise InvalidArgument(
-            f"a chaos plan ({path}) makes this process fail on purpose; if that is what you want, say so with --allow-chaos "
+            f"a chaos plan ({path}) injects faults into this process; to permit fault injection, add --allow-chaos "
             f"({PERMISSION}=1) as well, else take --chaos ({PLAN}) away"
         )
     return check_real(read_plan(path), path)

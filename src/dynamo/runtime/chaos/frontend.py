@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dynamo.errors import DynamoException, InvalidArgument
-from dynamo.runtime.chaos.deeds import crash, drain, freeze
-from dynamo.runtime.chaos.director import Director, Visit
+from dynamo.runtime.chaos.actions import crash, drain, freeze
+from dynamo.runtime.chaos.fault_plan import FaultPlan, Visit
 from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, Kind
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, RequestPlaneClient, ResponseStream, StreamItem
@@ -20,8 +20,8 @@ class FrontendChaos:
     """The faults of one frontend process. A request is one that is sent to a worker: each choice, each try."""
 
     def __init__(self, faults: Iterable[Fault], *, name: str) -> None:
-        self._director = Director(faults, name=name)
-        if any(fault.kind is Kind.LEASE for fault in self._director.pending):
+        self._faults = FaultPlan(faults, name=name)
+        if any(fault.kind is Kind.LEASE for fault in self._faults.pending):
             raise InvalidArgument("chaos plan: lease: a frontend holds no records that it could lose; name a worker")
 
     def client(self, inner: RequestPlaneClient) -> RequestPlaneClient:
@@ -29,7 +29,7 @@ class FrontendChaos:
         return _Client(inner, self)
 
     def begin(self, context: Context) -> Visit:
-        visit = self._director.begin(context)
+        visit = self._faults.begin(context)
         self._reach(visit)
         return visit
 
@@ -40,7 +40,7 @@ class FrontendChaos:
             self._reach(visit)
 
     def _reach(self, visit: Visit) -> None:
-        for fault in self._director.due(visit, visit.items, ALL_KINDS):
+        for fault in self._faults.due(visit, visit.items, ALL_KINDS):
             # Not inside the reader's own call.
             asyncio.get_running_loop().call_soon(_inflict, fault)
 

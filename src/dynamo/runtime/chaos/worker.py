@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator, Iterable
 from typing import Any, Final, cast
 
 from dynamo.errors import InvalidArgument
+from dynamo.runtime.chaos.actions import LosesLease, crash, drain, freeze
 from dynamo.runtime.chaos.connection import hold, lose
-from dynamo.runtime.chaos.deeds import LosesLease, crash, drain, freeze
-from dynamo.runtime.chaos.director import Director, Visit
+from dynamo.runtime.chaos.fault_plan import FaultPlan, Visit
 from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, Kind
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Handler, ResponseSink
@@ -38,11 +38,11 @@ class WorkerChaos:
 
     def __init__(self, faults: Iterable[Fault], *, name: str, discovery: object) -> None:
         """Raises InvalidArgument for a fault that this worker's store cannot have."""
-        self._director = Director(faults, name=name)
+        self._faults = FaultPlan(faults, name=name)
         self._discovery = discovery
         self._visits: dict[Context, Visit] = {}
         self._chores: set[asyncio.Task[None]] = set()  # held here until they end; a process that dies owes them nothing
-        if not isinstance(discovery, LosesLease) and any(f.kind is Kind.LEASE for f in self._director.pending):
+        if not isinstance(discovery, LosesLease) and any(f.kind is Kind.LEASE for f in self._faults.pending):
             raise InvalidArgument("chaos plan: lease: this discovery store has no lease to lose; use file or etcd")
 
     # -- around the engine -------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ class WorkerChaos:
 
     async def before_chunk(self, visit: Visit) -> None:
         """Apply the faults due before a chunk; may take time, or raise."""
-        for fault in self._director.due(visit, visit.chunks, _ENGINE_KINDS):
+        for fault in self._faults.due(visit, visit.chunks, _ENGINE_KINDS):
             if fault.kind is Kind.ENGINE_ERROR:
                 raise EngineFailed("the engine failed, as the chaos plan says")
             try:
@@ -74,9 +74,9 @@ class WorkerChaos:
             if context.id().startswith(_PROBE_ID):
                 await inner(body, context, sink)
                 return
-            visit = self._visits[context] = self._director.begin(context)
+            visit = self._visits[context] = self._faults.begin(context)
             try:
-                for fault in self._director.due(visit, 0, _OTHER_KINDS):
+                for fault in self._faults.due(visit, 0, _OTHER_KINDS):
                     self._inflict(fault, sink)
                 await inner(body, context, cast(ResponseSink, _Sink(sink, self, visit)))
             finally:
@@ -88,10 +88,10 @@ class WorkerChaos:
         """Return what happens to the item just sent; start the other faults that are due."""
         visit.items += 1
         loop = asyncio.get_running_loop()
-        for fault in self._director.due(visit, visit.items, _OTHER_KINDS):
+        for fault in self._faults.due(visit, visit.items, _OTHER_KINDS):
             # Two turns later: the item is flushed in the next one, and written to its socket at the end of that.
             loop.call_soon(loop.call_soon, self._inflict, fault, sink)
-        return [fault.kind for fault in self._director.due(visit, visit.items, _ITEM_KINDS)]
+        return [fault.kind for fault in self._faults.due(visit, visit.items, _ITEM_KINDS)]
 
     def visit(self, context: Context) -> Visit | None:
         """Return the visit of this context; None for a request that is not counted."""

@@ -251,7 +251,7 @@ class EtcdStore:
                     self._repaired_revision = lease.revision
                     self._repair_wanted.set()  # something changed: perhaps a record of ours was taken away
             except CannotConnect as error:
-                self._lose(error)
+                self._on_store_lost(error)
                 delay = next(delays)
             except EtcdError as error:
                 level = logging.DEBUG if self._is_full else logging.WARNING
@@ -323,7 +323,7 @@ class EtcdStore:
             return f"etcd at {self.where} does not answer"
         return f"etcd at {self.where} is out of space" if self._is_full else None
 
-    def _lose(self, error: CannotConnect) -> None:
+    def _on_store_lost(self, error: CannotConnect) -> None:
         if not self._is_lost:
             self._is_lost = True
             logger.warning("%s; going on with what was last known", error)
@@ -406,7 +406,7 @@ class EtcdStore:
                 logger.info("etcd has forgotten changes of %s; reading it again", bucket.name)
                 continue
             except CannotConnect as error:
-                self._lose(error)
+                self._on_store_lost(error)
                 # It may come back empty, and so fast that nothing else shows it.
                 self._doubt(self._now())
             except EtcdError as error:

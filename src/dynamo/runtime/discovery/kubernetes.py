@@ -271,7 +271,7 @@ class KubernetesDiscovery:
                 await asyncio.sleep(next(delays))  # somebody else who keeps writing must not keep us busy
                 continue
             except CannotConnect as error:
-                self._lose(error)
+                self._on_store_lost(error)
             except KubernetesError as error:
                 logger.warning("the API server declines our %s: %s", KIND, error)
             except Exception:  # the boundary: a defect in here must not end what keeps our records
@@ -316,7 +316,7 @@ class KubernetesDiscovery:
                             self._take(collection, event.object, deleted=event.deleted)
                 continue  # the server ends a watch now and then
             except CannotConnect as error:
-                self._lose(error)
+                self._on_store_lost(error)
             except KubernetesError as error:
                 if error.status != GONE:
                     logger.warning("the API server declines a watch: %s", error)
@@ -390,7 +390,7 @@ class KubernetesDiscovery:
             self._view.doubt(self._now() + self._keep_seconds)
             logger.info("%s is back", self._api.where)
 
-    def _lose(self, error: CannotConnect) -> None:
+    def _on_store_lost(self, error: CannotConnect) -> None:
         if not self._is_lost:
             self._is_lost = True
             logger.warning("%s; going on with what was last known", error)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dynamo.runtime.chaos.plan import Fault, Kind
 from dynamo.runtime.context import Context
 
-__all__ = ["Director", "Visit"]
+__all__ = ["FaultPlan", "Visit"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +31,21 @@ class _Planned:
         self.fault, self.left = fault, fault.times
 
 
-class Director:
-    """Knows what has fired. Every fault that fires is a warning in the log."""
+class FaultPlan:
+    """The faults of this process that have not fired yet. Every fault that fires is a warning in the log."""
 
     def __init__(self, faults: Iterable[Fault], *, name: str) -> None:
         self._left = [_Planned(fault) for fault in faults]
         self._requests = 0
-        logger.warning("CHAOS: this process (%s) fails on purpose, %d faults are planned", name, len(self._left))
+        logger.warning(
+            "CHAOS: fault injection is on in this process (%s), %d faults are planned", name, len(self._left)
+        )
         for fault in self.pending:
             logger.warning("CHAOS: planned: %s, %d x", fault, fault.times)
 
     @property
     def pending(self) -> list[Fault]:
-        """What has not fired as often as it should."""
+        """The faults that have not fired as often as planned."""
         return [planned.fault for planned in self._left]
 
     def begin(self, context: Context) -> Visit:

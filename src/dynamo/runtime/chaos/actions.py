@@ -1,4 +1,4 @@
-"""What a process can do to itself."""
+"""The actions of fault injection on the own process."""
 
 from __future__ import annotations
 
