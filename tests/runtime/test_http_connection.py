@@ -133,6 +133,32 @@ async def test_pushed_chunks_are_those_that_send_would_write() -> None:
         assert answer.endswith(b"\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
 
 
+async def test_nothing_is_pushed_to_a_client_that_has_left_or_to_a_body_that_is_not_chunked() -> None:
+    pushed: dict[str, bool] = {}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        push = scope["extensions"][PUSH_EXTENSION]
+        headers = [(b"content-length", b"3")] if scope["path"] == "/sized" else []
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if scope["path"] == "/left":
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        pushed[scope["path"]] = push(b"one")
+        await send({"type": "http.response.body", "body": b"one"})
+
+    async with serving(app) as (service, _):
+        await ask(service, get("/sized", "1.1", "connection: close"))
+        await ask(service, get("/old", "1.0"))
+        _, writer = await asyncio.open_connection(*service.sockets[0].getsockname())
+        writer.write(get("/left", "1.1"))
+        await writer.drain()
+        writer.close()
+        async with asyncio.timeout(PATIENCE):
+            while "/left" not in pushed:
+                await asyncio.sleep(0)
+    assert pushed == {"/sized": False, "/old": False, "/left": False}
+
+
 @pytest.mark.parametrize("method", ["HEAD", "GET"])
 async def test_no_body_follows_where_none_may(method: str) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -152,3 +152,22 @@ def test_the_outcome_does_not_depend_on_chunking(
 
     flat = [token_id for ids in pushes for token_id in ids]
     assert run(fresh(), pushes) == run(fresh(), [[i] for i in flat]) == run(fresh(), [flat])
+
+
+@given(text=st.text(max_size=12), cuts=st.sets(st.integers(0, 40)), stop_at=st.none() | st.integers(0, 255))
+def test_the_short_way_of_plain_tokens_shows_and_counts_the_same(
+    text: str, cuts: set[int], stop_at: int | None
+) -> None:
+    """Characters of several tokens, tokens that come together, a stop: whatever the short way refuses goes the long one."""
+    conditions = {} if stop_at is None else {"stop_token_ids": [stop_at]}
+    choice, expected = decoder(**conditions), decoder(**conditions)
+    ids = list(text.encode())
+    bounds = [0, *sorted(cut for cut in cuts if 0 < cut < len(ids)), len(ids)]
+    pushes = [ids[begin:end] for begin, end in itertools.pairwise(bounds)]
+    shown = ""
+    for push in pushes:
+        plain = choice.push_plain(push)
+        assert plain is None or stop_at not in push
+        shown += choice.push(push) if plain is None else plain
+    shown += choice.finish()
+    assert (shown, choice.finish_reason, choice.stop_reason, choice.generated) == run(expected, pushes)
