@@ -884,6 +884,20 @@ async def test_the_rl_directory_needs_the_status_server_and_names_it(monkeypatch
         assert await keys(runtime) == []
 
 
+async def test_the_rl_directory_names_the_admin_port_and_is_refused_where_no_engine_route_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DYN_SYSTEM_PORT", "0")
+    monkeypatch.setenv("DYN_SYSTEM_HOST", "0.0.0.0")
+    with pytest.raises(InvalidArgument, match="DYN_ADMIN_PORT"):
+        await make(Recorder(), enable_rl=True).run()
+    monkeypatch.setenv("DYN_ADMIN_PORT", "0")
+    async with mem_runtime() as runtime, running(make(Recorder(), runtime=runtime, enable_rl=True)):
+        client = await runtime.endpoint("ns.backend.rl").client("round-robin")
+        answer = [item async for item in await client.generate({"method": "routes"}, annotated=False)]
+        assert answer[0]["base_url"] == runtime.status_server.admin_url != runtime.system_status_server_url()
+
+
 # -- signals, run and the environment ---------------------------------------------------------------------------------
 
 

@@ -105,6 +105,26 @@ async def test_a_threshold_is_set_in_all_processes_and_in_those_that_come_later(
         assert b'"active_decode_blocks_threshold":0.75' in group.get("/busy_threshold")[1]
 
 
+async def test_the_admin_port_of_a_group_is_answered_by_any_of_its_processes(cluster: Cluster, worker: Worker) -> None:
+    frontend = cluster.frontend("admin", f"--workers={PROCESSES}", "--admin-port=0")
+    cluster.wait_ready(frontend, worker)
+    wait(lambda: len(members(frontend)) == PROCESSES, lambda: frontend.log)
+    found = re.findall(r"admin routes at http://127\.0\.0\.1:(\d+)", frontend.log)
+    assert len(found) == 1
+    admin = int(found[0])
+    body = {"model": "group", "active_decode_blocks_threshold": 0.5}
+    assert (await ask(frontend.port, "/busy_threshold", body)).status == 404
+    assert (await ask(admin, "/busy_threshold", body)).status == 200
+    for doomed in members(frontend).values():  # the port outlives every process
+        os.kill(doomed, signal.SIGKILL)
+        await until(lambda: doomed not in members(frontend).values())
+        assert b'"active_decode_blocks_threshold":0.5' in (await ask(admin, "/busy_threshold")).body
+    frontend.terminate()
+    await frontend.ended()
+    with pytest.raises(OSError):
+        await ask(admin, "/busy_threshold")
+
+
 async def test_a_process_that_is_killed_is_replaced_and_its_counts_stay(group: Frontend) -> None:
     shown = metric(group, "requests_total")
     restarts = metric(group, "process_restarts_total")

@@ -22,7 +22,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str], env: dict[str, 
 
 def test_without_flags_the_defaults_of_the_native_frontend_hold() -> None:
     settings = parse_args([], {})
-    assert (settings.http_host, settings.http_port, settings.router_mode) == ("0.0.0.0", 8000, "round-robin")
+    assert (settings.http_host, settings.http_port, settings.router_mode) == ("127.0.0.1", 8000, "round-robin")
     assert (settings.overload_status, settings.graceful_shutdown_seconds) == (529, 5.0)
     assert settings.body_limit_bytes == 45 * 1024 * 1024
 

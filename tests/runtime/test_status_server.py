@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -353,12 +355,100 @@ async def test_a_taken_port_is_a_clear_error(site: Site) -> None:
 
 
 async def test_the_url_names_an_address_others_can_reach() -> None:
-    server = StatusServer(HealthState(), MetricsRegistry(), settings=SystemSettings(port=0), advertised_host="10.1.2.3")
+    settings = SystemSettings(port=0, host="0.0.0.0")
+    server = StatusServer(HealthState(), MetricsRegistry(), settings=settings, advertised_host="10.1.2.3")
     await server.start()
     try:
         assert server.url == f"http://10.1.2.3:{server.port}"
     finally:
         await server.close()
+
+
+# -- engine routes and the admin port --------------------------------------------------------------------------------------
+
+
+async def echo(body: Any) -> Any:
+    return {"got": body}
+
+
+@asynccontextmanager
+async def admin_site(**settings: Any) -> AsyncIterator[Site]:
+    health, metrics = HealthState(), MetricsRegistry()
+    server = StatusServer(health, metrics, settings=SystemSettings(port=0, lora_enabled=True, **settings))
+    server.register_route("control/echo", echo)
+    server.register_route("update/list_loras", echo)
+    await server.start()
+    try:
+        yield Site(server, health, metrics)
+    finally:
+        await server.close()
+
+
+async def at_admin(site: Site, path: str) -> int:
+    assert site.server.admin_url is not None
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(site.server.admin_url.rsplit(":", 1)[1]))
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        return (await read_answer(reader)).status
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+async def test_with_an_admin_port_the_engine_routes_are_there_and_nowhere_else(host: str) -> None:
+    async with admin_site(host=host, admin_port=0) as site:
+        assert site.server.admin_url != site.server.url
+        for path in ("/engine/control/echo", "/v1/loras"):
+            answer = await site.ask(path, method="GET")
+            assert (answer.status, "DYN_ADMIN_PORT" in answer.json["message"]) == (404, True)
+            assert await at_admin(site, path) == 200
+        assert (await site.ask("/metrics")).status == 200
+        assert await at_admin(site, "/metrics") == 404
+
+
+async def test_a_status_server_that_is_open_to_a_network_serves_no_engine_routes_and_names_the_setting() -> None:
+    async with admin_site(host="0.0.0.0") as site:
+        for path in ("/engine/control/echo", "/v1/loras"):
+            answer = await site.ask(path)
+            assert (answer.status, "DYN_ADMIN_PORT" in answer.json["message"]) == (404, True)
+        assert (await site.ask("/metrics")).status == 200
+        assert site.server.admin_url is None
+
+
+async def test_without_an_admin_port_a_status_server_on_loopback_serves_the_engine_routes() -> None:
+    async with admin_site(host="localhost") as site:
+        assert (await site.ask("/engine/control/echo")).json == {"got": {}}
+        assert site.server.admin_url == site.server.url
+
+
+async def test_an_admin_port_that_is_taken_is_named_and_leaves_nothing_open(site: Site) -> None:
+    taken = SystemSettings(port=0, host="127.0.0.1", admin_port=site.server.port)
+    server = StatusServer(HealthState(), MetricsRegistry(), settings=taken)
+    with pytest.raises(CannotConnect, match="DYN_ADMIN_PORT"):
+        await server.start()
+    assert server.url is None
+
+
+async def test_an_admin_address_that_is_open_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    async with admin_site(admin_port=0, admin_host="0.0.0.0"):
+        warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert len(warnings) == 1
+        assert "DYN_ADMIN_HOST" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("env", "found"),
+    [
+        ({}, ("127.0.0.1", None)),
+        ({"DYN_ADMIN_PORT": "0"}, ("127.0.0.1", 0)),
+        ({"DYN_ADMIN_PORT": "9", "DYN_ADMIN_HOST": "::1"}, ("::1", 9)),
+        ({"DYN_ADMIN_PORT": "70000"}, ("127.0.0.1", None)),
+    ],
+)
+def test_the_admin_address_comes_from_the_environment(env: dict[str, str], found: tuple[str, int | None]) -> None:
+    settings = SystemSettings.from_env(env)
+    assert (settings.admin_host, settings.admin_port) == found
 
 
 @pytest.mark.parametrize(

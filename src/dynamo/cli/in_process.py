@@ -18,6 +18,7 @@ from dynamo.cli.usage import EXIT_USAGE, UsageError
 from dynamo.errors import DynamoException, InvalidArgument, text_of
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
+from dynamo.frontend.http.admin import log_exposure
 from dynamo.frontend.http.server import HttpServer
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.logging import configure_dynamo_logging
@@ -72,7 +73,15 @@ class _OneProcess:
 
     async def run(self, engine_cls: type[BaseEngine]) -> None:
         made = [await self._make(engine_cls) for _ in range(self._options.workers)]
-        settings = parse_args(["--http-host", self._options.http_host, "--http-port", str(self._options.http_port)])
+        admin = self._options.admin_port
+        settings = parse_args(
+            [
+                *("--http-host", self._options.http_host, "--http-port", str(self._options.http_port)),
+                *(() if admin is None else ("--admin-port", str(admin))),
+            ]
+        )
+        os.environ.pop("DYN_ADMIN_PORT", None)  # the number is the frontend's; the workers share this process
+        log_exposure(settings, os.environ)
         runtime = _frontend_runtime()
         self._show_table([config for _, config in made])
         # From the first signal on, as in a process of its own. Requests have their own time before that.

@@ -301,6 +301,7 @@ def _frontend_program(options: ServeOptions, listener: int, store: Path, environ
     arguments = _child(
         *("frontend", stop_seconds, "--listener", str(listener), "--"),
         *("--http-host", options.http_host, "--http-port", str(options.http_port)),
+        *(() if options.admin_port is None else ("--admin-port", str(options.admin_port))),
         *options.frontend_args,
         *(() if options.frontend_workers is None else ("--workers", str(options.frontend_workers))),
     )
@@ -314,6 +315,8 @@ def worker_program(options: ServeOptions, store: Path, environ: Mapping[str, str
     deadline = sum(_seconds(env, name, default) for name, default in limits.items()) + KILL_RESERVE_SECONDS
     ports = {port: _nth_port(env.get(port, ""), slot) for port in ("DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT")}
     env |= {port: value for port, value in ports.items() if value}
+    if env.pop("DYN_ADMIN_PORT", "") and env.get("DYN_SYSTEM_HOST"):  # the number is the frontend's
+        env["DYN_ADMIN_PORT"] = "0"
     arguments = _child("worker", deadline, "--engine", options.engine, "--", *options.engine_args)
     return Program(name, arguments, env, deadline)
 

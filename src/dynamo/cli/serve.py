@@ -74,6 +74,7 @@ class ServeOptions:
     replace_seconds: float = DEFAULT_REPLACE_SECONDS
     chaos: Path | None = None  # a plan of faults on purpose, allowed
     frontend_args: tuple[str, ...] = ()
+    admin_port: int | None = None  # None: admin routes are on the HTTP port, while that is bound to loopback
     reload: bool = False  # replace the workers when the engine's files change
 
 
@@ -156,6 +157,7 @@ def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
         replace_seconds=given.replace_timeout,
         chaos=_chaos(given.chaos, given.allow_chaos, engine_args, env, is_one_process=given.in_process),
         frontend_args=(*file.frontend_args, *router),
+        admin_port=None if given.admin_port is None else _port(str(given.admin_port), flag="--admin-port"),
         reload=given.reload,
     )
 
@@ -185,6 +187,13 @@ def _parser(env: Mapping[str, str]) -> CommandParser:
         default=env.get("DYN_HTTP_PORT", "").strip() or "8000",
         metavar="PORT",
         help="its port; 0 takes any free one (default: %(default)s) [DYN_HTTP_PORT]",
+    )
+    parser.add_argument(
+        "--admin-port",
+        default=env.get("DYN_ADMIN_PORT", "").strip() or None,
+        metavar="PORT",
+        help="serve the frontend's admin routes at 127.0.0.1 on this port, and nowhere else; 0 takes any free one (default: on "
+        "the HTTP port, while that is bound to loopback) [DYN_ADMIN_PORT]",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with these options (see below)")
     parser.add_argument(
@@ -286,9 +295,9 @@ def _chaos(
     return path.absolute()
 
 
-def _port(text: str) -> int:
+def _port(text: str, *, flag: str = "--http-port") -> int:
     if not text.isascii() or not text.isdigit() or int(text) > 65535:
-        raise UsageError(f"--http-port {text!r} is not a port; use 0 to 65535")
+        raise UsageError(f"{flag} {text!r} is not a port; use 0 to 65535")
     return int(text)
 
 

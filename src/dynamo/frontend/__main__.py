@@ -11,8 +11,9 @@ from socket import socket
 from dynamo.errors import DynamoException
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
+from dynamo.frontend.http.admin import log_exposure
 from dynamo.frontend.http.loops import event_loop_factory, spare_the_collector
-from dynamo.frontend.http.server import PortInUse, bind, serve_until_signal
+from dynamo.frontend.http.server import PortInUse, bind, bind_admin, serve_until_signal
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.logging import configure_dynamo_logging
@@ -33,20 +34,26 @@ def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -
     try:
         # Before anything else: a taken port is the most common mistake and should cost no start-up.
         listener = listener or bind(settings.http_host, settings.http_port)
+        admin = bind_admin(settings)
     except PortInUse as error:
         print(error, file=sys.stderr)  # noqa: T201 - the command line's own voice
+        return 1
+    except DynamoException as error:
+        print(f"Failed to start HTTP server: {error}", file=sys.stderr)  # noqa: T201
         return 1
     except OSError as error:
         print(f"Failed to start HTTP server: cannot listen on {settings.http_host}: {error}", file=sys.stderr)  # noqa: T201
         return 1
+    log_exposure(settings, os.environ)
     spare_the_collector()
     try:
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             if settings.workers > 1:
                 from dynamo.frontend.http.group.supervisor import Supervisor
 
-                return runner.run(Supervisor(settings, sys.argv[1:] if argv is None else argv, listener).run())
-            runner.run(_serve(settings, listener))
+                own_argv = sys.argv[1:] if argv is None else argv
+                return runner.run(Supervisor(settings, own_argv, listener, admin=admin).run())
+            runner.run(_serve(settings, listener, admin))
     except DynamoException as error:
         print(f"Failed to start the frontend: {error}", file=sys.stderr)  # noqa: T201
         return 1
@@ -55,7 +62,7 @@ def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -
     return 0
 
 
-async def _serve(settings: FrontendSettings, listener: socket) -> None:
+async def _serve(settings: FrontendSettings, listener: socket, admin: socket | None) -> None:
     loop = asyncio.get_running_loop()
     # None lets the runtime decide by its own variables.
     runtime = DistributedRuntime(
@@ -64,7 +71,7 @@ async def _serve(settings: FrontendSettings, listener: socket) -> None:
     try:
         _plan_chaos(settings, runtime)
         async with Frontend(settings, runtime) as frontend:
-            await serve_until_signal(frontend, listener=listener)
+            await serve_until_signal(frontend, listener=listener, admin=admin)
     finally:
         await runtime.aclose()
 

@@ -27,6 +27,7 @@ from dynamo.frontend.apis.base import Api
 from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.apis.completions import CompletionApi
 from dynamo.frontend.busy_threshold import LOAD_TOPIC, BusyThresholdRoute, LoadFollower
+from dynamo.frontend.http.admin import AdminElsewhere, serves_admin_with_api
 from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply, reply_rejected
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.offload import Offload, ThreadOffload
@@ -124,6 +125,11 @@ class Frontend:
         )
         self.asgi = _with_cors(
             Router(routes=self._routes(), redirect_slashes=False, default=_unmatched), settings.cors_origins
+        )
+        self.admin_asgi: ASGIApp = Router(
+            routes=self._admin_routes(BusyThresholdRoute(self.loads, self.models, self._budget)),
+            redirect_slashes=False,
+            default=_unmatched,
         )
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -232,7 +238,11 @@ class Frontend:
             _Endpoint(paths["metrics"], MetricsRoute(self.metrics, self._offload, self._peers), "GET"),
             _Endpoint("/openapi.json", OpenApiRoute(), "GET"),
             *self._pages(),
-            *self._admin_routes(),
+            *self._admin_routes(
+                BusyThresholdRoute(self.loads, self.models, self._budget)
+                if serves_admin_with_api(self.settings)
+                else AdminElsewhere(self.settings)
+            ),
         ]
 
     def _pages(self) -> Sequence[BaseRoute]:
@@ -255,10 +265,10 @@ class Frontend:
         call = Call(api, self.pipeline)
         return InferenceRoute(call, body_limit_bytes=self.settings.body_limit_bytes, budget=self._budget)
 
-    def _admin_routes(self) -> Sequence[BaseRoute]:
+    def _admin_routes(self, busy_threshold: BusyThresholdRoute | AdminElsewhere) -> Sequence[BaseRoute]:
         if self.settings.disable_admin_api:
             return ()
-        return (_Endpoint("/busy_threshold", BusyThresholdRoute(self.loads, self.models, self._budget), "GET", "POST"),)
+        return (_Endpoint("/busy_threshold", busy_threshold, "GET", "POST"),)
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

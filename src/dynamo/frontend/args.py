@@ -19,8 +19,9 @@ from urllib.parse import urlsplit
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.admission.model import RequestLimit
 from dynamo.frontend.metrics import check_buckets
-from dynamo.frontend.settings import FrontendSettings, path_variable
+from dynamo.frontend.settings import FrontendSettings, listening_host, path_variable
 from dynamo.runtime.distributed import DISCOVERY_BACKENDS, REQUEST_PLANES
+from dynamo.runtime.settings import env_str
 from dynamo.text.templates import ChatTemplate
 
 __all__ = ["parse_args"]
@@ -132,6 +133,8 @@ def parse_args(
         exported["NATS_TLS_INSECURE"] = "1" if given.pop("nats_tls_insecure") else "0"
     if "cors_origins" in given:
         given["cors_origins"] = tuple(given["cors_origins"])
+    if "http_host" not in given and env_str("DYN_HTTP_HOST", env=env) is None:
+        given["http_host"] = listening_host(None, given["discovery_backend"], env)
     settings = dataclasses.replace(base, **given, exported=exported)
     _check(parser, settings)
     try:
@@ -155,8 +158,22 @@ def _build(base: FrontendSettings) -> _Parser:
     add("--version", action="version", version=_version())
 
     http = parser.add_argument_group("http").add_argument
-    http("--http-host", default=base.http_host, help="address to listen on (%(default)s) [DYN_HTTP_HOST]")
+    http(
+        "--http-host",
+        default=argparse.SUPPRESS,
+        metavar="HOST",
+        help="address to listen on (127.0.0.1 where discovery is of one machine, else 0.0.0.0) [DYN_HTTP_HOST]",
+    )
     http("--http-port", type=_port, default=base.http_port, help="port to listen on (%(default)s) [DYN_HTTP_PORT]")
+    http("--admin-host", default=base.admin_host, help="address of the admin routes (%(default)s) [DYN_ADMIN_HOST]")
+    http(
+        "--admin-port",
+        type=_port,
+        default=base.admin_port,
+        metavar="PORT",
+        help="serve the admin routes on a port of their own, and nowhere else; 0 takes any free one (on the HTTP port, "
+        "while that is bound to loopback) [DYN_ADMIN_PORT]",
+    )
     http(
         "--workers",
         type=_positive,
@@ -522,6 +539,7 @@ def _at_least(text: str, minimum: int) -> int:
 
 def _check(parser: _Parser, settings: FrontendSettings) -> None:
     _check_places(parser, settings)
+    _check_admin(parser, settings)
     for origin in settings.cors_origins:  # from the environment: argparse judges only the flag
         try:
             _origin(origin)
@@ -552,6 +570,15 @@ def _check(parser: _Parser, settings: FrontendSettings) -> None:
             ChatTemplate(Path(settings.custom_jinja_template).read_text(encoding="utf-8"))
         except (InvalidArgument, OSError, UnicodeDecodeError) as error:
             parser.error(f"--chat-template {settings.custom_jinja_template}: {error}")
+
+
+def _check_admin(parser: _Parser, settings: FrontendSettings) -> None:
+    if settings.admin_port is None:
+        return
+    if settings.admin_port > 65535:  # from the environment: argparse judges only the flag
+        parser.error(f"DYN_ADMIN_PORT={settings.admin_port} is not a port: use 0..65535")
+    if settings.disable_admin_api:
+        parser.error("--admin-port has nothing to serve: DYN_DISABLE_FRONTEND_ADMIN_API is set")
 
 
 def _origin(text: str) -> str:

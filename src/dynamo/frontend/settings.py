@@ -15,7 +15,8 @@ from dynamo.frontend.models.file_policy import FilePolicy
 from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, GuidedLimits
 from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_ITEMS, MAX_MEMBERS, MAX_MESSAGES
 from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_status
-from dynamo.runtime.settings import env_bool, env_float, env_int, env_str
+from dynamo.runtime.addresses import LOOPBACK, bind_host
+from dynamo.runtime.settings import discovery_store, env_bool, env_float, env_int, env_str
 from dynamo.text.template_sandbox import BudgetSpec
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,10 @@ def default_paths() -> dict[str, str]:
 class FrontendSettings:
     """Sizes in bytes, times in seconds; None means off or unknown unless a comment says otherwise."""
 
-    http_host: str = "0.0.0.0"
+    http_host: str = LOOPBACK  # of a process: see `listening_host`
     http_port: int = 8000
+    admin_host: str = LOOPBACK
+    admin_port: int | None = None  # None: admin routes are on the port above, while that is bound to loopback
     workers: int = 1  # processes on the one port
     tls_cert_path: str | None = None
     tls_key_path: str | None = None
@@ -161,8 +164,10 @@ class FrontendSettings:
         whole = env_float("DYN_HTTP_REQUEST_TIMEOUT_SECS", 0, minimum=0, env=env)
         cache_bytes = env_int("DYN_TOKENIZER_CACHE_BYTES", default.tokenizer_cache_bytes, minimum=0, env=env)
         return cls(
-            http_host=env_str("DYN_HTTP_HOST", default.http_host, env=env) or default.http_host,
+            http_host=listening_host(env_str("DYN_HTTP_HOST", env=env), None, env),
             http_port=env_int("DYN_HTTP_PORT", default.http_port, minimum=0, env=env),
+            admin_host=env_str("DYN_ADMIN_HOST", default.admin_host, env=env) or default.admin_host,
+            admin_port=_optional_int("DYN_ADMIN_PORT", minimum=0, env=env),
             workers=env_int("DYN_FRONTEND_WORKERS", default.workers, minimum=1, env=env),
             tls_cert_path=env_str("DYN_TLS_CERT_PATH", env=env),
             tls_key_path=env_str("DYN_TLS_KEY_PATH", env=env),
@@ -270,6 +275,17 @@ class FrontendSettings:
                 name: env_str(variable, path, env=env) or path for name, (variable, path) in _ROUTE_VARIABLES.items()
             },
         )
+
+
+def store_of(backend: str | None, env: Mapping[str, str]) -> str:
+    """Return the discovery store that a frontend with this backend uses (None: as the variables choose)."""
+    named = backend or env_str("DYN_DISCOVERY_BACKEND", "auto", env=env) or "auto"
+    return discovery_store(named, env_str("ETCD_ENDPOINTS", env=env))
+
+
+def listening_host(asked: str | None, backend: str | None, env: Mapping[str, str]) -> str:
+    """Choose the address of the API: the one that was asked for, else loopback where discovery is of one machine."""
+    return bind_host(store_of(backend, env), asked, "0.0.0.0")
 
 
 def _file_policy(env: Mapping[str, str]) -> FilePolicy:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from typing import Final
 
-__all__ = ["LOCAL_STORES", "LOOPBACK", "WILDCARDS", "bind_host", "detect_host"]
+__all__ = ["LOCAL_STORES", "LOOPBACK", "WILDCARDS", "bind_host", "detect_host", "http_url", "is_loopback"]
 
 WILDCARDS: Final = frozenset({"0.0.0.0", "::", ""})  # to bind, but not to advertise
 LOOPBACK: Final = "127.0.0.1"
@@ -26,6 +27,19 @@ def detect_host() -> str:
         if not host.startswith("127.") and host not in ("::1", "0.0.0.0", "::"):
             return host
     return "127.0.0.1"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a listener bound to this address is reached from its own machine only. Other names than localhost: no."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def http_url(host: str, port: int) -> str:
+    """Write the address of an HTTP listener."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def bind_host(store: str, asked: str | None, in_cluster: str) -> str:

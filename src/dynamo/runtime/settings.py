@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from dynamo.errors import InvalidArgument
+from dynamo.runtime.addresses import LOOPBACK
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +208,8 @@ class SystemSettings:
 
     port: int = -1  # -1: no server; 0: the system chooses
     host: str | None = None  # None: loopback where discovery is of one machine, else every address
+    admin_host: str = LOOPBACK
+    admin_port: int | None = None  # None: engine routes are on the port above, while that is bound to loopback
     health_path: str = "/health"
     live_path: str = "/live"
     starting_ready: bool | None = None  # None: the operator did not say
@@ -235,6 +238,10 @@ class SystemSettings:
         if port > 65535:
             logger.warning("DYN_SYSTEM_PORT=%s is not a valid port; the status server is off", port)
             port = -1
+        admin_port = env_int("DYN_ADMIN_PORT", -1, minimum=-1, env=env)
+        if admin_port > 65535:
+            logger.warning("DYN_ADMIN_PORT=%s is no port; there is no admin listener", admin_port)
+            admin_port = -1
         starting = env_str("DYN_SYSTEM_STARTING_HEALTH_STATUS", env=env)
         if starting is not None and starting.lower() not in ("ready", "notready"):
             logger.warning('DYN_SYSTEM_STARTING_HEALTH_STATUS=%r is neither "ready" nor "notready"; ignored', starting)
@@ -242,6 +249,8 @@ class SystemSettings:
         return cls(
             port=port,
             host=env_str("DYN_SYSTEM_HOST", env=env),
+            admin_host=env_str("DYN_ADMIN_HOST", LOOPBACK, env=env) or LOOPBACK,
+            admin_port=admin_port if admin_port >= 0 else None,
             health_path=_path(env_str("DYN_SYSTEM_HEALTH_PATH", env=env) or "/health"),
             live_path=_path(env_str("DYN_SYSTEM_LIVE_PATH", env=env) or "/live"),
             starting_ready=None if starting is None else starting.lower() == "ready",

@@ -1,5 +1,8 @@
 """The worker's own HTTP listener: health, metrics, engine routes, model card files.
 
+Engine routes change what is served, and no key protects them: they have a listener of their own (`DYN_ADMIN_PORT`), or they
+are on this one while it is bound to loopback.
+
 It runs in this process's event loop on the HTTP connections of `runtime.http`, as the frontend does, but without a framework: a
 handful of routes without parameters need none. It is an operator's door all the same, so headers, bodies, pipelines,
 connections and idle time are bounded.
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, unquote
 
 from dynamo.errors import CannotConnect
-from dynamo.runtime.addresses import WILDCARDS, detect_host
+from dynamo.runtime.addresses import LOOPBACK, WILDCARDS, detect_host, http_url, is_loopback
 from dynamo.runtime.blocked_probes import BlockedProbes
 from dynamo.runtime.health import HealthState
 from dynamo.runtime.metrics import MetricsRegistry
@@ -78,9 +81,12 @@ class Reply:
         return cls(status, text.encode())
 
 
+Answer = Callable[[str, str, bytes], Awaitable[Reply]]
+
 NOT_FOUND: Final = Reply(404, b"Route not found")
 NO_FILE: Final = Reply(404, b"Not found")
 ENGINE_PREFIX: Final = "/engine/"
+LORA_PREFIX: Final = "/v1/loras"
 METADATA_PREFIX: Final = "/v1/metadata/"
 
 
@@ -95,7 +101,7 @@ class StatusServer:
         settings: SystemSettings | None = None,
         discovery_metadata: Callable[[], Any] | None = None,
         advertised_host: str | None = None,
-        default_host: str = "0.0.0.0",
+        default_host: str = LOOPBACK,
     ) -> None:
         """`discovery_metadata` gives the JSON of `/metadata` (kubernetes backend only; None: 404).
 
@@ -111,6 +117,7 @@ class StatusServer:
         self._routes: dict[str, EngineRoute] = {}
         self._files: dict[str, Path] = {}
         self._http: HttpService | None = None
+        self._admin_http: HttpService | None = None  # None: the engine routes have no listener of their own
         self._refusals: RefusalMetrics | None = None
         self._blocked_probes: BlockedProbes | None = None
 
@@ -125,15 +132,26 @@ class StatusServer:
 
         if self._refusals is None:
             self._refusals = RefusalMetrics(self._metrics, REFUSALS["system"], LIMITS)
-        host, port = self._host, max(self._settings.port, 0)
+        host, settings = self._host, self._settings
         service = HttpService(self._serve, self._limits(), render=_render, refused=self.refused)
         try:
-            await service.listen_at(host, port)
+            await service.listen_at(host, max(settings.port, 0))
         except OSError as error:
             raise CannotConnect(
-                f"the status server cannot listen on {host}:{port} ({error.strerror or error}); "
+                f"the status server cannot listen on {host}:{settings.port} ({error.strerror or error}); "
                 "set DYN_SYSTEM_PORT to a free port, 0 for any, or -1 for none"
             ) from error
+        if settings.admin_port is not None:
+            admin = HttpService(self._serve_admin, self._limits(), render=_render, refused=self.refused)
+            try:
+                await admin.listen_at(settings.admin_host, settings.admin_port)
+            except OSError as error:
+                await service.close(0)
+                raise CannotConnect(
+                    f"the admin listener cannot listen on {settings.admin_host}:{settings.admin_port} "
+                    f"({error.strerror or error}); set DYN_ADMIN_PORT to a free port, or 0 for any"
+                ) from error
+            self._admin_http = admin
         self._http = service
         self._blocked_probes = BlockedProbes(
             [socket.socket(fileno=os.dup(each.fileno())) for each in service.sockets],
@@ -144,6 +162,14 @@ class StatusServer:
         logger.info(
             "status server on %s%s", self.url, "" if is_open else "; DYN_SYSTEM_HOST=0.0.0.0 opens it to the network"
         )
+        if self._admin_http is not None:
+            logger.info("engine routes on %s", self.admin_url)
+            if not is_loopback(settings.admin_host):
+                logger.warning(
+                    "anybody who reaches the admin port at %s can change this engine: no key protects it yet; "
+                    "DYN_ADMIN_HOST=127.0.0.1 closes it",
+                    settings.admin_host,
+                )
 
     def _limits(self) -> HttpLimits:
         from dynamo.runtime.http import HttpLimits
@@ -169,6 +195,9 @@ class StatusServer:
         service, self._http = self._http, None
         if service is None:
             return
+        admin, self._admin_http = self._admin_http, None
+        if admin is not None:
+            await admin.close(0)
         if self._blocked_probes is not None:
             self._blocked_probes.close()
         await service.close(0)
@@ -190,12 +219,19 @@ class StatusServer:
     @property
     def url(self) -> str | None:
         """`http://host:port` as others reach it; None while it does not listen."""
-        if self._http is None:
-            return None
-        host = self._host
+        return None if self._http is None else self._url(self._host, self._http)
+
+    @property
+    def admin_url(self) -> str | None:
+        """Return the same of the engine routes; None while they are not served."""
+        if self._admin_http is not None:
+            return self._url(self._settings.admin_host, self._admin_http)
+        return self.url if is_loopback(self._host) else None
+
+    def _url(self, host: str, service: HttpService) -> str:
         if host in WILDCARDS:
             host = self._advertised_host or detect_host()
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return http_url(host, service.sockets[0].getsockname()[1])
 
     # -- what is served ----------------------------------------------------------------------------------------------
 
@@ -240,14 +276,27 @@ class StatusServer:
 
     async def answer(self, method: str, path: str, body: bytes) -> Reply:
         """Answer one request; `path` is still percent-encoded and has no query."""
-        if path.startswith(ENGINE_PREFIX):
-            return await self._engine(unquote(path[len(ENGINE_PREFIX) :]), body)
-        if path.startswith("/v1/loras") and self._settings.lora_enabled:
-            return await self._loras(method, path, body)
+        if path.startswith((ENGINE_PREFIX, LORA_PREFIX)):
+            if self._settings.admin_port is not None:
+                return _elsewhere("it is served on the admin port only (DYN_ADMIN_PORT)")
+            if not is_loopback(self._host):
+                return _elsewhere(
+                    "engine routes are not served on a port that is open to a network. Set DYN_ADMIN_PORT (0: any free "
+                    "port), which serves them at 127.0.0.1"
+                )
+            return await self.answer_admin(method, path, body)
         reply = await self._read(path)
         if reply is not NOT_FOUND and method not in ("GET", "HEAD"):
             return Reply(405, b"Method not allowed", headers={"allow": "GET, HEAD"})
         return reply
+
+    async def answer_admin(self, method: str, path: str, body: bytes) -> Reply:
+        """Answer a request for what changes the engine; `path` as in `answer`."""
+        if path.startswith(ENGINE_PREFIX):
+            return await self._engine(unquote(path[len(ENGINE_PREFIX) :]), body)
+        if path.startswith(LORA_PREFIX) and self._settings.lora_enabled:
+            return await self._loras(method, path, body)
+        return NOT_FOUND
 
     async def _read(self, path: str) -> Reply:
         if path in (self._settings.health_path, self._settings.live_path):
@@ -265,7 +314,7 @@ class StatusServer:
         return NOT_FOUND
 
     async def _loras(self, method: str, path: str, body: bytes) -> Reply:
-        name = unquote(path.removeprefix("/v1/loras").removeprefix("/"))
+        name = unquote(path.removeprefix(LORA_PREFIX).removeprefix("/"))
         match method, bool(name):
             case "GET", False:
                 return await self._engine("update/list_loras", b"")
@@ -313,6 +362,13 @@ class StatusServer:
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request; the ASGI application of this server."""
+        await self._reply(scope, receive, send, self.answer)
+
+    async def _serve_admin(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request at the admin listener."""
+        await self._reply(scope, receive, send, self.answer_admin)
+
+    async def _reply(self, scope: Any, receive: Any, send: Any, answer: Answer) -> None:
         method = scope["method"]
         body = await self._body(scope["headers"], receive)
         if body is None:
@@ -321,7 +377,7 @@ class StatusServer:
             reply = body
         else:
             try:
-                reply = await self.answer(method, scope["raw_path"].decode("latin-1"), body)
+                reply = await answer(method, scope["raw_path"].decode("latin-1"), body)
             except Exception:  # the boundary: a defect of ours is a 500, not a dead connection
                 logger.exception("%s %s failed", method, scope["path"])
                 reply = Reply(500, b"Internal server error")
@@ -374,6 +430,10 @@ class StatusServer:
                     raise OSError(f"model card file {path} became shorter while it was sent")
                 size -= len(chunk)
                 await send({"type": "http.response.body", "body": chunk, "more_body": size > 0})
+
+
+def _elsewhere(way: str) -> Reply:
+    return Reply.json(404, {"error": "Route not found", "message": f"this route is not here: {way}"})
 
 
 async def _send_head(reply: Reply, size: int, send: Any) -> None:

@@ -232,9 +232,14 @@ class Setup:
         if not self._config.enable_rl or self.parts.admin is None:
             return
         name = rl_endpoint_name(self._config.endpoint)
-        url = self._runtime.system_status_server_url()
-        if url is None:
+        url = self._runtime.status_server.admin_url
+        if self._runtime.system_status_server_url() is None:
             raise InvalidArgument("--enable-rl needs the status server: set DYN_SYSTEM_PORT (0 for any free port)")
+        if url is None:
+            raise InvalidArgument(
+                "--enable-rl needs the engine routes, which are not served on a status server that is open to a network: set "
+                "DYN_ADMIN_PORT (0 for any free port)"
+            )
         endpoint = self._runtime.endpoint(f"{self._config.namespace}.{self._config.component}.{name}")
         self.parts.rl = await endpoint.start_serving(RlDirectory(url, self.parts.admin.routes()).handle)
 

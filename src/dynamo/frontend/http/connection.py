@@ -47,9 +47,9 @@ LIMITS: Final = (
 """The labels under which refusals are counted."""
 
 
-def http_limits(settings: FrontendSettings, *, max_connections: int) -> HttpLimits:
+def http_limits(settings: FrontendSettings, *, max_connections: int, kind: type[HttpLimits] = HttpLimits) -> HttpLimits:
     """Return the limits of a connection; the settings are those of `docs/settings.md`."""
-    return HttpLimits(
+    return kind(
         prefix="HTTP",
         connections=max_connections,
         header_bytes=settings.header_limit_bytes,

@@ -10,16 +10,28 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, Protocol
 
+from dynamo.errors import CannotConnect
 from dynamo.frontend.app import Frontend
+from dynamo.frontend.http.admin import ADMIN_CONNECTIONS, AdminLimits
 from dynamo.frontend.http.connection import http_limits, render_rejection
 from dynamo.frontend.settings import FrontendSettings
+from dynamo.runtime.addresses import http_url
 from dynamo.runtime.http import HttpService
 from dynamo.runtime.http.limits import SPARE_CONNECTIONS
 from dynamo.runtime.limits import within_descriptors
 from dynamo.runtime.tls import ServerTls, TlsFile
 from dynamo.runtime.tls_gate import TlsGate
 
-__all__ = ["Connect", "Connections", "HttpServer", "PortInUse", "bind", "serve_until", "serve_until_signal"]
+__all__ = [
+    "Connect",
+    "Connections",
+    "HttpServer",
+    "PortInUse",
+    "bind",
+    "bind_admin",
+    "serve_until",
+    "serve_until_signal",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +47,16 @@ SPARE_DESCRIPTORS: Final = 128  # for connections to workers, files and logs, wh
 class PortInUse(Exception):
     """Somebody else listens on the port."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, flag: str = "--http-port") -> None:
         super().__init__(
-            f"Failed to start HTTP server: port {port} already in use. Use --http-port to specify a different port."
+            f"Failed to start HTTP server: port {port} already in use. Use {flag} to specify a different port."
         )
         self.port = port
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket that does not listen yet. Raises `PortInUse`, or OSError when the host is not an address of this
-    machine.
+def bind(host: str, port: int, *, flag: str = "--http-port") -> socket.socket:
+    """Bind a socket that does not listen yet. Raises `PortInUse`, which names `flag`, or OSError when the host is not an
+    address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -56,8 +68,24 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise PortInUse(port) from None
+            raise PortInUse(port, flag) from None
         raise
+    return listener
+
+
+def bind_admin(settings: FrontendSettings) -> socket.socket | None:
+    """Return a bound socket for the admin routes, and log its address; None where they have no port of their own.
+
+    Raises `PortInUse`, or `CannotConnect` when the host is not an address of this machine.
+    """
+    if settings.admin_port is None:
+        return None
+    host = settings.admin_host
+    try:
+        listener = bind(host, settings.admin_port, flag="--admin-port")
+    except OSError as error:
+        raise CannotConnect(f"the admin routes cannot be served at {host} (--admin-host): {error}") from error
+    logger.info("admin routes at %s", http_url(host, listener.getsockname()[1]))
     return listener
 
 
@@ -93,11 +121,13 @@ class HttpServer:
         frontend: Frontend,
         *,
         listener: socket.socket | None = None,
+        admin: socket.socket | None = None,
         deliveries: Connections | None = None,
     ) -> None:
         """`listener`: a bound socket; None binds the address of the settings, unless there are `deliveries`.
 
-        Raises `PortInUse`.
+        `admin`: the same for the admin routes, where they have a port of their own. Raises `PortInUse`, and
+        `CannotConnect` for an admin address that is not ours.
         """
         settings = frontend.settings
         self._frontend = frontend
@@ -105,6 +135,8 @@ class HttpServer:
         self._deliveries = deliveries
         if listener is None and deliveries is None:
             listener = bind(settings.http_host, settings.http_port)
+        if admin is None and deliveries is None:
+            admin = bind_admin(settings)
         self._listener = listener
         self.port: int = 0 if listener is None else listener.getsockname()[1]
         spare = SPARE_DESCRIPTORS + SPARE_CONNECTIONS
@@ -115,11 +147,21 @@ class HttpServer:
             refused=frontend.metrics.refused,
             changed=None if deliveries is None else deliveries.changed,
         )
+        self._admin_listener = admin
+        self.admin_port: int | None = None if admin is None else admin.getsockname()[1]
+        self.admin_service = HttpService(
+            frontend.admin_asgi,
+            http_limits(settings, max_connections=ADMIN_CONNECTIONS, kind=AdminLimits),
+            render=render_rejection,
+            refused=frontend.metrics.refused,
+        )
         self._gate: TlsGate | None = None
 
     async def start(self) -> None:
         """Listen; returns when connections are accepted. Raises InvalidArgument for a certificate that cannot be used."""
         self._gate = self._make_gate()
+        if self._admin_listener is not None:
+            await self.admin_service.listen(self._admin_listener, ADMIN_CONNECTIONS)
         if self._deliveries is not None:
             self._deliveries.open(self._connect if self._gate is None else self._gate.admit)
         elif self._listener is not None:
@@ -174,6 +216,9 @@ class HttpServer:
             self._deliveries.close()
         if self._gate is not None:
             self._gate.close()
+        await self.admin_service.close(CLOSE_SECONDS)
+        if self._admin_listener is not None:
+            self._admin_listener.close()
         await self.service.close(CLOSE_SECONDS)
         if self._listener is not None:
             self._listener.close()
@@ -195,11 +240,13 @@ def _grace_words(settings: FrontendSettings) -> str:
     return f", new requests for {grace:g} s more" if grace > 0 else ", no new requests"
 
 
-async def serve_until_signal(frontend: Frontend, *, listener: socket.socket | None = None) -> None:
+async def serve_until_signal(
+    frontend: Frontend, *, listener: socket.socket | None = None, admin: socket.socket | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain. A second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
-    server = HttpServer(frontend, listener=listener)
+    server = HttpServer(frontend, listener=listener, admin=admin)
 
     def first(number: signal.Signals) -> None:
         logger.info("%s: draining%s (again to leave at once)", number.name, _grace_words(frontend.settings))

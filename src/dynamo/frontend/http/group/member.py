@@ -216,6 +216,7 @@ class _Place:
     deliveries: socket.socket
     places: Places
     row: int
+    admin: socket.socket | None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -223,6 +224,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("dynamo.frontend.http.group.member")
     for name in ("control", "deliveries", "places", "row", "rows"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--admin", type=int, help="a bound socket for the admin routes")
     parser.add_argument("rest", nargs=argparse.REMAINDER)
     given = parser.parse_args(argv)
     settings = parse_args(given.rest[1:], dump=False)  # the first one is "--"
@@ -234,6 +236,7 @@ def main(argv: list[str] | None = None) -> int:
         socket.socket(fileno=given.deliveries),
         Places(given.places, given.rows),
         given.row,
+        None if given.admin is None else socket.socket(fileno=given.admin),
     )
     try:
         spare_the_collector()
@@ -268,7 +271,8 @@ async def _serve(settings: FrontendSettings, place: _Place) -> None:
         async with _running(peers.run(), name="frontend: parent") as listening:
             listening.add_done_callback(lambda _: asked.set())
             async with Frontend(settings, runtime, peers=peers) as frontend:
-                server = HttpServer(frontend, deliveries=Deliveries(place.deliveries, place.places, place.row))
+                deliveries = Deliveries(place.deliveries, place.places, place.row)
+                server = HttpServer(frontend, admin=place.admin, deliveries=deliveries)
 
                 async def serving() -> None:
                     await _settled(frontend, asked)

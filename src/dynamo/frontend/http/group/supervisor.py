@@ -84,9 +84,21 @@ class _Gathering:
 class Supervisor:
     """`await Supervisor(settings, argv, listener).run()` serves until a signal; its result is the exit status."""
 
-    def __init__(self, settings: FrontendSettings, argv: Sequence[str], listener: socket.socket) -> None:
-        """`listener` is bound and not listening yet; it is closed at the end. `argv`: the command line, for the members."""
+    def __init__(
+        self,
+        settings: FrontendSettings,
+        argv: Sequence[str],
+        listener: socket.socket,
+        *,
+        admin: socket.socket | None = None,
+    ) -> None:
+        """`listener` is bound and not listening yet; it is closed at the end. `argv`: the command line, for the members.
+
+        `admin` is bound for the admin routes. All members accept from it themselves: any of them answers for all, and this
+        process keeps the port while members come and go.
+        """
         self._settings, self._argv, self._listener = settings, tuple(argv), listener
+        self._admin = admin
         self._places = Places.create(settings.workers)
         self._members = [_Member(row) for row in range(settings.workers)]
         self._ended = MetricsRegistry()  # what processes that are no more had counted
@@ -124,6 +136,8 @@ class Supervisor:
             for connection in self._held:
                 connection.close()
             self._listener.close()
+            if self._admin is not None:
+                self._admin.close()
             for task in self._answers:
                 task.cancel()
             self._places.close()
@@ -190,6 +204,8 @@ class Supervisor:
         member.deliveries, deliveries = socket.socketpair()
         with control, deliveries:
             inherited = {"control": control.fileno(), "deliveries": deliveries.fileno(), "places": self._places.fd}
+            if self._admin is not None:
+                inherited["admin"] = self._admin.fileno()
             flags = [f"--{name}={fd}" for name, fd in inherited.items()]
             process = member.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "dynamo.frontend.http.group.member"),

@@ -1,0 +1,75 @@
+"""Where the admin routes are served: on a listener of their own, or on the port of the API while that is of this machine only.
+
+The admin routes change what all clients get, and no key protects them. So they are not served on a port that is open to a
+network. Without an admin port, and with an API that is open, a request for them gets a 404 that names the setting.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from dynamo.frontend.http.asgi import Receive, Scope, Send, reply_rejected
+from dynamo.frontend.settings import FrontendSettings, store_of
+from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.runtime.addresses import LOCAL_STORES, is_loopback
+from dynamo.runtime.http import HttpLimits, Rejection
+
+__all__ = ["ADMIN_CONNECTIONS", "AdminElsewhere", "AdminLimits", "log_exposure", "serves_admin_with_api"]
+
+logger = logging.getLogger(__name__)
+
+ADMIN_CONNECTIONS: Final = 64  # operators and their tools
+
+
+@dataclass(frozen=True, slots=True)
+class AdminLimits(HttpLimits):
+    """The limits of the API's connections, for fewer of them."""
+
+    def too_many_connections(self) -> Rejection:
+        text = f"More than {self.connections} connections to the admin listener"
+        return Rejection(503, text, "connections", retry_after_seconds=1)
+
+
+def serves_admin_with_api(settings: FrontendSettings) -> bool:
+    """Return whether the admin routes are served on the port of the API."""
+    return settings.admin_port is None and is_loopback(settings.http_host)
+
+
+class AdminElsewhere:
+    """An admin route on a port that does not serve it: a 404 that names the way to it."""
+
+    def __init__(self, settings: FrontendSettings) -> None:
+        self._way = (
+            "it is served on the admin port only (--admin-port)"
+            if settings.admin_port is not None
+            else "admin routes are not served on a port that is open to a network. Start the frontend with --admin-port "
+            "PORT (DYN_ADMIN_PORT), which serves them at 127.0.0.1"
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await reply_rejected(send, RequestRejected(404, f"{scope['path']} is not here: {self._way}"))
+
+
+def log_exposure(settings: FrontendSettings, env: Mapping[str, str]) -> None:
+    """Log, once at start, how far the listeners of a frontend are open."""
+    if is_loopback(settings.http_host):
+        logger.info(
+            "the API is served at %s only; --http-host 0.0.0.0 (DYN_HTTP_HOST) opens it to the network",
+            settings.http_host,
+        )
+    elif store_of(settings.discovery_backend, env) not in LOCAL_STORES and settings.tls_cert_path is None:
+        logger.warning(
+            "anybody who reaches %s:%d can send requests: there are no API keys, and --tls-cert-path is not set "
+            "(docs/security.md)",
+            settings.http_host,
+            settings.http_port,
+        )
+    if settings.admin_port is not None and not is_loopback(settings.admin_host):
+        logger.warning(
+            "anybody who reaches the admin port at %s can change what this frontend serves: no key protects it yet; "
+            "--admin-host 127.0.0.1 closes it",
+            settings.admin_host,
+        )
