@@ -286,3 +286,14 @@ def test_a_table_lines_up_without_a_terminal() -> None:
     out = io.StringIO()
     Console(out, io.StringIO()).table(("process", "pid"), [("a", "1"), ("frontend", "22")])
     assert out.getvalue() == "process   pid\na         1\nfrontend  22\n"
+
+
+def test_an_admin_port_is_the_frontends_and_a_worker_that_is_open_takes_a_free_one() -> None:
+    frontend, worker = started("--admin-port", "9100")
+    at = frontend.argv.index("--admin-port")
+    assert frontend.argv[at + 1] == "9100"
+    frontend, worker = started(DYN_ADMIN_PORT="9100")
+    assert "--admin-port" in frontend.argv
+    assert "DYN_ADMIN_PORT" not in worker.env
+    _, worker = started(DYN_ADMIN_PORT="9100", DYN_SYSTEM_HOST="0.0.0.0")
+    assert worker.env["DYN_ADMIN_PORT"] == "0"
