@@ -2,7 +2,7 @@
 
     DynamoException                    anything; on its own it means "unknown, do not retry"
     ├── InvalidArgument                the caller's fault: do not retry          400
-    ├── Cancelled                      somebody asked for it: not a failure      499
+    ├── Cancelled                      the client or operator wanted it         499
     ├── Unknown                        the engine's fault: do not retry          500
     ├── RequestKillsWorkers            workers died on the request: refuse it    500
     ├── CannotConnect                  nothing was sent: try another worker      503
@@ -69,7 +69,7 @@ class ResponseTimeout(DynamoException):
 
 
 class Cancelled(DynamoException):
-    """The request was cancelled by whoever sent it (499)."""
+    """The request was cancelled by its sender (499)."""
 
 
 class EngineShutdown(DynamoException):

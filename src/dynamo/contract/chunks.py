@@ -1,6 +1,6 @@
 """What a token engine receives and what it yields: plain dicts with known keys, and short ways to build them."""
 
-# No `from __future__ import annotations` here: it would hide `Required` from whoever reads these types at run time.
+# No `from __future__ import annotations` here: it would hide `Required` from code that reads these types at run time.
 from collections.abc import Mapping
 from typing import Any, Required, TypedDict
 

@@ -89,7 +89,7 @@ class EngineConfig:
     """LoRA adapters that fit on the device at once."""
     _nested: bool = field(init=False, repr=False, compare=False)  # an `llm` was passed, even an empty one
     # `dataclasses.replace` passes what each field reads as. This one reads as the config that is being replaced, which
-    # tells the constructor a new value from an old one.
+    # lets the constructor distinguish a new value from an old one.
     _replaced: InitVar[EngineConfig | None] = _Itself()
 
     def __init__(

@@ -25,7 +25,7 @@ UNKNOWN_MODEL: Final = "unknown_model"
 
 RequestType = Literal["stream", "unary"]
 
-MAX_BUCKETS: Final = 64  # a histogram is scraped whole; more buckets than this tell nobody anything
+MAX_BUCKETS: Final = 64  # a histogram is scraped whole; more buckets than this add no information
 
 STALL_SECONDS: Final = 0.1  # a loop turn this late is worth an alert: every stream of the process stood still
 

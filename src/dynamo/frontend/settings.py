@@ -1,4 +1,4 @@
-"""What a frontend is told once, at start: environment and flags, read at the edge into one frozen value."""
+"""The settings of a frontend, read once at start: environment and flags, read at the edge into one frozen value."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class FrontendSettings:
     replacement_wait_seconds: float = 10.0  # for a worker in place of the last one, which was lost; 0: not at all
     stall_floor_seconds: float = 10.0  # no stream is taken for stalled before; 0: none ever is
     stall_factor: float = 20.0  # nor before this many times its own longest gap between tokens
-    first_token_timeout_seconds: float | None = None  # of each worker that is asked
+    first_token_timeout_seconds: float | None = None  # of each worker that is tried
     inter_token_timeout_seconds: float | None = None
     request_timeout_seconds: float | None = None  # from the complete body to the last byte of the answer
     graceful_shutdown_seconds: float = 5.0

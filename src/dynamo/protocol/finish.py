@@ -24,7 +24,7 @@ def normalise(reason: Any) -> str:
     """Return the canonical word for an engine's finish reason.
 
     Case and surrounding blanks do not matter. "abort" with any suffix is "cancelled", "tool_calls" is "stop" (the
-    frontend decides about tool calls), and a word nobody knows is "stop" with a warning.
+    frontend decides about tool calls), and an unknown word is "stop" with a warning.
 
     Raises:
         EngineFailed: the reason is an error ("error", "error: text" or {"error": text}).

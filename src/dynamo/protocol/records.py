@@ -348,7 +348,7 @@ _RECORD_DECODER: Final = msgspec.json.Decoder(ModelRecord)
 
 
 def decode_model_record(data: bytes) -> ModelRecord:
-    """Read a value of `v1/mdc`; its card is checked when it is asked for. Raises InvalidArgument."""
+    """Read a value of `v1/mdc`; its card is checked at first use. Raises InvalidArgument."""
     try:
         return _RECORD_DECODER.decode(data)
     except UNREADABLE as error:

@@ -108,7 +108,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         The reader knows the end by the terminal chunk, and calls `finish` then.
 
         Raises:
-            DynamoException: why the request failed; `errors.rule_of` tells what the client gets.
+            DynamoException: why the request failed; `errors.rule_of` gives the client's status.
         """
         while not self._is_closed:
             stream = self._stream
@@ -167,7 +167,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
             self._release()
 
     def close(self) -> None:
-        """Leave; a worker that has not ended the stream is told. Idempotent."""
+        """Leave; a worker that has not ended the stream receives a kill. Idempotent."""
         self._is_closed = True
         if self._request.stall_detector is not None:
             self._request.stall_detector.remove(self)

@@ -1,8 +1,8 @@
 """When a stream that lost its worker may go on at another one, and what that worker is sent.
 
 The new worker gets the prompt with everything that was generated so far behind it, and what is left of the token limits. The
-request keeps its id, and `Context.prompt_tokens` tells where its own prompt ended, so that an engine that cares (penalties,
-grammars, usage) can tell the two apart.
+request keeps its id, and `Context.prompt_tokens` is the length of its own prompt, so that an engine (its penalties,
+grammars, usage) can distinguish the prompt from the generated text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The workers that registered one model in one role: who is a member, which of them is chosen, and the way to each.
+"""The workers that registered one model in one role: the members, the choice among them, and the connection to each.
 
 Every choice of a worker goes through `ModelPool.choose`: the members' candidate records, the policy's choice, the instance.
 """
@@ -53,7 +53,7 @@ class ChosenWorker(NamedTuple):
         return await self.client.open(self.instance, body, context)
 
     def record_failure(self, error: DynamoException) -> bool:
-        """Leave the worker out for a while if `error` tells something about the way to it.
+        """Leave the worker out for a while if `error` is about the connection to it.
 
         Return True when another discovery record of the same id took its place instead: then the id may be tried again.
         """

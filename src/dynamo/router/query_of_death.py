@@ -1,4 +1,5 @@
-"""Requests that end the workers that serve them: how such a request is told from one that was only unlucky. Pure.
+"""Requests that end the workers that serve them: how to distinguish such a request from one that was only unlucky.
+Pure.
 
 A worker's death counts against a request when the request had been sent to that worker and had received nothing from it yet.
 A token received clears the request: its content got past the place where the earlier worker died. So a request is convicted

@@ -15,7 +15,7 @@ LOCAL_STORES: Final = frozenset({"mem", "file"})  # discovery that normally serv
 
 def detect_host() -> str:
     """Return the address at which other machines most likely reach this one; 127.0.0.1 where there is no network."""
-    # A datagram socket that is connected sends nothing, but is told which local address its route would use. The
+    # A datagram socket that is connected sends nothing, but learns which local address its route would use. The
     # targets are the documentation networks, which no packet may ever be sent to.
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         try:

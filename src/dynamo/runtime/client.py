@@ -71,10 +71,10 @@ class Client:
             raise CannotConnect(f"the client of {self._endpoint.path} is closed")
         if self._ready is None or self._watching is None or self._watching.done():
             self._ready = asyncio.get_running_loop().create_future()
-            self._ready.add_done_callback(asyncio.Future.exception)  # seen, also when nobody waits any more
+            self._ready.add_done_callback(asyncio.Future.exception)  # retrieved, also when no caller waits any more
             # Held here and awaited in close().
             self._watching = asyncio.create_task(self._watch(self._ready), name=f"watch {self._endpoint.path}")
-        await asyncio.shield(self._ready)  # of everybody who asks meanwhile
+        await asyncio.shield(self._ready)  # of all concurrent callers
 
     async def close(self) -> None:
         """Stop following the store. Streams go on; idempotent."""
@@ -220,7 +220,7 @@ class Client:
         return stream
 
     def record_failure(self, instance: Instance, error: DynamoException) -> bool:
-        """Leave an instance out for a while if `error` tells something about the way to it.
+        """Leave an instance out for a while if `error` is about the connection to it.
 
         Return True when another record of the same id took the instance's place instead: then the id may be tried again.
         """

@@ -65,7 +65,7 @@ class ContextMetadata(MutableMapping[str, str]):
 
 
 class Context:
-    """One request, as everybody on its way sees it.
+    """One request, as every part on its way sees it.
 
     Stop means "finish gracefully": chunks already produced may still be delivered. Kill means the reader is gone:
     nothing more is delivered. A killed context is also stopped. Both are final and idempotent, propagate to linked

@@ -29,7 +29,7 @@ class PendingBytes:
     """How much the requests that are still arriving may hold, over all connections of a listener and for each of them.
 
     A connection can use the whole room while it is alone. Once the room is used up, a connection below the average gets
-    what it needs from the one that holds most, so nobody can keep others out with requests that never end.
+    what it needs from the one that holds most, so no client can exclude others with requests that never end.
     """
 
     __slots__ = ("_held", "connection_limit", "limit", "used")

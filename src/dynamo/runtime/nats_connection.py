@@ -97,7 +97,7 @@ class NatsConnection:
             if client.is_connected:
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await client.flush()
-        except Exception as error:  # at most once: whoever leaves does not wait for a server in trouble
+        except Exception as error:  # at most once: a leaving process does not wait for a server in trouble
             logger.debug("NATS: the last messages were not flushed: %s", error)
         await _abandon(client)
 

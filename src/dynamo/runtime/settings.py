@@ -293,7 +293,7 @@ class CanarySettings:
 class ProgressSettings:
     """When an engine whose requests stand still is reported."""
 
-    limit_seconds: float = 300.0  # longer than any prefill that somebody waits for; 0: never
+    limit_seconds: float = 300.0  # longer than any useful prefill; 0: never
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ProgressSettings:
@@ -434,7 +434,7 @@ class EventPlaneSettings:
 
     host: str | None = None  # advertised; None: the address of this machine
     io_threads: int = 1  # of ZMQ, in a process that publishes or subscribes
-    subscriber_capacity: int = 100_000  # messages of one subscriber that nobody has read
+    subscriber_capacity: int = 100_000  # unread messages of one subscriber
     broker: ZmqBroker | None = None
     broker_enabled: bool = False  # without `broker`: look for one in discovery
 

@@ -27,7 +27,7 @@ Make = Callable[[], asyncio.Protocol]
 
 
 class TlsGate:
-    """All handshakes of one listener. Whoever makes one closes it."""
+    """All handshakes of one listener. The code that makes a gate closes it."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class TlsGate:
         limit: int,
         refused: Refused = uncounted,
     ) -> None:
-        """`make` is asked for a protocol when a handshake is over. At most `limit` handshakes at once, each of at most
+        """`make` makes a protocol when a handshake is over. At most `limit` handshakes at once, each of at most
         `timeout_seconds`; `refused` counts under "handshakes" (too many), "handshake_time" and "handshake" (failed)."""
         self._tls, self._make = tls, make
         self._timeout, self._limit, self._refused = timeout_seconds, limit, refused

@@ -24,7 +24,7 @@ __all__ = ["GaveUp", "Process", "Program", "SupervisedProcess", "exit_words"]
 
 READ_BYTES: Final = 64 * 1024
 LAST_LINES: Final = 20
-OUTPUT_AFTER_DEATH_SECONDS: Final = 1.0  # somebody may have left the process group and still hold its output
+OUTPUT_AFTER_DEATH_SECONDS: Final = 1.0  # a descendant may have left the process group and still hold its output
 
 
 @dataclass(frozen=True, slots=True)

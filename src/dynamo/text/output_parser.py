@@ -11,7 +11,7 @@ from dynamo.text.tools.base import ToolParser
 __all__ = ["MAX_HELD_REASONING", "OutputParser"]
 
 MAX_HELD_REASONING: Final = 1_048_576
-"""Characters of reasoning that wait to become content (`fills_content`); longer reasoning is told as what it is."""
+"""Characters of reasoning that wait to become content (`fills_content`); longer reasoning is emitted as reasoning."""
 
 
 class OutputParser:

@@ -1,6 +1,6 @@
 """The sandbox that chat templates run in: nothing can be changed, and steps, sizes and time are bounded.
 
-A template comes from whoever registered the model. Every pass of a loop and every call is a step; every value that the
+A template comes from the model's worker. Each pass of a loop and each call is a step; each value that the
 template makes is paid for by its size, before it is made where its size can be foreseen. So no template runs, or grows,
 for much longer than its `Budget`, although it runs in this very thread.
 """

@@ -99,7 +99,7 @@ class AdminRoutes:
         gate: Callable[[], AdminGate],
         set_taints: Callable[[list[str]], Awaitable[object]],
     ) -> None:
-        """`gate` is asked at every call; `set_taints` writes the (checked) taints to discovery."""
+        """`gate` is checked at every call; `set_taints` writes the (checked) taints to discovery."""
         self._engine = engine
         self._controls = tuple(controls)
         self._updates = tuple(updates)

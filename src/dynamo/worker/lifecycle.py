@@ -143,7 +143,7 @@ FORCED_EXIT_STATUS: Final = FORCED_EXIT_CODE & 0xFF  # 143: what the process rea
 class ShutdownTimes:
     """How long the phases of the end may last, in seconds. All offsets count from the request to stop."""
 
-    grace_seconds: float = 5.0  # unregistered, still serving: routers need to hear of it
+    grace_seconds: float = 5.0  # unregistered, still serving: routers need time to learn of it
     timeout_seconds: int = 30
     prefill_drain_seconds: float = 30.0
 

@@ -338,7 +338,7 @@ async def _in_thread(call: Callable[[], Any], threads: ThreadPoolExecutor) -> As
                     if is_left.is_set():
                         return
                     loop.call_soon_threadsafe(arrived.put_nowait, (item, None))
-        except Exception as error:  # the boundary: whoever reads the stream raises it
+        except Exception as error:  # the boundary: the reader of the stream raises it
             _tell(loop, arrived, error)
         else:
             _tell(loop, arrived, None)

@@ -1,7 +1,8 @@
-"""The places of one model: how many of its requests may be in flight, how old its queue may be, and who goes first.
+"""The places of one model: the limit of its requests in flight, the limit of its queue's age, and the priorities.
 
-A request that finds no place is refused at once, before its prompt is looked at, and told when to come again. Nothing waits
-here: whoever got in is on the way to a worker, so a later request of higher priority never stands behind it in this process.
+A request without a place is rejected at once, before its prompt is read, with the time to come again. Nothing waits
+here: an admitted request is on its way to a worker, so no later request of higher priority waits
+behind it in this process.
 
 Two limits, each with three heights, so that what is less urgent is refused first:
 
@@ -220,7 +221,7 @@ class ModelAdmission:
 
     def retry_after_seconds(self, now: float) -> int:
         """Return when it may be worth to come again: what waits now, by the rate at which requests had their first tokens lately."""
-        if not self._begun_lately:  # nobody knows yet: it takes longer than it has taken so far
+        if not self._begun_lately:  # unknown yet: it takes longer than it has taken so far
             seconds = now - next(iter(self._waiting)).since if self._waiting else 0.0
         else:
             measured = RATE_SECONDS * -math.expm1((self._measured_since - now) / RATE_SECONDS)

@@ -1,6 +1,6 @@
 """How many requests may be in flight, and whether new ones are welcome at all.
 
-There is no queue here on purpose: a request that finds no place is told so within microseconds, with Retry-After, and the
+There is no queue here on purpose: a request without a slot is rejected within microseconds, with Retry-After, and the
 engine's own bounded queue is the only place where requests wait.
 """
 
@@ -45,7 +45,7 @@ class NotReady(DynamoException):
 class Admission:
     """Counts places. Used on the event loop only.
 
-    `enter` takes a place or raises; whoever took one gives it back with `leave`, once, on every path.
+    `enter` takes a place or raises; the caller gives the place back with `leave`, once, on every path.
     """
 
     def __init__(self, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""`echo` of completions: the prompt in front of the answer, with its log probabilities where they are asked for.
+"""`echo` of completions: the prompt in front of the answer, with its log probabilities where they are requested.
 
 This is how the likelihood of a given text is measured: the text is the prompt, and at most one token is generated.
 """

@@ -36,7 +36,7 @@ JSON: Final = b"application/json"
 
 
 class ClientGone(Exception):
-    """The client left before its request was complete: there is nobody to answer."""
+    """The client left before its request was complete: the answer has no reader."""
 
 
 def first_headers(scope: Scope) -> Headers:

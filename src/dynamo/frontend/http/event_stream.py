@@ -53,7 +53,7 @@ class EventStream:
         peek_seconds: float,
         keep_alive_seconds: float | None,
     ) -> None:
-        """`late_headers` is asked when the headers are sent."""
+        """`late_headers` is called when the headers are sent."""
         self._push = push
         self._late_headers = late_headers
         self._send, self._extra, self._keep_alive_seconds = send, extra, keep_alive_seconds

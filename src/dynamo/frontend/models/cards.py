@@ -123,7 +123,7 @@ class CardBook:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every name that somebody registered, aliases included."""
+        """Every registered name, aliases included."""
         entries = [entry for group in self._groups.values() for entry in group.values()]
         return frozenset(name for entry in entries for name in (entry.card.display_name, *entry.card.aliases))
 

@@ -290,7 +290,7 @@ class ModelDirectory:
         await self._changed.wait()
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Return when `condition` holds; it is asked after every change."""
+        """Return when `condition` holds; `condition` is checked after every change."""
         while not condition():
             changed = self._changed
             await changed.wait()
@@ -435,7 +435,7 @@ class ModelDirectory:
             self._loading[key] = _Loading(group.fingerprint, task)
 
     def _reconcile_prefill(self, key: GroupKey, group: Group | None) -> None:
-        """Prefill workers answer nobody by themselves: they are kept beside the models that need them."""
+        """Prefill workers serve no client by themselves: they are kept beside the models that need them."""
         place = _place(key)
         router = self._prefill.get(place)
         if group is None:
@@ -503,7 +503,7 @@ class ModelDirectory:
                     text = await self._load(group.card, hosts)
                     await self._connect_all(group.accepted)
                 break
-            except Exception as error:  # the boundary: nobody knows what a stranger's files do to a parser
+            except Exception as error:  # the boundary: a stranger's files may do anything to a parser
                 delay = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
                 attempt += 1
                 self._metrics.materialise_failures.labels(key.model).inc()
@@ -634,7 +634,7 @@ class ModelDirectory:
             self._indexing = None
         names: dict[str, list[ServedModel]] = {}
         ready: set[str] = set()
-        own = {key.model for key in self._book.keys}  # a name of one's own is nobody else's alias
+        own = {key.model for key in self._book.keys}  # a model's own name is never another model's alias
         for key in sorted(self._served):
             served = self._served[key]
             if key.role == _DECODE:

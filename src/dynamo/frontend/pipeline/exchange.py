@@ -128,7 +128,7 @@ class Exchange:
             self.context.kill()
 
     def client_left(self) -> None:
-        """Kill the work, because nobody reads its answer. Does nothing once the request is over."""
+        """Kill the work, because its answer has no reader. Does nothing once the request is over."""
         if not self.is_over:
             self.is_client_gone = True
             self.context.kill()

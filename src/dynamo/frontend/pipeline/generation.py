@@ -174,7 +174,7 @@ async def generate(model: GenerationModel, work: WorkRequest, context: Context) 
     Close it (`aclosing`) to cancel what is still running. A failure of one choice cancels the others.
 
     Raises:
-        DynamoException: typed, also before the first delta; `errors.rule_of` tells what the client gets.
+        DynamoException: typed, also before the first delta; `errors.rule_of` gives the client's status.
     """
     if work.plan.is_single:
         async with aclosing(SingleGeneration(model, work, context)) as single:
@@ -299,7 +299,7 @@ class Choice:
             await self.stream.push(lambda items: accept([self._absorb(items)]) and not self._is_over)
 
     def close(self) -> None:
-        """Leave the stream; a worker that has not ended it is told. Idempotent."""
+        """Leave the stream; a worker that has not ended the stream receives a kill. Idempotent."""
         self._is_over = True
         self.stream.close()
 

@@ -164,7 +164,7 @@ class Call:
         decode = partial(
             api.decode, arrival.body, ignore_unsupported=settings.ignore_unsupported_fields, limits=self._limits
         )
-        # Off the loop where it takes long: others wait for the loop, and nobody for a thread of the executor.
+        # Off the loop where it takes long: other requests wait for the loop, and none for a thread of the executor.
         is_large = len(arrival.body) > LARGE_BODY_BYTES
         if is_large:
             self._check_plausible(len(arrival.body))

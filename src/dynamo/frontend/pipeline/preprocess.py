@@ -1,4 +1,4 @@
-"""From a validated request to work: render, tokenise, check the length, fill in what the worker is told."""
+"""From a validated request to work: render, tokenise, check the length, fill in the worker's fields."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class Preprocessor:
         longest = self._settings.migration_max_seq_len
         if longest is not None and max(map(len, prompts), default=0) > longest:
             limit = 0
-        # The card's 0 is what a native worker writes when nobody asked: it does not mean "give up at once".
+        # The card's 0 is what a native worker writes by default: it does not mean "give up at once".
         retries = max(DEFAULT_RETRIES, model.card.migration_limit) if limit is None else limit
         return Plan(body, prompts, request.choices_per_prompt, pinned, DispatchLimits(retries, longest))
 

@@ -1,4 +1,4 @@
-"""What a client is told when a request fails: one rejection value, its two JSON shapes, and the way from exceptions.
+"""The answer to a client when a request fails: one rejection value, its two JSON shapes, and the way from exceptions.
 
 The statuses and texts themselves are the table in `dynamo.errors`; nothing here invents one for an engine's error.
 """
@@ -193,7 +193,9 @@ def model_not_ready(model: str) -> RequestRejected:
 
 
 def not_built(message: str, param: str | None = None) -> RequestRejected:
-    """Return the answer to a request for what this version does not have. `error.code` tells it from a broken rule."""
+    """Return the answer to a request for what this version does not have. `error.code` distinguishes it from a broken
+    rule.
+    """
     return RequestRejected(NOT_BUILT_STATUS, message, param=param, stream_type=stream_type_of(501), code=NOT_BUILT_CODE)
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's bodies where no tokenizer is: what a model that takes text is asked, and what its stream says.
+"""OpenAI's bodies where no tokenizer is: the prompt of a model that takes text, and the chunks of its stream.
 
 Such a model receives the client's own body and yields OpenAI's chunk objects. Without a tokenizer a token is one byte of
 UTF-8, as for every model known only by name.

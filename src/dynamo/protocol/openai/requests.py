@@ -198,7 +198,7 @@ def _texts(content: Any) -> list[str]:
 def template_variables(request: ChatRequest, *, default_thinking_mode: str | None = None) -> JsonObject:
     """Extra top-level variables of the template, the reasoning controls made consistent.
 
-    What `thinking_mode` decides is told under all three names (`thinking`, `enable_thinking`, `thinking_mode`), because
+    The result of `thinking_mode` is passed under three names (`thinking`, `enable_thinking`, `thinking_mode`), because
     templates differ in the one they read. "adaptive" removes the booleans.
     """
     variables = dict(request.template_args)

@@ -1,6 +1,6 @@
 """The rules a well-formed request must also keep, each with its text and its place in the order.
 
-The order is part of the contract: the first broken rule is the one a client hears of. All are 400 with the prefix
+The order is part of the contract: the first broken rule is the one a client receives. All are 400 with the prefix
 `Validation: ` unless the row says otherwise; what this version cannot do yet is a 422 with the code "not_built".
 """
 

@@ -1,4 +1,4 @@
-"""From a validated request to what the worker is told besides the prompt.
+"""From a validated request to the worker's fields besides the prompt.
 
 Every member of the three option groups is present, None when unset: engines read them with `.get(...) or default`.
 The prompt itself (`token_ids`), `eos_token_ids`, `mdc_sum` and `model` are the frontend's to add.

@@ -38,7 +38,7 @@ def freeze(seconds: float) -> None:
     waker = subprocess.Popen(
         ["/bin/sh", "-c", _WAKER, "chaos", f"{seconds:.3f}", str(os.getpid())],
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # whoever stops this process's group means this process
+        start_new_session=True,  # a signal to this process's group is meant for this process
     )
     os.kill(os.getpid(), signal.SIGSTOP)
     waker.wait()

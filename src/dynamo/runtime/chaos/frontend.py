@@ -1,4 +1,4 @@
-"""A frontend that breaks as planned: it dies, stands still, or is asked to leave when an item of an answer arrives."""
+"""A frontend that breaks as planned: it dies, stands still, or receives a SIGTERM when an item of an answer arrives."""
 
 from __future__ import annotations
 

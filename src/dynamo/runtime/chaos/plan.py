@@ -39,12 +39,12 @@ class Kind(enum.StrEnum):
     FREEZE = "freeze"  # a worker process neither computes nor answers for a while
     STALL = "stall"  # an engine says nothing more for one request
     ENGINE_ERROR = "engine-error"  # an engine raises
-    DRAIN = "drain"  # a worker is asked to stop, and another takes its place
+    DRAIN = "drain"  # a worker receives a SIGTERM, and another takes its place
     LEASE = "lease"  # a lease is lost, and taken again
     STORE_CUT = "store-cut"  # one process cannot reach the store
-    STORE_STOP = "store-stop"  # nobody can
-    STORE_WIPE = "store-wipe"  # nobody can, and it comes back empty
-    FRONTEND_DRAIN = "frontend-drain"  # a frontend is asked to stop, and another takes its place
+    STORE_STOP = "store-stop"  # no process can
+    STORE_WIPE = "store-wipe"  # no process can, and it comes back empty
+    FRONTEND_DRAIN = "frontend-drain"  # a frontend receives a SIGTERM, and another takes its place
     FRONTEND_CRASH = "frontend-crash"  # a frontend process is killed, and another is started later
     CLOCK_JUMP = "clock-jump"  # the machine was suspended: all timers are late
     SLOW_CLIENT = "slow-client"  # a client reads slowly

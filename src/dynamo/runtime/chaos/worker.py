@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _ENGINE_KINDS: Final = frozenset({Kind.STALL, Kind.ENGINE_ERROR})
 _ITEM_KINDS: Final = frozenset({Kind.CUT, Kind.DUPLICATE, Kind.REORDER})
 _OTHER_KINDS: Final = ALL_KINDS - _ENGINE_KINDS - _ITEM_KINDS
-_PROBE_ID: Final = "health-check-"  # the canary's requests are nobody's; they are not counted
+_PROBE_ID: Final = "health-check-"  # requests of the canary are not counted
 
 
 class EngineFailed(RuntimeError):

@@ -162,7 +162,7 @@ class EtcdDiscovery:
 
     def _on_loop(self, callback: Callable[[], None]) -> None:
         assert self._loop is not None
-        with suppress(RuntimeError):  # the loop was closed without closing this store: nobody is left to be told
+        with suppress(RuntimeError):  # the loop was closed without closing this store: no watcher is left
             self._loop.call_soon_threadsafe(callback)
 
     def _in_thread(self, callback: Callable[[], None]) -> None:

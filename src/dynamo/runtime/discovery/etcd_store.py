@@ -166,7 +166,7 @@ class EtcdStore:
                 raise
 
     async def put_new(self, key: str, value: bytes) -> bool:
-        """Raises `CannotConnect` while etcd does not answer: only etcd knows who was first."""
+        """Raises `CannotConnect` while etcd does not answer: only etcd knows which process was first."""
         split_key(key)
         async with self._writing:
             if key in self._own:

@@ -112,7 +112,7 @@ class FileDiscovery:
             return
         self._stopped = asyncio.get_running_loop().create_future()
         self._jobs.put(None)
-        await self._stopped  # a few milliseconds, or a second when somebody holds the directory's lock
+        await self._stopped  # a few milliseconds, or a second when another process holds the directory's lock
         thread.join()  # it has nothing left to do
 
     # -- the thread ----------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class FileDiscovery:
 
     def _on_loop(self, callback: Callable[[], None]) -> None:
         assert self._loop is not None
-        with suppress(RuntimeError):  # the loop was closed without closing this store: nobody is left to be told
+        with suppress(RuntimeError):  # the loop was closed without closing this store: no watcher is left
             self._loop.call_soon_threadsafe(callback)
 
     async def _call(self, work: Callable[[], T]) -> T:

@@ -143,7 +143,7 @@ class FileStore:
             (bucket.path / name).unlink()
 
     def lose(self) -> None:
-        """Remove what is ours as somebody does who holds this process for dead; the next poll puts it again."""
+        """Remove our records, as a process does that takes this one for dead; the next poll puts it again."""
         for key in self._own:
             bucket, name = self._place(key)
             with self._locked(bucket), suppress(FileNotFoundError):
@@ -220,7 +220,7 @@ class FileStore:
         if stamp != bucket.stamp:
             if bucket.stamp is None or stamp[0] != bucket.stamp[0]:
                 if bucket.stamp is not None:
-                    bucket.keep_until = now + self._ttl  # somebody made the directory anew
+                    bucket.keep_until = now + self._ttl  # another process recreated the directory
                 self._hold(bucket)
             bucket.stamp = stamp
             coarse = found.st_mtime_ns % 1_000_000_000 == 0
@@ -279,7 +279,7 @@ class FileStore:
         try:
             value = (bucket.path / name).read_bytes()
         except FileNotFoundError:
-            return  # gone again: the directory's time has changed, and the next scan tells
+            return  # gone again: the directory's time has changed, and the next scan finds it
         bucket.entries[name] = _Entry(key, value, signature)
         if known is None or known.value != value:  # else only its time was renewed
             changes.append(Put(key, value))
@@ -410,7 +410,7 @@ class FileStore:
 
     @staticmethod
     def _link(temporary: Path, path: Path) -> bool:
-        """Give a file its name unless the name is taken, whoever holds the lock."""
+        """Give a file its name unless the name is taken, even while another process holds the lock."""
         try:
             os.link(temporary, path)
         except FileExistsError:
@@ -418,7 +418,9 @@ class FileStore:
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
                 raise
-            os.replace(temporary, path)  # a file system without hard links: only the lock tells who is first
+            os.replace(
+                temporary, path
+            )  # a file system without hard links: only the lock decides which process is first
             return True
         temporary.unlink()
         return True

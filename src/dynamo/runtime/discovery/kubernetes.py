@@ -34,7 +34,7 @@ from dynamo.runtime.settings import KubernetesSettings
 
 logger = logging.getLogger(__name__)
 
-DEBOUNCE_SECONDS: Final = 0.5  # a rollout changes many pods at once; watchers hear of them together
+DEBOUNCE_SECONDS: Final = 0.5  # a rollout changes many pods at once; watchers receive them together
 CLOSE_SECONDS: Final = 2.0  # for removing our resource; the cluster does it with the pod
 CREATE_ATTEMPTS: Final = 20
 
@@ -268,7 +268,7 @@ class KubernetesDiscovery:
             try:
                 await self._write()
                 delays = Delays()
-                await asyncio.sleep(next(delays))  # somebody else who keeps writing must not keep us busy
+                await asyncio.sleep(next(delays))  # another writer that keeps writing must not keep us busy
                 continue
             except CannotConnect as error:
                 self._on_store_lost(error)

@@ -27,7 +27,7 @@ FIELDS: Final[Mapping[str, str]] = {
 }
 
 SELECTOR: Final = "nvidia.com/dynamo-discovery-backend=kubernetes,nvidia.com/dynamo-discovery-enabled=true"
-"""Which EndpointSlices and pods are looked at; whoever deploys puts the labels on the service, or on the pods."""
+"""Which EndpointSlices and pods are looked at; the operator puts the labels on the service, or on the pods."""
 
 _MASK: Final = (1 << 64) - 1
 _ID_BITS: Final = 53  # ids stay exact in JSON readers that only know doubles

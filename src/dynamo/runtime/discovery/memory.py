@@ -21,7 +21,9 @@ class MemoryHub:
         self._members: dict[int, MemoryDiscovery] = {}
 
     def expire(self, lease_id: int) -> None:
-        """Lose a lease, as a store does that did not hear from a process in time. A living member puts its keys again."""
+        """Lose a lease, as a store does that received nothing from a process in time. A living member puts its keys
+        again.
+        """
         self._drop(lease_id)
         if (member := self._members.get(lease_id)) is not None:
             member._lease_lost()

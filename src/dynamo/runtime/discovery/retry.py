@@ -1,4 +1,4 @@
-"""How long to wait before a store is asked again."""
+"""The delays before a store is contacted again."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Channel = tuple[Scope, str]
 
 
 class MemoryEventPlane:
-    """`base.EventPlane` on one event loop; whoever holds the same plane hears each other."""
+    """`base.EventPlane` on one event loop; users of the same plane receive each other's events."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class NatsEventPlane:
         capacity: int = MAX_QUEUED,
         max_outbox: int = MAX_OUTBOX_MESSAGES,
     ) -> None:
-        """`connection` may be shared; whoever made it closes it."""
+        """`connection` may be shared; the code that made it closes it."""
         self._connection = connection
         self._counts: EventCounts = counts or NoCounts()
         self._rng = rng or random.Random()
@@ -92,7 +92,7 @@ class NatsEventPlane:
         publisher_id = self._rng.getrandbits(PUBLISHER_ID_BITS)
         transport = {"kind": "Nats", "config": {"subject_prefix": scope.subject}}
         key = scope.channel_key(topic, publisher_id)
-        # For presence only: whoever subscribes to the subject hears every publisher.
+        # For presence only: a subscription to the subject receives from every publisher.
         announced = self._announcer.announce(key, channel_record(scope, topic, publisher_id, transport))
         made = _Publisher(self, scope, topic, publisher_id, key, announced)
         self._publishers.add(made)

@@ -357,7 +357,7 @@ class SocketReader:
 
 
 async def _probe(endpoint: str) -> None:
-    """Raises CannotConnect unless somebody listens there: a ZMQ socket itself would wait without a word."""
+    """Raises CannotConnect unless the address accepts connections: a ZMQ socket itself would wait silently."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
         async with asyncio.timeout(PROBE_SECONDS):

@@ -162,7 +162,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._watch.phase is _BODY:
-            return  # a trailer: nobody reads it, and `_check_body` bounds it
+            return  # a trailer: it is not read, and `_check_body` bounds it
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self._request.expects_continue = True
@@ -334,7 +334,7 @@ class HttpConnection(asyncio.Protocol):
                 else:
                     self.transport.abort()
                 return
-            own.disconnect()  # whoever waits for the rest of the body waits in vain
+            own.disconnect()  # the rest of the body will not arrive
         headers, body = self._service.render(rejection, self._request.headers)
         head = b"".join([b"%b: %b\r\n" % header for header in headers.items()])
         framing = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)

@@ -119,7 +119,7 @@ class ResponseStream(Protocol):
 
         It need take only once: where the end came together with the last items, `arrived` is called again for it.
         This is how a fast reader is fed without a task switch per token. It is called on the event loop, must not raise,
-        and may be called without need; not while somebody waits in `next_batch`.
+        and may be called without need; not while a reader waits in `next_batch`.
         """
 
     def book(
@@ -137,7 +137,7 @@ class ResponseStream(Protocol):
     def finish(self) -> None:
         """Release the stream without a kill: the reader has the terminal chunk, and the END is on its way.
 
-        What still arrives is dropped. A worker that has not ended the stream within `FINISH_SECONDS` is told (kill).
+        What still arrives is dropped. A worker that has not ended the stream within `FINISH_SECONDS` receives a kill.
         """
 
     def close(self) -> None:

@@ -283,7 +283,7 @@ def _ignore(*_: object) -> None:
 
 
 def _expire(context: Context, sink: ResponseSink) -> None:
-    # End before kill: what a sink is told after a kill is dropped.
+    # End before kill: calls of a sink after a kill are dropped.
     sink.end(ResponseTimeout("the request's deadline passed"))
     context.kill()
 

@@ -1,4 +1,4 @@
-"""Dialling: everybody who wants a connection to one address waits for the same attempt."""
+"""Dialling: all requests for a connection to one address wait for the same attempt."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Dialler(Generic[Connection]):
         where = (host, port)
         attempt = self._attempts.get(where)
         if attempt is None:
-            # Awaited below by everybody who wants this connection; it ends by itself within the time limit.
+            # Awaited below by every request for this connection; it ends by itself within the time limit.
             attempt = asyncio.get_running_loop().create_task(self._dial(host, port), name=f"dial {host}:{port}")
             self._attempts[where] = attempt
             attempt.add_done_callback(lambda done: self._ended(where, done))
@@ -79,7 +79,7 @@ class Dialler(Generic[Connection]):
     def _ended(self, where: Where, attempt: asyncio.Task[Connection]) -> None:
         self._attempts.pop(where, None)
         if attempt.cancelled() or attempt.exception() is not None:
-            return  # the requests that wait see it; an attempt that nobody waits for is fine too
+            return  # the requests that wait see it; an attempt without a waiting request is fine too
         connection = attempt.result()
         if self._closed:
             connection.close()

@@ -22,7 +22,7 @@ LISTS: Final = bytes([*range(0x90, 0xA0), 0xDC, 0xDD])
 MAX_BLOBS: Final = 4096  # in one message; what follows them is judged by its bytes
 WINDOW_BYTES: Final = 1024 * 1024
 TEXT_BYTES: Final = 4  # for each byte of a long text: one character outside the basic plane widens all others
-_SMALL: Final = re.compile(  # values whose length their first byte tells
+_SMALL: Final = re.compile(  # values whose first byte gives their length
     b"(?:[\x00-\xa0\xc0-\xc3\xe0-\xff]++|[\xcd\xd1\xdc\xde]..|"
     + b"|".join(b"%b.{%d}" % (re.escape(bytes([0xA0 + n])), n) for n in range(1, 32))
     + b"|[\xcc\xd0].|[\xca\xce\xd2\xdd\xdf].{4}|[\xcb\xcf\xd3].{8}"

@@ -49,14 +49,14 @@ LIMITS: Final = (
 
 SPARE_CONNECTIONS: Final = 64  # beyond the limit, for as many callers at once to be told so; the rest is just closed
 SPARE_DESCRIPTORS: Final = 128  # for files, logs and the store
-GOODBYE_SECONDS: Final = 1.0  # how long a caller that is told so may take to say its wire, and to read
+GOODBYE_SECONDS: Final = 1.0  # how long a rejected caller may take to show its wire, and to read
 TLS_BEGINS: Final = b"\x16\x03"  # on the native wire: a path of 5,635 bytes
 NO_CUDA: Final = frozenset({"", "-1", "none", "void"})
 NO_NVIDIA: Final = frozenset({"none", "void"})
 
 
 class Listener:
-    """Implements `RequestPlaneServer` over TCP. Whoever makes one closes it."""
+    """Implements `RequestPlaneServer` over TCP. The code that makes a listener closes it."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Listener:
 
     @property
     def has_room_for_strangers(self) -> bool:
-        """Whether one more caller that has proven nothing may stay; always, where nothing is asked for."""
+        """Whether one more caller that has proven nothing may stay; always, where no proof is required."""
         if self._security is None or self._security.secret is None:
             return True
         return len(self._sniffing) + len(self._mux.strangers) <= self._settings.max_unauthenticated

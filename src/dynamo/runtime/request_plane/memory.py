@@ -90,7 +90,7 @@ class MemoryServer:
         self._paths.add(path)
 
     def unregister(self, path: str) -> None:
-        self.core.unregister(path)  # the path still leads here, so that callers are told why they are declined
+        self.core.unregister(path)  # the path still leads here, so that callers receive the reason for a rejection
 
     def transport(self, path: str) -> Mapping[str, Any]:
         return {"transport": {TRANSPORT: path}}

@@ -23,7 +23,7 @@ SECRET_CAPABILITY: Final = "secret"
 SECRET_SETTING: Final = "DYN_TCP_SECRET_PATH"
 
 NONCE_BYTES: Final = 32
-MIN_SECRET_BYTES: Final = 16  # a proof can be tried against guesses at leisure by whoever has seen one
+MIN_SECRET_BYTES: Final = 16  # a proof can be tried against guesses at leisure by any process that has seen one
 MAX_SECRETS: Final = 8
 MAX_FILE_BYTES: Final = 64 * 1024
 

@@ -14,7 +14,7 @@ class ReasoningParser(Protocol):
 
     - What the events of all pushes and of `finish` say together depends on the whole text only, never on its cuts.
     - No input raises. No text is lost but the marks themselves and the white space that touches them.
-    - What is certain is told at once; the text held back is bounded (each parser says by what).
+    - Certain text is emitted at once; the text held back is bounded (each parser says by what).
     """
 
     @property

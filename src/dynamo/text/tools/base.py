@@ -15,7 +15,7 @@ class ToolParser(Protocol):
     - What the events of all pushes and of `finish` say together depends on the whole text only, never on its cuts.
     - No input raises. What turns out to be no call is content, character for character; of what is a call only its
       marks and the white space that touches them are left out.
-    - A call is told as soon as it is certain, plain text at once; the text held back is bounded (each parser says by
+    - A call is emitted as soon as it is certain, plain text at once; the text held back is bounded (each parser says by
       what).
     """
 

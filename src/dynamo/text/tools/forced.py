@@ -40,7 +40,7 @@ def _behind_end(raw: list[str], text: str, at: int) -> tuple[int, _In]:
 class RequiredCallsParser:
     """`tool_choice: "required"`: an array of calls `{"name", "parameters" or "arguments"}`, or a single one.
 
-    A call is told when its object is complete, or at the end of the text, which may have been cut off: a call had to come,
+    A call is emitted when its object is complete, or at the end of the text, which may be cut off: a call had to come,
     so what there is of one is that call. From the first character on that does not fit, everything is content.
 
     Held back: `calls.MAX_CALL_CHARACTERS` of a call, or what the model's own parser holds back.
@@ -163,7 +163,7 @@ class RequiredCallsParser:
 class NamedCallParser:
     """A named tool choice: the whole answer is the arguments of that function.
 
-    The arguments are told as they arrive, once the object has its first key (or is complete without one). If it breaks
+    The arguments are emitted as they arrive, once the object has its first key (or is complete without). If it breaks
     later, what follows is content and the call stays without its end. In the model's own format, calls of other
     functions are dropped: the client allowed only this one.
 
@@ -223,7 +223,7 @@ class NamedCallParser:
     def _begin(self, text: str, at: int, events: list[OutputEvent]) -> int:
         reader = self._reader
         while at < len(text):
-            # Character by character, so that what is told does not depend on the cuts; it is only up to the first colon.
+            # Character by character, so that the output does not depend on the cuts; it is only up to the first colon.
             if not self._room:
                 break
             end, read = reader.read(text[at : at + 1])

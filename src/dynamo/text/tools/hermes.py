@@ -5,7 +5,7 @@
     {"name": "search", "arguments": {"query": "rain"}}
     </tool_call>
 
-- A call is told when its object is complete. The closing tag may be missing.
+- A call is emitted when its object is complete. The closing tag may be missing.
 - `arguments` may be called `parameters`; absent ones are `{}`.
 - All other text is content, white space included. Only line breaks that stand alone between the beginning and the first
   call, between two calls, or behind the last call are separators, and left out.

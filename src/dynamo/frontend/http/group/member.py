@@ -1,6 +1,6 @@
 """One of the processes of a group. Not for people: `python -m dynamo.frontend --workers N` starts it.
 
-It takes connections that the parent accepted, answers for the whole group, and drains when it is told to, or when the
+It takes connections that the parent accepted, answers for the whole group, and drains on request, or when the
 parent is gone.
 """
 

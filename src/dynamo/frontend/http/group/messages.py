@@ -23,14 +23,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Member: somebody asks me for the metrics of us all; `snapshot` are mine."""
+    """Member: a client requests the metrics of the group; `snapshot` holds this member's."""
 
     number: int
     snapshot: bytes
 
 
 class Gathered(msgspec.Struct, frozen=True, tag=True):
-    """Parent, to the member that asked: everybody else's metrics, and what processes that have ended had counted."""
+    """Parent, to the member that asked: the metrics of all others, and the counts of processes that have ended."""
 
     number: int
     snapshots: list[bytes]
@@ -50,7 +50,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
 
 
 class Share(msgspec.Struct, frozen=True, tag=True):
-    """Member: from now on this holds for all of us. Parent: somebody said so."""
+    """Member: from now on this holds for the group. Parent: a member reported it."""
 
     number: int
     key: str
@@ -58,7 +58,7 @@ class Share(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shared(msgspec.Struct, frozen=True, tag=True):
-    """Parent: everybody has been told."""
+    """Parent: every member has received it."""
 
     number: int
 

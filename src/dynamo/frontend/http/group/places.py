@@ -1,4 +1,4 @@
-"""Counters in memory that the processes of a group share: one row for each process, written by nobody else.
+"""Counters in memory that the processes of a group share: one row for each process, written only by that process.
 
 A row is a handful of aligned 64-bit numbers, so that a reader sees an old or a new value and never half of one. There is no
 lock: a sum over the rows may miss what another process does in this very microsecond, so a limit over the group may be

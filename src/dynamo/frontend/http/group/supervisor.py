@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 LISTEN_BACKLOG: Final = 2048
 ACCEPTED_AT_ONCE: Final = 64
-PAUSE_SECONDS: Final = 0.05  # when nobody can take a connection, or no descriptor is left
+PAUSE_SECONDS: Final = 0.05  # when no member can take a connection, or no descriptor is left
 SNAPSHOT_SECONDS: Final = 1.0  # a member that says nothing for this long is represented by what it said last
 MAX_SHARED: Final = 4096  # values that hold for all; the oldest goes first
 KILL_RESERVE_SECONDS: Final = 4.0  # for a member that cannot keep its own limit; `dynamo serve` kills after 5
@@ -67,7 +67,7 @@ class _Member:
 
 
 class _Gathering:
-    """One scrape: who has not answered yet."""
+    """One scrape: the members that have not answered yet."""
 
     def __init__(self, rows: set[int]) -> None:
         self.missing = rows
@@ -115,7 +115,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._was_serving = False
         self._is_accepting = self._is_paused = False
-        self._held: deque[socket.socket] = deque()  # accepted, and nobody could take them
+        self._held: deque[socket.socket] = deque()  # accepted, and no member could take them
         self._failure = 0
         self._signal: signal.Signals | None = None
         self._answers: set[asyncio.Task[None]] = set()

@@ -163,7 +163,7 @@ class MuxConnection(Dialled):
         if not self.greeting.is_over and self._failure is None:
             tls = "" if exc is None else f" ({handshake_text(exc)})"
             reason = f"it hung up before it said anything{tls}; {self.greeting.hint}"
-        self._failure = reason  # a request may still come for this connection, and is told the same
+        self._failure = reason  # a later request for this connection fails for the same reason
         self.greeting.failed(self.address, reason)
         for stream in streams:
             stream.lost(Disconnected(f"Stream ended before generation completed ({self.address}: {reason})"))
@@ -185,7 +185,7 @@ class MuxConnection(Dialled):
 
     def open(self, path: str, body: bytes, context: Context) -> MuxStream:
         """Begin one stream; the request leaves at the next turn of the loop."""
-        if not self.usable:  # lost between its first byte and this turn of the loop: nobody would end the stream
+        if not self.usable:  # lost between its first byte and this turn of the loop: nothing else would end the stream
             raise CannotConnect(f"{self.address} closed the connection at once: {self._failure or 'no reason given'}")
         if self._next_stream_id > MAX_STREAM_ID - 2:
             self.usable = False
@@ -299,7 +299,7 @@ class MuxConnection(Dialled):
 
 
 class _Heartbeat:
-    """Pings the worker, drops a silent one, and closes a connection that nobody has used for long."""
+    """Pings the worker, drops a silent one, and closes a connection that has not been used for long."""
 
     __slots__ = ("_connection", "_loop", "_tick_at", "_timer", "heard_at", "idle_since")
 

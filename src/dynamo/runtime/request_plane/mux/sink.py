@@ -73,7 +73,7 @@ class MuxSink:
             offset = self._advance(index, count)
         self.credit -= count or 1
         outbox = self.outbox
-        # A plain tuple: encoding it costs half of what a Struct instance would, and nobody keeps it.
+        # A plain tuple: encoding it costs half of what a Struct instance would, and no code keeps it.
         if finish_reason is None and extra is None:
             outbox.items.append((self._stream_id, index, offset, token_ids))
         else:

@@ -44,7 +44,7 @@ def keep_alive(transport: asyncio.Transport) -> None:
 
 
 class CallHomeListener:
-    """Streams that are awaited, by their subject. Whoever makes one closes it."""
+    """The awaited streams, by their subject. The code that makes a `CallHome` closes it."""
 
     def __init__(self, settings: RequestPlaneSettings, tls: ServerTls | None = None) -> None:
         """`tls`: the certificate to listen with, if any."""

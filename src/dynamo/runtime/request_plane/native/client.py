@@ -57,7 +57,7 @@ def prepare(instance: Instance, path: str, body: Any, context: Context, home: Ca
     """Encode a request and await its answer at `home`. `path` is written to the headers only.
 
     Raises `InvalidArgument` for what the wire cannot carry, `ResponseTimeout` when the deadline has passed, and
-    `CannotConnect` for an instance with a codec nobody knows.
+    `CannotConnect` for an instance with an unknown codec.
     """
     codec = codec_of(instance)
     if context.deadline is not None and context.deadline <= asyncio.get_running_loop().time():
@@ -109,7 +109,7 @@ class NativeClient:
         waited: Waited | None = None,
         security: PlaneSecurity | None = None,
     ) -> None:
-        """`home` may be shared with other planes; whoever made it closes it."""
+        """`home` may be shared with other planes; the code that made `home` closes it."""
         self._security = security or PlaneSecurity()
         self._settings = settings
         self._home = home

@@ -24,7 +24,9 @@ HEADER_BYTES: Final = 64  # what NATS adds to each header: a name, a separator, 
 
 
 class NatsClient:
-    """Implements `RequestPlaneClient` over one NATS connection, which may be shared: whoever made it closes it."""
+    """Implements `RequestPlaneClient` over one NATS connection, which may be shared: the code that made the connection
+    closes it.
+    """
 
     def __init__(
         self,

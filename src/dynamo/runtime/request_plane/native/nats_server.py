@@ -52,7 +52,7 @@ class NatsServer:
         refused: Refused = uncounted,
         security: PlaneSecurity | None = None,
     ) -> None:
-        """`connection` may be shared; whoever made it closes it. `security`: how answers are brought to callers."""
+        """`connection` may be shared; the code that made it closes it. `security`: how answers are brought to callers."""
         self._connection = connection
         self.core = ServerCore(settings)
         self._native = NativeServer(self.core, settings, refused=refused)

@@ -90,7 +90,7 @@ class NativeStream(StreamBuffer, asyncio.Protocol):
         super().follow(context)
 
     def await_home(self, came: Callable[[NativeStream], None] | None) -> None:
-        """Call `came` when the worker has called home, or need not any more; None: whoever asked is gone."""
+        """Call `came` when the worker has called home, or need not any more; None: the caller is gone."""
         self._on_home = came
         if came is not None and (self.is_over or self._transport is not None):
             self._called_home()
