@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,3 +125,21 @@ def test_every_public_package_exports_what_its_all_says(name: str) -> None:
     assert sorted(set(exported)) == sorted(exported), f"{name}.__all__ repeats a name"
     missing = [item for item in exported if not hasattr(package, item)]
     assert not missing, f"{name}.__all__ names {missing}, which do not exist"
+
+
+def test_each_noun_of_the_glossary_is_one_class() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "glossary.md").read_text()
+    nouns = re.findall(r"^\| [^|]+ \| `(\w+)` \|", page, re.MULTILINE)
+    homes: dict[str, list[str]] = {noun: [] for noun in nouns}
+    for name, path in MODULES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name in homes and room_of(name) != "_core":
+                homes[node.name].append(name)
+    assert {noun: places for noun, places in homes.items() if len(places) != 1} == {}
+    assert len(nouns) == len(homes) > 25
+
+
+def test_the_index_names_every_page() -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    linked = set(re.findall(r"\]\(([a-z-]+\.md)\)", (docs / "index.md").read_text()))
+    assert linked == {page.name for page in docs.glob("*.md")} - {"index.md"}
