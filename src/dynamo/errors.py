@@ -32,7 +32,7 @@ class DynamoException(Exception):
     """Root of every typed error. Raised bare it is treated as `Unknown`."""
 
     is_reported: bool = False
-    """Whether a peer sent it: `revive` says so. Then the way to that peer is well, whatever the error is about."""
+    """Whether a peer sent it: `revive` sets this. Then the way to that peer is well, whatever the error is about."""
 
 
 class Unknown(DynamoException):

@@ -88,7 +88,7 @@ class ChatClient:
 
 
 def main(argv: list[str]) -> int:
-    """Hold a conversation, or ask once; the exit status."""
+    """Hold a conversation, or ask once; return the exit status."""
     parser = CommandParser(
         "dynamo chat",
         description="Talk to a served model in the terminal.",

@@ -1,4 +1,4 @@
-"""SIGHUP says one of two things: restart, or the terminal is gone.
+"""SIGHUP means one of two things: restart, or the terminal is gone.
 
 A terminal that is closed sends it to what runs there, and whoever closes a terminal does not ask for a restart.
 """

@@ -248,7 +248,7 @@ class LocalCluster:
                 self._console.say(f"frontend serves again at {self._address.url}")
 
     async def _all_taken(self) -> None:
-        """Wait until the frontend sends requests to every worker that was asked for."""
+        """Wait until the frontend sends requests to every requested worker."""
         loop = asyncio.get_running_loop()
         begun = reported_at = loop.time()
         for worker in self.workers:

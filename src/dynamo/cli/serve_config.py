@@ -18,7 +18,7 @@ MAX_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """What a file asks for: options of `dynamo serve` itself, and flags for its frontend and its engine."""
+    """The content of a file: options of `dynamo serve` itself, and flags for its frontend and its engine."""
 
     options: Mapping[str, Any]  # by the name of the flag without its dashes: {"http-port": 9000}
     frontend_args: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""`dynamo simulate`: run a cluster under virtual time with seeded faults, and say which promises broke."""
+"""`dynamo simulate`: run a cluster under virtual time with seeded faults, and report which promises broke."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _UNKNOWN: Final = "unrecognized arguments: "  # argparse's words
 
 
 class UsageError(Exception):
-    """An error of use; the message says what to write instead."""
+    """An error of use; the message names what to write instead."""
 
 
 class PlainRefusal(UsageError):

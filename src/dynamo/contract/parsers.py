@@ -1,4 +1,4 @@
-"""Which output parser a worker asks for. A worker only advertises a name; the frontend applies the parser."""
+"""The output parser that a worker names. A worker only advertises a name; the frontend applies the parser."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def default_paths() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendSettings:
-    """Sizes in bytes, times in seconds; None means off or unknown unless a comment says otherwise."""
+    """Sizes in bytes, times in seconds; None means off or unknown unless a comment states otherwise."""
 
     http_host: str = LOOPBACK  # of a process: see `listening_host`
     http_port: int = 8000
@@ -284,7 +284,7 @@ def store_of(backend: str | None, env: Mapping[str, str]) -> str:
 
 
 def listening_host(asked: str | None, backend: str | None, env: Mapping[str, str]) -> str:
-    """Choose the address of the API: the one that was asked for, else loopback where discovery is of one machine."""
+    """Choose the address of the API: the configured one, else loopback where discovery is of one machine."""
     return bind_host(store_of(backend, env), asked, "0.0.0.0")
 
 

@@ -54,7 +54,7 @@ _MM_HASH_DIGITS: Final = 64
 
 
 class BadPayload(ValueError):
-    """A payload, or one of its events, that cannot be read; says why."""
+    """A payload, or one of its events, that cannot be read; holds the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ EngineEvent = Stored | Removed | Cleared
 
 @dataclass(slots=True)
 class EngineBatch:
-    """One payload: what it says, and what of it was left out."""
+    """One payload: its events, and what of it was left out."""
 
     events: list[EngineEvent] = field(default_factory=list)
     dp_rank: int | None = None

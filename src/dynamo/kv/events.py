@@ -10,7 +10,7 @@ __all__ = ["BadEvents", "KvAnswer", "KvChange", "RouterEvent", "read_answer", "r
 
 
 class BadEvents(ValueError):
-    """What arrived are no KV events; says why."""
+    """A message holds no valid KV events; holds the reason."""
 
 
 class KvChange(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class RouterEvent(msgspec.Struct, frozen=True):
 
 
 class KvAnswer(msgspec.Struct, frozen=True):
-    """What a worker says to who asks for events it missed."""
+    """A worker's answer to a query for missed events."""
 
     kind: str  # "Events", "TreeDump", "TooNew", "InvalidRange", "Error"
     events: list[RouterEvent] = []

@@ -1,4 +1,4 @@
-"""What one publisher has said of its blocks: so that it can be asked again, and says nothing twice.
+"""What one publisher has published of its blocks, so that it can answer queries and publishes nothing twice.
 
 The answers to questions are the native ones to the letter: `Events` where the events asked for are still there, `TreeDump`
 (every block held now, parents first, numbered afresh) where they are not.
@@ -48,7 +48,7 @@ class KvLedger:
         return self._blocks
 
     def add(self, tier: str, data: Any) -> dict[str, Any] | None:
-        """Book one change and return it as an event to publish; None when there is nothing to say.
+        """Book one change and return it as an event to publish; None when there is nothing to publish.
 
         A block that was stored several times is removed when it was removed as often.
         """

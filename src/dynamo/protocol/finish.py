@@ -1,4 +1,4 @@
-"""Finish reasons: whatever an engine says natively becomes one of a handful of words. Pure."""
+"""Finish reasons: whatever an engine reports natively becomes one of a handful of words. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a guided request may ask a grammar compiler to do: bounds on size, rules, references and depth.
+"""What a guided request may make a grammar compiler do: bounds on size, rules, references and depth.
 
 Compilers of grammars recurse: one rule that names the next, three thousand times, ends the process that compiles it. The
 frontend checks these bounds before a worker sees the request; an engine that compiles checks them again.

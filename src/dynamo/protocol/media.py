@@ -1,4 +1,4 @@
-"""What a model card says about media: what the frontend decodes for the worker, and how it may fetch.
+"""The media part of a model card: what the frontend decodes for the worker, and how it may fetch.
 
 Both are plain JSON objects with short ways to fill them; a card carries them as they are.
 """

@@ -1,4 +1,4 @@
-"""The names under which a model card asks for an output parser.
+"""The names under which a model card requests an output parser.
 
 A worker advertises a name and a frontend applies the parser, and the two may be of different systems: every name of the
 contract is understood, also where our own frontend has no such parser (then the output is text).

@@ -51,13 +51,15 @@ UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _SLUG_CHARS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 
 DEFAULT_BLOCK_SIZE: Final = 16
-"""What a card says when the engine has no block-structured KV: the native reader requires the member. Whether the
+"""The card's value when the engine has no block-structured KV: the native reader requires the member. Whether the
 engine really has blocks is told by `runtime_config.total_kv_blocks` and its event channels, not by this number."""
 
 
 RESUMES_GUIDED: Final = "resumes_guided_decoding"
-"""The entry of an engine's `runtime_data` that says: of a request that lost its worker it brings the grammar up to date with
-what was generated, the tokens behind `Context.prompt_tokens`. An engine that does not would begin the grammar anew."""
+"""The entry of an engine's `runtime_data` that declares: for a request that lost its worker it brings the grammar up to
+date with what was generated, the tokens behind `Context.prompt_tokens`. An engine that does not would begin the
+grammar anew.
+"""
 
 
 def slugify(name: str) -> str:
@@ -247,7 +249,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
 
     @property
     def role(self) -> WorkerType:
-        """The worker's role, inferred from the legacy marker where an old worker does not say it.
+        """The worker's role, inferred from the legacy marker where an old worker does not report it.
 
         Raises InvalidArgument for a role this version does not know: such a worker cannot be placed.
         """
@@ -378,5 +380,5 @@ def _file_ref(where: str, value: Any) -> FileRef:
 
 
 def _without_nothing(record: Any) -> dict[str, Any]:
-    """Drop None and empty containers; a false, a zero and an empty text say something and stay."""
+    """Drop None and empty containers; a false, a zero and an empty text carry meaning and stay."""
     return {key: value for key, value in record.items() if value is not None and value not in ([], {}, set())}

@@ -1,4 +1,4 @@
-"""What `config.json` says, checked and typed: the shape of a Llama-family decoder."""
+"""The content of `config.json`, checked and typed: the shape of a Llama-family decoder."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Failure:
 
 
 class Core:
-    """A model, its cache, and who uses them."""
+    """A model, its cache, and the sequences that use them."""
 
     def __init__(
         self,

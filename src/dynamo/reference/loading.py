@@ -1,4 +1,4 @@
-"""From a directory and a few numbers to a core that can compute, or to a sentence that says what is in the way."""
+"""From a directory and a few numbers to a core that can compute, or to a sentence that names the obstacle."""
 
 from __future__ import annotations
 

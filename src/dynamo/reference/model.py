@@ -89,7 +89,7 @@ class KvCache:
         return self._gather(self.keys[layer], tables), self._gather(self.values[layer], tables)
 
     def page(self, block: int) -> bytes:
-        """Return one block, packed as `Layout` says; for another worker."""
+        """Return one block, packed as in `Layout`; for another worker."""
         at = slice(block * self.block_size, (block + 1) * self.block_size)
         return self.keys[:, :, at].tobytes() + self.values[:, :, at].tobytes()
 
@@ -236,7 +236,7 @@ class Model:
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Array:
-    """Radians per position of each pair of a head, stretched as `scaling` says."""
+    """Radians per position of each pair of a head, stretched by `scaling`."""
     plain = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     if scaling is None:
         return plain.astype(np.float32)

@@ -52,7 +52,7 @@ class PrefillRole:
         await self._sender.start()
 
     async def close(self) -> None:
-        """End every offer, after a moment for those who are fetching."""
+        """End every offer, after a moment for workers that are fetching."""
         await self._sender.close()
 
     @property

@@ -91,7 +91,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One token, and what was asked about it."""
+    """One token, and the requested details about it."""
 
     token: int
     logprob: float | None = None

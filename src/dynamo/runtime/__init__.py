@@ -41,7 +41,7 @@ _HOMES: Final = {
     "dynamo_worker": "decorators",
     "serve_unary_endpoint": "decorators",
 }
-"""The module of each public name. Loaded at first use: who needs one module of this package does not pay for all."""
+"""The module of each public name. Loaded at first use: a user of one module of this package does not pay for all."""
 
 
 def __getattr__(name: str) -> Any:

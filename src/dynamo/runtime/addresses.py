@@ -43,7 +43,7 @@ def http_url(host: str, port: int) -> str:
 
 
 def bind_host(store: str, asked: str | None, in_cluster: str) -> str:
-    """Choose the address a listener binds: the one that was asked for, else loopback where discovery is of one machine.
+    """Choose the address a listener binds: the configured one, else loopback where discovery is of one machine.
 
     `store`: the discovery backend in use ("mem", "file", "etcd", "kubernetes"). `in_cluster`: where the native system binds.
     """

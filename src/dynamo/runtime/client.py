@@ -48,7 +48,7 @@ class Client:
     """Calls one endpoint. Made by `Endpoint.client`; closed with its runtime, or before by `close`."""
 
     def __init__(self, endpoint: Endpoint, mode: RouterMode | None = None) -> None:
-        """`mode` None: like the native client, which chooses at random unless told otherwise."""
+        """`mode` None: like the native client, which chooses at random by default."""
         self._endpoint = endpoint
         self._runtime = endpoint.runtime
         self._mode = mode or RouterMode.RANDOM
@@ -460,7 +460,7 @@ class ClientStream(AsyncIterator[Any]):
             self._finalizer = None
 
     def _fail(self, error: DynamoException) -> None:
-        """End the stream; raises what the user sees of `error`, unless this side had asked for the end."""
+        """End the stream; raises what the user sees of `error`, unless this side had cancelled the stream."""
         self._items = []
         stream, self._stream = self._stream, None
         if stream is not None:

@@ -17,7 +17,7 @@ from dynamo.runtime.request_plane.base import RequestStream
 
 
 def dynamo_worker(enable_nats: Any = None) -> Callable[[Callable[..., Awaitable[Any]]], Callable[..., Awaitable[Any]]]:
-    """Turn `async def worker(runtime, *args)` into `async def worker(*args)` with a runtime as the environment says.
+    """Turn `async def worker(runtime, *args)` into `async def worker(*args)` with a runtime made from the environment.
 
     The runtime is closed when the function returns. No signal handlers are installed.
     """

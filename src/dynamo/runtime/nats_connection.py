@@ -29,7 +29,7 @@ class NatsConnection:
     def __init__(
         self, settings: NatsSettings, *, wanted_by: str, count_error: Callable[[str], None] = lambda kind: None
     ) -> None:
-        """`wanted_by`: the flag that asks for NATS, for the error message. `count_error(kind)` counts what went wrong."""
+        """`wanted_by`: the flag that needs NATS, for the error message. `count_error(kind)` counts what went wrong."""
         self._settings = settings
         self._wanted_by = wanted_by
         self._count_error = count_error

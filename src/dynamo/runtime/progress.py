@@ -27,7 +27,8 @@ class _Mark:
 
 
 class Progress:
-    """Watches the requests of the endpoints that asked for it. Use it on the event loop; only reading is for other threads.
+    """Watches the requests of the endpoints that requested it. Use it on the event loop; only reading is for other
+    threads.
 
     Silence is counted in beats of this very loop. While it was away (a suspended machine, an engine that blocks it) nobody
     could have said anything, and that is one beat, however long it was.
@@ -70,7 +71,7 @@ class Progress:
 
     @property
     def silent_seconds(self) -> float:
-        """For how long no request has said anything, although some run that could have."""
+        """For how long no request has produced output, although some running request could have."""
         return self._silent_beats * BEAT_SECONDS
 
     @property

@@ -103,7 +103,7 @@ def is_being_cancelled() -> bool:
 
 
 def take_back_cancellation() -> None:
-    """Take back one cancellation of the running task: it asked for an end, and the end has come."""
+    """Take back one cancellation of the running task: it requested an end, and the end has come."""
     task = asyncio.current_task()
     if task is not None:
         task.uncancel()

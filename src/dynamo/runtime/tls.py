@@ -120,7 +120,7 @@ class ClientTls:
         server_name: str | None = None,
         is_insecure: bool = False,
     ) -> None:
-        """`server_name`: what a peer's certificate must say instead of the address it was reached at.
+        """`server_name`: the name a peer's certificate must have, instead of the peer's address.
 
         Raises InvalidArgument naming the setting of a file that cannot be used.
         """

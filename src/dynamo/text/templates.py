@@ -181,7 +181,7 @@ def _compile(environment: BudgetedSandbox, name: str, source: str) -> Template:
 
 @lru_cache(maxsize=MAX_COMPILED)
 def _code(source: str) -> CodeType:
-    """Return the program of a template: the same for every environment, as environments differ only in `strftime_now`."""
+    """Return the program of a template: the same for every environment: only `strftime_now` differs."""
     return _environment(None).compile(source)
 
 

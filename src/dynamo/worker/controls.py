@@ -1,4 +1,4 @@
-"""Engine controls and updates: what an operator may ask of a running engine over the status server.
+"""Engine controls and updates: the operations on a running engine over the status server.
 
 `POST /engine/control/<name>` and `/engine/update/<name>` reach the engine as they are. Some controls make the engine
 unable to serve for a while, so they first take the instance out of discovery; their counterparts bring it back. Those

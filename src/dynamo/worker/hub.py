@@ -1,4 +1,4 @@
-"""Fetching a model by its hub name, only when that was asked for: a name must not leave the machine by accident."""
+"""Fetching a model by its hub name, only on request: a name must not leave the machine by accident."""
 
 from __future__ import annotations
 

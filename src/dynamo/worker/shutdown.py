@@ -30,7 +30,7 @@ HEARTBEAT_SECONDS: Final = 5.0  # how often a long wait is logged
 
 
 class StopRequest:
-    """Whether and when a worker was asked to stop. Used on the event loop only."""
+    """Whether and when a stop of the worker was requested. Used on the event loop only."""
 
     def __init__(self, times: ShutdownTimes) -> None:
         self.times = times

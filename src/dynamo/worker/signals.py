@@ -107,7 +107,8 @@ class SignalGuard:
             vars(self._loop).pop(name, None)  # gone already when another worker of this loop ended first
 
     def listen(self, on_signal: Callable[[str], None], *, at_once: Callable[[], None]) -> bool:
-        """Call `on_signal("SIGTERM")` on the loop for every signal; whether this thread can hear signals at all.
+        """Call `on_signal("SIGTERM")` on the loop for every signal; return whether this thread can receive signals at
+        all.
 
         `at_once` runs in the handler itself, so also while the loop is blocked; it must be safe there.
         """

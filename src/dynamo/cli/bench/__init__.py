@@ -1,4 +1,4 @@
-"""`dynamo bench URL`: a load generator that costs little, says what it cost, and keeps no sample for ever.
+"""`dynamo bench URL`: a load generator that costs little, reports its cost, and keeps no sample for ever.
 
 `command` is the command. `load`, `targets` and `samples` are its engine, which `benchmarks/` drives, too.
 """

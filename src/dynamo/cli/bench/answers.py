@@ -198,13 +198,13 @@ class StreamMeter:
 
     @property
     def usage(self) -> Usage:
-        """As the last usage in the stream says."""
+        """The last usage in the stream."""
         prompt, completion = _PROMPT.findall(self._usage), _COMPLETION.findall(self._usage)
         return (int(prompt[-1]) if prompt else None, int(completion[-1]) if completion else None)
 
     @property
     def failure(self) -> tuple[str, str] | None:
-        """(kind, what was said) if the stream told an error or lacks its end; None for a proper stream."""
+        """(kind, message) if the stream carried an error or lacks its end; None for a proper stream."""
         if self._error:
             return "error in the stream", error_of(self._error.split(b"\n", 1)[0])
         if not self._tail.rstrip().endswith(b"data: [DONE]"):

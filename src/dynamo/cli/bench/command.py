@@ -1,4 +1,4 @@
-"""`dynamo bench`: read the command line, ask the server what it serves, load it, report."""
+"""`dynamo bench`: read the command line, query the server's models, load it, report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WARMUP_CONNECTIONS: Final = 16
 
 
 class ServerTrouble(Exception):
-    """The server cannot be asked what it serves."""
+    """The server's models cannot be queried."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What is asked: prompts from a file, or generated to a length and with shared beginnings. Pure; chance is an argument."""
+"""The prompts: read from a file, or generated to a length and with shared beginnings. Pure; chance is an argument."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class WordCost:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What one request asks: `members` are those of its body."""
+    """The prompt of one request: `members` are those of its body."""
 
     members: Mapping[str, Any]
     output_tokens: int | None = None  # None: as the command line says

@@ -1,4 +1,4 @@
-"""What engines say at the end of a stream, in the contract's words."""
+"""The finish reasons of engines, in the contract's words."""
 
 from __future__ import annotations
 

@@ -40,8 +40,10 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 DEFAULT_QUEUE_AGE_SECONDS: Final = 120.0
-"""Where nothing is set and the workers said how much they run at once. Past it hardly a client still waits for its first
-token, so what is computed is thrown away; below it engines with long queues of their own are left to work them off."""
+"""Where nothing is set and the workers reported how much they run at once. Past it hardly a client still waits for its
+first token, so what is computed is thrown away; below it engines with long queues of their own are left to work them
+off.
+"""
 
 MAX_RETRY_SECONDS: Final = 60  # a client that stays away for longer than that might as well have been lost
 RATE_SECONDS: Final = 10.0  # over how long the rate of first tokens is averaged: some steps, and not yet history
@@ -173,7 +175,7 @@ class ModelAdmission:
 
     @property
     def ignores_factor(self) -> bool:
-        """Whether a limit was asked for that cannot be kept, because the workers did not say what they run at once."""
+        """Whether a configured limit cannot be kept, because the workers did not report what they run at once."""
         return self._policy.limit is not None and self._limit is None
 
     @property

@@ -36,7 +36,7 @@ OPEN: Final = (Stage.SERVING, Stage.LEAVING)  # requests are taken; a tuple, as 
 
 
 class NotReady(DynamoException):
-    """The frontend is draining or stopping: another one should be asked (503)."""
+    """The frontend is draining or stopping: another frontend should be tried (503)."""
 
     def __init__(self) -> None:
         super().__init__("Service is not ready")

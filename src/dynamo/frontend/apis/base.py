@@ -34,7 +34,7 @@ _MILLISECONDS: Final = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class RenderOptions:
-    """What the frontend's settings say about the shape of an answer."""
+    """The frontend's settings for the shape of an answer."""
 
     continuous_usage: bool = False  # usage on every chunk
     reasoning_field: str = "reasoning_content"
@@ -103,7 +103,7 @@ class Answer:
         token_ids: Sequence[int] | None = None,
         engine_data: Mapping[str, Any] | None = None,
     ) -> bytes | None:
-        """Return the extension members the client asked for; None when there are none.
+        """Return the extension members the client requested; None when there are none.
 
         `worker_id` is in every part of the answer, `timing` in the part that ends a choice (`finished`).
         """

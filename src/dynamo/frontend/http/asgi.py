@@ -49,7 +49,7 @@ def first_headers(scope: Scope) -> Headers:
 
 
 def check_content_type(headers: Headers) -> None:
-    """Raise the 415 unless the body is said to be JSON."""
+    """Raise the 415 unless the Content-Type is JSON."""
     value = headers.get(b"content-type", b"")
     if value == JSON:
         return
@@ -122,8 +122,9 @@ def _too_large(limit_bytes: int) -> RequestRejected:
 
 
 Respond = Callable[[int, Sequence[tuple[bytes, bytes]], bytes], bool]
-"""The ASGI extension `dynamo.respond` of our listener: write a whole answer (status, headers, body) at once, or say False
-without writing anything."""
+"""The ASGI extension `dynamo.respond` of our listener: write a whole answer (status, headers, body) at once, or return
+False without writing anything.
+"""
 
 
 async def reply(

@@ -17,7 +17,8 @@ from dynamo.runtime.http.cycle import PUSH_EXTENSION
 __all__ = ["PUSH_EXTENSION", "EventStream", "Push"]
 
 Push = Callable[[bytes], bool]
-"""The ASGI extension `dynamo.push` of our listener: write one body chunk now, or say False without writing anything."""
+"""The ASGI extension `dynamo.push` of our listener: write one body chunk now, or return False without writing anything.
+"""
 
 
 _HEADERS: Final = (
@@ -78,7 +79,7 @@ class EventStream:
 
     @property
     def can_push(self) -> bool:
-        """Whether `push` may say True."""
+        """Whether `push` may return True."""
         return self._push is not None and self.is_committed
 
     def push(self, data: bytes, now: float) -> bool:

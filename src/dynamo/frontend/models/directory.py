@@ -256,7 +256,7 @@ class ModelDirectory:
 
     @property
     def longest_context(self) -> int | None:
-        """The most tokens that any model served here takes; None when one of them does not say."""
+        """The most tokens that any model served here takes; None when one of the models does not report it."""
         longest = 0
         for model in self._served.values():
             if not model.context_length:

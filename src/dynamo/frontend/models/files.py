@@ -188,7 +188,7 @@ class _Fetch:
             connection.close()
 
     def _hash(self, path: Path) -> str:
-        """Return the BLAKE3 of a file, reading no more than it says it holds. Raises InvalidArgument, CannotConnect."""
+        """Hash a file (BLAKE3), reading no more than its declared size. Raises InvalidArgument, CannotConnect."""
         digest = blake3()
         try:
             with path.open("rb") as source:

@@ -270,7 +270,7 @@ async def _fan_out(model: GenerationModel, work: WorkRequest, context: Context) 
 
 
 class Choice:
-    """One choice: its stream of items, and how they become deltas. Subclasses say how."""
+    """One choice: its stream of items, which subclasses turn into deltas."""
 
     __slots__ = ("_index", "_is_over", "_request", "_work", "stream")
 

@@ -175,7 +175,7 @@ def think_marks(config: ModelRuntimeConfig, tokenizer: Tokenizer) -> tuple[str, 
 
 
 def warn_of_missing_parsers(model: str, config: ModelRuntimeConfig) -> None:
-    """Say so in the log when a card asks for a parser that this version does not have."""
+    """Log a warning when a card requests a parser that this version does not have."""
     for what, name, known in (
         ("tool-call parser", config.tool_call_parser, TOOL_FORMATS),
         ("reasoning parser", config.reasoning_parser, REASONING_FORMATS),

@@ -20,7 +20,7 @@ U32_MAX: Final = 2**32 - 1  # as a dp rank: "not set"
 
 @dataclass(slots=True)
 class HeaderEffects:
-    """What the headers say beyond the body's fields."""
+    """The request options in headers, beyond the body's fields."""
 
     request_id: str | None = None  # `x-request-id`: echoed and logged, never the id of the work
     metadata: dict[str, str] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class HeaderEffects:
 
     @property
     def policy_class(self) -> str | None:
-        """The router queue the request asked for."""
+        """The router queue the request names."""
         return self.metadata.get("policy-class")
 
     @property

@@ -1,4 +1,4 @@
-"""What a client may say: the JSON bodies of chat and text completions as typed values.
+"""The requests of a client: the JSON bodies of chat and text completions as typed values.
 
 Types here are only as narrow as the wire needs; a rule with a message of its own (`temperature` between 0 and 2) is
 in `validation`. Integers are bounded to what the worker's wire can carry, so a huge one is refused with its field's name.
@@ -291,7 +291,7 @@ class CommonRequest(Struct, kw_only=True, dict=True):
 
     @property
     def guidance(self) -> dict[str, tuple[str, Any]]:
-        """The guidance asked for outright: the engine's name of each kind -> (the client's field, its value)."""
+        """The explicitly requested guidance: the engine's name of each kind -> (the client's field, its value)."""
         asked: dict[str, tuple[str, Any]] = {}
         for kind in ("json", "regex", "choice", "grammar", "whitespace_pattern"):
             if (value := getattr(self, f"guided_{kind}")) not in (None, []):
@@ -326,7 +326,7 @@ class CommonRequest(Struct, kw_only=True, dict=True):
 
     @property
     def annotations(self) -> list[str]:
-        """Every annotation asked for, those the frontend answers itself included."""
+        """Every requested annotation, those the frontend answers itself included."""
         return (self.nvext.annotations if self.nvext is not None else None) or []
 
     @property

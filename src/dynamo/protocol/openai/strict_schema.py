@@ -1,4 +1,4 @@
-"""Strict schemas: every object is closed, and every property required. A client that says `strict` relies on it."""
+"""Strict schemas: every object is closed, and every property required. A client that sets `strict` relies on it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dynamo.protocol.openai.shapes import ChatRequest, JsonObject, NamedToolChoi
 __all__ = ["REQUIRED", "forced_choice", "forced_schema", "parameters_of", "required_schema"]
 
 REQUIRED: Final = ""
-"""What `forced_choice` says when any tool will do; no function has an empty name."""
+"""The value of `forced_choice` when any tool will do; no function has an empty name."""
 
 _DEFINITIONS: Final = ("$defs", "definitions")  # the second is the older draft's name
 _ANYTHING: Final[JsonObject] = {"type": "object", "properties": {}}

@@ -119,7 +119,7 @@ def _thinking_budget(chat: ChatRequest | None, nvext: NvExt | None) -> int | Non
 
 
 def _guided_decoding(request: CommonRequest) -> dict[str, Any] | None:
-    """Return the one kind of guidance asked for, unset members left out.
+    """Return the one requested kind of guidance, unset members left out.
 
     A forced tool choice beats `response_format`, and so does an explicit `guided_json`; both together were refused.
     """

@@ -1,4 +1,4 @@
-"""How KV blocks get from a prefill worker to a decode worker. `base` says what every transport promises."""
+"""How KV blocks get from a prefill worker to a decode worker. `base` defines what every transport promises."""
 
 from __future__ import annotations
 

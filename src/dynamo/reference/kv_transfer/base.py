@@ -1,4 +1,4 @@
-"""What every transport of KV blocks promises, and what its two sides say to each other through the frontend.
+"""What every transport of KV blocks promises, and the messages of its two sides through the frontend.
 
 A prefill worker *offers* the blocks of a prompt and gets a `Ticket`, which travels as `disaggregated_params`. A decode
 worker *pulls* with it. Promises, held by one set of tests over all transports:

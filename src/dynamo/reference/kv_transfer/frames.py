@@ -66,7 +66,7 @@ class Header(NamedTuple):
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """What a decode worker asks for."""
+    """The request of a decode worker."""
 
     transfer_id: Annotated[str, msgspec.Meta(max_length=64)]
     secret: Annotated[str, msgspec.Meta(max_length=64)]

@@ -141,7 +141,7 @@ class TcpSender:
             self._offers.unclaim(claim)
 
     async def _send(self, peer: Peer, pull: Pull, offer: Offer) -> None:
-        """Hand over what was asked for."""
+        """Hand over the requested blocks."""
         for number in range(pull.first, pull.first + pull.count):
             await peer.write(frame(Kind.PAGE, self._source.page(offer.blocks[number]), number))
 
@@ -201,7 +201,7 @@ class Peer:
 
     @property
     def has_left(self) -> bool:
-        """Whether the other side has closed the connection, and everything it said was read."""
+        """Whether the other side has closed the connection, and everything it sent was read."""
         return self._reader.at_eof()
 
     async def read(self, kind: Kind, number: int = 0) -> bytes:

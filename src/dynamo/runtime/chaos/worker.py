@@ -30,7 +30,7 @@ _PROBE_ID: Final = "health-check-"  # requests of the canary are not counted
 
 
 class EngineFailed(RuntimeError):
-    """The engine fails because a plan says so."""
+    """The failure of an engine that a plan injects."""
 
 
 class WorkerChaos:

@@ -56,7 +56,7 @@ class EtcdError(DynamoException):
 
 
 class Compacted(EtcdError):
-    """The changes a watch asked for are no longer kept: read everything again."""
+    """The changes from a watch's revision are no longer kept: read everything again."""
 
 
 @dataclass(frozen=True, slots=True)

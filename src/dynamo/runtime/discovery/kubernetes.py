@@ -238,7 +238,7 @@ class KubernetesDiscovery:
         return any(each["metadata"]["name"] != self._name and key in records_of(each) for each in found)
 
     async def _write(self) -> None:
-        """Make our resource what `_own` says."""
+        """Apply `_own` to our resource."""
         async with self._writing:
             body = resource(
                 self._name,
@@ -359,7 +359,7 @@ class KubernetesDiscovery:
             self._publishing = loop.call_later(self._debounce_seconds, self._publish)
 
     def _publish(self) -> None:
-        """Tell watchers what is different from what they were told."""
+        """Send watchers the difference from the last view they received."""
         if self._publishing is not None:
             self._publishing.cancel()
             self._publishing = None

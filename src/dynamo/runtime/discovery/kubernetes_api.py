@@ -60,7 +60,7 @@ class KubernetesApi:
         return str(self._configuration.host) if self._configuration is not None else "the Kubernetes API server"
 
     async def open(self) -> None:
-        """Raises CannotConnect when the extra is not installed, or nothing says where the cluster is."""
+        """Raises CannotConnect when the extra is not installed, or the cluster's address is unknown."""
         try:
             from kubernetes_asyncio import client, config
         except ImportError as error:
@@ -96,7 +96,7 @@ class KubernetesApi:
         return answer.get("items") or [], _version(answer)
 
     async def apply(self, name: str, body: Mapping[str, Any]) -> int:
-        """Make our resource what `body` says, whoever else wrote to it (server-side apply); its version then."""
+        """Apply `body` to our resource, overriding other writers (server-side apply); return the new version."""
         query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
         return _version(await self._answer("PATCH", f"{self.resources}/{name}", query, body))
 

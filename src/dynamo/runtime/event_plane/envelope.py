@@ -1,4 +1,4 @@
-"""Events as bytes, and what discovery says of their publishers: the native forms to the letter. No I/O.
+"""Events as bytes, and the discovery records of their publishers: the native forms to the letter. No I/O.
 
 An envelope is a msgpack map. On ZMQ it travels in a frame (version 1, length, envelope) as the last of four parts: topic,
 publisher, sequence, frame. On NATS it travels bare.
@@ -32,7 +32,7 @@ PARTS: Final = 4
 
 
 class BadEvent(ValueError):
-    """What arrived is no event; says why."""
+    """A message is not a valid event; holds the reason."""
 
 
 class _Envelope(msgspec.Struct):

@@ -236,7 +236,7 @@ class HttpConnection(asyncio.Protocol):
         }
 
     def _read_on_without_upgrade(self, rest: bytes) -> None:
-        """Read the request again as if it did not ask for another protocol, which is how HTTP lets a server decline.
+        """Read the request again as if it requested no other protocol, which is how HTTP lets a server decline.
 
         The parser leaves the body of such a request out. Clients that prefer HTTP/2 (Java's) send one with every POST.
         """

@@ -53,7 +53,7 @@ class ResponseSink(Protocol):
 
     @property
     def response_bytes(self) -> int:
-        """About how many bytes were sent so far. It grows with every item that says something."""
+        """About how many bytes were sent so far. The count grows with every item that has content."""
 
     def send_tokens(
         self,

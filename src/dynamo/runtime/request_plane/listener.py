@@ -68,7 +68,9 @@ class Listener:
         refused: Refused = uncounted,
         security: PlaneSecurity | None = None,
     ) -> None:
-        """`security`: None means as the settings say, read in `start`. `refused` counts what the limits decline. `host` and `port` win over the settings; no host anywhere means the detected address of this machine."""
+        """`security`: None: from the settings, read in `start`. `refused` counts what the limits decline. `host` and
+        `port` win over the settings; no host anywhere means the detected address of this machine.
+        """
         self._settings = settings or RequestPlaneSettings.from_env()
         self._host = host or self._settings.rpc_host or detect_host()
         self._port = port or self._settings.rpc_port

@@ -64,7 +64,7 @@ class PlaneSecurity:
 
     @property
     def knows_callers(self) -> bool:
-        """Whether the TLS of a listener already says who calls."""
+        """Whether the TLS of a listener already identifies the caller."""
         return self.server is not None and self.server.client_authority is not None
 
     def not_connected(self, address: str, error: Exception) -> CannotConnect:

@@ -1,4 +1,4 @@
-"""The caller's end of one response stream, whichever plane it came in on: what has arrived, who waits for it, how it ends.
+"""The caller's end of one response stream, whichever plane it came in on: received items, waiting readers, the end.
 
 The life of a stream is the table `TRANSITIONS`. An event without a row is ignored: a stream is closed on every path, and the
 two sides of a wire may end it at the same time.

@@ -55,7 +55,7 @@ class Step:
 
 
 class Observer(Protocol):
-    """What the simulation hears of an engine, and how it interferes."""
+    """What the simulation learns of an engine, and how it interferes."""
 
     def began(self, step: Step) -> None: ...
 

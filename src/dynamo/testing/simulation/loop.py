@@ -30,7 +30,7 @@ class NothingWillHappen(RuntimeError):
 
 
 class OutsideWorld(RuntimeError):
-    """Simulated code asked for a socket, a process or a thread."""
+    """Simulated code requested a socket, a process or a thread."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):

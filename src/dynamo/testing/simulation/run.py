@@ -1,4 +1,4 @@
-"""One run: carry out a scenario, then ask whether every promise was kept."""
+"""One run: carry out a scenario, then check whether every promise was kept."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def run_scenario(scenario: Scenario, *, keep_trace: bool = False) -> Outcome:
 
 
 class _Run(logging.Handler):
-    """The state of one run. As a logging handler it hears what the product itself takes for a fault of its own."""
+    """The state of one run. As a logging handler it receives what the product itself logs as its own fault."""
 
     def __init__(self, scenario: Scenario, keep_trace: bool) -> None:
         super().__init__(logging.ERROR)

@@ -56,7 +56,7 @@ class SimulatedDiscovery(MemoryDiscovery):
                     feed.post(changes)
 
     def lapse(self) -> None:
-        """Expire the lease of a process that the store did not hear of in time: its keys vanish for the others."""
+        """Expire the lease of a process that did not renew it in time: its keys vanish for the others."""
         if self._views is not None or self._is_dead:
             self.hub._drop(self.lease_id)
 

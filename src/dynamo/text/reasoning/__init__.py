@@ -1,4 +1,4 @@
-"""Reasoning parsers: one file per output format, and the names under which a model card asks for them."""
+"""Reasoning parsers: one file per output format, and the names under which a model card requests them."""
 
 from __future__ import annotations
 

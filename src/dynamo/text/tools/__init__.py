@@ -1,4 +1,4 @@
-"""Tool-call parsers: one file per output format, and the names under which a model card asks for them."""
+"""Tool-call parsers: one file per output format, and the names under which a model card requests them."""
 
 from __future__ import annotations
 

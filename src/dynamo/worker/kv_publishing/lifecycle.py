@@ -61,7 +61,7 @@ class Publishing:
                 source.on_ready(publisher)
 
     async def serve_recovery(self) -> None:
-        """Let routers ask for KV events they missed; once the worker serves, because each publisher gets an endpoint."""
+        """Let routers query missed KV events; once the worker serves, because each publisher gets an endpoint."""
         if not self._enable_local_indexer:
             return
         for publisher, publisher_id in self._recoverable:

@@ -141,7 +141,7 @@ class KvEventPublisher:
         self._send(["cleared"])
 
     def take_engine_events(self, events: Iterable[EngineEvent]) -> None:
-        """Publish what an engine said itself. Raises ValueError for a stored event whose parts do not fit together."""
+        """Publish an engine's own events. Raises ValueError for a stored event whose parts do not fit together."""
         for event in events:
             match event:
                 case Stored():

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class KvQuery(msgspec.Struct):
-    """What a router asks: everything of one rank from an event on, or (`start_event_id` null) all blocks held now."""
+    """A router's query: everything of one rank from an event on, or (`start_event_id` null) all blocks held now."""
 
     worker_id: int
     dp_rank: int = 0

@@ -285,7 +285,7 @@ async def _serve(settings: FrontendSettings, place: _Place) -> None:
 
 
 async def _settled(frontend: Frontend, asked: asyncio.Event) -> None:
-    """Return when every registered model is loaded, when that takes too long, or when the end was asked for."""
+    """Return when every registered model is loaded, when that takes too long, or when the end was requested."""
     models = frontend.models
     with suppress(TimeoutError):
         async with asyncio.timeout(SETTLE_SECONDS):

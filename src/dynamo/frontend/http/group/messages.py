@@ -1,4 +1,4 @@
-"""What a parent and its members say to each other: length-prefixed msgpack over a pair of sockets.
+"""The messages between a parent and its members: length-prefixed msgpack over a pair of sockets.
 
 Both ends are this very version of this program, started by one command, so there is nothing to negotiate.
 """

@@ -297,7 +297,7 @@ class Supervisor:
     # -- metrics -----------------------------------------------------------------------------------------------------
 
     async def _gather(self, asker: _Member, number: int) -> None:
-        """Answer one scrape. What each member says here is remembered: it is what has been shown, and may not be lost."""
+        """Answer one scrape. Each member's snapshot is kept: its counts have been shown, and may not be lost."""
         others = [each for each in self._members if each is not asker and each.takes]
         self._number += 1
         own_number = self._number

@@ -45,7 +45,7 @@ INLINE_BODY_BYTES: Final = MAX_PAYLOAD - 8 * 1024  # leaves room for the head in
 
 
 class MuxConnection(Dialled):
-    """Hands out what arrives to the streams, and sends what they ask for."""
+    """Delivers received items to the streams, and sends the streams' frames."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class Greeting:
     __slots__ = ("_nonce", "_secret", "hint", "is_over", "proven")
 
     def __init__(self, security: PlaneSecurity | None) -> None:
-        """With a `security` that asks for anything, `proven` is done when the worker has proven its identity."""
+        """With a `security` that requires a proof, `proven` is done when the worker has proven its identity."""
         self._secret = None if security is None else security.secret
         self._nonce = "" if self._secret is None else new_nonce()
         self.is_over = False

@@ -21,7 +21,7 @@ from dynamo.runtime.tls_gate import TlsGate
 logger = logging.getLogger(__name__)
 
 SPARE_CONNECTIONS: Final = 256
-"""Connections that have not yet said which stream they carry, beyond the number of streams that are awaited: each awaited
+"""Connections that have not yet named their stream, beyond the number of streams that are awaited: each awaited
 stream opens one, and a burst of others must not keep those out."""
 
 HANDSHAKE_BYTES: Final = 1024  # of a subject and a word
@@ -143,7 +143,7 @@ class CallHomeListener:
 
 
 class _Caller(asyncio.Protocol):
-    """An accepted connection until it has said which stream it carries."""
+    """An accepted connection until it has named its stream."""
 
     def __init__(self, listener: CallHomeListener) -> None:
         self._listener = listener

@@ -36,7 +36,7 @@ class NatsClient:
         request_timeout_seconds: float,
         waited: Waited | None = None,
     ) -> None:
-        """`request_timeout_seconds`: until the reply that says a worker has taken the request."""
+        """`request_timeout_seconds`: until the reply that a worker has taken the request."""
         self._connection = connection
         self._home = home
         self._timeout = request_timeout_seconds

@@ -38,7 +38,7 @@ def subject_of(path: str) -> str:
 
 
 class NatsServer:
-    """Implements `RequestPlaneServer`. A declined request is told so on its response stream: a NATS reply says nothing.
+    """Implements `RequestPlaneServer`. A rejection is sent on the response stream: a NATS reply carries no reason.
 
     A server that is lost takes no new requests with it for long: the subscriptions come back with the connection, and
     answers do not pass through NATS.
@@ -52,7 +52,7 @@ class NatsServer:
         refused: Refused = uncounted,
         security: PlaneSecurity | None = None,
     ) -> None:
-        """`connection` may be shared; the code that made it closes it. `security`: how answers are brought to callers."""
+        """`connection` may be shared; the code that made it closes it. `security`: how answers reach callers."""
         self._connection = connection
         self.core = ServerCore(settings)
         self._native = NativeServer(self.core, settings, refused=refused)
@@ -77,7 +77,9 @@ class NatsServer:
             task.add_done_callback(self._subscribing.discard)
 
     def unregister(self, path: str) -> None:
-        """Decline new requests for `path`; streams in flight go on. The subject stays ours, so that callers are told why."""
+        """Decline new requests for `path`; streams in flight go on. The subject stays ours, so that callers receive the
+        reason.
+        """
         self.core.unregister(path)
 
     def transport(self, path: str) -> Mapping[str, Any]:
