@@ -76,7 +76,8 @@ def test_a_tool_is_called(ask: Any) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_tool_is_called_when_the_client_demands_it(ask: Any, choice: Any) -> None:
-    said = ask(ASKED, tools=[WEATHER], tool_choice=choice)
+    # One call: a list of several is not what this small model was trained to end.
+    said = ask(ASKED, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
     names, arguments = [name for name, _ in said.calls if name], "".join(piece for _, piece in said.calls)
     assert names == ["get_weather"]
     assert json.loads(arguments) == {"city": "Paris"}
