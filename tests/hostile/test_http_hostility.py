@@ -18,7 +18,7 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, cluster, say
 
-PATIENCE = 10.0
+PATIENCE = 40.0  # of a machine that does other things as well; nothing waits that long when it works
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
@@ -353,7 +353,7 @@ async def flood(body: Mapping[str, Any], context: Context, sink: ResponseSink) -
 @pytest.mark.parametrize("is_streaming", [True, False])
 async def test_a_client_that_never_reads_is_cut_and_its_work_ended(tmp_path: Path, is_streaming: bool) -> None:
     async def plenty(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
-        for _ in range(4000):  # more than kernel buffers hold
+        for _ in range(2800):  # more than kernel buffers hold (4 MiB)
             if not sink.has_credit():
                 await sink.wait_credit()
             sink.send_tokens([97] * 2048)
