@@ -21,9 +21,9 @@ from dynamo.errors import DynamoException
 from dynamo.runtime.context import Context
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.settings import RuntimeSettings
+from support.patience import PATIENCE_SECONDS
 
 ENGINE = Path(__file__).parent.parent / "support" / "failing_engine.py"
-PATIENCE_SECONDS = 30.0  # for a loaded machine; nothing here waits that long when it works
 AT_ONCE = 3  # processes at a time: two cores are shared by many tests
 
 FAST = {

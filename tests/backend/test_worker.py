@@ -32,9 +32,9 @@ from dynamo.worker.worker import (
     _to_rust_disaggregation_mode,
     shutdown_times,
 )
+from support.patience import PATIENCE_SECONDS
 
 QUICK = ShutdownTimes(grace_seconds=0.0, timeout_seconds=30)
-PATIENCE = 10.0
 
 
 class Hooks:
@@ -177,7 +177,7 @@ async def running(worker: Worker) -> AsyncIterator[asyncio.Task[None]]:
     """The worker, serving; on the way out it is stopped if it still runs, and must have ended well."""
     task = asyncio.create_task(worker.run())
     serving = asyncio.create_task(worker.wait_serving())
-    await asyncio.wait({task, serving}, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({task, serving}, timeout=PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
     serving.cancel()
     if task.done():
         await task
@@ -186,7 +186,7 @@ async def running(worker: Worker) -> AsyncIterator[asyncio.Task[None]]:
         yield task
     finally:
         worker.request_stop()
-        await asyncio.wait_for(task, PATIENCE)
+        await asyncio.wait_for(task, PATIENCE_SECONDS)
 
 
 async def keys(runtime: DistributedRuntime) -> list[str]:
@@ -206,7 +206,7 @@ async def open_stream(runtime: DistributedRuntime, tokens: int) -> ResponseStrea
 
 async def read(stream: ResponseStream) -> list[int]:
     found: list[int] = []
-    while batch := await asyncio.wait_for(stream.next_batch(), PATIENCE):
+    while batch := await asyncio.wait_for(stream.next_batch(), PATIENCE_SECONDS):
         for item in batch:
             found += item.token_ids
     stream.close()
@@ -377,10 +377,10 @@ async def test_a_stop_before_the_runtime_is_there_never_starts_the_engine() -> N
     task = asyncio.create_task(worker.run())
     await discovery.entered.wait()
     worker.request_stop()
-    await asyncio.wait_for(task, PATIENCE)
+    await asyncio.wait_for(task, PATIENCE_SECONDS)
     assert engine.calls == []
     assert worker.state is State.CLOSED
-    await asyncio.wait_for(runtime.aclose(), PATIENCE)
+    await asyncio.wait_for(runtime.aclose(), PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("hook", ["start", "register_prometheus", "kv_event_sources", "on_endpoint_ready"])
@@ -395,7 +395,7 @@ async def test_a_stop_during_start_or_set_up_lets_the_step_finish_and_never_serv
         await asyncio.sleep(0)
         assert not task.done()
         engine.hold[hook].set()
-        await asyncio.wait_for(task, PATIENCE)
+        await asyncio.wait_for(task, PATIENCE_SECONDS)
         assert await keys(observer) == []
     assert hook in engine.calls
     assert engine.calls[-2:] == DOWN
@@ -410,7 +410,7 @@ async def test_a_start_that_hangs_after_a_stop_is_cancelled_in_time_for_the_clea
     await engine.inside("start").wait()
     worker.request_stop()
     with pytest.raises(EngineShutdown, match=r"start\(\) had not returned 0.5s after"):
-        await asyncio.wait_for(task, PATIENCE)
+        await asyncio.wait_for(task, PATIENCE_SECONDS)
     assert engine.calls == ["cleanup"]
     assert worker.state is State.CLOSED
 
@@ -467,7 +467,7 @@ async def test_a_run_that_is_cancelled_on_its_way_down_still_cleans_up_once(
                 await asyncio.sleep(0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await asyncio.wait_for(task, PATIENCE)
+                await asyncio.wait_for(task, PATIENCE_SECONDS)
         assert await keys(observer) == []
     assert engine.calls.count("cleanup") == 1
     assert ("drain" in engine.calls) is (moment == "grace")  # the one that was cancelled had begun
@@ -500,7 +500,7 @@ async def test_a_stop_during_the_last_question_publishes_no_instance() -> None:
         await engine.inside("health_check_payload").wait()
         worker.request_stop()
         engine.hold["health_check_payload"].set()
-        await asyncio.wait_for(task, PATIENCE)
+        await asyncio.wait_for(task, PATIENCE_SECONDS)
         await observer.discovery.put(f"{INSTANCES}/end", b"{}")
         async for batch in changes:
             seen.append([change.key for change in batch])
@@ -525,10 +525,10 @@ async def test_the_end_of_the_runtime_is_the_end_of_the_worker() -> None:
         # The clean-up may still want to write: discovery stays until it is over.
         engine.on["cleanup"] = lambda: opened.append(asyncio.create_task(runtime.discovery.get_prefix(INSTANCES)))
         runtime.shutdown()
-        await asyncio.wait_for(task, PATIENCE)
+        await asyncio.wait_for(task, PATIENCE_SECONDS)
     assert engine.calls == [*UP, *DOWN]
     assert await opened[0] == {}
-    await asyncio.wait_for(runtime.aclose(), PATIENCE)
+    await asyncio.wait_for(runtime.aclose(), PATIENCE_SECONDS)
 
 
 async def test_a_runtime_that_is_shut_down_while_its_worker_starts_serves_nothing() -> None:
@@ -539,9 +539,9 @@ async def test_a_runtime_that_is_shut_down_while_its_worker_starts_serves_nothin
     runtime.shutdown()
     engine.hold["start"].set()
     with pytest.raises(Unknown, match="the runtime is shutting down"):
-        await asyncio.wait_for(task, PATIENCE)
+        await asyncio.wait_for(task, PATIENCE_SECONDS)
     assert engine.calls[-2:] == DOWN
-    await asyncio.wait_for(runtime.aclose(), PATIENCE)
+    await asyncio.wait_for(runtime.aclose(), PATIENCE_SECONDS)
 
 
 async def test_a_shared_runtime_outlives_the_worker_and_keeps_nothing_of_it() -> None:
@@ -574,7 +574,7 @@ async def test_streams_in_flight_are_finished_before_drain_and_cleanup() -> None
             for _ in range(4):
                 engine.step.release()
             assert await read(stream) == [0, 1, 2, 3, 4, 5]
-            await asyncio.wait_for(task, PATIENCE)
+            await asyncio.wait_for(task, PATIENCE_SECONDS)
     assert engine.calls[-4:] == ["generate", "closed", *DOWN]
     assert "abort" not in engine.calls
 
@@ -609,9 +609,9 @@ async def test_what_outlives_the_wait_is_cut_as_engine_shutdown_and_aborted_once
             assert (await stream.next_batch())[0].token_ids == [0]
             worker.request_stop()
             with pytest.raises(EngineShutdown):
-                await asyncio.wait_for(stream.next_batch(), PATIENCE)
+                await asyncio.wait_for(stream.next_batch(), PATIENCE_SECONDS)
             stream.close()
-            await asyncio.wait_for(task, PATIENCE)
+            await asyncio.wait_for(task, PATIENCE_SECONDS)
     assert engine.calls.count("abort") == 1
     assert engine.calls.count("cleanup") == 1
     assert "1 streams were still running and were cut" in caplog.text
@@ -919,7 +919,7 @@ async def test_an_engine_may_not_take_sigterm_while_its_worker_runs() -> None:
     task = asyncio.create_task(worker.run())
     await worker.wait_serving()
     signal.raise_signal(signal.SIGTERM)
-    await asyncio.wait_for(task, PATIENCE)
+    await asyncio.wait_for(task, PATIENCE_SECONDS)
     assert "engine's handler" not in engine.calls
     assert engine.calls[-2:] == DOWN
 

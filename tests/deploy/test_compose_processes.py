@@ -35,7 +35,7 @@ LISTENING = {"etcd": [2379], "nats": [4222], "frontend": [8000], "worker-1": [90
 
 
 def _unhealthy(process: Process) -> str:
-    return f"{process.name} to be healthy; its log:\n{process.log}"
+    return f"{process.name} to be healthy; its log:\n{process.last_words()}"
 
 
 class Compose:

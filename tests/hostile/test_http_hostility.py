@@ -17,8 +17,8 @@ from dynamo.frontend.http.server import HttpServer
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, cluster, say
+from support.patience import PATIENCE_SECONDS
 
-PATIENCE = 40.0  # of a machine that does other things as well; nothing waits that long when it works
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
@@ -40,7 +40,7 @@ async def shout(port: int, *pieces: bytes, pause: float = 0.0, eof: bool = False
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = asyncio.create_task(read_all(reader))
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             with suppress(ConnectionError):  # refused in the middle; the answer is there all the same
                 for piece in pieces:
                     writer.write(piece)
@@ -94,7 +94,7 @@ def refusals(house: Cluster, limit: str) -> float:
 async def until_idle(house: Cluster, server: HttpServer) -> None:
     """Nothing may be left of those clients: no connection, no task, no place, no body."""
     state = server.service
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while state.connections or state.tasks or house.frontend.admission.in_flight:
             await asyncio.sleep(0.01)
 
@@ -252,7 +252,7 @@ async def test_bodies_that_arrive_have_one_budget_together(tmp_path: Path) -> No
                 await writer.drain()
             route = next(route for route in house.frontend.asgi.routes if route.path.endswith("chat/completions"))
             budget = route.endpoint._budget  # type: ignore[attr-defined]
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while budget.used_bytes < 1_000_000:
                     await asyncio.sleep(0.01)
             pieces = [HEAD + b"content-length: 500000\r\n\r\n"] + [b" " * 50_000] * 8
@@ -310,14 +310,14 @@ async def test_an_upgrade_is_answered_as_plain_http(tmp_path: Path, upgrade: byt
 async def test_connections_over_the_limit_are_told_so(tmp_path: Path) -> None:
     async with served(tmp_path, max_connections=8) as (house, server):
         with idle_sockets(server.port, 8):
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while len(server.service.connections) < 8:
                     await asyncio.sleep(0.01)
             answer = await shout(server.port, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
             status, message = refusal(answer)
             assert (status, "DYN_HTTP_MAX_CONNECTIONS" in message) == (503, True)
             assert b"retry-after: 1" in answer
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while server.service.connections:
                 await asyncio.sleep(0.01)
         await answers_well(server.port)
@@ -369,9 +369,9 @@ async def test_a_client_that_never_reads_is_cut_and_its_work_ended(tmp_path: Pat
         with lazy:
             lazy.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
             if is_streaming:
-                async with asyncio.timeout(PATIENCE):
+                async with asyncio.timeout(PATIENCE_SECONDS):
                     await worker.killed.wait()
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while not refusals(house, "write_stall"):
                     await asyncio.sleep(0.01)
             await until_idle(house, server)
@@ -386,7 +386,7 @@ async def test_a_client_that_asks_and_asks_and_never_reads_is_cut(tmp_path: Path
         lazy.connect(("127.0.0.1", server.port))
         lazy.setblocking(False)
         with lazy:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while not refusals(house, "write_stall"):
                     try:
                         lazy.send(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
@@ -419,7 +419,7 @@ async def test_a_client_that_resets_in_any_phase_leaves_nothing(tmp_path: Path, 
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.write(sent)
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 if phase in ("queued", "streaming"):
                     await worker.started.wait()
                 if phase == "streaming":
@@ -428,7 +428,7 @@ async def test_a_client_that_resets_in_any_phase_leaves_nothing(tmp_path: Path, 
                     await reader.readuntil(b"[DONE]")
             writer.transport.abort()
             if phase in ("queued", "streaming"):
-                async with asyncio.timeout(PATIENCE):
+                async with asyncio.timeout(PATIENCE_SECONDS):
                     await worker.killed.wait()
         await until_idle(house, server)
         worker.script = say("fine")

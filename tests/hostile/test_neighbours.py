@@ -18,9 +18,9 @@ from dynamo.frontend.http.server import HttpServer
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, cluster
+from support.patience import PATIENCE_SECONDS
 
 STEP_SECONDS = 0.005  # of the engine; what the listener adds to an answer of five steps is what is measured
-PATIENCE = 30.0
 SLACK_SECONDS = 0.02  # two shared cores: a bound on the ratio alone would measure the machine
 
 
@@ -52,7 +52,7 @@ async def median_latency(port: int, requests: int = 25) -> float:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     loop, took = asyncio.get_running_loop(), []
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             for _ in range(requests):
                 began = loop.time()
                 writer.write(head % len(body) + body)
@@ -150,7 +150,7 @@ async def idle_connections(tmp_path: Path, wanted: int) -> None:
                 if number % 2:
                     one.send(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-le")
             state = server.service
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while len(state.connections) < count:
                     await asyncio.sleep(0.01)
             busy = await median_latency(server.port)
@@ -158,7 +158,7 @@ async def idle_connections(tmp_path: Path, wanted: int) -> None:
         finally:
             for one in opened:
                 one.close()
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while state.connections:
                 await asyncio.sleep(0.01)
     print(f"{count} idle connections: median {quiet * 1000:.1f} -> {busy * 1000:.1f} ms, {grown / 1024:.1f} KiB each")

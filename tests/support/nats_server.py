@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-PATIENCE_SECONDS = 20.0
+from support.patience import PATIENCE_SECONDS
 
 
 class NatsServer:

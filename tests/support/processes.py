@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
@@ -18,13 +19,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from support.patience import PATIENCE_SECONDS
+
 SUPPORT = Path(__file__).parent
 SCRIPTED_ENGINE = SUPPORT / "scripted_engine.py"
 NODE_SERVER = SUPPORT.parent.parent / "examples" / "node-backend" / "server.js"
 
-# For a loaded machine; nothing waits that long when it works.
-PATIENCE_SECONDS = float(os.environ.get("TEST_PATIENCE_SECONDS") or 20)
 POLL_SECONDS = 0.01
+LAST_WORDS_SECONDS = 5.0
 
 
 class Process:
@@ -33,7 +35,9 @@ class Process:
     def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self.name, self._log_file = name, log
         with log.open("wb") as out:
-            self._process = subprocess.Popen(argv, env=dict(env), stdout=out, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                argv, env=dict(env) | {"PYTHONFAULTHANDLER": "1"}, stdout=out, stderr=subprocess.STDOUT
+            )
 
     @property
     def pid(self) -> int:
@@ -42,6 +46,13 @@ class Process:
     @property
     def log(self) -> str:
         return self._log_file.read_text(errors="replace")
+
+    def last_words(self) -> str:
+        """Its log, and the stack of each of its threads if it still runs: ends it. For a test that has failed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.send_signal(signal.SIGABRT)  # the fault handler of Python writes the stacks
+            self._process.wait(LAST_WORDS_SECONDS)
+        return self.log
 
     @property
     def has_ended(self) -> bool:
@@ -59,7 +70,7 @@ class Process:
                 raise AssertionError(f"{self.name} ended without {pattern!r}; its log:\n{self.log}")
             return match is not None
 
-        wait(look, lambda: f"{self.name} to log {pattern!r}; its log:\n{self.log}")
+        wait(look, lambda: f"{self.name} to log {pattern!r}; its log:\n{self.last_words()}")
         return found[0]
 
     def signal(self, number: signal.Signals) -> None:
@@ -77,7 +88,7 @@ class Process:
 
     async def ended(self) -> int:
         """As `exit_code`, for a test whose own requests go on meanwhile."""
-        await until(lambda: self.has_ended, lambda: f"{self.name} to end; its log:\n{self.log}")
+        await until(lambda: self.has_ended, lambda: f"{self.name} to end; its log:\n{self.last_words()}")
         return self.exit_code()
 
     def resident_bytes(self) -> int:

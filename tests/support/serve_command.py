@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PATIENCE_SECONDS = 20.0  # of a machine that runs eight test suites at a time
+from support.patience import PATIENCE_SECONDS
 
 GUIDE_ENGINE = '''
 import argparse

@@ -1,0 +1,8 @@
+"""How long a test waits for what must come: far longer than it takes, as the machine may do other things as well."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+PATIENCE_SECONDS: Final = float(os.environ.get("TEST_PATIENCE_SECONDS") or 60)
