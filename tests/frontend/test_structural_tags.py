@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dynamo.frontend.pipeline.structural_tags import structural_tag
+from dynamo.protocol.openai.chat_options import chat_options
 from dynamo.protocol.openai.requests import parse_chat
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.reference.structural_tag import structural_grammar
@@ -29,7 +30,7 @@ ALWAYS = {**ON, "structural_tag_scope": "always"}
 def tag(config: dict[str, Any], **fields: Any) -> Any:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [F], **fields}
     request = parse_chat(json.dumps(body).encode())
-    return structural_tag(request, ModelRuntimeConfig(**config), TOOL_FORMATS["hermes"])
+    return structural_tag(chat_options(request), ModelRuntimeConfig(**config), TOOL_FORMATS["hermes"])
 
 
 def schemas(found: Any) -> list[Any]:

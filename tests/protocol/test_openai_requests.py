@@ -21,6 +21,7 @@ from dynamo.protocol.openai import (
     raw_prompt,
     template_tools,
     template_variables,
+    thinking_mode,
     to_worker_fields,
 )
 
@@ -405,7 +406,7 @@ def test_reasoning_controls_are_made_consistent(
 ) -> None:
     request = chat(**fields)
     before = msgspec.json.encode(request)
-    assert template_variables(request, default_thinking_mode=default) == expected
+    assert template_variables(request, thinking_mode(request, default=default)) == expected
     assert msgspec.json.encode(request) == before
 
 

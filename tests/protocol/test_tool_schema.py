@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from dynamo.protocol.openai.requests import parse_chat, template_messages, thinking_mode, to_worker_fields
+from dynamo.protocol.openai.chat_options import thinking_mode
+from dynamo.protocol.openai.requests import parse_chat, template_messages, to_worker_fields
 from dynamo.protocol.openai.shapes import ChatRequest
 from dynamo.protocol.openai.tool_schema import required_schema
 

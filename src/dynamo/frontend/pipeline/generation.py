@@ -17,6 +17,7 @@ from dynamo.errors import DynamoException, Unknown, revive
 from dynamo.frontend.pipeline.parsing import OutputPlan
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.finish import EngineFailed, normalise
+from dynamo.protocol.openai.chat_options import ChatOptions
 from dynamo.router.dispatch import Dispatcher
 from dynamo.router.failover import DispatchLimits, DispatchRequest
 from dynamo.router.migration import Move
@@ -99,6 +100,7 @@ class Plan:
     choices: int = 1  # per prompt
     pinned_instance_id: int | None = None
     limits: DispatchLimits = _DEFAULT_LIMITS
+    options: ChatOptions | None = None  # of a chat request
     parsing: OutputPlan | None = None  # how the text is read; None: it is shown as it comes
 
     @property

@@ -340,7 +340,7 @@ class Call:
 
 def _keep_alive(settings: FrontendSettings, request: Request) -> float | None:
     """Return how long a stream may be silent. A request that may hold back all output has a limit even if others do not."""
-    holds_back = isinstance(request, ChatRequest) and request.template_args.get("force_nonempty_content") is True
+    holds_back = isinstance(request, ChatRequest) and request.fills_content
     return settings.keep_alive_seconds or (KEEP_ALIVE_SECONDS if holds_back else None)
 
 

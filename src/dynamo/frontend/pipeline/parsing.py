@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from dynamo.frontend.pipeline.structural_tags import structural_tag
-from dynamo.protocol.openai.requests import ChatRequest, template_variables, thinking_mode
-from dynamo.protocol.openai.tool_schema import REQUIRED, forced_choice
+from dynamo.protocol.openai.chat_options import ChatOptions
+from dynamo.protocol.openai.shapes import REQUIRED
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.text.detokenizer import Detokenizer
 from dynamo.text.markers import WHITE_SPACE
@@ -47,7 +47,6 @@ class OutputPlan:
     only_first_call: bool = False
     fills_content: bool = False
     expects_reasoning: bool = False  # the engine reasons before it answers, so guidance must wait for that
-    template_variables: Mapping[str, Any] = field(default_factory=dict)  # what the engine's own parser may go by
 
     def parser(self) -> OutputParser:
         """Make the parser of one choice."""
@@ -89,7 +88,7 @@ class ReasoningCounter:
 
 
 def plan_output(
-    request: ChatRequest,
+    options: ChatOptions,
     config: ModelRuntimeConfig,
     *,
     prompt: str | None,
@@ -100,19 +99,17 @@ def plan_output(
 
     `prompt` is the text that was tokenised, where it is known.
     """
-    tools = _tools(request, config)
+    tools = _tools(options, config)
     reasoning: Callable[[], ReasoningParser] | None = None
     expects_reasoning = False
     form = REASONING_FORMATS.get(config.reasoning_parser or "")
     if form is not None:
-        mode = thinking_mode(request, default=config.runtime_data.get("default_thinking_mode"))
-        thinking = {"enabled": True, "disabled": False}.get(mode or "")
+        thinking = options.thinking
         if form.applies(thinking):
             if prompt is None:
                 prompt = tokenizer.decode(prompt_ids[-PROMPT_TAIL_TOKENS:], skip_special_tokens=False)
             begins_inside = form.begins_inside(prompt)
-            guides_json = "json" in request.guidance or _guides_json(request)
-            reasoning = functools.partial(form.parser, begins_inside=begins_inside, json_is_content=guides_json)
+            reasoning = functools.partial(form.parser, begins_inside=begins_inside, json_is_content=options.guides_json)
             has_ended = prompt.rstrip(WHITE_SPACE).endswith(form.marks[1])  # as a template writes for "no thinking"
             expects_reasoning = begins_inside or (thinking is not False and not has_ended)
     if tools is None and reasoning is None:
@@ -120,17 +117,14 @@ def plan_output(
     return OutputPlan(
         reasoning,
         tools,
-        only_first_call=request.parallel_tool_calls is False,
-        fills_content=reasoning is not None and request.template_args.get("force_nonempty_content") is True,
+        only_first_call=options.only_first_call,
+        fills_content=reasoning is not None and options.fills_content,
         expects_reasoning=expects_reasoning,
-        template_variables=template_variables(
-            request, default_thinking_mode=config.runtime_data.get("default_thinking_mode")
-        ),
     )
 
 
 def tell_worker(
-    request: ChatRequest,
+    options: ChatOptions,
     config: ModelRuntimeConfig,
     plan: OutputPlan,
     tokenizer: Tokenizer,
@@ -153,15 +147,15 @@ def tell_worker(
     if plan.tools is not None and form is not None:
         marks += form.marks
         _show_ends(form, tokenizer, body["stop_conditions"])
-        if (tag := structural_tag(request, config, form, closes_objects=closes_objects)) is not None:
-            backend = request.guided_decoding_backend
+        if (tag := structural_tag(options, config, form, closes_objects=closes_objects)) is not None:
+            backend = options.guidance_backend
             sampling["guided_decoding"] = {"structural_tag": tag, **({} if backend is None else {"backend": backend})}
     if plan.expects_reasoning and sampling["guided_decoding"] is not None:
         body["require_reasoning"] = True
-    if plan.reasoning is not None and (variables := plan.template_variables):
+    if plan.reasoning is not None and (variables := options.template_variables):
         extra = body["extra_args"] or {}
         body["extra_args"] = {**extra, "reasoning_parser_kwargs": {"chat_template_kwargs": dict(variables)}}
-    if request.skip_special_tokens is None and any(_is_skipped(tokenizer, mark) for mark in marks):
+    if body["output_options"]["skip_special_tokens"] is None and any(_is_skipped(tokenizer, mark) for mark in marks):
         body["output_options"]["skip_special_tokens"] = False
 
 
@@ -217,16 +211,11 @@ def _is_skipped(tokenizer: Tokenizer, mark: str) -> bool:
     return token_id is not None and not tokenizer.decode([token_id])
 
 
-def _guides_json(request: ChatRequest) -> bool:
-    form = request.response_format
-    return forced_choice(request) is not None or (form is not None and form.type != "text")
-
-
-def _tools(request: ChatRequest, config: ModelRuntimeConfig) -> Callable[[], ToolParser] | None:
-    if not request.tools or request.tool_choice == "none":
+def _tools(options: ChatOptions, config: ModelRuntimeConfig) -> Callable[[], ToolParser] | None:
+    if not options.tools:
         return None
     form = TOOL_FORMATS.get(config.tool_call_parser or "")
-    choice = forced_choice(request)
+    choice = options.forced_choice
     if choice is None:
         return form.parser if form is not None else None
     native = form.parser if form is not None else None

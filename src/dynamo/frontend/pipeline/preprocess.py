@@ -20,6 +20,7 @@ from dynamo.frontend.pipeline.stage_timer import PARSE, QUEUE, TEMPLATE, TOKENIS
 from dynamo.frontend.pipeline.text_generation import text_plan, text_prompts
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.guided_limits import find_excess
+from dynamo.protocol.openai.chat_options import ChatOptions, chat_options
 from dynamo.protocol.openai.closed_schema import bounded_guidance
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.headers import HeaderEffects
@@ -31,10 +32,8 @@ from dynamo.protocol.openai.requests import (
     raw_prompt,
     template_messages,
     template_tools,
-    template_variables,
     to_worker_fields,
 )
-from dynamo.protocol.openai.tool_schema import forced_choice
 from dynamo.router.failover import DEFAULT_RETRIES, DispatchLimits
 from dynamo.text.control_tokens import Guarded, RenderedPrompt
 from dynamo.text.templates import INLINE_BUDGET, BudgetExceeded, BudgetSpec
@@ -67,9 +66,11 @@ class Preprocessor:
 
         Raises `InvalidArgument` when the template refuses, `RequestRejected` when the prompt is too long.
         """
+        runtime_data = model.card.runtime_config.runtime_data
+        options = chat_options(request, default_thinking_mode=runtime_data.get("default_thinking_mode"))
         if model.takes_text:
             text_only = text_plan(request, self._plan(request, effects, model, [[]]))
-            return replace(text_only, parsing=self._parsing(request, model, text_only, "")), None
+            return replace(text_only, options=options, parsing=self._parsing(options, model, text_only, "")), None
         began = perf_counter()
         text: str | None = None
         ids = request.token_data
@@ -77,7 +78,7 @@ class Preprocessor:
             text = raw_prompt(request)
             if text is None:
                 overhead.mark(PARSE)
-                prompt = await self._rendered(request, model)
+                prompt = await self._rendered(request, options, model)
                 text = prompt.text
                 overhead.mark(TEMPLATE)
             else:
@@ -85,7 +86,7 @@ class Preprocessor:
             ids = await self._encode(model, prompt, overhead, is_chat=True)
         plan = await self._worked_out(request, partial(self._plan, request, effects, model, [ids]))
         self._check_length(plan, model, is_chat=True)
-        plan = replace(plan, parsing=self._parsing(request, model, plan, text))
+        plan = replace(plan, options=options, parsing=self._parsing(options, model, plan, text))
         self._metrics.preprocess_seconds.observe(perf_counter() - began)
         return plan, text
 
@@ -110,16 +111,16 @@ class Preprocessor:
         only = sources[0] if len(sources) == 1 else None
         return plan, only if isinstance(only, str) else None
 
-    def _parsing(self, request: ChatRequest, model: ServedModel, plan: Plan, prompt: str | None) -> OutputPlan | None:
+    def _parsing(self, options: ChatOptions, model: ServedModel, plan: Plan, prompt: str | None) -> OutputPlan | None:
         """Choose the parsers of the answer, and write what follows from them into the worker's request."""
         config = model.card.runtime_config
-        if config.tool_call_parser is None and config.reasoning_parser is None and forced_choice(request) is None:
+        if config.tool_call_parser is None and config.reasoning_parser is None and options.forced_choice is None:
             return None
         tokenizer = model.text.tokenizer
-        parsing = plan_output(request, config, prompt=prompt, tokenizer=tokenizer, prompt_ids=plan.prompts[0])
+        parsing = plan_output(options, config, prompt=prompt, tokenizer=tokenizer, prompt_ids=plan.prompts[0])
         if parsing is not None and plan.body:
             closes = not self._settings.open_guided_objects
-            tell_worker(request, config, parsing, tokenizer, plan.body, closes_objects=closes)
+            tell_worker(options, config, parsing, tokenizer, plan.body, closes_objects=closes)
             self._check_guided(plan.body)
         return parsing
 
@@ -127,17 +128,19 @@ class Preprocessor:
         """Do `work` here, or in the executor where it looks through a large request."""
         return await self._offload(work) if request.is_large else work()
 
-    async def _rendered(self, request: ChatRequest, model: ServedModel) -> RenderedPrompt:
+    async def _rendered(self, request: ChatRequest, options: ChatOptions, model: ServedModel) -> RenderedPrompt:
         """Render here where that is quick, else in the executor: a template may be anybody's program."""
         template = model.text.template
         if not request.is_large and template.expect_cheap():
             try:
-                return self._render(request, model, INLINE_BUDGET)
+                return self._render(request, options, model, INLINE_BUDGET)
             except BudgetExceeded:
                 template.was_costly()
-        return await self._offload(lambda: self._render(request, model))
+        return await self._offload(lambda: self._render(request, options, model))
 
-    def _render(self, request: ChatRequest, model: ServedModel, budget: BudgetSpec | None = None) -> RenderedPrompt:
+    def _render(
+        self, request: ChatRequest, options: ChatOptions, model: ServedModel, budget: BudgetSpec | None = None
+    ) -> RenderedPrompt:
         if not model.text.can_chat:
             raise RequestRejected(
                 400,
@@ -147,8 +150,7 @@ class Preprocessor:
                 param="messages",
             )
         began = perf_counter()
-        runtime_data = model.card.runtime_config.runtime_data
-        variables = template_variables(request, default_thinking_mode=runtime_data.get("default_thinking_mode"))
+        variables = dict(options.template_variables)
         if request.response_format is not None:
             variables["response_format"] = msgspec.to_builtins(request.response_format)
         if request.tool_choice is not None and request.tool_choice != "auto":

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
+from dynamo.protocol.openai.chat_options import ChatOptions
 from dynamo.protocol.openai.closed_schema import closed_schema
-from dynamo.protocol.openai.requests import ChatRequest
-from dynamo.protocol.openai.tool_schema import REQUIRED, forced_choice, parameters_of
+from dynamo.protocol.openai.shapes import REQUIRED
+from dynamo.protocol.openai.tool_schema import parameters_of
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.text.tools import ToolFormat
 
@@ -27,16 +28,16 @@ class _Policy(NamedTuple):
 
 
 def structural_tag(
-    request: ChatRequest, config: ModelRuntimeConfig, form: ToolFormat, *, closes_objects: bool = True
+    options: ChatOptions, config: ModelRuntimeConfig, form: ToolFormat, *, closes_objects: bool = True
 ) -> dict[str, Any] | None:
     """Return the structural tag of this request, which may call tools; None when the engine is not guided by a tag."""
     policy = _policy(config)
     if policy is None or form.call_tag is None:
         return None
-    choice = forced_choice(request)
-    tools = [tool for tool in request.tools or () if choice in (None, REQUIRED, tool["function"]["name"])]
+    choice = options.forced_choice
+    tools = [tool for tool in options.tools if choice in (None, REQUIRED, tool["function"]["name"])]
     strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
-    if choice is None and (_has_a_form(request) or not (policy.is_always or strict)):
+    if choice is None and (options.has_own_form or not (policy.is_always or strict)):
         return None
     tags = [
         form.call_tag(
@@ -47,7 +48,7 @@ def structural_tag(
         )
         for tool in tools
     ]
-    is_one = request.parallel_tool_calls is False or choice not in (None, REQUIRED)
+    is_one = options.only_first_call or choice not in (None, REQUIRED)
     if choice is not None:  # nothing but calls, from the first token on
         form_of_answer = {"type": "tags_with_separator", "separator": "\n", "at_least_one": True}
     else:
@@ -63,9 +64,3 @@ def _policy(config: ModelRuntimeConfig) -> _Policy | None:
     if config.structural_tag_mode == "on":
         return _Policy(config.structural_tag_scope == "always", config.structural_tag_schema == "strict")
     return None
-
-
-def _has_a_form(request: ChatRequest) -> bool:
-    """Return whether the request guides the whole answer itself."""
-    form = request.response_format
-    return (form is not None and form.type != "text") or bool(request.guidance)

@@ -1,5 +1,6 @@
 """The OpenAI surface as values: requests in, JSON bodies and event-stream bytes out. Pure: no socket, no clock."""
 
+from dynamo.protocol.openai.chat_options import ChatOptions, chat_options, template_variables, thinking_mode
 from dynamo.protocol.openai.errors import (
     DEFAULT_OVERLOAD_STATUS,
     RequestRejected,
@@ -26,8 +27,6 @@ from dynamo.protocol.openai.requests import (
     raw_prompt,
     template_messages,
     template_tools,
-    template_variables,
-    thinking_mode,
     to_worker_fields,
     validate_chat,
     validate_completion,
@@ -58,6 +57,7 @@ __all__ = [
     "DEFAULT_OVERLOAD_STATUS",
     "DONE",
     "KEEP_ALIVE",
+    "ChatOptions",
     "ChatRequest",
     "ChatStream",
     "Choice",
@@ -73,6 +73,7 @@ __all__ = [
     "apply_headers",
     "chat_body",
     "chat_logprobs",
+    "chat_options",
     "completion_body",
     "completion_logprobs",
     "decode_chat",

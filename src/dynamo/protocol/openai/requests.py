@@ -26,7 +26,6 @@ from dynamo.protocol.openai.shapes import (
     JsonObject,
     NvExt,
     Request,
-    Thinking,
 )
 from dynamo.protocol.openai.validation import validate_chat, validate_completion
 from dynamo.protocol.openai.worker_fields import finish_preprocessing, to_worker_fields
@@ -44,8 +43,6 @@ __all__ = [
     "raw_prompt",
     "template_messages",
     "template_tools",
-    "template_variables",
-    "thinking_mode",
     "to_worker_fields",
     "validate_chat",
     "validate_completion",
@@ -193,56 +190,3 @@ def _texts(content: Any) -> list[str]:
     if isinstance(content, list) and all(part.get("type") == "text" for part in content):
         return [part["text"] for part in content]
     return []
-
-
-def template_variables(request: ChatRequest, *, default_thinking_mode: str | None = None) -> JsonObject:
-    """Extra top-level variables of the template, the reasoning controls made consistent.
-
-    The result of `thinking_mode` is passed under three names (`thinking`, `enable_thinking`, `thinking_mode`), because
-    templates differ in the one they read. "adaptive" removes the booleans.
-    """
-    variables = dict(request.template_args)
-    if request.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", request.reasoning_effort)
-    if request.verbosity is not None:
-        variables.setdefault("verbosity", request.verbosity)
-    if request.documents is not None:
-        variables.setdefault("documents", request.documents)
-    mode = thinking_mode(request, default=default_thinking_mode)
-    if mode is None:
-        return variables
-    if mode == "adaptive":
-        variables.pop("thinking", None)
-        variables.pop("enable_thinking", None)
-    else:
-        variables["thinking"] = variables["enable_thinking"] = mode != "disabled"
-    variables["thinking_mode"] = mode
-    return variables
-
-
-def thinking_mode(request: ChatRequest, *, default: str | None = None) -> str | None:
-    """Return whether the model is to reason: "enabled", "disabled", "adaptive" or a word of the model's own; None: unset.
-
-    The first that speaks decides: `thinking`; then `thinking`, `enable_thinking` or `thinking_mode` of the template
-    arguments; then `reasoning_effort` (anything but "none" is on); then the model's `default`.
-    """
-    mode = _thinking_mode(request.thinking) or _mode_of_arguments(request.template_args)
-    if mode is None and request.reasoning_effort is not None:
-        mode = "disabled" if request.reasoning_effort == "none" else "enabled"
-    return mode or default
-
-
-def _thinking_mode(thinking: bool | Thinking | None) -> str | None:
-    if thinking is None:
-        return None
-    if isinstance(thinking, Thinking):
-        return thinking.type
-    return "enabled" if thinking else "disabled"
-
-
-def _mode_of_arguments(arguments: JsonObject) -> str | None:
-    for name in ("thinking", "enable_thinking"):
-        if isinstance(value := arguments.get(name), bool):
-            return "enabled" if value else "disabled"
-    mode = arguments.get("thinking_mode")
-    return mode if isinstance(mode, str) else None

@@ -19,6 +19,9 @@ U64_MAX: Final = 2**64 - 1
 
 JsonObject: TypeAlias = dict[str, Any]
 
+REQUIRED: Final = ""
+"""The value of `ChatRequest.forced_choice` when any tool will do; no function has an empty name."""
+
 
 # -- messages ----------------------------------------------------------------------------------------------------------
 # The request keeps each message as the dict that was sent (a template may read keys we do not know); these types
@@ -395,6 +398,19 @@ class ChatRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True):
             self.functions,
             self.function_call,
         )
+
+    @property
+    def forced_choice(self) -> str | None:
+        """The function that must be called, `REQUIRED` for any of them, None when no call must come."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedToolChoice):
+            return choice.function.name
+        return REQUIRED if choice == "required" else None
+
+    @property
+    def fills_content(self) -> bool:
+        """Whether an answer without text shows its reasoning as text, so that nothing can be shown before its end."""
+        return self.template_args.get("force_nonempty_content") is True
 
     @property
     def output_limit(self) -> int | None:

@@ -8,28 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from dynamo.protocol.openai.shapes import ChatRequest, JsonObject, NamedToolChoice
+from dynamo.protocol.openai.shapes import REQUIRED, ChatRequest, JsonObject
 
-__all__ = ["REQUIRED", "forced_choice", "forced_schema", "parameters_of", "required_schema"]
-
-REQUIRED: Final = ""
-"""The value of `forced_choice` when any tool will do; no function has an empty name."""
+__all__ = ["forced_schema", "parameters_of", "required_schema"]
 
 _DEFINITIONS: Final = ("$defs", "definitions")  # the second is the older draft's name
 _ANYTHING: Final[JsonObject] = {"type": "object", "properties": {}}
 
 
-def forced_choice(request: ChatRequest) -> str | None:
-    """Return the function that must be called, `REQUIRED` for any of them, None when no call must come."""
-    choice = request.tool_choice
-    if isinstance(choice, NamedToolChoice):
-        return choice.function.name
-    return REQUIRED if choice == "required" else None
-
-
 def forced_schema(request: ChatRequest) -> JsonObject | None:
     """Return the schema of the whole answer, or None when no call must come. The tools have been validated."""
-    choice = forced_choice(request)
+    choice = request.forced_choice
     tools = request.tools or []
     if choice is None:
         return None

@@ -15,6 +15,7 @@ import msgspec
 from dynamo.protocol.openai.body import deserialisation_error
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.shapes import (
+    REQUIRED,
     U64_MAX,
     AssistantMessage,
     ChatRequest,
@@ -25,7 +26,6 @@ from dynamo.protocol.openai.shapes import (
     Tool,
 )
 from dynamo.protocol.openai.strict_schema import strictness_fault
-from dynamo.protocol.openai.tool_schema import REQUIRED, forced_choice
 
 __all__ = ["validate_chat", "validate_completion"]
 
@@ -231,7 +231,7 @@ def _check_guided(request: CommonRequest) -> None:
     if structured is not None and any(field.startswith("guided_") for field in asked):
         _invalid("`structured_outputs` and `guided_*` say the same in two ways: send one of them", "structured_outputs")
     # A forced tool choice drops `response_format`, so there is nothing for it to disagree with.
-    if "json" not in guidance and (not isinstance(request, ChatRequest) or forced_choice(request) is None):
+    if "json" not in guidance and (not isinstance(request, ChatRequest) or request.forced_choice is None):
         form = request.response_format if isinstance(request, ChatRequest | CompletionRequest) else None
         if form is not None and form.type != "text":
             asked.append("response_format")
@@ -323,7 +323,7 @@ def _check_tools(tools: list[JsonObject]) -> None:
 
 
 def _check_tool_choice(request: ChatRequest) -> None:
-    choice = forced_choice(request)
+    choice = request.forced_choice
     if choice is None:
         return
     if choice == REQUIRED and request.tool_choice == "required":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from dynamo.contract.kv_events import ComponentSnapshot, KvEventSource, PushSource, ZmqSource
@@ -43,6 +44,20 @@ MAX_EVENTS_PER_MESSAGE: Final = 128
 MAX_BLOCKS_PER_EVENT: Final = 128
 MAX_BATCHING_TIMEOUT_MS: Final = 15_000
 MAX_SIZE_WARNINGS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredBlocks:
+    """The arguments of `KvEventPublisher.publish_stored`."""
+
+    token_ids: Sequence[int]
+    num_block_tokens: Sequence[int]
+    block_hashes: Sequence[int]
+    parent_hash: int | None = None
+    block_mm_infos: Sequence[Mapping[str, Any] | None] | None = None
+    lora_name: str | None = None
+    is_eagle: bool = False
+    cache_salt: str | None = None
 
 
 class KvEventPublisher:
@@ -114,14 +129,16 @@ class KvEventPublisher:
         """
         self._send(
             self._stored(
-                token_ids,
-                num_block_tokens,
-                block_hashes,
-                parent_hash=parent_hash,
-                block_mm_infos=block_mm_infos,
-                lora_name=lora_name,
-                is_eagle=bool(is_eagle),
-                cache_salt=cache_salt,
+                _StoredBlocks(
+                    token_ids,
+                    num_block_tokens,
+                    block_hashes,
+                    parent_hash=parent_hash,
+                    block_mm_infos=block_mm_infos,
+                    lora_name=lora_name,
+                    is_eagle=bool(is_eagle),
+                    cache_salt=cache_salt,
+                )
             )
         )
 
@@ -145,7 +162,7 @@ class KvEventPublisher:
         for event in events:
             match event:
                 case Stored():
-                    pieces = self._stored(
+                    blocks = _StoredBlocks(
                         event.token_ids,
                         [event.block_size] * len(event.block_hashes),
                         event.block_hashes,
@@ -155,7 +172,7 @@ class KvEventPublisher:
                         is_eagle=event.is_eagle,
                         cache_salt=event.cache_salt,
                     )
-                    self._send(pieces, event.tier)
+                    self._send(self._stored(blocks), event.tier)
                 case Removed():
                     self._send(_removed(event.block_hashes) or [{"removed": {"block_hashes": []}}], event.tier)
                 case Cleared():
@@ -185,7 +202,7 @@ class KvEventPublisher:
         try:
             match event.get("type"):
                 case "stored":
-                    return self._stored(**arguments)
+                    return self._stored(_StoredBlocks(**arguments))
                 case "removed":
                     return _removed(event["block_hashes"])
                 case other:
@@ -193,43 +210,33 @@ class KvEventPublisher:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"events[{number}]: {error}") from error
 
-    def _stored(
-        self,
-        token_ids: Sequence[int],
-        num_block_tokens: Sequence[int],
-        block_hashes: Sequence[int],
-        *,
-        parent_hash: int | None = None,
-        block_mm_infos: Sequence[Mapping[str, Any] | None] | None = None,
-        lora_name: str | None = None,
-        is_eagle: bool = False,
-        cache_salt: str | None = None,
-    ) -> list[Any]:
-        count = len(block_hashes)
+    def _stored(self, blocks: _StoredBlocks) -> list[Any]:
+        token_ids, num_block_tokens, is_eagle = blocks.token_ids, blocks.num_block_tokens, blocks.is_eagle
+        block_mm_infos, count = blocks.block_mm_infos, len(blocks.block_hashes)
         if len(num_block_tokens) != count:
             raise ValueError(f"{count} block_hashes but {len(num_block_tokens)} num_block_tokens")
         if block_mm_infos is not None and len(block_mm_infos) != count:
             raise ValueError(f"{count} block_hashes but {len(block_mm_infos)} block_mm_infos")
         if sum(num_block_tokens) + is_eagle > len(token_ids):
             raise ValueError(f"the blocks need {sum(num_block_tokens) + is_eagle} token_ids, got {len(token_ids)}")
-        names = [to_unsigned(name) for name in block_hashes]
-        parent = None if parent_hash is None else to_unsigned(parent_hash)
+        names = [to_unsigned(name) for name in blocks.block_hashes]
+        parent = None if blocks.parent_hash is None else to_unsigned(blocks.parent_hash)
         whole = self._whole_blocks(num_block_tokens)
         media = {n: info for n, info in enumerate(block_mm_infos or ()) if info}
         local = hash_blocks(
             token_ids[: whole * self._block_size + is_eagle],
             self._block_size,
-            lora_name=lora_name,
-            cache_salt=cache_salt,
+            lora_name=blocks.lora_name,
+            cache_salt=blocks.cache_salt,
             eagle=is_eagle,
             mm_hashes={n: [entry["mm_hash"] for entry in info["mm_objects"]] for n, info in media.items()},
         )
-        blocks = [
+        entries = [
             {"block_hash": names[n], "tokens_hash": local[n], "mm_extra_info": media.get(n)} for n in range(whole)
         ]
         pieces = []
         for start in range(0, whole, MAX_BLOCKS_PER_EVENT):
-            piece = blocks[start : start + MAX_BLOCKS_PER_EVENT]
+            piece = entries[start : start + MAX_BLOCKS_PER_EVENT]
             pieces.append({"stored": {"parent_hash": parent, "start_position": None, "blocks": piece}})
             parent = names[start + len(piece) - 1]
         return pieces
