@@ -946,7 +946,7 @@ def test_a_factory_replaces_from_args_and_gets_the_arguments(monkeypatch: pytest
     engine, seen = Recorder(), []
 
     class StandIn:
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args: Any, **_options: Any) -> None:
             seen.append(args)
 
         async def run(self, *args: Any) -> None:
@@ -966,7 +966,7 @@ def test_a_failed_worker_is_one_line_and_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class StandIn:
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args: Any, **_options: Any) -> None:
             pass
 
         async def run(self) -> None:
@@ -987,7 +987,7 @@ def test_run_warns_about_threads_that_keep_the_process_alive(
     release = threading.Event()
 
     class StandIn:
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args: Any, **_options: Any) -> None:
             pass
 
         async def run(self) -> None:

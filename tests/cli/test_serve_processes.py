@@ -7,12 +7,16 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
+from support.patience import PATIENCE_SECONDS
 from support.serve_command import is_running, left_behind, serve_command
 
 ENGINE = ("--engine", "guide_engine:GuideEngine", "--http-host", "127.0.0.1", "--http-port", "0")
@@ -66,14 +70,48 @@ def test_the_frontend_may_be_several_processes(tmp_path: Path) -> None:
     assert (status, left_behind(tmp_path)) == (0, [])
 
 
-def test_children_and_what_they_started_end_when_the_parent_is_killed(tmp_path: Path) -> None:
-    with serve_command(tmp_path, *ENGINE, "--", "--helper") as command:
+@pytest.mark.parametrize("more", [(), ("--hang",)])
+def test_children_and_what_they_started_end_when_the_parent_is_killed(tmp_path: Path, more: tuple[str, ...]) -> None:
+    short = {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "1"}  # an engine that hangs is ended by force then
+    with serve_command(tmp_path, *ENGINE, "--", "--helper", *more, **short) as command:
         command.wait_ready()
         helper = int(re.findall(r"worker-1 \| helper (\d+)", command.err)[0])
         pids = [command.pid_of("frontend"), command.pid_of("worker-1"), helper]
         assert all(map(is_running, pids))
         command.process.kill()
         command.wait_for(lambda: not any(map(is_running, pids)), "the end of the children")
+
+
+def test_a_process_that_an_engine_started_does_not_delay_the_end(tmp_path: Path) -> None:
+    with serve_command(tmp_path, *ENGINE, "--", "--helper") as command:
+        command.wait_ready()
+        helper = int(re.findall(r"worker-1 \| helper (\d+)", command.err)[0])
+        command.process.send_signal(signal.SIGTERM)
+        status = command.wait_ended()
+        command.wait_for(lambda: not is_running(helper), "the end of what the engine started")
+    assert status == 0, command.err
+    assert "had to be killed" not in command.err
+
+
+def test_an_end_before_signals_are_handled_takes_along_what_was_started(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, time\n"
+        "from dynamo.cli.child import Lifeline\n"
+        "Lifeline(600.0).watch()\n"
+        "subprocess.Popen(['sleep', '600'])\n"
+        "print('started', flush=True)\n"
+        "time.sleep(600)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"started\n"
+        child.communicate(timeout=PATIENCE_SECONDS)  # closes the lifeline; the output ends with its last holder
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ import asyncio
 import io
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from dynamo.cli.serve import read_options
 from dynamo.supervise.backoff import RestartPolicy
 from dynamo.supervise.lines import CUT, LineSplitter
 from dynamo.supervise.process import GaveUp, Program, SupervisedProcess, exit_words
+from support.patience import PATIENCE_SECONDS
 
 # -- lines --------------------------------------------------------------------------------------------------------------
 
@@ -156,6 +160,43 @@ async def test_a_process_that_does_not_listen_is_killed_with_everything_it_start
     assert watched.place.was_killed
     # Its output ended, so the grandchild, which shares the pipe, is gone as well.
     assert len(watched.lines) == 1
+
+
+LEAVES_A_CHILD = (
+    "import os, signal, subprocess, sys\n"
+    # In a session of its own: the end of the group does not end it, so it holds the output and the report pipe open.
+    "held = subprocess.Popen(['sleep', '600'], start_new_session=True, pass_fds=(int(sys.argv[1]),))\n"
+    "print(held.pid, flush=True)\n"
+)
+
+
+@contextmanager
+def ended_afterwards(lines: list[str]) -> Iterator[None]:
+    """Kill the child that `LEAVES_A_CHILD` left behind."""
+    try:
+        yield
+    finally:
+        os.kill(int(lines[0]), signal.SIGKILL)
+
+
+async def test_a_process_that_died_is_noticed_while_a_child_of_its_own_holds_the_output_open() -> None:
+    watched = Watched(LEAVES_A_CHILD + "sys.exit(2)")
+    with ended_afterwards(watched.lines), pytest.raises(GaveUp) as gave_up:
+        await asyncio.wait_for(watched.place.keep(), PATIENCE_SECONDS)
+    assert (gave_up.value.status, watched.place.was_killed) == (2, False)
+
+
+async def test_a_process_that_ends_when_told_is_not_killed_for_what_it_left_behind() -> None:
+    watched = Watched(
+        LEAVES_A_CHILD + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" + REPORT + "signal.pause()",
+        stop_seconds=PATIENCE_SECONDS,
+    )
+    keeping = asyncio.create_task(watched.place.keep())
+    await asyncio.wait_for(watched.reported.wait(), PATIENCE_SECONDS)
+    with ended_afterwards(watched.lines):
+        await watched.place.stop()
+        await keeping
+    assert not watched.place.was_killed
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.role == "frontend":
             return _be_frontend(options.listener, rest)
-        return _be_worker(options.engine, rest, Reports(options.report))
+        return _be_worker(options.engine, rest, Reports(options.report), lifeline)
     finally:
         lifeline.sweep()
 
@@ -65,6 +65,8 @@ class Lifeline:
         while os.read(watched, 1):
             pass  # nobody writes; if somebody did, it would mean nothing
         self._is_cut = True
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # nothing here would sweep any more, or yet
+            self.sweep()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(self._kill_after)
         os.killpg(0, signal.SIGKILL)
@@ -73,6 +75,11 @@ class Lifeline:
         """End the processes that this process started: without a parent nothing else ends them."""
         if self._is_cut:
             os.killpg(0, signal.SIGKILL)
+
+    def force_exit(self, status: int) -> None:
+        """End this process at once, whatever its threads do. A parent that is there ends what is left of the group."""
+        self.sweep()
+        os._exit(status)
 
 
 class Reports:
@@ -95,7 +102,7 @@ def _be_frontend(listener: int, argv: list[str]) -> int:
     return frontend_main(argv, listener=socket.socket(fileno=listener))
 
 
-def _be_worker(engine_spec: str, argv: list[str], report: Reports) -> int:
+def _be_worker(engine_spec: str, argv: list[str], report: Reports, lifeline: Lifeline) -> int:
     from dynamo.cli.engines import load_engine, source_directory
 
     try:
@@ -131,7 +138,7 @@ def _be_worker(engine_spec: str, argv: list[str], report: Reports) -> int:
         )
 
     try:
-        run_engine(engine_cls, argv, make, on_serving=serving)
+        run_engine(engine_cls, argv, make, on_serving=serving, force_exit=lifeline.force_exit)
     except DynamoException as error:
         if isinstance(error, InvalidArgument):
             report(

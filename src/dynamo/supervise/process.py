@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, Self
 
 from dynamo.supervise.backoff import RestartPolicy
@@ -47,19 +48,51 @@ class GaveUp(Exception):
         self.name, self.status, self.last_lines = name, status, last_lines
 
 
+class _Pipes:
+    """This process's ends of the pipes to one child.
+
+    They are not pipes of `asyncio.subprocess`: those keep `wait()` from returning (Python 3.11) for as long as anything
+    holds them open, and a child that died may have left a process that holds them for ever.
+    """
+
+    def __init__(self, lifeline: int, output: int, reports: int) -> None:
+        self._lifeline = os.fdopen(lifeline, "wb", buffering=0)
+        self._readable = [os.fdopen(each, "rb", buffering=0) for each in (output, reports)]
+        self._transports: list[asyncio.ReadTransport] = []
+
+    async def open_readers(self) -> list[asyncio.StreamReader]:
+        """Return the readers of the output and of the reports."""
+        loop = asyncio.get_running_loop()
+        readers = []
+        for pipe in self._readable:
+            reader = asyncio.StreamReader()
+            transport, _ = await loop.connect_read_pipe(partial(asyncio.StreamReaderProtocol, reader), pipe)
+            self._transports.append(transport)
+            readers.append(reader)
+        return readers
+
+    def close(self) -> None:
+        """Close all ends. Idempotent."""
+        self._lifeline.close()
+        for transport in self._transports:
+            transport.close()
+        for pipe in self._readable[len(self._transports) :]:
+            pipe.close()
+
+
 class Process:
     """One running child."""
 
     def __init__(
         self,
         child: asyncio.subprocess.Process,
-        report_pipe: int,
+        pipes: _Pipes,
         *,
         on_line: Callable[[str], None],
         on_report: Callable[[dict[str, Any]], None],
     ) -> None:
         self._child = child
-        self._report_pipe = report_pipe
+        self._pipes = pipes
         self._on_line, self._on_report = on_line, on_report
         self.pid = child.pid
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
@@ -69,51 +102,51 @@ class Process:
         cls, program: Program, *, on_line: Callable[[str], None], on_report: Callable[[dict[str, Any]], None]
     ) -> Self:
         """Start the program; `follow` must be awaited afterwards. Raises OSError."""
-        report_in, report_out = os.pipe()
+        stdin, lifeline = os.pipe()
+        output, stdout = os.pipe()
+        reports, report_to = os.pipe()
+        pipes = _Pipes(lifeline, output, reports)
         try:
             child = await asyncio.create_subprocess_exec(
-                *(part.replace("{report}", str(report_out)) for part in program.argv),
+                *(part.replace("{report}", str(report_to)) for part in program.argv),
                 env=program.env,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
+                stdin=stdin,
+                stdout=stdout,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=(*program.inherited, report_out),
+                pass_fds=(*program.inherited, report_to),
             )
         except BaseException:
-            os.close(report_in)
+            pipes.close()
             raise
         finally:
-            os.close(report_out)
-        return cls(child, report_in, on_line=on_line, on_report=on_report)
+            for end in (stdin, stdout, report_to):
+                os.close(end)
+        return cls(child, pipes, on_line=on_line, on_report=on_report)
 
     async def follow(self) -> int:
         """Pass on output and reports until the child is dead; return its status as `subprocess` gives it (-9: SIGKILL)."""
         loop = asyncio.get_running_loop()
-        reports = asyncio.StreamReader()
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reports), os.fdopen(self._report_pipe, "rb", buffering=0)
-        )
-        assert self._child.stdout is not None
-        readers = {
-            loop.create_task(_read_lines(self._child.stdout, self._take_line), name=f"output of {self.pid}"),
-            loop.create_task(_read_lines(reports, self._take_report), name=f"reports of {self.pid}"),
-        }
         try:
-            status = await self._child.wait()
-            self.kill()  # what it started and left behind
-            await asyncio.wait(readers, timeout=OUTPUT_AFTER_DEATH_SECONDS)
-        except asyncio.CancelledError:
-            self.kill()
-            await self._child.wait()
-            raise
+            output, reports = await self._pipes.open_readers()
+            readers = {
+                loop.create_task(_read_lines(output, self._take_line), name=f"output of {self.pid}"),
+                loop.create_task(_read_lines(reports, self._take_report), name=f"reports of {self.pid}"),
+            }
+            try:
+                status = await self._child.wait()
+                self.kill()  # what it started and left behind
+                await asyncio.wait(readers, timeout=OUTPUT_AFTER_DEATH_SECONDS)
+            except asyncio.CancelledError:
+                self.kill()
+                await self._child.wait()
+                raise
+            finally:
+                for reader in readers:
+                    reader.cancel()
+                await asyncio.wait(readers)
         finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.wait(readers)
-            transport.close()
-            if self._child.stdin is not None:
-                self._child.stdin.close()
+            self._pipes.close()
         for reader in readers:
             if not reader.cancelled():
                 reader.result()  # a bug in a callback must not pass unseen

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Any, Final
 
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import BaseEngine
 from dynamo.errors import DynamoException, InvalidArgument, text_of
 from dynamo.runtime.log_text import one_line
+from dynamo.runtime.tasks import Background
 from dynamo.worker.signals import Deadline
 from dynamo.worker.worker import Worker, shutdown_times
 
@@ -65,44 +67,45 @@ def run_engine(
     engine_factory: EngineFactory | None = None,
     *,
     on_serving: Callable[[], Awaitable[None]] | None = None,
+    force_exit: Callable[[int], Any] = os._exit,
 ) -> None:
     """Run an engine as `run` does, but raise the typed error of a failed worker instead of exiting with a line and a
     status.
+
+    `force_exit(status)` ends the process when the shutdown takes too long; it is called in a thread.
     """
     runner = asyncio.Runner(loop_factory=event_loop_factory())
     try:
-        runner.run(_start(engine_cls, argv, engine_factory, on_serving))
+        runner.run(_start(argv, engine_factory or engine_cls.from_args, on_serving, force_exit))
     finally:
         # Waits for whatever the engine left in the loop's executor or in tasks of its own: so again with a limit.
-        with Deadline(shutdown_times().timeout_seconds) as deadline:
+        with Deadline(shutdown_times().timeout_seconds, force_exit=force_exit) as deadline:
             deadline.arm()
             runner.close()
     _name_what_lingers()
 
 
 async def _start(
-    engine_cls: type[BaseEngine],
-    argv: list[str] | None = None,
-    engine_factory: EngineFactory | None = None,
-    on_serving: Callable[[], Awaitable[None]] | None = None,
+    argv: list[str] | None,
+    engine_factory: EngineFactory,
+    on_serving: Callable[[], Awaitable[None]] | None,
+    force_exit: Callable[[int], Any],
 ) -> None:
     try:
-        engine, config = await (engine_factory or engine_cls.from_args)(argv)
+        engine, config = await engine_factory(argv)
     except InvalidArgument:
         raise  # its message is for the operator, and `run` prints it
     except DynamoException:
         traceback.print_exc()  # `run` prints one line for these, and an author wants to see where it came from
         raise
-    worker = Worker(engine, config)
-    if on_serving is None:
-        await worker.run()
-        return
-    listening = asyncio.create_task(_once_serving(worker, on_serving), name="on_serving")
+    worker = Worker(engine, config, force_exit=force_exit)
+    beside = Background()  # not as a block: a failure of the callback is logged and does not end the worker
+    if on_serving is not None:
+        beside.start(_once_serving(worker, on_serving), "on_serving")
     try:
         await worker.run()
     finally:
-        listening.cancel()
-        await asyncio.wait({listening})
+        await beside.close()
 
 
 async def _once_serving(worker: Worker, on_serving: Callable[[], Awaitable[None]]) -> None:
