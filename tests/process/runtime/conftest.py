@@ -1,0 +1,5 @@
+"""The servers that the tests of this folder share, started when the first test asks."""
+
+from support.etcd_server import etcd_server
+
+__all__ = ["etcd_server"]

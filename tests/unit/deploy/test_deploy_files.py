@@ -1,0 +1,317 @@
+"""The deploy files are well-formed, name only what exists, and leave every process the time that it takes to drain."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_asyncio.client as kubernetes
+import pytest
+import yaml
+
+from dynamo.frontend.args import parse_args
+from dynamo.runtime.discovery.kubernetes_records import GROUP, KIND, PLURAL, SELECTOR, VERSION
+from dynamo.runtime.settings import SystemSettings
+
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "deploy"
+MANIFESTS = [
+    document
+    for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+    for document in yaml.safe_load_all(path.read_text())
+]
+COMPOSE = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
+SETTINGS = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("settings", "discovery"))
+
+MODELS = {
+    "Deployment": kubernetes.V1Deployment,
+    "Service": kubernetes.V1Service,
+    "ServiceAccount": kubernetes.V1ServiceAccount,
+    "Role": kubernetes.V1Role,
+    "RoleBinding": kubernetes.V1RoleBinding,
+    "PodDisruptionBudget": kubernetes.V1PodDisruptionBudget,
+    "CustomResourceDefinition": kubernetes.V1CustomResourceDefinition,
+}
+SEALED = {"V1LabelSelector", "V1IntOrString", "datetime"}
+
+
+def of_kind(kind: str) -> dict[str, dict[str, Any]]:
+    return {found["metadata"]["name"]: found for found in MANIFESTS if found["kind"] == kind}
+
+
+# -- shapes --------------------------------------------------------------------------------------------------------------
+
+
+def check(value: Any, kind: str, where: str) -> None:
+    """Compare a value with a type of the API as the client library describes it: no unknown key, every required one."""
+    if kind.startswith("list["):
+        assert isinstance(value, list), where
+        for number, each in enumerate(value):
+            check(each, kind[5:-1], f"{where}[{number}]")
+    elif kind.startswith("dict("):
+        assert isinstance(value, dict), where
+        for key, each in value.items():
+            assert isinstance(key, str), f"{where}: {key!r} needs quotes"
+            check(each, kind[5:-1].split(", ", 1)[1], f"{where}.{key}")
+    elif kind in ("str", "int", "bool", "float"):
+        expected = {"str": str, "int": int, "bool": bool, "float": (int, float)}[kind]
+        assert isinstance(value, expected), f"{where}: {value!r} is no {kind}"
+        assert kind == "bool" or not isinstance(value, bool), f"{where}: {value!r} is no {kind}"
+    elif kind != "object":
+        model = getattr(kubernetes, kind)
+        assert isinstance(value, dict), where
+        names = {attribute: name for name, attribute in model.attribute_map.items()}
+        unknown = value.keys() - names.keys()
+        assert not unknown, f"{where}: {kind} has no {sorted(unknown)}"
+        for key, each in value.items():
+            check(each, model.openapi_types[names[key]], f"{where}.{key}")
+        model(**{names[key]: each for key, each in value.items()})  # raises ValueError for what is missing
+
+
+@pytest.mark.parametrize(
+    "found", MANIFESTS, ids=lambda found: f"{found['kind']}-{found.get('metadata', {}).get('name')}"
+)
+def test_a_manifest_has_the_shape_of_the_api(found: dict[str, Any]) -> None:
+    if found["kind"] == "Kustomization":
+        assert {(DEPLOY / "kubernetes" / name).exists() for name in found["resources"]} == {True}
+    elif found["kind"] == "DynamoGraphDeployment":
+        jsonschema.validate(found, GRAPH_SCHEMA)
+        for component in found["spec"]["components"]:
+            check(component["podTemplate"], "V1PodTemplateSpec", component["name"])
+    else:
+        check(found, MODELS[found["kind"]].__name__, found["kind"])
+
+
+def test_the_check_of_shapes_can_fail() -> None:
+    good = of_kind("Deployment")["dynamo-worker"]
+    for spoilt in (
+        {**good, "spce": {}},
+        {**good, "spec": {**good["spec"], "replicas": "2"}},
+        {**good, "spec": {key: value for key, value in good["spec"].items() if key != "selector"}},
+    ):
+        with pytest.raises((AssertionError, ValueError)):
+            check(spoilt, "V1Deployment", "Deployment")
+
+
+GRAPH_SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "nvidia.com/v1beta1"},
+        "kind": {"const": "DynamoGraphDeployment"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["components"],
+            "properties": {
+                "components": {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "required": ["name", "type", "podTemplate"],
+                        "properties": {
+                            "name": {"type": "string"},
+                            "type": {"enum": ["frontend", "worker", "prefill", "decode"]},
+                            "replicas": {"type": "integer", "minimum": 1},
+                            "podTemplate": {"type": "object"},
+                        },
+                    },
+                }
+            },
+        },
+    },
+}
+
+SERVICE_SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["image", "command"],
+    "properties": {
+        "image": {"type": "string"},
+        "build": {"type": "object", "additionalProperties": False, "required": ["context", "dockerfile"],
+                  "properties": {"context": {"type": "string"}, "dockerfile": {"type": "string"}}},
+        "command": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        "environment": {"type": "object", "additionalProperties": {"type": "string"}},
+        "ports": {"type": "array", "items": {"type": "string", "pattern": r"^\d+:\d+$"}},
+        "volumes": {"type": "array", "items": {"type": "string"}},
+        "restart": {"enum": ["unless-stopped"]},
+        "stop_grace_period": {"type": "string", "pattern": r"^\d+s$"},
+        "depends_on": {"type": "object", "additionalProperties": {
+            "type": "object", "additionalProperties": False,
+            "properties": {"condition": {"enum": ["service_started", "service_healthy"]}}}},
+        "healthcheck": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["test"],
+            "properties": {
+                "test": {"type": "array", "prefixItems": [{"const": "CMD"}], "items": {"type": "string"}},
+                **{name: {"type": "string", "pattern": r"^\d+s$"} for name in ("interval", "timeout", "start_period")},
+                "retries": {"type": "integer"},
+            },
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPOSE["services"])
+def test_a_service_of_the_compose_file_has_the_shape_it_should(name: str) -> None:
+    service = COMPOSE["services"][name]
+    jsonschema.validate(service, SERVICE_SCHEMA)
+    for other, how in service.get("depends_on", {}).items():
+        assert how["condition"] != "service_healthy" or "healthcheck" in COMPOSE["services"][other]
+    for volume in service.get("volumes", ()):
+        assert volume.split(":")[0] in COMPOSE["volumes"]
+
+
+# -- what they name exists -----------------------------------------------------------------------------------------------
+
+
+def containers() -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """(name, container, pod spec) of every process of ours."""
+    for name, found in of_kind("Deployment").items():
+        pod = found["spec"]["template"]["spec"]
+        yield name, pod["containers"][0], pod
+    for component in of_kind("DynamoGraphDeployment")["dynamo-sample"]["spec"]["components"]:
+        pod = component["podTemplate"]["spec"]
+        yield component["name"], pod["containers"][0], pod
+
+
+def environment(container: Mapping[str, Any]) -> dict[str, str]:
+    return {each["name"]: each.get("value", "from the pod") for each in container["env"]}
+
+
+def test_every_variable_of_ours_is_documented() -> None:
+    used = {name for _, container, _ in containers() for name in environment(container)}
+    used |= {name for service in COMPOSE["services"].values() for name in service.get("environment", {})}
+    assert {name for name in used if re.search(rf"\b{name}\b", SETTINGS) is None} == set()
+
+
+def test_every_command_is_one_that_the_compose_file_runs() -> None:
+    """Those run in tests/process/deploy/test_compose_processes.py."""
+    run = [service["command"] for service in COMPOSE["services"].values()]
+    assert all(container["command"] in run for _, container, _ in containers())
+
+
+def test_the_image_holds_what_the_files_need() -> None:
+    lines = (DEPLOY / "Containerfile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    installed = re.search(r'pip install --no-cache-dir "\.\[([a-z,]+)\]"', lines)
+    assert installed is not None
+    assert set(installed[1].split(",")) <= extras.keys()
+    assert {"etcd", "nats", "kubernetes", "reference", "guided"} <= set(installed[1].split(","))
+    assert "ENV DYN_HTTP_HOST=0.0.0.0" in lines  # else `dynamo serve` in a container would answer only inside of it
+    for sources in re.findall(r"^COPY (.+) \S+$", lines, re.MULTILINE):
+        assert all((ROOT / source).exists() for source in sources.split())
+        assert {f"!{source}" for source in sources.split()} <= set((ROOT / ".dockerignore").read_text().splitlines())
+    build = COMPOSE["services"]["frontend"]["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).resolve() == DEPLOY / "Containerfile"
+    user = re.search(r"--uid (\d+)", lines)
+    assert user is not None
+    assert {pod["securityContext"]["runAsUser"] for _, _, pod in containers() if "securityContext" in pod} == {
+        int(user[1])
+    }
+
+
+def test_ports_are_those_that_the_processes_listen_on() -> None:
+    frontend = of_kind("Deployment")["dynamo-frontend"]["spec"]["template"]["spec"]["containers"][0]
+    settings = parse_args(frontend["command"][3:], env={})
+    assert frontend["ports"][0]["containerPort"] == settings.http_port
+    assert COMPOSE["services"]["frontend"]["ports"] == [f"8000:{settings.http_port}"]
+    worker = of_kind("Deployment")["dynamo-worker"]["spec"]["template"]["spec"]["containers"][0]
+    ports = {each["name"]: each["containerPort"] for each in worker["ports"]}
+    said = environment(worker)
+    assert ports == {"status": int(said["DYN_SYSTEM_PORT"]), "requests": int(said["DYN_TCP_RPC_PORT"])}
+    assert of_kind("Service")["dynamo-worker"]["spec"]["ports"][0]["port"] == ports["requests"]
+
+
+def test_probes_ask_for_routes_that_there_are() -> None:
+    for name, container, _ in containers():
+        probes = [value for key, value in container.items() if key.endswith("Probe")]
+        assert len(probes) in (0, 3), name
+        for probe in probes:
+            status = SystemSettings()
+            assert probe["httpGet"]["path"] in (status.health_path, status.live_path)
+            assert probe["httpGet"]["port"] in {port["name"] for port in container["ports"]}
+
+
+# -- the end of a process ------------------------------------------------------------------------------------------------
+
+MARGIN_SECONDS = 3
+
+
+def drain_seconds(env: Mapping[str, str]) -> int:
+    """From SIGTERM to a process's own deadline, as docs/architecture.md has it."""
+    if "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS" in env:
+        return int(env["DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS"])
+    names = ("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT")
+    return sum(int(env[name]) for name in names)
+
+
+def test_nobody_is_killed_before_its_own_deadline() -> None:
+    for name, container, pod in containers():
+        (word, pause) = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert word == "sleep"
+        needed = int(pause) + drain_seconds(environment(container)) + MARGIN_SECONDS
+        assert pod["terminationGracePeriodSeconds"] >= needed, name
+    for name, service in COMPOSE["services"].items():
+        if "environment" in service:
+            assert int(service["stop_grace_period"][:-1]) >= drain_seconds(service["environment"]) + MARGIN_SECONDS, (
+                name
+            )
+
+
+def test_a_rollout_and_a_drained_node_leave_somebody_to_serve() -> None:
+    budgets = of_kind("PodDisruptionBudget")
+    for name, found in of_kind("Deployment").items():
+        assert found["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+        labels = found["spec"]["template"]["metadata"]["labels"]
+        assert found["spec"]["selector"]["matchLabels"] == labels
+        assert budgets[name]["spec"]["selector"]["matchLabels"] == labels
+        assert budgets[name]["spec"]["minAvailable"] < found["spec"]["replicas"]
+        assert of_kind("Service")[name]["spec"]["selector"] == labels
+
+
+# -- discovery -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_rights_are_those_that_discovery_needs() -> None:
+    rules = {rule["resources"][0]: rule for rule in of_kind("Role")["dynamo-discovery"]["rules"]}
+    assert rules[PLURAL]["apiGroups"] == [GROUP]
+    assert set(rules[PLURAL]["verbs"]) == {"get", "list", "watch", "create", "patch", "delete"}
+    assert rules["endpointslices"]["apiGroups"] == ["discovery.k8s.io"]
+    assert set(rules["endpointslices"]["verbs"]) == {"list", "watch"}
+    assert "secrets" not in rules
+    account = of_kind("RoleBinding")["dynamo-discovery"]["subjects"][0]["name"]
+    assert account in of_kind("ServiceAccount")
+    assert {found["spec"]["template"]["spec"]["serviceAccountName"] for found in of_kind("Deployment").values()} == {
+        account
+    }
+
+
+def test_workers_can_be_found() -> None:
+    labels = of_kind("Service")["dynamo-worker"]["metadata"]["labels"]
+    assert ",".join(f"{name}={value}" for name, value in labels.items()) == SELECTOR
+    definition = of_kind("CustomResourceDefinition")[f"{PLURAL}.{GROUP}"]["spec"]
+    assert (definition["group"], definition["names"]["kind"], definition["names"]["plural"]) == (GROUP, KIND, PLURAL)
+    assert [each["name"] for each in definition["versions"]] == [VERSION]
+    for found in of_kind("Deployment").values():
+        said = environment(found["spec"]["template"]["spec"]["containers"][0])
+        assert {"POD_NAME", "POD_NAMESPACE", "POD_UID"} <= said.keys()
+
+
+def test_every_file_is_used() -> None:
+    listed = {
+        DEPLOY / "kubernetes" / name for name in next(m for m in MANIFESTS if m["kind"] == "Kustomization")["resources"]
+    }
+    known = listed | {DEPLOY / "kubernetes" / name for name in ("kustomization.yaml", "graph-deployment.yaml")}
+    known |= {DEPLOY / "Containerfile", DEPLOY / "docker-compose.yml"}
+    assert {Path(folder) / name for folder, _, names in os.walk(DEPLOY) for name in names} == known

@@ -1,0 +1,285 @@
+"""The docs are true: tables match the code, links lead somewhere, snippets and commands run."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dynamo.frontend.args as frontend_args
+from dynamo.contract.args import add_backend_arguments
+from dynamo.contract.conformance import FAILURE_NAMES
+from dynamo.errors import RULES
+from dynamo.frontend.metrics import _LOG_BUCKETS
+from dynamo.frontend.settings import FrontendSettings
+from dynamo.runtime.request_plane import metrics as plane_metrics
+from support.doc_pages import PAGES, READ, ROOT, code, rows
+
+SOURCE = ROOT / "src" / "dynamo"
+
+
+# -- links ---------------------------------------------------------------------------------------------------------------
+
+
+def anchor(heading: str) -> str:
+    plain = re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower())
+    return plain.replace(" ", "-")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_internal_link_leads_somewhere(path: Path) -> None:
+    lost = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", READ[path.name].prose):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, fragment = target.partition("#")
+        found = path if not file else (path.parent / file).resolve()
+        known = {anchor(heading) for heading in READ[found.name].headings} if fragment and found.exists() else set()
+        if not found.exists() or (fragment and fragment not in known):
+            lost.append(target)
+    assert lost == []
+
+
+def test_the_readme_links_every_page_of_the_docs() -> None:
+    text = READ["README.md"].prose
+    assert [path.name for path in sorted((ROOT / "docs").glob("*.md")) if f"docs/{path.name}" not in text] == []
+
+
+# -- errors --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_error_table_is_the_table_of_the_code() -> None:
+    expected = [
+        [
+            f"`{kind.__name__}`",
+            str(rule.status),
+            f"`{rule.phrase}`",
+            f"`{rule.stream_type}`",
+            "the error's own message" if rule.public is None else rule.public,
+            "yes" if rule.retryable else "no",
+            "yes" if rule.inhibits else "no",
+        ]
+        for kind, rule in RULES.items()
+    ]
+    assert list(rows("errors.md", "Error", "Status")) == expected
+
+
+def test_everything_that_is_not_built_is_listed() -> None:
+    """By the names that the code passes to the two functions that answer 422."""
+    listed = " ".join(row[0] for row in rows("errors.md", "Field", "Answer"))
+    for path in (SOURCE / "protocol" / "openai").glob("*.py"):
+        for call in calls(path, "_not_built", "_deprecated"):
+            word = call.args[-1] if call.func.id == "_not_built" else call.args[0]  # type: ignore[attr-defined]
+            if isinstance(word, ast.Constant):
+                assert f"`{word.value}`" in listed
+
+
+def calls(path: Path, *names: str) -> Iterator[ast.Call]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+            yield node
+
+
+# -- the kit -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_kits_failures_are_those_of_the_code() -> None:
+    listed = {code(row[0])[0]: row[1] for row in rows("writing-a-backend.md", "Failure", "Promise")}
+    assert listed == FAILURE_NAMES
+
+
+# -- metrics -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_metrics_tables_are_those_of_the_code() -> None:
+    assert (
+        subprocess.run([sys.executable, ROOT / "tools" / "metrics_page.py", "--check"], check=False).returncode == 0
+    ), "docs/metrics.md is not current: make docs"
+
+
+def is_used(name: str) -> bool:
+    """Whether code outside the modules that define the metrics mentions a name."""
+    return any(
+        re.search(rf"\b{name}\b", path.read_text())
+        for path in SOURCE.rglob("*.py")
+        if path.name not in ("metrics.py", "prometheus_names.py")
+    )
+
+
+def test_a_metric_is_said_to_be_not_filled_exactly_when_nothing_fills_it() -> None:
+    families = {**plane_metrics.CALLER, **plane_metrics.WORK_HANDLER}
+    not_filled = {code(row[0])[0] for row in rows("metrics.md", "Name", "Type") if "Not filled" in row[3]}
+    assert not_filled == {family.name for attribute, family in families.items() if not is_used(attribute)}
+
+
+def test_metrics_are_registered_by_their_families_only() -> None:
+    """Else the page would not have them."""
+    found = {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        if re.search(r"\b(registry|metrics)\.(counter|gauge|histogram)(_vector)?\(", path.read_text())
+    }
+    assert found == {"runtime/metrics/family.py"}
+
+
+def test_every_family_of_the_code_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    names = {
+        name for path in SOURCE.rglob("*.py") for name in re.findall(r"Family\(\s*\"([a-z_]+)\"", path.read_text())
+    }
+    missing = [name for name in names if f"`{name}`" not in page and f"`dynamo_frontend_{name}`" not in page]
+    assert (missing, len(names) > 80) == ([], True)
+
+
+# -- settings ------------------------------------------------------------------------------------------------------------
+
+_VARIABLE = re.compile(r"(DYN|OTEL|ETCD|NATS|HF|PROMETHEUS|CUDA|NVIDIA)_[A-Z0-9_]*[A-Z0-9]|NO_COLOR|TMPDIR")
+_PARTS = {f"DYN_HISTOGRAM_{name}" for name in _LOG_BUCKETS}  # completed by _MIN, _MAX and _COUNT
+
+
+def variables_of_the_source() -> set[str]:
+    """String constants that are nothing but the name of a variable. A name in a sentence is not one."""
+    return {
+        node.value
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _VARIABLE.fullmatch(node.value)
+    }
+
+
+@pytest.mark.process  # computes for seconds
+def test_the_settings_page_lists_exactly_the_variables_that_are_read() -> None:
+    documented = {name for row in rows("settings.md", "Variable") for name in code(row[0])}
+    documented |= {name for row in rows("settings.md", "Flag", "Variable") for name in code(row[1])}
+    assert documented == variables_of_the_source()
+
+
+def test_the_histogram_settings_are_those_of_the_code() -> None:
+    listed = {code(row[0])[0]: tuple(map(float, row[1:])) for row in rows("settings.md", "X", "Min")}
+    assert listed == {name: tuple(map(float, values)) for name, values in _LOG_BUCKETS.items()}
+
+
+def flag_rows(parser: argparse.ArgumentParser) -> dict[str, tuple[list[str], list[str], Any]]:
+    """First flag -> all its names, its variable as the help shows it, its default."""
+    return {
+        action.option_strings[0]: (
+            list(action.option_strings),
+            re.findall(r"\[([A-Z_]+)\]$", action.help or ""),
+            getattr(action.default, "value", action.default),
+        )
+        for action in parser._actions
+        if action.help is not argparse.SUPPRESS and action.dest not in ("help", "version")
+    }
+
+
+def documented_flags(heading: str) -> dict[str, tuple[list[str], list[str], str]]:
+    text = READ["settings.md"].path.read_text()
+    section = re.split(r"^## ", text.split(f"## {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+    lines = [line.strip().strip("|").split("|") for line in section.splitlines() if line.startswith("| `--")]
+    return {code(cells[0])[0]: (code(cells[0]), code(cells[1]), cells[2].strip()) for cells in lines}
+
+
+def shown(default: Any) -> set[str]:
+    """How a default may be written."""
+    match default:
+        case None | argparse.SUPPRESS:
+            return {"", "off"}  # a switch without a default is off
+        case True:
+            return {"on"}
+        case False:
+            return {"off"}
+        case _:
+            return {f"`{default}`"}
+
+
+@pytest.mark.parametrize("heading", ["A worker", "The frontend"])
+def test_the_flags_are_those_of_the_command_line(heading: str) -> None:
+    if heading == "A worker":
+        parser = argparse.ArgumentParser()
+        add_backend_arguments(parser, env={})
+    else:
+        parser = frontend_args._build(FrontendSettings.from_env({}))
+    actual, listed = flag_rows(parser), documented_flags(heading)
+    assert {flag: found[:2] for flag, found in actual.items()} == {flag: found[:2] for flag, found in listed.items()}
+    assert [flag for flag, found in actual.items() if listed[flag][2] not in shown(found[2])] == []
+
+
+@pytest.mark.parametrize("command", ["serve", "bench"])
+def test_the_flags_of_a_command_are_those_of_its_help(command: str) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "dynamo.cli.main", command, "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    flags = set(re.findall(r"^  (--[a-z-]+)", shown, re.MULTILINE))
+    assert flags == set(documented_flags(f"dynamo {command}"))
+
+
+@pytest.mark.parametrize(
+    ("heading", "flags"),
+    [
+        (
+            "Native flags without an effect",
+            (*frontend_args._INERT_WITH_VALUE, *frontend_args._INERT_SWITCHES),
+        ),
+        (
+            "Native flags that are refused",
+            (*frontend_args._LATER_WITH_VALUE, *frontend_args._LATER_SWITCHES),
+        ),
+    ],
+)
+def test_native_flags_are_listed_by_what_becomes_of_them(heading: str, flags: tuple[str, ...]) -> None:
+    section = READ["settings.md"].prose.split(f"### {heading}\n")[1].split("\n#")[0]
+    assert set(re.findall(r"`(--[a-z0-9-]+)`", section)) == set(flags)
+
+
+# -- names ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_public_name_that_the_docs_list_exists_and_none_is_left_out() -> None:
+    listed = {code(row[0])[0]: set(code(row[1])) for row in rows("architecture.md", "Package", "Exports")}
+    actual = {name: set(importlib.import_module(name).__all__) for name in listed}
+    assert listed == actual
+    assert listed.keys() >= {"dynamo.common.backend", "dynamo.common.backend.testing", "dynamo.runtime", "dynamo.llm"}
+
+
+def test_every_import_in_the_docs_works() -> None:
+    for page in READ.values():
+        for block in page.blocks:
+            if block.language != "python":
+                continue
+            for node in ast.walk(ast.parse(block.text)):
+                if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "dynamo":
+                    module = importlib.import_module(node.module)
+                    missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+                    assert missing == [], f"{page.name}:{block.line}: {node.module}"
+
+
+def test_modules_and_files_named_in_the_docs_exist() -> None:
+    for page in READ.values():
+        for name in re.findall(r"`(dynamo(?:\.[a-z_]+)+)`", page.prose):
+            assert exists(name), f"{page.name}: {name}"
+        for name in re.findall(r"`((?:src|docs|examples|tests|benchmarks|shim)/[\w./-]*)`", page.prose):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def exists(name: str) -> bool:
+    """A module, or an attribute of one."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[cut:]:
+            if not hasattr(found, attribute):
+                return False
+            found = getattr(found, attribute)
+        return True
+    return False
