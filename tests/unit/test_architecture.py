@@ -128,7 +128,7 @@ def test_every_public_package_exports_what_its_all_says(name: str) -> None:
 
 
 def test_each_noun_of_the_glossary_is_one_class() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "glossary.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text()
     nouns = re.findall(r"^\| [^|]+ \| `(\w+)` \|", page, re.MULTILINE)
     homes: dict[str, list[str]] = {noun: [] for noun in nouns}
     for name, path in MODULES:
@@ -140,6 +140,6 @@ def test_each_noun_of_the_glossary_is_one_class() -> None:
 
 
 def test_the_index_names_every_page() -> None:
-    docs = Path(__file__).parent.parent / "docs"
+    docs = Path(__file__).parents[2] / "docs"
     linked = set(re.findall(r"\]\(([a-z-]+\.md)\)", (docs / "index.md").read_text()))
     assert linked == {page.name for page in docs.glob("*.md")} - {"index.md"}

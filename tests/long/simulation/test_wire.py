@@ -22,7 +22,7 @@ from dynamo.testing.simulation.network import PING_LIMIT_SECONDS, Network
 from support.processes import PATIENCE_SECONDS, until
 from support.wire_ends import INSTANCE_ID, PATH, call, handler
 
-ENDS = Path(__file__).parent.parent / "support" / "wire_ends.py"
+ENDS = Path(__file__).parents[2] / "support" / "wire_ends.py"
 FROZEN_SECONDS = 1.5 * PING_LIMIT_SECONDS  # in the simulation: the caller gives up meanwhile, but not twice
 WORDS = INITIAL_CREDITS - 1
 

@@ -23,7 +23,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.settings import RuntimeSettings
 from support.patience import PATIENCE_SECONDS
 
-ENGINE = Path(__file__).parent.parent / "support" / "failing_engine.py"
+ENGINE = Path(__file__).parents[2] / "support" / "failing_engine.py"
 AT_ONCE = 3  # processes at a time: two cores are shared by many tests
 
 FAST = {
