@@ -684,6 +684,41 @@ async def test_a_listener_hears_what_a_reader_would_read(plane: Plane, fails: bo
     assert (str(error) if error else None) == ("no more" if fails else None)
 
 
+async def test_a_reader_with_a_lane_gets_every_token_once_and_in_order_whether_the_plane_has_one_or_not(
+    plane: Plane,
+) -> None:
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        for token in range(6):
+            sink.send_tokens([token], extra={"text": "x"} if token == 3 else None)
+            await asyncio.sleep(0)
+
+    plane.serve(handler)
+    stream = await plane.open()
+    seen: list[int] = []
+    by_lane: list[int] = []
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def take_tokens(ids: list[int]) -> bool:
+        seen.extend(ids)
+        by_lane.extend(ids)
+        return True
+
+    def arrived() -> None:
+        batch = stream.take()
+        for item in batch or ():
+            seen.extend(item.token_ids)
+        if batch is None and not done.done():
+            done.set_result(None)
+
+    stream.listen(arrived)
+    has_lane = stream.open_lane(take_tokens, lambda error: None)
+    await done
+    stream.close()
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert 3 not in by_lane
+    assert has_lane or not by_lane
+
+
 async def test_a_listener_that_comes_late_hears_what_is_there(plane: Plane) -> None:
     async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
         sink.send_tokens([1])

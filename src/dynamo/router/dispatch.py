@@ -394,9 +394,8 @@ async def _listen(
             done.set_exception(failure)
 
     stream.listen(arrived)
-    open_lane = getattr(stream, "open_lane", None)  # only `mux` has a lane, and no stream that wraps another one
-    if take_tokens is not None and open_lane is not None:
-        open_lane(take_tokens, settle)
+    if take_tokens is not None:
+        stream.open_lane(take_tokens, settle)
     try:
         await done
     finally:

@@ -88,6 +88,11 @@ class _Stream:
     def listen(self, arrived: Callable[[], None] | None) -> None:
         self._stream.listen(arrived)
 
+    def open_lane(
+        self, take_tokens: Callable[[list[int]], bool], closed: Callable[[BaseException | None], None]
+    ) -> bool:
+        return False  # a fault comes after a number of items, and a lane passes on tokens of several at a time
+
     def book(
         self, *, first: Callable[[DynamoException | None], None] | None, released: Callable[[], None] | None
     ) -> None:

@@ -122,6 +122,16 @@ class ResponseStream(Protocol):
         and may be called without need; not while a reader waits in `next_batch`.
         """
 
+    def open_lane(
+        self, take_tokens: Callable[[list[int]], bool], closed: Callable[[BaseException | None], None]
+    ) -> bool:
+        """Pass the token ids of items that hold nothing else straight to `take_tokens`, in their order among the other items,
+        which go the way of `listen`. Return whether this stream does so; where it does not, everything goes that way.
+
+        Call it after `listen`; the next `listen` closes the lane. `closed` is called once: with None after `take_tokens` has
+        returned False, or with what it raised; not by `listen`.
+        """
+
     def book(
         self, *, first: Callable[[DynamoException | None], None] | None, released: Callable[[], None] | None
     ) -> None:

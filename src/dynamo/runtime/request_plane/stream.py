@@ -152,6 +152,11 @@ class StreamBuffer(ABC):
         if arrived is not None and (self.items or self.state is not StreamState.OPEN):
             self._call_soon()
 
+    def open_lane(
+        self, take_tokens: Callable[[list[int]], bool], closed: Callable[[BaseException | None], None]
+    ) -> bool:
+        return False
+
     def stop(self) -> None:
         if self.state is StreamState.OPEN:
             self._send_stop()

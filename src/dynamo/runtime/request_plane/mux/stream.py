@@ -38,13 +38,10 @@ class MuxStream(StreamBuffer):
 
     def open_lane(
         self, take_tokens: Callable[[list[int]], bool], closed: Callable[[BaseException | None], None]
-    ) -> None:
-        """Pass the token ids of items that hold nothing else straight to `take_tokens`, past the buffer, once per frame.
-
-        Every other item takes the usual way, in its turn. `closed` is called once: with None after `take_tokens` has returned
-        False, or with what it raised. `listen` closes the lane without a call.
-        """
+    ) -> bool:
+        """Pass token ids on past the buffer, once per frame."""
         self.lane, self._lane_closed = take_tokens, closed
+        return True
 
     def listen(self, arrived: Callable[[], None] | None) -> None:
         self.lane = self._lane_closed = None
