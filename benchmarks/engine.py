@@ -21,6 +21,7 @@ class BenchEngine(LLMEngine):
     def __init__(self, model: str, delay: float, step: float = 0.0) -> None:
         self.model, self.delay, self.step = model, delay, step
         self._next_step: asyncio.Future[None] | None = None
+        self._step_at = 0.0  # loop time at which the step under way ends
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[BenchEngine, WorkerConfig]:
@@ -75,11 +76,17 @@ class BenchEngine(LLMEngine):
         }
 
     def _stepped(self) -> asyncio.Future[None]:
-        """Return the end of the step under way, which all streams await; steps end at multiples of the step's length."""
+        """Return the end of the step under way, which all streams await; steps end at multiples of the step's length.
+
+        A timer may fire a moment early, so the next end is counted from the last one: else such a step would be two.
+        """
         if self._next_step is None:
             loop = asyncio.get_running_loop()
             self._next_step = loop.create_future()
-            loop.call_at((loop.time() // self.step + 1) * self.step, self._end_step)
+            self._step_at += self.step
+            if self._step_at <= loop.time():
+                self._step_at = (loop.time() // self.step + 1) * self.step
+            loop.call_at(self._step_at, self._end_step)
         return self._next_step
 
     def _end_step(self) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
+from dynamo.runtime.write_batch import WriteBatch
+
 if TYPE_CHECKING:
     from dynamo.runtime.http.connection import HttpConnection
 
@@ -78,6 +80,7 @@ class Cycle:
     """From the head of a request to the end of its answer."""
 
     __slots__ = (
+        "_batch",
         "_body",
         "_changed",
         "_connection",
@@ -97,6 +100,7 @@ class Cycle:
         self, connection: HttpConnection, gate: Gate, scope: Scope, *, keep_alive: bool, expects_continue: bool = False
     ) -> None:
         self._connection, self._gate = connection, gate
+        self._batch = WriteBatch.of_this_loop()
         self._body = b""
         self._changed = asyncio.Event()  # more of the body came, or the client left, or the answer is complete
         self._left: int | None = 0  # of the announced content; None: chunked
@@ -232,10 +236,17 @@ class Cycle:
     # -- the short ways ------------------------------------------------------------------------------------------
 
     def push(self, data: bytes) -> bool:
-        """Do what `send` does for one more body chunk, where nothing has to be waited for; the extension `dynamo.push`."""
+        """Do what `send` does for one more body chunk, where nothing has to be waited for; the extension `dynamo.push`.
+
+        While a frame of many streams is handed out, the write waits for the end of the frame.
+        """
         if not self._is_pushable or self._gate.write_paused:
             return False
-        self._connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        chunk = b"%x\r\n%b\r\n" % (len(data), data)
+        if self._batch.is_open:
+            self._batch.pending.append((self._connection.transport, chunk))
+        else:
+            self._connection.transport.write(chunk)
         return True
 
     def respond(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:

@@ -33,6 +33,7 @@ from dynamo.runtime.request_plane.mux.stream import MAX_BUFFERED_ITEMS, MuxStrea
 from dynamo.runtime.request_plane.security import PlaneSecurity
 from dynamo.runtime.request_plane.stream import StreamState
 from dynamo.runtime.tls import handshake_text
+from dynamo.runtime.write_batch import WriteBatch
 
 __all__ = ["MuxConnection"]
 
@@ -59,6 +60,7 @@ class MuxConnection(Dialled):
         self.greeting = Greeting(security)
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
+        self._batch = WriteBatch.of_this_loop()
         self._decoder = FrameDecoder()
         self._streams: dict[int, MuxStream] = {}
         self._touched: list[MuxStream] = []  # their listeners are to be called
@@ -86,12 +88,17 @@ class MuxConnection(Dialled):
                     self._on_frame(kind, flags, stream_id, payload)
         except (ProtocolError, msgspec.MsgspecError, ValueError, RecursionError) as error:
             self._fail(f"{self.address} broke the wire: {error}")
-        if self._lanes:
-            lanes, self._lanes = self._lanes, []
-            for stream in lanes:
-                stream.pass_tokens()
-        if self._touched:
-            self._call_listeners()
+        batch = self._batch
+        batch.is_open = True
+        try:
+            if self._lanes:
+                lanes, self._lanes = self._lanes, []
+                for stream in lanes:
+                    stream.pass_tokens()
+            if self._touched:
+                self._call_listeners()
+        finally:
+            batch.flush()
 
     def _on_items(self, payload: bytes) -> None:
         find, touched, lanes = self._streams.get, self._touched, self._lanes

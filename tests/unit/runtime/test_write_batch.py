@@ -1,0 +1,87 @@
+"""The writes of a frame are made together: all of them, in their order, and a failing one costs its own connection only."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from dynamo.runtime.context import Context
+from dynamo.runtime.http.cycle import Cycle, Gate
+from dynamo.runtime.request_plane.base import StreamItem
+from dynamo.runtime.request_plane.mux.connection import MuxConnection
+from dynamo.runtime.request_plane.mux.frames import Kind, frame, pack
+from dynamo.runtime.write_batch import WriteBatch
+
+
+class Socket:
+    """A transport that remembers, in a log shared by all, what is written to it."""
+
+    def __init__(self, name: str, log: list[Any], *, fails: bool = False) -> None:
+        self._name, self._log, self._fails = name, log, fails
+        self.is_aborted = False
+
+    def write(self, data: bytes) -> None:
+        if self._fails:
+            raise OSError("no such socket")
+        self._log.append((self._name, bytes(data)))
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    def is_closing(self) -> bool:
+        return False
+
+
+async def answer(socket: Socket) -> Cycle:
+    """Return an answer whose head is written."""
+    http = SimpleNamespace(transport=socket, default_headers=(), answered=lambda: None)
+    scope = {"method": "POST", "http_version": "1.1"}
+    cycle = Cycle(http, Gate(socket), scope, keep_alive=True)  # type: ignore[arg-type]
+    await cycle.send({"type": "http.response.start", "status": 200, "headers": []})
+    return cycle
+
+
+async def frame_of_two(log: list[Any], sockets: list[Socket]) -> None:
+    """Hand out one frame with a token for each of two streams whose readers push it to their clients."""
+    answers = [await answer(socket) for socket in sockets]
+    connection = MuxConnection("here", on_lost=lambda connection: None)
+    connection.connection_made(Socket("worker", []))  # type: ignore[arg-type]
+    streams = [connection.open("e", b"\x80", Context(str(number))) for number in range(2)]
+    log.clear()
+    for cycle, stream in zip(answers, streams, strict=True):
+
+        def take(ids: list[int], cycle: Cycle = cycle) -> bool:
+            log.append("read")
+            return cycle.push(b"%d" % ids[0])
+
+        stream.open_lane(take, lambda error: None)
+    items = [StreamItem(stream.stream_id, 0, 0, [number]) for number, stream in enumerate(streams)]
+    connection.data_received(frame(Kind.ITEMS, pack(items)))
+
+
+async def test_all_streams_of_a_frame_are_read_before_the_first_write() -> None:
+    log: list[Any] = []
+    await frame_of_two(log, [Socket("one", log), Socket("two", log)])
+    assert log == ["read", "read", ("one", b"1\r\n0\r\n"), ("two", b"1\r\n1\r\n")]
+    assert not WriteBatch.of_this_loop().is_open
+
+
+async def test_a_write_that_fails_costs_its_own_connection_only() -> None:
+    log: list[Any] = []
+    broken = Socket("one", log)
+    sockets = [broken, Socket("two", log)]
+    answers = [await answer(socket) for socket in sockets]
+    broken._fails = True
+    batch = WriteBatch.of_this_loop()
+    batch.is_open = True
+    assert [cycle.push(b"x") for cycle in answers] == [True, True]
+    log.clear()
+    batch.flush()
+    assert (log, broken.is_aborted, sockets[1].is_aborted) == ([("two", b"1\r\nx\r\n")], True, False)
+
+
+async def test_outside_a_frame_a_push_is_written_at_once() -> None:
+    log: list[Any] = []
+    cycle = await answer(Socket("one", log))
+    assert cycle.push(b"x")
+    assert log[-1] == ("one", b"1\r\nx\r\n")
