@@ -254,6 +254,8 @@ uvloop.run(main())
 
 def test_both_wires_work_on_uvloop_too() -> None:
     pytest.importorskip("uvloop")
-    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n" + UVLOOP
+    here = Path(__file__)
+    paths = [str(here.parent), str(here.parents[2])]  # this module, and the helpers
+    program = f"import sys; sys.path[:0] = {paths!r}\n" + UVLOOP
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
     assert (found.stdout, found.returncode) == ("served\n", 0), found.stderr
