@@ -28,11 +28,11 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 serve: $(VENV)/.run ## a frontend and a worker on this machine (ARGS="--http-port 9000" and so on)
 	@$(BIN)/dynamo serve $(ARGS)
 
-test: $(VENV)/.dev ## the tests that start no process: a minute
-	@$(BIN)/python -m pytest -q -n 2 -m "not process" tests/unit tests/contract $(ARGS)
+test: $(VENV)/.dev ## units and contracts, a tenth of the examples of each property: a minute
+	@$(BIN)/python -m pytest -q -n 2 -m "not process" --hypothesis-profile=quick tests/unit tests/contract $(ARGS)
 
-test-all: $(VENV)/.dev ## the rest: processes, real servers, simulated clusters, hostile peers
-	@$(BIN)/python -m pytest -q -n 2 -m process $(ARGS)
+test-all: $(VENV)/.dev ## the rest: every example of the properties, processes, real servers, simulated clusters, hostile peers
+	@$(BIN)/python -m pytest -q -n 2 -m "process or property" $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, strict types, import arrows, the figures of the house
 	@$(BIN)/ruff format --check .

@@ -1,7 +1,8 @@
-"""What all tests share: repeatable examples, and the marker of the tests that `make test` leaves to `make test-all`."""
+"""What all tests share: repeatable examples, and the markers that part `make test` from `make test-all`."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import settings
 # The same examples at every run, so that a red build is red for everybody. `HYPOTHESIS_PROFILE=explore` (or
 # --hypothesis-profile) looks further; what it finds becomes an @example.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("quick", max_examples=10, derandomize=True, deadline=None)  # make test
 settings.register_profile("explore", max_examples=2000, deadline=None)
-settings.load_profile("repeatable")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 SLOW_FOLDERS = frozenset({"process", "long"})
 _HERE = Path(__file__).parent
@@ -21,3 +23,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(_HERE).parts[0] in SLOW_FOLDERS:
             item.add_marker(pytest.mark.process)
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.property)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import pkgutil
 import re
@@ -71,8 +72,17 @@ def rules_of(name: str) -> frozenset[str] | None:
     return next((ALLOWED[prefix] for prefix in prefixes if prefix in ALLOWED), None)
 
 
-def imports(path: Path) -> Iterator[str]:
-    tree = ast.parse(path.read_text())
+@functools.cache
+def source(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
+    return frozenset(_imports(source(path)))
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -132,7 +142,7 @@ def test_each_noun_of_the_glossary_is_one_class() -> None:
     nouns = re.findall(r"^\| [^|]+ \| `(\w+)` \|", page, re.MULTILINE)
     homes: dict[str, list[str]] = {noun: [] for noun in nouns}
     for name, path in MODULES:
-        for node in ast.parse(path.read_text()).body:
+        for node in source(path).body:
             if isinstance(node, ast.ClassDef) and node.name in homes and room_of(name) != "_core":
                 homes[node.name].append(name)
     assert {noun: places for noun, places in homes.items() if len(places) != 1} == {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.frontend.admission.model import (
@@ -27,6 +27,7 @@ from dynamo.protocol.openai.shapes import AgentHints, NvExt
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from support.frontend_cluster import cluster, say
+from support.properties import examples
 
 
 def admission(
@@ -202,7 +203,7 @@ LIMITS = st.sampled_from([None, "1", "7", "20", "1x", "2.5x"])
 
 
 @given(MOVES, LIMITS, st.sampled_from([None, 0.0, 2.0]))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_no_place_is_lost_or_given_twice_whatever_happens(
     moves: list[tuple[str, int, Urgency, float]], limit: str | None, age: float | None
 ) -> None:
@@ -242,7 +243,7 @@ def test_no_place_is_lost_or_given_twice_whatever_happens(
 
 
 @given(st.integers(0, 60), st.integers(1, 50), st.floats(0.0, 50.0), st.sampled_from([None, 0.0, 10.0]))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_where_the_less_urgent_gets_in_the_more_urgent_does_too(
     in_flight: int, limit: int, waited: float, age: float | None
 ) -> None:

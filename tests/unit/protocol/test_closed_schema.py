@@ -6,10 +6,11 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.protocol.openai.closed_schema import TIGHT_WHITE_SPACE, bounded_guidance, closed_schema
+from support.properties import examples
 from support.random_schemas import random_schema
 
 A = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
@@ -77,7 +78,7 @@ def without_others(schema: Any, instance: Any) -> bool:
     return not isinstance(instance, list) or all(without_others(schema, value) for value in instance)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     schema=SCHEMAS.filter(lambda one: isinstance(one, dict)),
     defs=st.tuples(OBJECT_SCHEMAS, OBJECT_SCHEMAS),

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from dynamo.protocol.openai import (
@@ -22,6 +22,7 @@ from dynamo.protocol.openai import (
 from dynamo.protocol.openai.body import MAX_CONTAINERS, MAX_DEPTH, MAX_MENDED_BYTES
 from dynamo.protocol.openai.shapes import ChatRequest, CompletionRequest
 from dynamo.protocol.openai.validation import LET_PASS
+from support.properties import examples
 
 USER: Final = {"role": "user", "content": "hi"}
 PREFIX: Final = "Failed to deserialize the JSON body into the target type: "
@@ -806,21 +807,21 @@ def parses_or_refuses(parse: Callable[[bytes], Any], body: bytes) -> None:
     msgspec.json.decode(result.frame().removeprefix(b"data: "))
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@examples(300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.dictionaries(CHAT_KEYS, JSON_VALUES, max_size=4), MESSAGES | JSON_VALUES)
 def test_any_chat_body_parses_or_is_refused(fields: dict[str, Any], messages: Any) -> None:
     body = json.dumps({"model": "m", "messages": messages, **fields}, ensure_ascii=False)
     parses_or_refuses(parse_chat, body.encode("utf-8", "surrogatepass"))
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@examples(200, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.dictionaries(COMPLETION_KEYS, JSON_VALUES, max_size=4), JSON_VALUES)
 def test_any_completion_body_parses_or_is_refused(fields: dict[str, Any], prompt: Any) -> None:
     body = json.dumps({"model": "m", "prompt": prompt, **fields})
     parses_or_refuses(parse_completion, body.encode())
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.binary(max_size=40), st.integers(0, 60))
 def test_any_bytes_parse_or_are_refused(junk: bytes, at: int) -> None:
     good = chat(temperature=0.5, stop=["a"])

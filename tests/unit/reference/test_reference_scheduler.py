@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.errors import InvalidArgument
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.reference.blocks import BlockPool, BlocksStored
 from dynamo.reference.scheduler import Scheduler, Sequenced, Work
+from support.properties import examples
 
 SIZE = 4
 
@@ -24,7 +25,7 @@ def run(step: Scheduler, plan: list[Work], token: int = 7) -> None:
         step.computed(work, token if work.samples else None)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.data())
 @pytest.mark.process  # computes for seconds
 def test_no_life_of_sequences_leaks_a_block_exceeds_a_budget_or_loses_a_token(data: st.DataObject) -> None:
@@ -72,7 +73,7 @@ def test_no_life_of_sequences_leaks_a_block_exceeds_a_budget_or_loses_a_token(da
     assert step.pool.available == blocks
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.data())
 def test_no_life_in_two_workers_leaks_a_block_or_waits_for_nobody(data: st.DataObject) -> None:
     """Prompts that arrive from elsewhere or fail to, and blocks that are kept for others, in any order."""

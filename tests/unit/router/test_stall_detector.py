@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.router.stall_detector import (
@@ -16,6 +16,7 @@ from dynamo.router.stall_detector import (
     TokenCadence,
     judge,
 )
+from support.properties import examples
 
 PATIENCE = StallPolicy(10.0, 20.0)
 FLOOR = PATIENCE.ticks(10.0)
@@ -57,7 +58,7 @@ def test_the_floor_is_as_many_beats_as_it_says() -> None:
     assert StallPolicy(0.0, first_token_seconds=1.0).tick_seconds == 0.05
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(gaps=st.lists(st.integers(1, 12), min_size=SETTLED_TICKS + 1, max_size=20), data=st.data())
 def test_a_stream_that_stays_below_twenty_times_its_own_longest_gap_is_never_stalled(
     gaps: list[int], data: st.DataObject
@@ -71,7 +72,7 @@ def test_a_stream_that_stays_below_twenty_times_its_own_longest_gap_is_never_sta
         engine.tick(0)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(gap=st.integers(1, 80), streams=st.integers(1, 4))
 def test_a_worker_that_falls_silent_is_found_frozen_within_the_limit(gap: int, streams: int) -> None:
     engine = Engine(streams)
@@ -172,7 +173,7 @@ def test_a_new_worker_begins_anew_but_the_streams_own_gaps_stay_known() -> None:
     assert (cadence.ticks_with_tokens, cadence.silence, cadence.longest) == (0, 1, 3)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(first=st.floats(0.05, 60.0), inter=st.floats(0.05, 60.0))
 def test_deadlines_are_kept_to_the_beat(first: float, inter: float) -> None:
     policy = StallPolicy(0.0, first_token_seconds=first, inter_token_seconds=inter)

@@ -6,7 +6,7 @@ import json
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.errors import InvalidArgument
@@ -23,6 +23,7 @@ from dynamo.runtime.event_plane.envelope import (
 )
 from dynamo.runtime.event_plane.nats import subject_of
 from dynamo.runtime.settings import EventPlaneSettings, NatsSettings, ZmqBroker
+from support.properties import examples
 
 LOAD = {
     "worker_id": 7,
@@ -54,7 +55,7 @@ def test_a_nats_message_is_the_bare_envelope() -> None:
     assert subject_of(Scope("a b", "c*"), ">") == "namespace.a_b.component.c_._"
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(
     st.builds(
         Event,

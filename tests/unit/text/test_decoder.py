@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
 from dynamo.text import ByteTokenizer, ChoiceDecoder, JsonTokenizer
+from support.properties import examples
 
 TOKENIZER = ByteTokenizer()
 Outcome = tuple[str, str | None, str | int | None, int]
@@ -136,7 +137,7 @@ def test_special_tokens_are_skipped_unless_asked_for(hf: Callable[[str], HfToken
         assert choice.push([end, *tokenizer.encode("ok")]) == shown
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(st.lists(st.sampled_from(list("ab€".encode())), max_size=3), max_size=7),
     st.lists(st.text("ab€", min_size=1, max_size=3), max_size=2),

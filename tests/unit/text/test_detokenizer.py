@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
 from dynamo.text import ByteTokenizer, Detokenizer, JsonTokenizer
+from support.properties import examples
 
 BYTE_LEVEL = ("llama3", "qwen", "deepseek", "gpt2")
 FALLBACK = ("llama2", "llama2-metaspace", "gemma")
@@ -49,7 +50,7 @@ def test_any_chunking_of_any_ids_gives_the_text_behind_the_prompt(hf: Family, na
     tokenizer = JsonTokenizer(hf(name))
     ids = st.integers(-1, tokenizer.vocab_size + 2)
 
-    @settings(max_examples=150, deadline=None)
+    @examples(150)
     @given(chunked(ids), st.booleans())
     def check(case: tuple[list[int], list[list[int]]], skip: bool) -> None:
         prompt, pushes = case
@@ -84,7 +85,7 @@ def test_byte_fallback_streams_every_chunking_alike_and_keeps_whole_characters(h
     assert first_byte is not None
     ids = st.integers(0, tokenizer.vocab_size) | st.integers(first_byte, first_byte + 255) | st.integers(0, 10)
 
-    @settings(max_examples=200, deadline=None)
+    @examples(200)
     @given(st.lists(st.lists(ids, max_size=4), max_size=8), st.booleans())
     def check(pushes: list[list[int]], skip: bool) -> None:
         expected = fallback_reference(tokenizer, flat(pushes), strip=name != "gemma", skip=skip)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.protocol import parsers as names
@@ -14,6 +14,7 @@ from dynamo.text.output import Content, Joined, JoinedCall, OutputEvent, Reasoni
 from dynamo.text.output_parser import OutputParser
 from dynamo.text.reasoning import REASONING_FORMATS, ThinkParser
 from dynamo.text.tools import HermesParser
+from support.properties import examples
 
 
 def run(parser: ThinkParser | OutputParser, pieces: Iterable[str]) -> Joined:
@@ -206,7 +207,7 @@ FRAGMENTS = st.one_of(
 
 
 @every_parser
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(text=st.lists(FRAGMENTS, max_size=12).map("".join), data=st.data())
 def test_no_text_and_no_cut_changes_the_result(make: Make, text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))

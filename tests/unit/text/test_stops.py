@@ -3,10 +3,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.text import StopStrings
+from support.properties import examples
 
 
 def run(stops: list[str], chunks: list[str], *, include: bool) -> tuple[str, str | None]:
@@ -53,7 +54,7 @@ def test_every_chunking_of_every_short_text_stops_alike(stops: list[str], includ
                 assert run(stops, chunks, include=include) == expected, chunks
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.lists(st.text("aab\n", max_size=6), max_size=5),
     st.lists(st.text("aaab\nx", max_size=5), max_size=10),

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.protocol import parsers as names
@@ -15,6 +15,7 @@ from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, Joi
 from dynamo.text.tools import TOOL_FORMATS, HermesParser, NamedCallParser, RequiredCallsParser, ToolParser
 from dynamo.text.tools import calls as calls_module
 from dynamo.text.tools.json_object import MAX_DEPTH, JsonObjectReader
+from support.properties import examples
 
 Make = Callable[[], ToolParser]
 
@@ -334,7 +335,7 @@ def cut(data: st.DataObject, text: str) -> Sequence[str]:
 
 
 @every_parser
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(text=TEXTS, data=st.data())
 def test_no_text_and_no_cut_changes_the_result(make: Make, text: str, data: st.DataObject) -> None:
     whole = run(make(), [text])
@@ -342,7 +343,7 @@ def test_no_text_and_no_cut_changes_the_result(make: Make, text: str, data: st.D
     assert run(make(), text) == whole
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(text=TEXTS)
 def test_text_without_a_call_passes_unchanged(text: str) -> None:
     found = hermes(text)
@@ -350,7 +351,7 @@ def test_text_without_a_call_passes_unchanged(text: str) -> None:
         assert found.content == text
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(arguments=OBJECTS, before=st.text(max_size=5), after=st.text(max_size=5))
 def test_every_call_survives_the_way(arguments: dict[str, Any], before: str, after: str) -> None:
     call = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=False)
@@ -363,7 +364,7 @@ def test_every_call_survives_the_way(arguments: dict[str, Any], before: str, aft
 # -- the object reader ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     text=st.one_of(OBJECTS.map(json.dumps), st.text('{}[]",:\\ 0123456789.eE+-truefalsn', max_size=14).map("{".__add__))
 )
