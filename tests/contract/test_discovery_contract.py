@@ -13,6 +13,7 @@ import pytest
 from dynamo.runtime.discovery import Change, Delete, Discovery, Put
 from support.discovery_rigs import EtcdRig, FileRig, KubernetesRig, MemoryRig, Rig
 from support.fake_kubernetes import FakeKubernetes
+from support.patience import PATIENCE_SECONDS
 
 KEY = "v1/instances/ns/c/e/1f"
 OTHER = "v1/instances/ns/c/e/2a"
@@ -52,7 +53,7 @@ def open_store(rig: Rig) -> OpenStore:
 
 async def until(changes: AsyncIterator[list[Change]], view: dict[str, bytes], wanted: Callable[[], bool]) -> None:
     """Apply batches to `view` until it is as wanted."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not wanted():
             for change in await anext(changes):
                 match change:
@@ -247,7 +248,7 @@ async def test_a_record_that_was_taken_from_a_healthy_owner_comes_back(rig: Rig,
             await rig.expire(owner, KEY)
         else:
             await rig.take_away(KEY)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while await reader.get_prefix("v1/instances") != {KEY: b'"alive"'}:
                 await asyncio.sleep(0.005)
         await reader.put("v1/instances/mark", b"{}")
@@ -268,7 +269,7 @@ async def test_a_store_that_was_lost_and_came_back_is_followed_without_a_gap_or_
         await owner.put(OTHER, b"1")
         await owner.put(KEY, b"2")
         await owner.put("v1/instances/mark", b"{}")
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while Put("v1/instances/mark", b"{}") not in seen:
                 seen += await anext(changes)
     assert sorted(seen, key=repr) == sorted(
@@ -286,7 +287,7 @@ async def test_a_store_that_was_wiped_is_filled_again_and_readers_are_not_told_o
         await until(changes, view, lambda: view == expected)
         await rig.wipe_store()
         third = await rig.open()  # it knows nothing of what was there before
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while await third.get_prefix("v1/instances") != expected:
                 await asyncio.sleep(0.01)
         await owner.put("v1/instances/mark", b"{}")

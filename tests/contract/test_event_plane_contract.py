@@ -10,6 +10,7 @@ import pytest
 from dynamo.runtime.event_plane.base import Scope
 from support.event_planes import KINDS, WALL, Counted, World, heard, world
 from support.nats_server import NatsServer, shared_nats
+from support.patience import PATIENCE_SECONDS
 
 __all__ = ["shared_nats"]
 
@@ -29,7 +30,7 @@ async def test_a_message_is_heard_with_all_it_carries(there: World) -> None:
     async with listener.subscribe(SCOPE, "kv-events") as events:
         first = await heard(publisher, events)
         assert publisher.publish(b"\x00\xff") == first.sequence + 1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             event = await anext(events)
     assert (event.topic, event.publisher_id, event.payload) == ("kv-events", publisher.publisher_id, b"\x00\xff")
     assert (event.sequence, event.missed, event.published_at_ms) == (first.sequence + 1, 0, int(WALL * 1000))
@@ -54,7 +55,7 @@ async def test_scopes_and_topics_are_apart_and_each_publisher_counts_for_itself(
         for publisher in publishers[2:]:
             publisher.publish(b"not for you")
         said = [publishers[0].publish(b"0"), publishers[1].publish(b"1")]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             seen = {event.publisher_id: event for event in [await anext(events), await anext(events)]}
     assert said == [begun[0] + 1, begun[1] + 1]
     assert {event.payload for event in seen.values()} == {b"0", b"1"}
@@ -68,7 +69,7 @@ async def test_every_subscriber_hears_and_a_late_publisher_is_found(there: World
         await heard(publisher, first)
         last = await heard(publisher, second)
         publisher.publish(b"end")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             for events in (first, second):
                 event = await anext(events)
                 while event.payload != b"end":
@@ -85,7 +86,7 @@ async def test_a_slow_reader_loses_messages_holds_up_nobody_and_sees_the_gap(the
         begun = await heard(publisher, events)
         for _ in range(50):
             publisher.publish(b"flood")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while counts.found.get("overflowed", 0) < 46:
                 await asyncio.sleep(0.005)
             taken = [(await anext(events)).sequence for _ in range(4)]
@@ -112,7 +113,7 @@ async def test_closing_a_plane_ends_its_subscriptions(there: World) -> None:
         waiting = asyncio.ensure_future(anext(events, None))
         await asyncio.sleep(0)
         await plane.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             assert await waiting is None
     with pytest.raises(RuntimeError, match="closed"):
         plane.new_publisher(SCOPE, "t")

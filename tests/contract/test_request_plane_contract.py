@@ -51,6 +51,7 @@ from dynamo.runtime.settings import NatsSettings, RequestPlaneSettings
 from dynamo.runtime.tracing import TraceContext
 from support.nats_server import NatsServer as NatsServerProcess
 from support.nats_server import shared_nats
+from support.patience import PATIENCE_SECONDS
 
 __all__ = ["shared_nats"]
 
@@ -114,7 +115,7 @@ PLANES: dict[str, Callable[[RequestPlaneSettings, pytest.FixtureRequest], Abstra
 
 @asynccontextmanager
 async def running(request: pytest.FixtureRequest, settings: RequestPlaneSettings) -> AsyncIterator[Plane]:
-    async with PLANES[request.param](settings, request) as plane, asyncio.timeout(20):
+    async with PLANES[request.param](settings, request) as plane, asyncio.timeout(PATIENCE_SECONDS):
         await plane.server.start()
         try:
             yield plane

@@ -33,6 +33,7 @@ from dynamo.cli.bench.samples import BUCKETS, MAX_FAILURE_KINDS, MAX_INTERVALS, 
 from dynamo.cli.bench.table import latency_rows, remarks
 from dynamo.cli.bench.targets import Target
 from dynamo.cli.main import main
+from support.patience import PATIENCE_SECONDS
 
 # -- the server of these tests -------------------------------------------------------------------------------------------
 
@@ -535,7 +536,7 @@ async def test_a_connection_that_idles_at_one_server_makes_room_for_another() ->
         body = {"prompt": "x", "max_tokens": 1}
         shape = Shape(1, requests=6, rate=50, is_even=True)
         source = lambda number, index: Prepared(targets[index].post("/x", body), False)  # noqa: E731
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await Load(targets, source, shape, recorder).run()
     assert (recorder.answered, len(one.bodies), len(two.bodies)) == (6, 3, 3)
 

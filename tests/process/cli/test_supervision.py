@@ -140,7 +140,7 @@ async def test_a_process_is_asked_to_end_and_its_output_reaches_us_to_the_last_l
         "signal.signal(signal.SIGTERM, lambda *_: (print('bye'), sys.exit(0)))\n" + REPORT + "time.sleep(60)"
     )
     keeping = asyncio.create_task(watched.place.keep())
-    await asyncio.wait_for(watched.reported.wait(), 10)
+    await asyncio.wait_for(watched.reported.wait(), PATIENCE_SECONDS)
     await watched.place.stop()
     await keeping
     assert (watched.lines, watched.reports, watched.place.was_killed) == (["bye"], [{"event": "up"}], False)
@@ -154,7 +154,7 @@ async def test_a_process_that_does_not_listen_is_killed_with_everything_it_start
         stop_seconds=0.2,
     )
     keeping = asyncio.create_task(watched.place.keep())
-    await asyncio.wait_for(watched.reported.wait(), 10)
+    await asyncio.wait_for(watched.reported.wait(), PATIENCE_SECONDS)
     await watched.place.stop()
     await keeping
     assert watched.place.was_killed

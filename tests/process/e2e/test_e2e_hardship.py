@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from support.http_client import CHAT, COMPLETIONS, DONE, ask, chat, exchange, script
+from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
 from support.processes import Stack, get, until
 
 MEBIBYTE = 1024 * 1024
@@ -23,7 +24,7 @@ LARGE = chat("scripted", stream=True, logprobs=True, top_logprobs=10)
 async def settled(stack: Stack) -> float:
     """The engine's token count once it has stopped growing."""
     before, after = -1.0, stack.scripted.metric("scripted_tokens_total")
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while before != after:
             await asyncio.sleep(0.2)  # how long "stopped" takes to believe
             before, after = after, stack.scripted.metric("scripted_tokens_total")
@@ -42,7 +43,7 @@ async def test_hung_engines_hold_nobody_up_and_are_freed_by_their_clients(stack:
         began = time.monotonic()
         others = await asyncio.gather(*(ask(stack.port, CHAT, chat("scripted", stream=bool(n % 2))) for n in range(20)))
         assert {reply.text for reply in others} == {"Hello"}
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < PROMPT_SECONDS
         for one in hung:
             one.leave()
         await stack.scripted.sees("abort", tag, 10)
@@ -147,7 +148,7 @@ async def test_a_full_frontend_declines_at_once(stack: Stack, tag: str, name: st
             reply = await ask(frontend.port, CHAT, chat("scripted", stream=streamed))
             assert (reply.status, reply.json()["message"]) == (429, "Service temporarily overloaded")
             assert reply.headers["retry-after"] == "1"
-            assert time.monotonic() - began < 0.5
+            assert time.monotonic() - began < PROMPT_SECONDS
         assert (await ask(frontend.port, "/health")).status == 200
         first.leave()
         await stack.scripted.sees("abort", tag)

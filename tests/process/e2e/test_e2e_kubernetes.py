@@ -7,6 +7,7 @@ from pathlib import Path
 
 from support.fake_kubernetes import NAMESPACE, FakeKubernetes
 from support.http_client import CHAT, ask, chat
+from support.patience import PATIENCE_SECONDS
 from support.processes import Cluster, until
 
 
@@ -28,7 +29,7 @@ async def test_a_frontend_serves_the_models_of_ready_pods(tmp_path: Path) -> Non
             frontend.wait_ready()
 
             async def answers(wanted: int) -> None:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(PATIENCE_SECONDS):
                     while (await ask(frontend.port, CHAT, chat("m", max_tokens=3))).status != wanted:
                         await asyncio.sleep(0.02)
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from support.http_client import CHAT, COMPLETIONS, Reply, ask, chat, exchange, script
+from support.patience import PATIENCE_SECONDS
 from support.processes import Frontend, Stack, Worker, until
 
 NODE = shutil.which("node")
@@ -326,7 +327,7 @@ async def test_a_frozen_worker_delays_nobody_else(pair: Pair, tag: str) -> None:
     headers = script(["say", "a"], ["wait"], tag=tag)
     pair.first.signal(signal.SIGSTOP)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             stuck = [
                 asyncio.create_task(ask(pair.frontend.port, CHAT, chat(pair.model), headers=headers)) for _ in range(2)
             ]

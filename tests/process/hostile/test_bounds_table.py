@@ -13,6 +13,7 @@ from dynamo.frontend.http.connection import LIMITS
 from dynamo.frontend.settings import FrontendSettings
 from support.doc_pages import rows
 from support.frontend_cluster import Cluster, cluster
+from support.patience import PATIENCE_SECONDS
 from support.tiny_model import write_tiny_model
 
 TABLE = [[cell.strip("`") for cell in row] for row in rows("security.md", "Bound", "Setting")]
@@ -69,7 +70,7 @@ async def test_a_bound_is_read_refuses_and_counts(tmp_path: Path, limit: str, va
 
 async def _one_model_too_many(house: Cluster) -> None:
     await house.worker(model="another", wait=False)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not house.metric("dynamo_frontend_refusals_total", limit="models"):
             await asyncio.sleep(0.01)
     assert not house.frontend.models.is_registered("another")

@@ -15,6 +15,7 @@ from dynamo.protocol.openai.body import BodyLimits, check_size
 from dynamo.protocol.openai.errors import RequestRejected
 from support.frontend_cluster import cluster
 from support.http_client import CHAT, ask
+from support.patience import PATIENCE_SECONDS
 from support.processes import Cluster
 from support.tiny_model import write_tiny_model
 
@@ -100,7 +101,7 @@ async def test_the_memory_of_large_bodies_comes_back(tmp_path: Path) -> None:
         before = resident_bytes(frontend.pid)
         for _ in range(5):
             await burst()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             # Before there were bounds and a trim, each such body left 60 to 80 MB. The aim is 30 MB for all of them together,
             # which fragmentation of the heap exceeds in some runs; what this holds is that the memory does not stay.
             while (grown := resident_bytes(frontend.pid) - before) >= 100 * 1024 * 1024:

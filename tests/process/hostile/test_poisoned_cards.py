@@ -20,6 +20,7 @@ from dynamo.frontend.models.files import ModelFiles
 from dynamo.protocol.records import ModelCard
 from dynamo.worker.registration import build_card
 from support.frontend_cluster import cluster, memory_runtime
+from support.patience import PATIENCE_SECONDS
 
 CONTENT = b'{"a": 1}'
 
@@ -236,7 +237,7 @@ async def test_a_frontend_asks_no_address_that_is_no_workers(tmp_path: Path) -> 
                 endpoint = runtime.endpoint("ns.backend.generate")
                 served = await endpoint.start_serving(_nobody)
                 await endpoint.publish_model(card_with(f"{internal.url}/secret").to_json())
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(PATIENCE_SECONDS):
                     while house.metric("dynamo_frontend_model_load_failures_total", model="m") < 1:
                         await asyncio.sleep(0.01)
                 ready = await house.client.get("/v1/models/m/ready")

@@ -28,6 +28,7 @@ from support.native_caller import NativeCaller, two_part
 from support.native_worker import Request
 from support.nats_server import NatsServer as NatsProcess
 from support.nats_server import nats_server, shared_nats
+from support.patience import PATIENCE_SECONDS
 
 __all__ = ["shared_nats"]
 
@@ -72,7 +73,7 @@ async def calling(url: str, request_timeout_seconds: float = 5.0) -> AsyncIterat
     await connection.start()
     client = NatsClient(connection, CallHomeListener(SETTINGS), request_timeout_seconds=request_timeout_seconds)
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             yield Caller(client, connection)
     finally:
         await client.close()

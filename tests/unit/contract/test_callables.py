@@ -20,6 +20,7 @@ from dynamo.worker.worker import Worker
 from support import callables
 from support.asgi_client import Exchange
 from support.frontend_cluster import Cluster, cluster, memory_runtime
+from support.patience import PATIENCE_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ class House:
         engine, config = await engine_class(function, "m").from_args(["--namespace", "ns"])
         worker = Worker(engine, config, runtime=runtime, embedded=True)
         self._workers.append((worker, asyncio.create_task(worker.run()), runtime))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await self.cluster.frontend.models.wait_for(lambda: self.cluster.frontend.models.lookup("m") is not None)
 
     async def aclose(self) -> None:
@@ -193,7 +194,7 @@ async def test_a_client_that_leaves_closes_the_generator(house: House) -> None:
     await exchange.until(lambda found: b"first" in found.body)
     exchange.disconnect()
     await exchange.done()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while "endless closed" not in callables.journal:
             await asyncio.sleep(0.001)
 
@@ -202,7 +203,7 @@ async def test_a_sync_generator_runs_in_a_thread_and_is_closed_there(house: Hous
     await house.serve(callables.in_thread)
     answer = await house.client.chat("x", max_tokens=9)
     assert said(answer) == "tick tick"
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while "in_thread closed" not in callables.journal:
             await asyncio.sleep(0.001)
     assert callables.journal == [False, "in_thread closed"]

@@ -4,6 +4,7 @@ import threading
 import pytest
 
 from dynamo._core import Context
+from support.patience import PATIENCE_SECONDS
 
 
 def test_a_stop_is_not_a_kill_and_a_kill_is_a_stop() -> None:
@@ -33,7 +34,7 @@ async def test_a_cancellation_from_another_thread_wakes_every_waiter(end: str) -
     await asyncio.sleep(0)
     thread = threading.Thread(target=getattr(context, end))
     thread.start()
-    assert await asyncio.wait_for(asyncio.gather(*waiters), 5) == [True] * 3
+    assert await asyncio.wait_for(asyncio.gather(*waiters), PATIENCE_SECONDS) == [True] * 3
     thread.join()
 
 

@@ -16,6 +16,7 @@ from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router import busy_workers
 from dynamo.router.busy_workers import BusyThresholds, LoadReport
 from support.frontend_cluster import Cluster, ScriptedWorker, cluster
+from support.patience import PATIENCE_SECONDS
 
 BLOCKS = 100
 
@@ -57,7 +58,7 @@ class Reporter:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():
             await asyncio.sleep(0.002)
 

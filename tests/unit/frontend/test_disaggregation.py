@@ -17,6 +17,7 @@ from dynamo.router.stages import PrefillStage
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, Script, ScriptedWorker, cluster, fail, say
+from support.patience import PATIENCE_SECONDS
 
 PARAMS = {"room": 7, "anything": ["the", "engines", "like"]}
 DETAILS = {"completion_usage": {"prompt_tokens_details": {"cached_tokens": 3}}}
@@ -42,7 +43,7 @@ async def add_prefill(house: Cluster, script: Script | None = None, **runtime_co
         runtime_config=ModelRuntimeConfig(**runtime_config),
         wait=False,
     )
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await house.frontend.models.wait_for(lambda: known(house, worker))
     return worker
 
@@ -54,7 +55,7 @@ def known(house: Cluster, worker: ScriptedWorker) -> bool:
 
 async def forgotten(house: Cluster, worker: ScriptedWorker) -> None:
     await worker.stop()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await house.frontend.models.wait_for(lambda: not known(house, worker))
 
 
@@ -207,12 +208,12 @@ async def test_an_engine_that_cannot_do_without_gets_the_client_the_reason_of_th
 
 async def test_a_model_is_served_once_both_roles_are_there(house: Cluster) -> None:
     decode = await add_decode(house, wait=False)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await house.frontend.models.wait_for(lambda: house.frontend.models.is_registered("m"))
     assert (await house.client.chat("hi")).status == 503
     assert (await house.client.get("/v1/models")).json["data"] == []
     await add_prefill(house)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await house.frontend.models.wait_for(lambda: house.sees(decode, "m"))
     assert content(await house.client.chat("hi")) == "hello"
     assert [model["id"] for model in (await house.client.get("/v1/models")).json["data"]] == ["m"]
@@ -242,7 +243,7 @@ async def test_a_client_that_leaves_cancels_the_prefill(house: Cluster) -> None:
     exchange = house.client.begin_chat("hi", stream=True)
     await prefill.started.wait()
     exchange.disconnect()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await prefill.killed.wait()
     assert decode.requests == []
 
@@ -266,7 +267,7 @@ async def test_a_client_that_leaves_after_the_prefill_still_has_its_blocks_fetch
     stage.router._on = leave_in_between  # type: ignore[method-assign]
     exchange = house.client.begin_chat("hi", max_tokens=50)
     await exchange.done()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await decode.started.wait()
     (body,) = decode.requests
     assert body["prefill_result"]["disaggregated_params"] == PARAMS
@@ -310,7 +311,7 @@ async def test_a_prefill_that_fails_ends_the_decode_beside_it(house: Cluster) ->
     decode = await add_decode(house)
     decode.script = decode.hold
     assert (await house.client.chat("hi")).status == 503
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await decode.killed.wait()
 
 
@@ -319,7 +320,7 @@ async def test_a_decode_that_fails_ends_the_prefill_beside_it(house: Cluster) ->
     prefill.script = prefill.hold
     await add_decode(house, fail(InvalidArgument("no")))
     assert (await house.client.chat("hi")).status == 400
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await prefill.killed.wait()
 
 

@@ -12,6 +12,7 @@ from dynamo.frontend.http.event_stream import EventStream
 from dynamo.frontend.metrics import FrontendMetrics, log_buckets
 from dynamo.protocol.openai.sse import KEEP_ALIVE
 from dynamo.runtime.metrics import MetricsRegistry
+from support.patience import PATIENCE_SECONDS
 
 # -- admission -----------------------------------------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class Wire:
         self.arrived.set()
 
     async def until(self, count: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while len(self.sent) < count:
                 self.arrived.clear()
                 await self.arrived.wait()

@@ -21,6 +21,7 @@ from dynamo.frontend.http.server import HttpServer, PortInUse, bind
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, cluster, say
+from support.patience import PATIENCE_SECONDS
 
 
 @asynccontextmanager
@@ -104,7 +105,7 @@ async def test_a_closed_connection_kills_the_work(tmp_path: Path, fields: dict[s
         async with connection(server.port) as client:
             client.send("POST", "/v1/chat/completions", {**CHAT, **fields})
             await worker.started.wait()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await worker.killed.wait()
 
 
@@ -128,7 +129,7 @@ async def test_a_client_that_never_reads_holds_back_its_worker_and_no_one_else(t
             lazy.writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             lazy.writer.transport.pause_reading()
             lazy.send("POST", "/v1/chat/completions", {**CHAT, "stream": True})
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 await stalled.wait()
                 before = -1
                 while before != sent:  # until the whole way is full
@@ -161,7 +162,7 @@ async def test_headers_that_come_in_one_read_have_the_same_limit(tmp_path: Path,
 
 async def test_a_connection_that_asks_for_nothing_is_closed(tmp_path: Path) -> None:
     async with served(tmp_path, idle_connection_seconds=0.05) as (house, server), connection(server.port) as client:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             assert await client.reader.read() == b""
         assert house.metric("dynamo_frontend_refusals_total", limit="idle") == 1
 
@@ -181,7 +182,7 @@ async def test_nothing_is_left_of_a_connection_that_ended(
             if is_reset:
                 linger = struct.pack("ii", 1, 0)
                 client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while protocol() is not None:
                 gc.collect()
                 await asyncio.sleep(0.01)
@@ -332,7 +333,7 @@ async def test_a_signal_ends_the_process_cleanly(tmp_path: Path, number: signal.
     )
     assert process.stderr is not None
     port = 0
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not port:
             line = (await process.stderr.readline()).decode()
             assert line, "the frontend ended at once"

@@ -16,6 +16,7 @@ from dynamo.frontend.http.server import HttpServer
 from dynamo.runtime import tls as tls_module
 from support.certificates import Authority
 from support.frontend_cluster import Cluster, cluster, say
+from support.patience import PATIENCE_SECONDS
 
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
 
@@ -45,7 +46,7 @@ async def ask(port: int, context: ssl.SSLContext) -> tuple[bytes, int]:
         serial = int(writer.get_extra_info("ssl_object").getpeercert()["serialNumber"], 16)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(BODY)}"
         writer.write(head.encode() + b"\r\nconnection: close\r\n\r\n" + BODY)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             return await reader.read(), serial
     finally:
         writer.close()
@@ -89,7 +90,7 @@ async def test_connections_that_never_shake_hands_are_few_and_end(tmp_path: Path
     limits = {"max_tls_handshakes": 2, "tls_handshake_timeout_seconds": 0.3}
     async with https(tmp_path, authority, **limits) as (house, server):
         silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             for reader, writer in silent:
                 assert await reader.read() == b""
                 writer.close()

@@ -22,6 +22,7 @@ from dynamo.frontend.http.group.messages import (
     write,
 )
 from dynamo.frontend.http.group.places import Field, Places, SharedAdmission
+from support.patience import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ async def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         write(writer, message)
-        assert await asyncio.wait_for(arrived, 5) == message
+        assert await asyncio.wait_for(arrived, PATIENCE_SECONDS) == message
         assert await read(reader) is None  # the other end has left
         writer.close()
         await writer.wait_closed()

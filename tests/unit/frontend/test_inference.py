@@ -25,6 +25,7 @@ from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.text import JsonTokenizer
 from support.frontend_cluster import Cluster, Script, cluster, fail, say
 from support.machine_log import machine_log
+from support.patience import PATIENCE_SECONDS
 from support.tiny_model import tiny_tokenizer, write_tiny_model
 
 
@@ -561,7 +562,7 @@ async def hold(body: Mapping[str, Any], context: Context, sink: ResponseSink) ->
 async def test_a_client_that_leaves_kills_its_work(house: Cluster, fields: dict[str, Any], phase: str) -> None:
     worker = await house.worker(hold if phase.startswith("before") else talk_forever)
     exchange = house.client.begin_chat("hi", **fields)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while len(worker.contexts) < fields.get("n", 1):
             await asyncio.sleep(0.001)
         if phase == "mid-stream" and fields.get("stream"):

@@ -21,6 +21,7 @@ from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Delete
 from dynamo.text.model import TextModel
 from dynamo.worker.registration import build_card, read_model_directory
 from support.frontend_cluster import Cluster, cluster, memory_runtime, say
+from support.patience import PATIENCE_SECONDS
 from support.tiny_model import write_tiny_model
 
 
@@ -235,7 +236,7 @@ async def test_a_card_without_an_instance_is_not_listed_and_not_ready(house: Clu
     directory = house.frontend.models
     try:
         await runtime.endpoint("ns.backend.generate").publish_model(build_card("m").to_json())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await directory.wait_for(lambda: bool(directory._clients))  # everything is loaded; only a worker is missing
         assert (await house.client.get("/v1/models")).json["data"] == []
         assert (await house.client.get("/v1/models/m/ready")).status == 503
@@ -297,7 +298,7 @@ async def test_ready_says_who_is_there_and_who_is_missing(house: Cluster) -> Non
 
 async def test_a_worker_of_a_role_that_is_not_built_is_listed_and_not_served(house: Cluster) -> None:
     await house.worker(worker_type=WorkerType.Decode, needs=[["prefill"]], wait=False)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await house.frontend.models.wait_for(lambda: house.frontend.models.is_registered("m"))
     answer = await house.client.chat("hi")
     assert answer.status == 503
@@ -312,7 +313,7 @@ async def test_a_conflicting_worker_gets_no_request_and_everybody_hears_of_it(
 ) -> None:
     first = await house.worker(say("one"))
     other = await house.worker(say("two"), kv_cache_block_size=64, wait=False)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await house.frontend.models.wait_for(
             lambda: house.metric("dynamo_frontend_model_card_conflicts_total", model="m") == 1
         )
@@ -323,7 +324,7 @@ async def test_a_conflicting_worker_gets_no_request_and_everybody_hears_of_it(
     (rejected,) = (await house.client.get("/v1/models/m/ready")).json["namespaces"]["ns"]["rejected_workers"]
     assert rejected["instance_id"] == other.endpoint.connection_id()
     await first.stop()  # the first card's last worker leaves: the other one takes over
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await house.frontend.models.wait_for(lambda: house.sees(other, "m"))
     assert (await house.client.chat("hi")).json["choices"][0]["message"]["content"] == "two"
 
@@ -364,7 +365,7 @@ async def test_a_model_whose_files_come_late_is_served_when_they_are_there(
     card = card_of(directory)
     directory.rename(tmp_path / "elsewhere")
     worker = await house.worker(card=card, wait=False)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while house.metric("dynamo_frontend_model_load_failures_total", model="m") < 2:
             await asyncio.sleep(0.005)
     assert (await house.client.chat("hi")).status == 503
@@ -372,7 +373,7 @@ async def test_a_model_whose_files_come_late_is_served_when_they_are_there(
     ready = (await house.client.get("/v1/models/m/ready")).json
     assert "is not on this machine" in ready["namespaces"]["ns"]["error"]
     (tmp_path / "elsewhere").rename(directory)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await house.frontend.models.wait_for(lambda: house.sees(worker, "m"))
     assert (await house.client.chat("hi")).status == 200
 
@@ -423,7 +424,7 @@ async def test_what_operators_read_is_what_the_document_says(house: Cluster) -> 
     document = (await house.client.get("/openapi.json")).json
     await house.worker(kv_cache_block_size=16)
     await house.worker(kv_cache_block_size=64, wait=False)  # a conflict, which `ready` shows
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await house.frontend.models.wait_for(
             lambda: house.metric("dynamo_frontend_model_card_conflicts_total", model="m") == 1
         )
@@ -542,7 +543,7 @@ async def test_a_model_that_is_replaced_is_not_ready_meanwhile(
     await house.worker(card=card, wait=False)
     assert house.metric("dynamo_frontend_model_ready", model="m") == 1
     await first.stop()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await house.frontend.models.wait_for(lambda: house.frontend.models.lookup("m") is None)
     assert house.metric("dynamo_frontend_model_ready", model="m") == 0
 

@@ -18,6 +18,7 @@ from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.worker.worker import Worker
 from support.asgi_client import Exchange
 from support.frontend_cluster import Cluster, cluster, memory_runtime, say
+from support.patience import PATIENCE_SECONDS
 from support.tiny_model import write_tiny_model
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -575,7 +576,7 @@ async def test_a_model_that_takes_text_is_parsed_too(house: Cluster, monkeypatch
     worker = Worker(engine, config, runtime=runtime, embedded=True)
     running = asyncio.create_task(worker.run())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await house.frontend.models.wait_for(lambda: house.frontend.models.lookup("m") is not None)
         assert (await hear(house, tools=TOOLS)).said == ("Moment.\n", "hm", [WEATHER], "tool_calls")
         usage = (await house.client.chat("hi", tools=TOOLS)).json["usage"]

@@ -17,6 +17,7 @@ from dynamo.errors import InvalidArgument, Unknown
 from dynamo.runtime.tracing import Tracing, install_tracing, reset_tracing
 from support.frontend_cluster import Cluster, cluster, fail, say
 from support.machine_log import MachineLog, machine_log
+from support.patience import PATIENCE_SECONDS
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 IDS = {"x-request-id": "mine-1", "traceparent": f"00-{TRACE}-{CALLER}-01"}
@@ -153,7 +154,7 @@ async def test_a_client_that_leaves_is_seen_at_both_ends(house: Cluster, log: Ma
     await worker.started.wait()
     request.cancel()
     await asyncio.wait({request})
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         await worker.killed.wait()
         while not log.records("request completed", WORKER):
             await asyncio.sleep(0)

@@ -14,6 +14,7 @@ import pytest
 from dynamo.reference.engine import ReferenceEngine
 from dynamo.worker.worker import Worker
 from support.frontend_cluster import Cluster, cluster, memory_runtime
+from support.patience import PATIENCE_SECONDS
 
 pytest.importorskip("llguidance")
 
@@ -40,7 +41,7 @@ async def speaking(tmp_path: Path, model: Path, *flags: str) -> AsyncIterator[Cl
         worker = Worker(engine, config, runtime=runtime, embedded=True)
         running = asyncio.create_task(worker.run())
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 await house.frontend.models.wait_for(lambda: house.frontend.models.lookup("m") is not None)
             yield house
         finally:

@@ -17,6 +17,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.endpoint import EndpointEvents
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher
 from dynamo.worker.kv_publishing.recovery import KvRecovery
+from support.patience import PATIENCE_SECONDS
 
 PATH = "ns.c.generate"
 TOKENS = [1, 2, 3, 4]
@@ -47,7 +48,7 @@ class Index:
         self.changed.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()
@@ -104,7 +105,7 @@ async def test_a_router_that_comes_late_is_told_everything_and_then_follows(plan
             await index.until(lambda: index.held.get(worker.rank) == {1, 2, 3})
             worker.publisher.publish_removed([2])
             block_hash = 100
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while 100 not in index.held.get(
                     worker.rank, ()
                 ):  # a subscription takes a moment; what it misses is a gap
@@ -133,7 +134,7 @@ async def test_lost_events_are_asked_for_and_nothing_is_applied_twice(plane: str
                 worker.channel.is_losing = False
                 number = turn * 10 + 3
                 expected |= {turn * 10 + 1, turn * 10 + 2}
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(PATIENCE_SECONDS):
                     while not expected <= index.held.get(worker.rank, set()):
                         worker.store(number)
                         expected.add(number)

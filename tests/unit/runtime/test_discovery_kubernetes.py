@@ -25,6 +25,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.settings import KubernetesSettings, RuntimeSettings
 from support.etcd_server import free_ports
 from support.fake_kubernetes import NAMESPACE, SLICES, WORKERS, FakeKubernetes
+from support.patience import PATIENCE_SECONDS
 
 KEY = "v1/instances/ns/c/e/1f"
 OTHER = "v1/instances/ns/c/e/2a"
@@ -72,7 +73,7 @@ def identity(pod: str, container: str | None = None) -> KubernetesSettings:
 
 async def collect(changes: AsyncIterator[list[Change]], *wanted: Change) -> list[Change]:
     seen: list[Change] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not set(wanted) <= set(seen):
             seen += await anext(changes)
     return seen

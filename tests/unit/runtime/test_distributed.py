@@ -40,6 +40,7 @@ from dynamo.runtime.handler import serve_python
 from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.runtime.request_plane.memory import MemoryPlane
 from dynamo.runtime.settings import RuntimeSettings
+from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
 
 PATH = "ns.c.e"
 
@@ -51,7 +52,7 @@ async def open_runtime(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     """Makes runtimes that see each other, on one request plane; closes them."""
     monkeypatch.setenv("DYN_TCP_RPC_HOST", "127.0.0.1")
     hub, plane = MemoryHub(), MemoryPlane()
-    async with AsyncExitStack() as stack, asyncio.timeout(30):
+    async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_SECONDS):
 
         def make(**settings: Any) -> DistributedRuntime:
             runtime = DistributedRuntime(
@@ -331,6 +332,7 @@ async def test_instances_can_be_awaited_by_their_runtime_data(mem_runtime: Distr
     assert await waiting == mem_runtime.connection_id()
 
 
+@pytest.mark.process  # starts processes
 async def test_a_killed_process_disappears_within_its_ttl(tmp_path: Path) -> None:
     code = """
 import asyncio, sys
@@ -351,7 +353,7 @@ async def main():
 asyncio.run(main())
 """
     store = FileDiscovery(tmp_path, ttl_seconds=1.5, poll_seconds=0.02)
-    async with asyncio.timeout(20), DistributedRuntime(None, None, "tcp", discovery=store) as runtime:
+    async with asyncio.timeout(PATIENCE_SECONDS), DistributedRuntime(None, None, "tcp", discovery=store) as runtime:
         child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)  # noqa: ASYNC220
         try:
             client = await connect(runtime)
@@ -367,7 +369,7 @@ asyncio.run(main())
                 await values(client.generate(None))
             while client.instance_ids():
                 await asyncio.sleep(0.01)
-            assert time.monotonic() - killed < 2.5
+            assert time.monotonic() - killed < PROMPT_SECONDS
         finally:
             child.kill()
             child.communicate()

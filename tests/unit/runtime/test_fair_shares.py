@@ -16,6 +16,7 @@ from dynamo.runtime.log_rate import LogRate
 from dynamo.runtime.request_plane.expansion import exceeds_when_decoded
 from dynamo.runtime.request_plane.fair_queue import FairQueue
 from dynamo.runtime.request_plane.native.call_home_policy import CallHomePolicy, is_own_address
+from support.patience import PATIENCE_SECONDS
 
 MIB = 1024 * 1024
 
@@ -154,7 +155,7 @@ async def test_one_line_for_each_kind_and_then_how_many_more(caplog: pytest.LogC
         rate.warn("bad frames", "a bad frame: %d", number)
     rate.warn("late frames", "a late frame")
     assert [record.getMessage() for record in caplog.records] == ["a bad frame: 0", "a late frame"]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while len(caplog.records) < 3:
             await asyncio.sleep(0.01)
     assert caplog.records[2].getMessage() == "999 more suppressed within 0.05 s: bad frames"

@@ -20,6 +20,7 @@ from dynamo.worker.graceful_shutdown import (
     graceful_shutdown_with_discovery,
     install_signal_handlers,
 )
+from support.patience import PATIENCE_SECONDS
 
 VARIABLE = "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"
 
@@ -124,7 +125,7 @@ async def test_a_callback_that_awaits_its_own_cancelled_task_does_not_stop_the_o
     assert event.is_set()
     assert "drain callback failed" in caplog.text
     assert "cleanup callback failed" in caplog.text
-    await asyncio.wait_for(runtime.aclose(), 5)  # the shutdown was begun
+    await asyncio.wait_for(runtime.aclose(), PATIENCE_SECONDS)  # the shutdown was begun
 
 
 async def test_a_second_shutdown_does_nothing(runtime: DistributedRuntime) -> None:

@@ -23,6 +23,7 @@ from dynamo.runtime.request_plane.mux import MAGIC, MuxClient
 from dynamo.runtime.request_plane.mux.client import MuxConnection
 from dynamo.runtime.settings import RequestPlaneSettings
 from support.native_caller import native_caller
+from support.patience import PATIENCE_SECONDS
 
 PATH = "1f/ns/c/e"
 
@@ -85,7 +86,7 @@ async def test_the_magic_may_arrive_in_pieces(cut: int) -> None:
         await writer.drain()
         await asyncio.sleep(0.001)
         writer.write(MAGIC[cut:] + b"\x00" * 64)  # mux answers a bad HELLO in its own words
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE_SECONDS)
         assert b"Read error" not in answer
         assert answer
         writer.close()
@@ -98,7 +99,7 @@ async def test_what_only_begins_like_the_magic_is_native() -> None:
         path_bytes = int.from_bytes(MAGIC[:2], "big")
         # A path that long is legal, if absurd; the rest of the frame is over the limit, which the native wire says so.
         writer.write(MAGIC[:2] + b"p" * path_bytes + b"\x00\x00" + b"\xff\xff\xff\xff")
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE_SECONDS)
         assert answer[4:].startswith(b"Read error: message of")
         writer.close()
 
@@ -124,7 +125,7 @@ async def test_a_silent_connection_is_dropped() -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(MAGIC[:3])
         with contextlib.suppress(ConnectionError):  # a reset is as good as an orderly end
-            assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert await asyncio.wait_for(reader.read(), PATIENCE_SECONDS) == b""
         writer.close()
         assert listener.connections == 0
 

@@ -37,6 +37,7 @@ from dynamo.runtime.request_plane.mux.frames import (
 )
 from dynamo.runtime.request_plane.mux.server import MuxHost, MuxServerProtocol
 from dynamo.runtime.settings import RequestPlaneSettings
+from support.patience import PATIENCE_SECONDS
 
 Handler = Callable[[Any, Context, ResponseSink], Awaitable[None]]
 
@@ -407,7 +408,7 @@ async def worker_that_says(*answer: bytes) -> AsyncIterator[Instance]:
         yield Instance(
             namespace="n", component="c", endpoint="e", instance_id=1, transport={"tcp": f"127.0.0.1:{port}/p"}, mux=1
         )
-        await asyncio.wait_for(left.wait(), 5)
+        await asyncio.wait_for(left.wait(), PATIENCE_SECONDS)
 
 
 HELLO = frame(Kind.HELLO, pack(Hello(version=1)))
@@ -425,7 +426,7 @@ async def test_a_stream_with_a_gap_is_incomplete_and_never_a_clean_end(gap: str)
         client = MuxClient()
         stream = await client.open(instance, {}, Context())
         with pytest.raises(StreamIncomplete):
-            await asyncio.wait_for(drain(stream), 5)
+            await asyncio.wait_for(drain(stream), PATIENCE_SECONDS)
         stream.close()
         await client.close()
 
@@ -445,7 +446,7 @@ async def test_a_caller_that_only_listens_is_not_silent(
         sink.send_tokens([2], finish_reason="stop")
 
     house = await rig(drip, handshake_timeout_seconds=silence, silence_seconds=silence)
-    items = await asyncio.wait_for(drain(await house.call()), 20)
+    items = await asyncio.wait_for(drain(await house.call()), PATIENCE_SECONDS)
     assert items[-1].token_ids == [2]
 
 
@@ -474,7 +475,7 @@ async def test_a_process_that_stood_still_takes_nobody_for_silent(
         time.sleep(1.0)  # noqa: ASYNC251 - the loop stands still, as in a stopped process
         await asyncio.sleep(0.05)
     go_on.set()
-    items = await asyncio.wait_for(drain(stream), 20)
+    items = await asyncio.wait_for(drain(stream), PATIENCE_SECONDS)
     assert items[-1].token_ids == [2]
 
 
@@ -509,4 +510,4 @@ async def test_a_call_that_waits_for_a_connection_ends_typed_when_the_client_clo
     await dialling.wait()
     await client.close()
     with pytest.raises(CannotConnect, match="closed"):
-        await asyncio.wait_for(call, 5)
+        await asyncio.wait_for(call, PATIENCE_SECONDS)

@@ -34,6 +34,7 @@ from dynamo.runtime.request_plane.native.stream import NativeStream
 from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.runtime.tracing import TraceContext
 from support.native_worker import Home, NativeWorker, Request, native_worker
+from support.patience import PATIENCE_SECONDS
 
 PATH = "1f/ns/c/e"
 SETTINGS = RequestPlaneSettings(response_host="127.0.0.1")
@@ -72,7 +73,7 @@ class Caller:
 
 @asynccontextmanager
 async def calling(settings: RequestPlaneSettings = SETTINGS) -> AsyncIterator[Caller]:
-    async with native_worker() as worker, asyncio.timeout(20):
+    async with native_worker() as worker, asyncio.timeout(PATIENCE_SECONDS):
         home = CallHomeListener(settings)
         client = NativeClient(settings, home)
         try:

@@ -18,6 +18,7 @@ from dynamo.runtime.request_plane.listener import Listener
 from dynamo.runtime.request_plane.native import sink as sink_module
 from dynamo.runtime.settings import RequestPlaneSettings
 from support.native_caller import NativeCaller, native_caller, request_frame, two_part
+from support.patience import PATIENCE_SECONDS
 
 PATH = "1f/ns/c/e"
 
@@ -68,11 +69,11 @@ class Watcher:
 
 
 async def soon(event: asyncio.Event) -> None:
-    await asyncio.wait_for(event.wait(), 5)
+    await asyncio.wait_for(event.wait(), PATIENCE_SECONDS)
 
 
 async def until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not is_true():
             await asyncio.sleep(0.001)
 
@@ -331,7 +332,7 @@ async def test_a_caller_that_leaves_is_a_kill_and_the_stream_closes(leave: Any) 
         assert watcher.sink.ended
         reader, _ = await answer.streams()
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):  # no final, no sentinel: it just closes
-            await asyncio.wait_for(reader.readexactly(1), 5)
+            await asyncio.wait_for(reader.readexactly(1), PATIENCE_SECONDS)
         await until(lambda: listener.core.running == 0)
 
 
@@ -505,7 +506,7 @@ async def test_a_caller_that_never_closes_is_closed_after_a_while(monkeypatch: p
             pass
         reader, _ = await answer.streams()
         with suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert await asyncio.wait_for(reader.read(), PATIENCE_SECONDS) == b""
         assert listener.core.running == 0
 
 
@@ -537,5 +538,5 @@ async def test_close_does_not_wait_for_a_caller_that_neither_reads_nor_leaves(mo
     async with worker(flood) as (listener, caller):
         answer = await caller.call(PATH, None)
         await answer.streams()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await listener.close()

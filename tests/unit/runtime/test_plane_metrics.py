@@ -15,6 +15,7 @@ from dynamo.runtime.discovery import MemoryDiscovery, MemoryHub
 from dynamo.runtime.handler import serve_python
 from dynamo.runtime.request_plane.memory import MemoryPlane
 from dynamo.runtime.request_plane.stream import StreamBuffer
+from support.patience import PATIENCE_SECONDS
 
 PATH = "ns.c.e"
 
@@ -65,7 +66,7 @@ async def test_a_request_is_timed_on_its_way(plane: str) -> None:
         for number in range(3):
             yield number
 
-    async with make(plane) as runtime, asyncio.timeout(20):
+    async with make(plane) as runtime, asyncio.timeout(PATIENCE_SECONDS):
         client = await connect(runtime, slow)
         for _ in range(2):
             assert [item async for item in await client.generate({}, annotated=False)] == [0, 1, 2]
@@ -101,7 +102,7 @@ async def test_a_declined_request_is_counted(plane: str, monkeypatch: pytest.Mon
         await leave.wait()
         yield 1
 
-    async with make(plane) as runtime, asyncio.timeout(20):
+    async with make(plane) as runtime, asyncio.timeout(PATIENCE_SECONDS):
         client = await connect(runtime, hold)
         first = await client.generate({})
         await entered.wait()
@@ -121,7 +122,7 @@ async def test_a_stream_leaves_nothing_to_the_collector(plane: str, way: str) ->
         yield 1
         yield 2
 
-    async with make(plane) as runtime, asyncio.timeout(20):
+    async with make(plane) as runtime, asyncio.timeout(PATIENCE_SECONDS):
         client = await connect(runtime, answer)
         with no_garbage():
             stream = await client.open(client.pick(Context()), {}, Context())

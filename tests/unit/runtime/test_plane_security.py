@@ -36,6 +36,7 @@ from dynamo.runtime.request_plane.secret import SharedSecret, WrongSecret, new_n
 from dynamo.runtime.request_plane.security import PlaneSecurity
 from dynamo.runtime.settings import RequestPlaneSettings
 from support.certificates import Authority
+from support.patience import PATIENCE_SECONDS
 
 PATH = "1f/ns/c/e"
 
@@ -145,6 +146,7 @@ async def test_tokens_travel_over_tls(authority: Authority, wire: str, is_mutual
 
 
 @pytest.mark.parametrize("loop_name", ["asyncio", "uvloop"])
+@pytest.mark.process  # starts processes
 def test_both_event_loops_serve_tls(authority: Authority, loop_name: str) -> None:
     make: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     if loop_name == "uvloop":
@@ -364,7 +366,7 @@ class Stranger:
         return cls(*await asyncio.open_connection(*worker.where))
 
     async def frame(self) -> tuple[int, bytes]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             header = await self.reader.readexactly(HEADER.size)
             length, kind, *_ = HEADER.unpack(header)
             return kind, await self.reader.readexactly(length)
@@ -378,7 +380,7 @@ class Stranger:
 
     async def is_cut(self) -> bool:
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 return await self.reader.read() == b""
         except ConnectionError:
             return True
@@ -471,6 +473,6 @@ async def test_who_connects_and_leaves_is_no_failure(authority: Authority, caplo
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():
             await asyncio.sleep(0.005)

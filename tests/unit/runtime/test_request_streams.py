@@ -18,6 +18,7 @@ from dynamo.runtime import Context, DistributedRuntime, PyAsyncRequestStream
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
 from dynamo.runtime.endpoint import Endpoint
 from support.native_caller import Answer, NativeCaller, two_part
+from support.patience import PATIENCE_SECONDS
 
 _numbers = itertools.count(1)
 
@@ -64,7 +65,7 @@ class Caller(NativeCaller):
         self.rename(answer, f"out-{subject}")
         self.writer.write(frame)
         assert await self.ack() == ""
-        reader, writer = await asyncio.wait_for(connected, 10)
+        reader, writer = await asyncio.wait_for(connected, PATIENCE_SECONDS)
         self._writers.append(writer)
         return Call(answer, writer, reader)
 
@@ -78,7 +79,7 @@ class Served:
 @asynccontextmanager
 async def serving(handler: Any, *, bidirectional: bool = True) -> AsyncIterator[Served]:
     runtime = DistributedRuntime(None, None, "tcp", discovery=MemoryDiscovery(MemoryHub()))
-    async with runtime, asyncio.timeout(20):
+    async with runtime, asyncio.timeout(PATIENCE_SECONDS):
         endpoint = runtime.endpoint("ns.c.e")
         serve = endpoint.serve_bidirectional_endpoint if bidirectional else endpoint.serve_endpoint
         task = asyncio.create_task(serve(handler))

@@ -25,6 +25,7 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.settings import RequestPlaneSettings
+from support.patience import PATIENCE_SECONDS
 
 PATH = "1f/ns/c/e"
 
@@ -64,7 +65,7 @@ class RecordingSink:
         return self.over.is_set()
 
     async def outcome(self) -> BaseException | None:
-        await asyncio.wait_for(self.over.wait(), 5)
+        await asyncio.wait_for(self.over.wait(), PATIENCE_SECONDS)
         return self.error
 
 

@@ -56,6 +56,7 @@ CUT_AT_SPECIALS = ("odd-regex", "unigram", "wordpiece", "suffix-bpe")
 @pytest.mark.parametrize(
     ("name", "seed"), [(n, i) for i, n in enumerate(CUT_INSIDE_TEXT + CUT_BETWEEN_WORDS + CUT_AT_SPECIALS)]
 )
+@pytest.mark.process  # computes for seconds
 def test_ids_are_those_of_the_uncached_tokenizer(hf: Family, name: str, seed: int) -> None:
     plain = JsonTokenizer(hf(name))
     cached = CachedTokenizer(plain)

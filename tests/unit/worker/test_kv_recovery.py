@@ -19,6 +19,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.endpoint import Endpoint
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher
 from dynamo.worker.kv_publishing.recovery import KvRecovery
+from support.patience import PATIENCE_SECONDS
 
 TOKENS = list(range(1, 9))
 
@@ -41,7 +42,7 @@ class Kept:
         self.changed.set()
 
     async def until(self, count: int) -> list[dict[str, Any]]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while len(self.events) < count:
                 self.changed.clear()
                 await self.changed.wait()
@@ -85,7 +86,7 @@ async def connected(endpoint: Endpoint, engine: Engine) -> tuple[KvEventPublishe
     publisher = KvEventPublisher(
         endpoint, kv_block_size=4, channel=channel, zmq_endpoint=f"tcp://*:{engine.port}", zmq_topic="kv"
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not channel.events:  # a subscription takes a moment
             engine.say(["AllBlocksCleared"])
             await asyncio.sleep(0.01)

@@ -19,6 +19,7 @@ from dynamo.worker.kv_publishing.publisher import (
     WorkerMetricsPublisher,
     ZmqSource,
 )
+from support.patience import PATIENCE_SECONDS
 
 WORKER = 2**63 + 5
 TOKENS = list(range(1, 33))
@@ -320,7 +321,7 @@ async def test_loads_are_sent_on_change_and_the_latest_wins(monkeypatch: pytest.
         metrics.publish(0, kv_used_blocks=used)
     metrics.publish(1, active_decode_blocks=8)
     metrics.publish(1, active_decode_blocks=8)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while len(messages) < 3:
             await asyncio.sleep(0.005)
     await asyncio.sleep(0.05)  # several intervals in which nothing changes

@@ -29,6 +29,7 @@ from dynamo.worker.registration import (
     unregister_model,
     update_model_taints,
 )
+from support.patience import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -507,4 +508,4 @@ async def test_hub_threads_hand_their_errors_over() -> None:
         raise OSError("boom")
 
     with pytest.raises(OSError, match="boom"):
-        await asyncio.wait_for(hub._in_thread(boom), 5)
+        await asyncio.wait_for(hub._in_thread(boom), PATIENCE_SECONDS)

@@ -9,6 +9,7 @@ import pytest
 
 from dynamo.worker import running_requests
 from dynamo.worker.running_requests import RunningRequests
+from support.patience import PATIENCE_SECONDS
 
 
 class Reports:
@@ -49,7 +50,7 @@ async def test_tokens_that_were_generated_are_counted_in_blocks(monkeypatch: pyt
     running = book.begin(request(16))
     for tokens, blocks in ((1, 2), (17, 3), (1000, 4)):  # never more than there are
         running.tokens = tokens
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while reports.last[0][0] != blocks:
                 await asyncio.sleep(0.005)
     book.end(running)

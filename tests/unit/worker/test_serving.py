@@ -28,6 +28,7 @@ from dynamo.errors import (
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.runtime.context import Context
 from dynamo.worker.serving import CHUNKS_PER_TURN, RawServing, TokenServing, wrap_error
+from support.patience import PATIENCE_SECONDS
 
 
 class ListSink:
@@ -464,7 +465,7 @@ async def test_the_first_token_may_be_told_from_a_thread_of_the_engine() -> None
         thread.join()
         await asyncio.Event().wait()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         _, engine = await serve(script, context=context, mode=DisaggregationMode.DECODE)
     assert failures == []
     assert len(engine.aborts) == 1

@@ -14,6 +14,7 @@ import pytest
 import uvloop
 
 from dynamo.worker.signals import Deadline, SignalGuard
+from support.patience import PATIENCE_SECONDS
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -51,7 +52,7 @@ def test_a_signal_is_heard_every_time_and_by_name(
             assert guard.listen(heard.put_nowait, at_once=nothing)
             for _ in range(2):
                 os.kill(os.getpid(), number)
-                assert await asyncio.wait_for(heard.get(), 5) == number.name
+                assert await asyncio.wait_for(heard.get(), PATIENCE_SECONDS) == number.name
 
     run_on(main())
 
@@ -70,7 +71,7 @@ def test_the_deadline_is_told_even_while_the_loop_is_blocked(
             assert told
             assert told[0] < blocked_until - 0.1
             assert not heard.is_set()
-            await asyncio.wait_for(heard.wait(), 5)
+            await asyncio.wait_for(heard.wait(), PATIENCE_SECONDS)
 
     run_on(main())
 
@@ -89,9 +90,9 @@ def test_an_engine_cannot_take_the_two_signals_and_may_have_all_others(
             assert caplog.text.count("not installed") == 2
             loop.add_signal_handler(signal.SIGUSR1, heard.put_nowait, "usr1")
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert await asyncio.wait_for(heard.get(), 5) == "usr1"
+            assert await asyncio.wait_for(heard.get(), PATIENCE_SECONDS) == "usr1"
             os.kill(os.getpid(), signal.SIGTERM)
-            assert await asyncio.wait_for(heard.get(), 5) == "SIGTERM"
+            assert await asyncio.wait_for(heard.get(), PATIENCE_SECONDS) == "SIGTERM"
             loop.remove_signal_handler(signal.SIGUSR1)
         loop.add_signal_handler(signal.SIGUSR1, nothing)  # afterwards the loop is as it was
         assert loop.remove_signal_handler(signal.SIGUSR1)
