@@ -26,7 +26,8 @@ from dynamo.frontend.http.event_stream import EventStream
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.pipeline.delivery import StreamDelivery
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
-from dynamo.frontend.pipeline.generation import Plan, SingleGeneration, WorkRequest
+from dynamo.frontend.pipeline.generation import SingleGeneration
+from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.openai.sse import ChatStream
 from dynamo.router.dispatch import RoutedStream

@@ -6,7 +6,8 @@ from dynamo.router.handoff import Handoff, PrefillAnswer
 from dynamo.router.kv_feed import KvEventFeed, KvSink
 from dynamo.router.pool import ChosenWorker, ModelPool, WorkerClient
 from dynamo.router.prefill import PrefillRouter
-from dynamo.router.stages import DispatchRecord, DispatchStage, PrefillStage
+from dynamo.router.record import DispatchRecord
+from dynamo.router.stages import DispatchStage, PrefillStage
 from dynamo.router.stall_detector import StallDetector, StallPolicy
 
 __all__ = [

@@ -21,12 +21,13 @@ from dynamo.errors import (
 from dynamo.placement import PlacementRequest, WorkerKey
 from dynamo.router.migration import migration_blocker
 from dynamo.router.pool import ChosenWorker, ModelPool
-from dynamo.router.stages import DispatchRecord, DispatchTimer
+from dynamo.router.record import DispatchRecord
+from dynamo.router.stages import DispatchTimer
 from dynamo.router.stall_detector import StallDetector
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance
 
-__all__ = ["DEFAULT_RETRIES", "Attempts", "DispatchLimits", "DispatchRequest", "Failover"]
+__all__ = ["DEFAULT_RETRIES", "Attempts", "DispatchLimits", "DispatchRequest", "Failover", "pinned_instance"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,26 @@ class DispatchLimits:
 
     retries: int = DEFAULT_RETRIES
     longest_movable_tokens: int | None = None  # a longer request is not moved once it has begun to answer
+
+    @classmethod
+    def of(
+        cls, prompt_tokens: int, *, retries: int | None, longest_movable_tokens: int | None, card_retries: int
+    ) -> DispatchLimits:
+        """Return the limits of a request whose longest prompt has `prompt_tokens`.
+
+        `retries` (--migration-limit) wins over `card_retries`, what the workers ask for on their card; None: unset.
+        """
+        if longest_movable_tokens is not None and prompt_tokens > longest_movable_tokens:
+            retries = 0
+        # The card's 0 is what a native worker writes by default: it does not mean "give up at once".
+        most = max(DEFAULT_RETRIES, card_retries) if retries is None else retries
+        return cls(most, longest_movable_tokens)
+
+
+def pinned_instance(routing: Mapping[str, Any]) -> int | None:
+    """Return the id of the worker that a request names; None: any may serve it."""
+    pinned: int | None = routing.get("backend_instance_id", routing.get("decode_worker_id"))
+    return pinned
 
 
 class DispatchRequest:

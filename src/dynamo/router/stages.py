@@ -10,22 +10,14 @@ from typing import Any, NamedTuple, Protocol
 
 from dynamo.errors import DynamoException, InvalidArgument, Unknown
 from dynamo.router.handoff import PrefillAnswer
-from dynamo.router.migration import Move
 from dynamo.router.pool import ModelPool
 from dynamo.router.prefill import DispatchTimer, PrefillRouter, can_fall_back_to_decode
 from dynamo.router.query_of_death import Suspect
+from dynamo.router.record import DispatchRecord
 from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import Instance, StreamItem
+from dynamo.runtime.request_plane.base import StreamItem
 
-__all__ = ["DispatchRecord", "DispatchStage", "DispatchTimer", "PrefillStage", "Proceed", "StageJob", "run_stages"]
-
-
-class DispatchRecord(Protocol):
-    """What is noted about the way of a request, for metrics and the answer."""
-
-    moves: list[Move]
-    instances: list[Instance]  # the workers that answered
-    prefill_instance_id: int | None  # the worker that computed the prompt, where that was another one
+__all__ = ["DispatchStage", "DispatchTimer", "PrefillStage", "Proceed", "StageJob", "run_stages"]
 
 
 class StageJob(NamedTuple):

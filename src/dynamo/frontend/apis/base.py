@@ -15,7 +15,7 @@ from dynamo.frontend.models.directory import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer, merged
 from dynamo.frontend.pipeline.events import ChoiceOutput, Logprobs
 from dynamo.frontend.pipeline.exchange import Exchange
-from dynamo.frontend.pipeline.generation import Plan, WorkRequest
+from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.model_types import ModelType

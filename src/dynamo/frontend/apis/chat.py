@@ -10,7 +10,7 @@ from dynamo.frontend.apis.chat_dispatch import DispatchEvents
 from dynamo.frontend.models.directory import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer, CollectedChoice
 from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
-from dynamo.frontend.pipeline.generation import Plan
+from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.model_types import ModelType

@@ -8,10 +8,11 @@ from contextlib import aclosing
 
 from dynamo.frontend.apis.base import Answer, Renderer
 from dynamo.frontend.http.asgi import ClientGone
+from dynamo.frontend.pipeline.choice import Delta
 from dynamo.frontend.pipeline.collector import CollectedAnswer
 from dynamo.frontend.pipeline.events import ChoiceOutput, TokenSource
 from dynamo.frontend.pipeline.exchange import Phase
-from dynamo.frontend.pipeline.generation import Delta, SingleGeneration, generate
+from dynamo.frontend.pipeline.generation import SingleGeneration, generate
 from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
 from dynamo.frontend.pipeline.parsing_stage import ParsingStage
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct
 
-from dynamo.frontend.pipeline.generation import Delta
+from dynamo.frontend.pipeline.choice import Delta
 from dynamo.text.output import Content, OutputEvent
 
 __all__ = ["ChoiceOutput", "Event", "Finished", "Logprobs", "TokenSource"]

@@ -15,7 +15,7 @@ from typing import Final
 from dynamo.errors import DynamoException
 from dynamo.frontend.admission.model import AdmissionSlot
 from dynamo.frontend.metrics import RequestMetrics
-from dynamo.frontend.pipeline.generation import Tally, WorkRequest
+from dynamo.frontend.pipeline.plan import Tally, WorkRequest
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.runtime.context import Context
 from dynamo.runtime.tracing import TraceContext

@@ -23,8 +23,8 @@ from dynamo.frontend.models.directory import ModelDirectory, ServedModel
 from dynamo.frontend.pipeline.delivery import StreamDelivery, UnaryDelivery, annotation_events
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
 from dynamo.frontend.pipeline.failures import classify, rejection_of
-from dynamo.frontend.pipeline.generation import Tally, WorkRequest
 from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
+from dynamo.frontend.pipeline.plan import Tally, WorkRequest
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.request_records import CLIENT_LEFT, begin_record, end_record, log_declined
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream

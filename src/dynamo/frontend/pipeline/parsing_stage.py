@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Sequence
 
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
-from dynamo.frontend.pipeline.generation import WorkRequest
 from dynamo.frontend.pipeline.parsing import OutputPlan, ReasoningCounter
+from dynamo.frontend.pipeline.plan import WorkRequest
 from dynamo.text.output import CallBegan, CallEnded, Content, OutputEvent
 from dynamo.text.output_parser import OutputParser
 from dynamo.text.tokenizer import Tokenizer

@@ -14,8 +14,8 @@ from dynamo.errors import InvalidArgument
 from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.directory import ServedModel
-from dynamo.frontend.pipeline.generation import Plan
 from dynamo.frontend.pipeline.parsing import OutputPlan, plan_output, tell_worker, think_marks
+from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.stage_timer import PARSE, QUEUE, TEMPLATE, TOKENISE, StageTimer
 from dynamo.frontend.pipeline.text_generation import text_plan, text_prompts
 from dynamo.frontend.settings import FrontendSettings
@@ -34,7 +34,7 @@ from dynamo.protocol.openai.requests import (
     template_tools,
     to_worker_fields,
 )
-from dynamo.router.failover import DEFAULT_RETRIES, DispatchLimits
+from dynamo.router.failover import DispatchLimits, pinned_instance
 from dynamo.text.control_tokens import Guarded, RenderedPrompt
 from dynamo.text.templates import INLINE_BUDGET, BudgetExceeded, BudgetSpec
 from dynamo.text.tokenizer import Tokenizer
@@ -225,16 +225,16 @@ class Preprocessor:
             routing["lora_name"] = model.lora_name
         if (agent := effects.agent_context) is not None:
             body["agent_context"] = agent
-        pinned = routing.get("backend_instance_id", routing.get("decode_worker_id"))
+        pinned = pinned_instance(routing)
         if pinned is None and self._settings.router_mode == "direct":
             raise InvalidArgument("Invalid request")  # nothing but the client knows where it should go
-        limit = self._settings.migration_limit
-        longest = self._settings.migration_max_seq_len
-        if longest is not None and max(map(len, prompts), default=0) > longest:
-            limit = 0
-        # The card's 0 is what a native worker writes by default: it does not mean "give up at once".
-        retries = max(DEFAULT_RETRIES, model.card.migration_limit) if limit is None else limit
-        return Plan(body, prompts, request.choices_per_prompt, pinned, DispatchLimits(retries, longest))
+        limits = DispatchLimits.of(
+            max(map(len, prompts), default=0),
+            retries=self._settings.migration_limit,
+            longest_movable_tokens=self._settings.migration_max_seq_len,
+            card_retries=model.card.migration_limit,
+        )
+        return Plan(body, prompts, request.choices_per_prompt, pinned, limits)
 
     def _check_guided(self, body: dict[str, Any]) -> None:
         """Refuse a grammar or schema that could end a worker's compiler."""

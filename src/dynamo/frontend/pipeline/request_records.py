@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dynamo.frontend.pipeline.exchange import Exchange
-from dynamo.frontend.pipeline.generation import Tally
+from dynamo.frontend.pipeline.plan import Tally
 from dynamo.frontend.pipeline.stage_timer import ROUTE, WIRE
 from dynamo.runtime.logging import close_log_span, enter_log_span, request_level
 from dynamo.runtime.request_log import COMPLETED, RECEIVED

@@ -14,8 +14,9 @@ from typing import Any, Final
 import msgspec
 
 from dynamo.errors import DynamoException, Unknown, revive
+from dynamo.frontend.pipeline.choice import Choice, Delta
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
-from dynamo.frontend.pipeline.generation import Choice, Delta, GenerationModel, Plan, Tally, WorkRequest
+from dynamo.frontend.pipeline.plan import GenerationModel, Plan, Tally, WorkRequest
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.plain_text import TextChunk, TextDelta, count, prompt_tokens, read_chunk
@@ -26,7 +27,7 @@ from dynamo.runtime.request_plane.base import StreamItem
 from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, Reasoning
 from dynamo.text.stops import StopStrings
 
-__all__ = ["TextPlan", "TextSource", "TextTally", "text_plan", "text_prompts"]
+__all__ = ["TextPlan", "TextSource", "TextStream", "TextTally", "text_plan", "text_prompts"]
 
 _TOKEN_ONLY: Final = ("prompt_logprobs", "stop_token_ids", "allowed_token_ids", "bad_words_token_ids")
 
@@ -79,11 +80,6 @@ class TextPlan(Plan):
 
     def tally(self) -> TextTally:
         return TextTally(self.bodies)
-
-    def open_choice(
-        self, model: GenerationModel, work: WorkRequest, context: Context, index: int, prompt: list[int]
-    ) -> Choice:
-        return _TextStream(model, work, context, index, self)
 
 
 def _detail(usage: Mapping[str, Any], group: str, name: str) -> Any:
@@ -212,7 +208,7 @@ class _OpenChoice:
         return events
 
 
-class _TextStream(Choice):
+class TextStream(Choice):
     """The choices of one prompt, whose stream is made of OpenAI's chunks."""
 
     __slots__ = ("_choices", "_tally")

@@ -1,0 +1,241 @@
+"""One choice of an answer: the items that its worker sends become deltas. The frontend's hot path.
+
+A reader wakes once for everything that has arrived and gets one `Delta` per choice for it, however many tokens that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from dynamo.errors import Unknown, revive
+from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest
+from dynamo.protocol.finish import EngineFailed, normalise
+from dynamo.router.failover import DispatchRequest
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import StreamItem
+from dynamo.text.decoder import ChoiceDecoder
+
+__all__ = ["Choice", "Delta", "TokenChoice"]
+
+_OPENAI_REASON: Final = {
+    "stop": "stop",
+    "eos": "stop",
+    "cancelled": "stop",
+    "length": "length",
+    "content_filter": "content_filter",
+}
+
+
+class Delta:
+    """What became visible of one choice since the last one."""
+
+    __slots__ = (
+        "choice",
+        "engine_data",
+        "finish_reason",
+        "log_probs",
+        "stop_reason",
+        "text",
+        "token_ids",
+        "tokens",
+        "top_logprobs",
+    )
+
+    def __init__(self, choice: int) -> None:
+        self.choice = choice
+        self.text = ""
+        self.token_ids: list[int] = []  # those that `text` (or what is still held back) came from
+        self.tokens = 0
+        self.finish_reason: str | None = None  # "stop", "length", "content_filter"; on the choice's last delta
+        self.stop_reason: str | int | None = None
+        self.log_probs: list[float] | None = None
+        self.top_logprobs: list[list[dict[str, Any]]] | None = None
+        self.engine_data: dict[str, Any] | None = None
+
+
+class Choice:
+    """One choice: its stream of items, which subclasses turn into deltas."""
+
+    __slots__ = ("_index", "_is_over", "_request", "_work", "stream")
+
+    def __init__(
+        self, model: GenerationModel, work: WorkRequest, context: Context, index: int, request: DispatchRequest
+    ) -> None:
+        self._work = work
+        self._index = index
+        self._is_over = False
+        self._request = request
+        self.stream = model.dispatcher.open(request, context)
+
+    async def next(self) -> Delta | None:
+        """Return everything new, waiting for something to arrive; None once the choice has ended."""
+        if self._is_over:
+            return None
+        items = await self.stream.next_batch()
+        if items:
+            return self._absorb(items)
+        self._is_over = True
+        return None
+
+    async def push(self, accept: Callable[[list[Delta]], bool], plain: Callable[[str, int], bool] | None) -> None:
+        """Call `accept` or `plain` with what arrives. See `SingleGeneration.push`."""
+        if not self._is_over:
+            await self.stream.push(lambda items: accept([self._absorb(items)]) and not self._is_over)
+
+    def close(self) -> None:
+        """Leave the stream; a worker that has not ended the stream receives a kill. Idempotent."""
+        self._is_over = True
+        self.stream.close()
+
+    def _absorb(self, items: list[StreamItem]) -> Delta:
+        """Turn a batch into a delta."""
+        raise NotImplementedError
+
+    @property
+    def _prompt_index(self) -> int:
+        return self._index // self._work.plan.choices
+
+
+class TokenChoice(Choice):
+    """One choice whose stream is made of token ids."""
+
+    __slots__ = ("_decoder", "_generated")
+
+    def __init__(
+        self, model: GenerationModel, work: WorkRequest, context: Context, index: int, prompt: list[int]
+    ) -> None:
+        body = {**_for_choice(work.plan.body, index % work.plan.choices), "token_ids": prompt}
+        request = DispatchRequest(
+            body,
+            prompt,
+            record=work.tally,
+            timer=work.timer,
+            limits=work.plan.limits,
+            pinned_instance_id=work.plan.pinned_instance_id,
+            stall_detector=work.stall_detector,
+        )
+        self._generated = request.generated
+        self._decoder = ChoiceDecoder(
+            model.text.tokenizer,
+            prompt,
+            body.get("stop_conditions") or {},
+            body.get("output_options") or {},
+            include_stop_str=bool((body.get("sampling_options") or {}).get("include_stop_str_in_output")),
+        )
+        super().__init__(model, work, context, index, request)
+
+    async def push(self, accept: Callable[[list[Delta]], bool], plain: Callable[[str, int], bool] | None) -> None:
+        """Call `accept` or `plain` with what arrives. See `SingleGeneration.push`."""
+        if plain is None or self._is_over:
+            await super().push(accept, plain)
+            return
+        tally, generated, push_plain = self._work.tally, self._generated, self._decoder.push_plain
+
+        def take(items: list[StreamItem]) -> bool:
+            # The hot path: nearly every batch is tokens and nothing else.
+            ids: list[int] = []
+            for item in items:
+                if item.index < 0 or item.finish_reason is not None or item.extra is not None:
+                    break
+                ids += item.token_ids  # all in one go: a burst brings dozens of chunks at once
+            else:
+                if (text := push_plain(ids)) is not None:
+                    generated.extend(ids)
+                    tally.completion_tokens += len(ids)
+                    return plain(text, len(ids))
+            return accept([self._absorb(items)]) and not self._is_over
+
+        def take_tokens(ids: list[int]) -> bool:
+            # The same for ids that come alone.
+            if (text := push_plain(ids)) is not None:
+                generated.extend(ids)
+                tally.completion_tokens += len(ids)
+                return plain(text, len(ids))
+            return accept([self._absorb([StreamItem(0, 0, 0, ids)])]) and not self._is_over
+
+        await self.stream.push(take, take_tokens)
+
+    def _absorb(self, items: list[StreamItem]) -> Delta:
+        """Decode a batch."""
+        delta = Delta(self._index)
+        decoder = self._decoder
+        before = decoder.generated
+        reason: Any = None
+        for item in items:
+            if item.index < 0:
+                ids, reason, extra = _chunk_of(item)
+            else:
+                ids, reason, extra = item.token_ids, item.finish_reason, item.extra
+            if extra is None:
+                if ids:
+                    delta.token_ids += ids
+                    delta.text += decoder.push(ids)
+            else:
+                self._absorb_extra(delta, ids, extra)
+            if reason is not None or decoder.finish_reason is not None:
+                self._finish(delta, reason)
+                break
+        delta.tokens = decoder.generated - before
+        self._generated += delta.token_ids
+        self._work.tally.completion_tokens += delta.tokens
+        if delta.tokens < len(delta.token_ids):  # a stop fired inside the chunk: what follows is not part of the answer
+            del delta.token_ids[delta.tokens :]
+            if delta.log_probs is not None:
+                del delta.log_probs[delta.tokens :]
+            if delta.top_logprobs is not None:
+                del delta.top_logprobs[delta.tokens :]
+        return delta
+
+    def _absorb_extra(self, delta: Delta, ids: list[int], extra: dict[str, Any]) -> None:
+        delta.token_ids += ids
+        delta.text += self._decoder.push(ids, extra.get("text"))
+        if (log_probs := extra.get("log_probs")) is not None:
+            delta.log_probs = [*(delta.log_probs or ()), *log_probs]
+        if (top_logprobs := extra.get("top_logprobs")) is not None:
+            delta.top_logprobs = [*(delta.top_logprobs or ()), *top_logprobs]
+        if (engine_data := extra.get("engine_data")) is not None:
+            delta.engine_data = {**(delta.engine_data or {}), **engine_data}
+        if (stop_reason := extra.get("stop_reason")) is not None:
+            delta.stop_reason = stop_reason
+        details = (extra.get("completion_usage") or {}).get("prompt_tokens_details") or {}
+        if (cached := details.get("cached_tokens")) is not None:
+            # A worker that went on for another one may have found more than the prompt in its cache.
+            self._work.tally.note_cached(self._prompt_index, min(cached, len(self._request.prompt)))
+
+    def _finish(self, delta: Delta, reason: Any) -> None:
+        decoder = self._decoder
+        self._is_over = True
+        if decoder.finish_reason is not None:
+            delta.finish_reason = self._work.tally.finish_reason = decoder.finish_reason
+            delta.stop_reason = decoder.stop_reason
+            if reason is None:
+                self.stream.stop()  # a stop of ours: the worker may go on for a moment, but its stream is left
+        else:
+            try:
+                word = normalise(reason)  # a bare handler may end with any word
+            except (EngineFailed, TypeError) as error:
+                raise Unknown(str(error)) from error
+            delta.text += decoder.finish()
+            delta.finish_reason = self._work.tally.finish_reason = _OPENAI_REASON[word]
+        self.stream.finish()
+
+
+def _for_choice(body: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return the body of one of n choices. Each choice gets a different seed, as equal seeds give equal texts."""
+    options = body.get("sampling_options") or {}
+    if number == 0 or options.get("seed") is None:
+        return body
+    return {**body, "sampling_options": {**options, "seed": options["seed"] + number}}
+
+
+def _chunk_of(item: StreamItem) -> tuple[list[int], Any, dict[str, Any] | None]:
+    """Decode a chunk that came as an object (from a bare endpoint handler). Raises the error the chunk carries, if any."""
+    envelope = item.extra or {}
+    if envelope.get("event") == "error":
+        raise revive(envelope.get("error") or {"message": "; ".join(envelope.get("comment") or ["unknown error"])})
+    data = envelope.get("data")
+    if not isinstance(data, dict) or not isinstance(data.get("token_ids"), list):
+        raise Unknown(f"the worker sent {type(data).__name__} where a chunk with token_ids was expected")
+    extra = {key: value for key, value in data.items() if key not in ("token_ids", "index", "finish_reason")}
+    return data["token_ids"], data.get("finish_reason"), extra or None

@@ -1,0 +1,118 @@
+"""A request as it is to be served, what came of it so far, and the two together while it is served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from dynamo.errors import DynamoException
+from dynamo.frontend.pipeline.parsing import OutputPlan
+from dynamo.frontend.pipeline.stage_timer import StageTimer
+from dynamo.protocol.openai.chat_options import ChatOptions
+from dynamo.router.dispatch import Dispatcher
+from dynamo.router.failover import DispatchLimits
+from dynamo.router.record import DispatchRecord
+from dynamo.router.stall_detector import StallDetector
+from dynamo.text.model import TextModel
+
+__all__ = ["GenerationModel", "MovableStream", "Plan", "Tally", "WorkRequest"]
+
+_DEFAULT_LIMITS: Final = DispatchLimits()
+
+
+class GenerationModel(Protocol):
+    """What is needed of a `ServedModel`."""
+
+    text: TextModel
+    dispatcher: Dispatcher
+
+
+class MovableStream(Protocol):
+    """What is needed of the `RoutedStream` of one choice."""
+
+    def fail_over(self, error: DynamoException) -> bool: ...
+
+
+class Tally(DispatchRecord):
+    """What came of a request so far: its usage, and the workers that served it."""
+
+    __slots__ = (
+        "_cached",
+        "completion_tokens",
+        "finish_reason",
+        "prompt_tokens",
+        "reasoning_tokens",
+    )
+
+    def __init__(self, prompt_tokens: int) -> None:
+        super().__init__()
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = 0
+        self.reasoning_tokens: int | None = None  # of `completion_tokens`; None: nothing counts them
+        self.finish_reason: str | None = None  # of the choice that ended last
+        self._cached: dict[int, int] = {}  # prompt -> the most that was reported of it
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """How many of `prompt_tokens` the workers had cached; None when none of them reported it."""
+        return sum(self._cached.values()) if self._cached else None
+
+    @property
+    def is_usage_known(self) -> bool:
+        """Whether the counts are tokens of the model, and may be shown as usage."""
+        return True
+
+    def note_cached(self, prompt_index: int, tokens: int) -> None:
+        """Take over what a worker reports. Choices share their prompt and some engines repeat themselves: the most counts."""
+        self._cached[prompt_index] = max(tokens, self._cached.get(prompt_index, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request as it is to be served. Made once, before a worker is chosen.
+
+    `body` is the worker's request without its prompt; it is sent once per choice with `token_ids` set. Choice i of prompt p
+    has index `p * choices + i`.
+    """
+
+    body: dict[str, Any]
+    prompts: Sequence[list[int]]
+    choices: int = 1  # per prompt
+    pinned_instance_id: int | None = None
+    limits: DispatchLimits = _DEFAULT_LIMITS
+    options: ChatOptions | None = None  # of a chat request
+    parsing: OutputPlan | None = None  # how the text is read; None: it is shown as it comes
+
+    @property
+    def streams_per_prompt(self) -> int:
+        """How many requests to workers each prompt becomes."""
+        return self.choices
+
+    @property
+    def is_single(self) -> bool:
+        """Whether one request to a worker serves all of it."""
+        return len(self.prompts) * self.streams_per_prompt == 1
+
+    def tally(self) -> Tally:
+        """Return an empty tally of it."""
+        return Tally(sum(map(len, self.prompts)))
+
+
+class WorkRequest:
+    """One request while it is served: its plan, what came of it so far, and the streams that run."""
+
+    __slots__ = ("plan", "running", "stall_detector", "tally", "timer")
+
+    def __init__(self, plan: Plan, timer: StageTimer, stall_detector: StallDetector | None = None) -> None:
+        """`stall_detector` moves the request when it makes no progress; None: nothing does."""
+        self.plan = plan
+        self.tally = plan.tally()
+        self.timer = timer
+        self.stall_detector = stall_detector
+        self.running: tuple[MovableStream, ...] = ()  # one for each choice that runs
+
+    def fail_over_idle_streams(self, error: DynamoException) -> bool:
+        """Move every choice to another worker, as none has sent anything for too long; False when no choice can move."""
+        moved = [stream.fail_over(error) for stream in self.running]  # all of them, not only the first that can
+        return any(moved)

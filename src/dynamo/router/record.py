@@ -1,0 +1,19 @@
+"""What became of a request on its way to a worker: noted by the dispatch, read by the metrics and the answer."""
+
+from __future__ import annotations
+
+from dynamo.router.migration import Move
+from dynamo.runtime.request_plane.base import Instance
+
+__all__ = ["DispatchRecord"]
+
+
+class DispatchRecord:
+    """The workers that served one request, and its moves between them."""
+
+    __slots__ = ("instances", "moves", "prefill_instance_id")
+
+    def __init__(self) -> None:
+        self.moves: list[Move] = []  # bounded by the retries and the number of choices
+        self.instances: list[Instance] = []  # the workers that answered
+        self.prefill_instance_id: int | None = None  # the worker that computed the prompt, where that was another one
