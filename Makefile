@@ -34,6 +34,9 @@ test: $(VENV)/.dev ## units and contracts, a tenth of the examples of each prope
 test-all: $(VENV)/.dev ## the rest: every example of the properties, processes, real servers, simulated clusters, hostile peers
 	@$(BIN)/python -m pytest -q -n 2 -m "process or property" $(ARGS)
 
+coverage: $(VENV)/.dev ## the lines that make test runs, by file (ARGS="--cov-fail-under=90")
+	@$(BIN)/python -m pytest -q -n 2 -m "not process" --hypothesis-profile=quick --cov=dynamo --cov-report=term:skip-covered tests/unit tests/contract $(ARGS)
+
 check: $(VENV)/.dev ## format, lint, strict types, import arrows, the figures of the house
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
