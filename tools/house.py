@@ -158,7 +158,10 @@ def loose_tasks(house: Iterable[Module]) -> Figure:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TASK_MAKERS:
                 owner = node.func.value
-                if isinstance(owner, ast.Name) and "group" in owner.id.lower():
+                name = (
+                    owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+                )
+                if "group" in name.lower():
                     continue
                 found.append(Finding(f"{module.name}:{node.lineno}", ast.unparse(node.func)))
     return Figure("loose task creations", len(found), "<= 20", tuple(found))

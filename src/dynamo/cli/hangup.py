@@ -9,8 +9,10 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Final
+
+from dynamo.runtime.tasks import Background
 
 __all__ = ["hangups"]
 
@@ -41,13 +43,11 @@ async def hangups(*, restart: Callable[[], None], terminal_gone: Callable[[], No
             has_terminal = _has_terminal()
 
     loop.add_signal_handler(number, hear)
-    looking = loop.create_task(look(), name="terminal")  # awaited below
     try:
-        yield
+        async with Background() as background:
+            background.start(look(), "terminal")
+            yield
     finally:
-        looking.cancel()
-        with suppress(asyncio.CancelledError):
-            await looking
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_DFL if previous is None else previous)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -28,6 +27,7 @@ from dynamo.reference.model import KvCache
 from dynamo.reference.request import Job
 from dynamo.runtime.context import Context
 from dynamo.runtime.metrics import TypedFamily
+from dynamo.runtime.tasks import first_of
 
 __all__ = ["DecodeRole", "PrefillRole"]
 
@@ -157,16 +157,11 @@ class DecodeRole:
         def put(number: int, page: memoryview) -> None:
             self._cache.put_page(sequence.blocks[number], page)
 
-        # Both are ended below, whatever happens.
-        pull = asyncio.ensure_future(self._receiver.pull(ticket, first, count, put))
-        cancelled = asyncio.ensure_future(context.async_killed_or_stopped())
         try:
-            await asyncio.wait({pull, cancelled}, return_when=asyncio.FIRST_COMPLETED)
-            if not pull.done():
-                await _ended(pull)
+            pull = self._receiver.pull(ticket, first, count, put)
+            if await first_of(pull, context.async_killed_or_stopped()) != 0:
                 await self.release(ticket)
                 return 0
-            pull.result()
             self._ends["fetched"] += 1
             return wanted
         except DynamoException as error:
@@ -178,8 +173,6 @@ class DecodeRole:
                 error,
             )
             return 0
-        finally:
-            await _ended(pull, cancelled)
 
     async def release(self, ticket: Ticket) -> None:
         """Tell the peer that its blocks are not wanted; at most `RELEASE_SECONDS`."""
@@ -194,16 +187,6 @@ class DecodeRole:
 def _outcomes(help: str, labels: list[tuple[str, str]], counts: Mapping[str, int]) -> TypedFamily:
     samples = [(TRANSFERS, [*labels, ("outcome", outcome)], count) for outcome, count in counts.items()]
     return TRANSFERS, help, "counter", samples
-
-
-async def _ended(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait for their end."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    for task in tasks:
-        with suppress(asyncio.CancelledError):
-            task.exception()  # seen: whoever wanted it has had it
 
 
 ROLES: Final = (DisaggregationMode.AGGREGATED, DisaggregationMode.PREFILL, DisaggregationMode.DECODE)

@@ -32,6 +32,7 @@ from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.query_of_death import Suspect
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseStream
+from dynamo.runtime.tasks import Background, Work
 
 __all__ = ["DispatchTimer", "PrefillRouter", "can_fall_back_to_decode"]
 
@@ -68,7 +69,7 @@ class PrefillRouter:
         self.is_enforced = enforced
         self._rng = rng or random.Random()
         self._configs: Mapping[int, ModelRuntimeConfig] = {}
-        self._running: set[asyncio.Task[None]] = set()  # at most one per request in flight, and the moment after
+        self._running = Background()  # at most one per request in flight, and the moment after
         self._is_degraded = False
 
     def set_members(self, members: Mapping[tuple[str, int], ModelRuntimeConfig]) -> None:
@@ -78,10 +79,7 @@ class PrefillRouter:
 
     async def aclose(self) -> None:
         """End the prefills that still run in the background."""
-        running = list(self._running)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await self._running.close()
 
     async def prefill(
         self,
@@ -144,12 +142,8 @@ class PrefillRouter:
 
         That happens in the background and takes at most `HAND_OVER_SECONDS`; failures are logged.
         """
-        # Awaited in aclose().
-        task = asyncio.get_running_loop().create_task(
-            _release_blocks(handoff, workers, context), name=f"hand over {context.id()}"
-        )
-        self._running.add(task)
-        task.add_done_callback(self._drained)
+        if not self._running.is_closed:  # else the workers are gone, or free the blocks when their time is up
+            self._start(_release_blocks(handoff, workers, context), f"hand over {context.id()}")
 
     def note(self, failure: DynamoException | None) -> None:
         """Log once that decode workers compute the prompts, because of `failure`, and once that they no longer do (None)."""
@@ -190,11 +184,12 @@ class PrefillRouter:
             request["bootstrap_info"] = bootstrap
         stream = await worker.open(request, context)
         timer.dispatched()
+        if bootstrap is not None and self._running.is_closed:
+            stream.close()
+            raise WorkerUnavailable("the model is being removed")
         if bootstrap is not None:
-            # Awaited in aclose(), and by whoever reads the decode's first items.
-            task = asyncio.get_running_loop().create_task(self._drain(stream), name=f"prefill {context.id()}")
-            self._running.add(task)
-            task.add_done_callback(self._drained)
+            # Awaited also where the decode's first items are read.
+            task = self._start(self._drain(stream), f"prefill {context.id()}")
             return Handoff(instance, decode_request(body, instance.instance_id, bootstrap_info=bootstrap), task)
         reply = await read_reply(stream, context)
         timer.arrived(failed=True)  # what was awaited is only the first half: the answer is still to come
@@ -213,8 +208,13 @@ class PrefillRouter:
         finally:
             stream.close()
 
-    def _drained(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
+    def _start(self, work: Work[None], name: str) -> asyncio.Task[None]:
+        task = self._running.start(work, name, is_awaited=True)
+        task.add_done_callback(self._log_failure)
+        return task
+
+    @staticmethod
+    def _log_failure(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.info("%s failed: %s: %s", task.get_name(), type(error).__name__, error)
 

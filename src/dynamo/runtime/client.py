@@ -31,6 +31,7 @@ from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Put
 from dynamo.runtime.discovery.follow import follow
 from dynamo.runtime.instances import InstanceSet, decode_instance
 from dynamo.runtime.request_plane.base import OBJECT_INDEX, Instance, ResponseStream, StreamItem
+from dynamo.runtime.tasks import Background
 
 if TYPE_CHECKING:
     from dynamo.runtime.endpoint import Endpoint
@@ -61,6 +62,7 @@ class Client:
         self._prefix = f"{INSTANCES}/{endpoint.namespace}/{endpoint.component}/{endpoint.name}"
         self._listeners: dict[object, OnChange] = {}
         self._changed = asyncio.Event()
+        self._work = Background()
         self._watching: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None  # done once the instances there are now are known
         self._closed = False
@@ -72,18 +74,14 @@ class Client:
         if self._ready is None or self._watching is None or self._watching.done():
             self._ready = asyncio.get_running_loop().create_future()
             self._ready.add_done_callback(asyncio.Future.exception)  # retrieved, also when no caller waits any more
-            # Held here and awaited in close().
-            self._watching = asyncio.create_task(self._watch(self._ready), name=f"watch {self._endpoint.path}")
+            self._watching = self._work.start(self._watch(self._ready), f"watch {self._endpoint.path}")
         await asyncio.shield(self._ready)  # of all concurrent callers
 
     async def close(self) -> None:
         """Stop following the store. Streams go on; idempotent."""
         self._closed = True
-        task, self._watching = self._watching, None
         self._runtime.forget_client(self)
-        if task is not None:
-            task.cancel()
-            await asyncio.wait({task})
+        await self._work.close()
         self._changed.set()
 
     # -- instances -----------------------------------------------------------------------------------------------

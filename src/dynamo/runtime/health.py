@@ -11,6 +11,7 @@ from typing import Any, Final
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Handler
 from dynamo.runtime.settings import CanarySettings
+from dynamo.runtime.tasks import Background
 
 logger = logging.getLogger(__name__)
 
@@ -178,24 +179,20 @@ class Canary:
         self._settings = settings
         self._last_success = float("-inf")  # loop time
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._work = Background()
         self._probes = 0
         self._failed = False  # the last probe
 
     def start(self) -> None:
         """Begin to probe, on the running loop; the first probe comes after one wait. `close` ends it."""
-        if self._task is None:
+        if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._last_success = self._loop.time()
-            # Awaited by close().
-            self._task = self._loop.create_task(self._run(), name=f"canary {self._path}")
+            self._work.start(self._run(), f"canary {self._path}")
 
     async def close(self) -> None:
         """Stop probing; a probe under way is cancelled. Idempotent."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait({task})
+        await self._work.close()
 
     def activity(self) -> None:
         """Record a good item, or a good end, of a real request. Cheap: call it once per wake-up or per request."""
@@ -230,8 +227,8 @@ class Canary:
         context = Context(f"health-check-{self._path}-{self._probes}")
         sink = _ProbeSink()
         loop = asyncio.get_running_loop()
-        # Awaited below on every path.
-        task = loop.create_task(_serve(self._handler, dict(self._payload), context, sink), name=f"probe {self._path}")
+        request = Background()
+        request.start(_serve(self._handler, dict(self._payload), context, sink), f"probe {self._path}")
         began = loop.time()
         try:
             while True:
@@ -248,12 +245,10 @@ class Canary:
                     logger.warning("health check of %s still runs after %s s: cut", self._path, DRAIN_SECONDS)
                     return None
         finally:
-            if not task.done():
+            if request:
                 context.kill()
-                task.cancel()
-                _, stuck = await asyncio.wait({task}, timeout=CANCEL_SECONDS)
-                if stuck:
-                    logger.error("the handler of %s ignores its cancellation", self._path)
+            if await request.close(CANCEL_SECONDS):
+                logger.error("the handler of %s ignores its cancellation", self._path)
 
 
 async def _serve(handler: Handler, body: Any, context: Context, sink: _ProbeSink) -> None:

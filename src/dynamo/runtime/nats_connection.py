@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.settings import NatsSettings
+from dynamo.runtime.tasks import first_of
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -68,18 +69,14 @@ class NatsConnection:
                 "reconnected_cb": self._back,
             }
             self._refused = asyncio.get_running_loop().create_future()
-            attempt = asyncio.ensure_future(client.connect(**options, **callbacks))
             try:
                 async with asyncio.timeout(self._settings.connect_timeout_seconds):
-                    await asyncio.wait({attempt, self._refused}, return_when=asyncio.FIRST_COMPLETED)
-                    await (attempt if attempt.done() else self._refused)
+                    await first_of(client.connect(**options, **callbacks), self._refused)
             except Exception as error:
-                await _end(attempt)
                 await _abandon(client)
                 why = self._last_error if isinstance(error, TimeoutError) and self._last_error is not None else error
                 raise self._unreachable(why) from error
             except asyncio.CancelledError:
-                await _end(attempt)
                 await _abandon(client)
                 raise
             finally:
@@ -136,12 +133,6 @@ def _client_class(wanted_by: str) -> type[Client]:
     except ModuleNotFoundError as error:
         raise CannotConnect(f"{wanted_by} needs the nats extra: pip install 'dynamo-unified[nats]'") from error
     return Client
-
-
-async def _end(attempt: asyncio.Future[None]) -> None:
-    """End the attempt of the client, which would try for ever."""
-    attempt.cancel()
-    await asyncio.wait({attempt})
 
 
 async def _abandon(client: Client) -> None:

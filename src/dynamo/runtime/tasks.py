@@ -1,17 +1,32 @@
-"""Tasks have parents, waits have names: the first of several, background work that a block owns, and whose
-cancellation a `CancelledError` is."""
+"""Tasks have parents, waits have names: the first of several, background work that a block owns, one attempt for many
+callers, and whose cancellation a `CancelledError` is."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
-__all__ = ["Background", "first_of", "is_being_cancelled", "take_back_cancellation"]
+__all__ = [
+    "AttemptCancelled",
+    "Background",
+    "SingleFlight",
+    "Work",
+    "first_of",
+    "is_being_cancelled",
+    "take_back_cancellation",
+]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
+
+Work = Coroutine[Any, Any, T]
+"""A call of an `async def` that returns T."""
 
 
 async def first_of(*awaitables: Awaitable[Any]) -> int:
@@ -35,8 +50,11 @@ class Background:
     """Work beside a block, owned by it: `async with Background() as background: background.start(work, name)`.
 
     Leaving the block cancels what still runs and waits for it. Work that crashes ends the block: its task is cancelled and
-    the error leaves it. Where there is no block to own the work (an object with a `close`), `close()` does the same.
+    the error leaves it. Where there is no block to own the work (an object with a `close`), `close()` does the same, and a
+    crash is logged.
     """
+
+    __slots__ = ("_closed", "_crash", "_owner", "_tasks")
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -58,20 +76,31 @@ class Background:
                 return  # someone else cancelled the block, too: that goes first
             raise self._crash
 
+    def __len__(self) -> int:
+        """Return how many pieces of work run."""
+        return len(self._tasks)
+
     @property
     def is_closed(self) -> bool:
         """Whether nothing can be started any more."""
         return self._closed
 
-    def start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Run `work` until the block is left. Raises RuntimeError afterwards."""
+    def start(self, work: Work[T], name: str, *, is_awaited: bool = False) -> asyncio.Task[T]:
+        """Run `work` until the block is left. Raises RuntimeError afterwards.
+
+        `is_awaited`: the caller awaits the task, and its failure is the caller's: it neither ends the block nor is logged.
+        """
         if self._closed:
             work.close()
             raise RuntimeError(f"{name} was started after its owner was closed")
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._tasks.discard if is_awaited else self._done)
         return task
+
+    async def run(self, work: Work[T], name: str) -> T:
+        """Run `work` and wait for it: the caller's cancellation ends it, and so does `close`. Raises what it raises."""
+        return await self.start(work, name, is_awaited=True)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -83,13 +112,65 @@ class Background:
             self._crash = error
             self._owner.cancel()
 
-    async def close(self) -> None:
-        """Cancel what runs and wait until it has ended. Idempotent."""
+    async def wait(self, timeout_seconds: float | None = None) -> None:
+        """Return when everything that runs now has ended by itself, or after `timeout_seconds`."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=timeout_seconds)
+
+    def cancel(self) -> None:
+        """Cancel what runs, without waiting for it, and start nothing more. Idempotent."""
         self._closed = True
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
+        for task in self._tasks - {asyncio.current_task()}:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self, timeout_seconds: float | None = None) -> set[asyncio.Task[Any]]:
+        """Cancel what runs and wait until it has ended. Idempotent.
+
+        `timeout_seconds`: for work that may ignore a cancellation; what still runs then is returned, for the log.
+        """
+        self.cancel()
+        tasks = self._tasks - {asyncio.current_task()}
+        return (await asyncio.wait(tasks, timeout=timeout_seconds))[1] if tasks else set()
+
+
+class AttemptCancelled(Exception):
+    """The attempt that several callers waited for was cancelled by `SingleFlight.cancel`."""
+
+
+class SingleFlight(Generic[Key, T]):
+    """One attempt for each key at a time: all who ask for it while it runs wait for the same result."""
+
+    __slots__ = ("_attempts", "_work")
+
+    def __init__(self) -> None:
+        self._attempts: dict[Key, asyncio.Task[T]] = {}
+        self._work = Background()
+
+    async def run(self, key: Key, make: Callable[[], Work[T]], name: str) -> T:
+        """Return what the attempt returns; `make` begins one where none runs.
+
+        A caller that is cancelled leaves the attempt to the others. Raises what the attempt raises, AttemptCancelled, and
+        RuntimeError after `cancel`.
+        """
+        attempt = self._attempts.get(key)
+        if attempt is None:
+            attempt = self._attempts[key] = self._work.start(make(), name, is_awaited=True)
+            attempt.add_done_callback(partial(self._ended, key))
+        try:
+            return await asyncio.shield(attempt)
+        except asyncio.CancelledError:
+            if is_being_cancelled():
+                raise
+            raise AttemptCancelled(name) from None
+
+    def _ended(self, key: Key, attempt: asyncio.Task[T]) -> None:
+        del self._attempts[key]
+        if not attempt.cancelled():
+            attempt.exception()  # retrieved: who waits sees it, and an attempt that nobody waits for any more is fine
+
+    def cancel(self) -> None:
+        """Cancel every attempt and begin no other; idempotent."""
+        self._work.cancel()
 
 
 def is_being_cancelled() -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 from dynamo.runtime.limits import Refused, uncounted
+from dynamo.runtime.tasks import Background
 from dynamo.runtime.tls import ServerTls, handshake_text
 
 __all__ = ["TlsGate"]
@@ -45,7 +46,7 @@ class TlsGate:
         self._loop = asyncio.get_running_loop()
         self._listener: socket.socket | None = None
         self._pause: asyncio.TimerHandle | None = None
-        self._pending: set[asyncio.Task[None]] = set()
+        self._shakes = Background()
         self._complained_at = float("-inf")
 
     def bind(self, host: str, port: int, backlog: int) -> None:
@@ -60,8 +61,7 @@ class TlsGate:
 
     async def wait_closed(self) -> None:
         """Return when the handshakes that `close` cut have ended."""
-        if self._pending:
-            await asyncio.wait(self._pending)
+        await self._shakes.wait()
 
     def listen(self, listener: socket.socket, backlog: int) -> None:
         """Accept the connections of a bound socket, which belongs to the gate from now on."""
@@ -77,15 +77,15 @@ class TlsGate:
             await asyncio.wait({task})
 
     def _begin(self, connection: socket.socket) -> asyncio.Task[None] | None:
-        if len(self._pending) >= self._limit:
+        if self._shakes.is_closed:
+            connection.close()
+            return None
+        if len(self._shakes) >= self._limit:
             self._refused("handshakes")
             connection.close()
             return None
         connection.setblocking(False)
-        task = self._loop.create_task(self._shake(connection), name="TLS handshake")
-        self._pending.add(task)  # ends within the time limit; `close` cancels it
-        task.add_done_callback(self._ended)
-        return task
+        return self._shakes.start(self._shake(connection), "TLS handshake")  # ends within the time limit
 
     def close(self) -> None:
         """Accept no more, and drop every connection whose handshake has not ended; idempotent."""
@@ -96,8 +96,7 @@ class TlsGate:
                 self._loop.remove_reader(self._listener)
             self._listener.close()
             self._listener = None
-        for task in list(self._pending):
-            task.cancel()
+        self._shakes.cancel()
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -119,11 +118,6 @@ class TlsGate:
         self._pause = None
         if self._listener is not None:
             self._loop.add_reader(self._listener, self._accept)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._pending.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a connection was lost to an error of ours", exc_info=error)
 
     async def _shake(self, connection: socket.socket) -> None:
         began = self._loop.time()

@@ -13,11 +13,12 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Self
 
+from dynamo.runtime.tasks import Background
 from dynamo.supervise.backoff import RestartPolicy
 from dynamo.supervise.lines import LineSplitter
 
@@ -126,30 +127,19 @@ class Process:
 
     async def follow(self) -> int:
         """Pass on output and reports until the child is dead; return its status as `subprocess` gives it (-9: SIGKILL)."""
-        loop = asyncio.get_running_loop()
-        try:
+        with closing(self._pipes):
             output, reports = await self._pipes.open_readers()
-            readers = {
-                loop.create_task(_read_lines(output, self._take_line), name=f"output of {self.pid}"),
-                loop.create_task(_read_lines(reports, self._take_report), name=f"reports of {self.pid}"),
-            }
-            try:
-                status = await self._child.wait()
-                self.kill()  # what it started and left behind
-                await asyncio.wait(readers, timeout=OUTPUT_AFTER_DEATH_SECONDS)
-            except asyncio.CancelledError:
-                self.kill()
-                await self._child.wait()
-                raise
-            finally:
-                for reader in readers:
-                    reader.cancel()
-                await asyncio.wait(readers)
-        finally:
-            self._pipes.close()
-        for reader in readers:
-            if not reader.cancelled():
-                reader.result()  # a bug in a callback must not pass unseen
+            async with Background() as readers:  # a bug in a callback ends the child, and is raised here
+                readers.start(_read_lines(output, self._take_line), f"output of {self.pid}")
+                readers.start(_read_lines(reports, self._take_report), f"reports of {self.pid}")
+                try:
+                    status = await self._child.wait()
+                    self.kill()  # what it started and left behind
+                    await readers.wait(OUTPUT_AFTER_DEATH_SECONDS)
+                except asyncio.CancelledError:
+                    self.kill()
+                    await self._child.wait()
+                    raise
         return status
 
     def _take_line(self, line: str) -> None:

@@ -19,6 +19,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.runtime.settings import env_str
+from dynamo.runtime.tasks import Background, is_being_cancelled
 from dynamo.worker.lifecycle import AdminGate
 from dynamo.worker.registration import checked_taints
 
@@ -109,7 +110,7 @@ class AdminRoutes:
         self._exclusive = asyncio.Lock()  # held through a pausing or resuming control, the engine's part included
         self._record_lock = asyncio.Lock()  # held only while discovery is written
         self._closed = False
-        self._running: set[asyncio.Task[Body]] = set()
+        self._running, self._writes = Background(), Background()
 
     def attach(self, record: InstanceRecord) -> None:
         """Attach the instance that pausing controls withdraw; call it before the gate opens."""
@@ -130,12 +131,8 @@ class AdminRoutes:
         """
         async with self._record_lock:  # an advertisement under way lands before, never after, the final withdrawal
             self._closed = True
-        if not self._running:
-            return
-        for task in self._running:
-            task.cancel()
-        _, stuck = await asyncio.wait(self._running, timeout=CANCEL_SECONDS)
-        for task in stuck:
+        await self._writes.wait()
+        for task in await self._running.close(CANCEL_SECONDS):
             logger.warning("%s ignores its cancellation; shutting down without it", task.get_name())
 
     def _route(self, kind: str, name: str) -> Route:
@@ -150,18 +147,12 @@ class AdminRoutes:
             return refusal
         if not isinstance(body, dict):
             return _error(f"engine {kind} request body must be a JSON object")
-        # Awaited below, and cancelled by close().
-        task = asyncio.get_running_loop().create_task(self._work(kind, name, body), name=f"engine {kind} {name}")
-        self._running.add(task)
         try:
-            return await task
+            return await self._running.run(self._work(kind, name, body), f"engine {kind} {name}")
         except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if self._closed and task.cancelled() and (current is None or not current.cancelling()):
+            if self._closed and not is_being_cancelled():
                 return _unavailable(AdminGate.CLOSED)
             raise  # the caller is gone, and its control with it
-        finally:
-            self._running.discard(task)
 
     def _work(self, kind: str, name: str, body: Body) -> Coroutine[Any, Any, Body]:
         if kind == "update":
@@ -229,7 +220,7 @@ class AdminRoutes:
 
         # A cancelled control must not leave a write in flight that overtakes the final withdrawal: the write holds the
         # record lock, which close() takes.
-        return await asyncio.shield(asyncio.ensure_future(write()))
+        return await asyncio.shield(self._writes.start(write(), f"discovery record: {verb}", is_awaited=True))
 
     async def _validate(self, name: str, body: Body) -> Body | None:
         hook = getattr(self._engine, "validate_engine_control", None)

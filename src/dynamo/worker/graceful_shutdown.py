@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.runtime.settings import env_float
-from dynamo.runtime.tasks import is_being_cancelled
+from dynamo.runtime.tasks import Background, is_being_cancelled
 
 if TYPE_CHECKING:
     from dynamo.runtime import DistributedRuntime, Endpoint
@@ -84,28 +84,25 @@ def install_signal_handlers(
     cleanup_callback: Callback | None = None,
 ) -> None:
     """Shut down gracefully at the first SIGTERM or SIGINT; later ones are ignored. Call it in the main thread."""
-    tasks: set[asyncio.Task[None]] = set()
+    work = Background()  # held by the loop through the handler below
 
     def begin(name: str) -> None:
-        if tasks:
+        if work:
             logger.debug("%s received again; the shutdown is under way", name)
             return
         logger.info("%s received", name)
-        # Held by this closure, which the loop holds. It is not awaited: it ends in runtime.shutdown(), which makes
-        # `serve_endpoint` return, and its own failures are logged step by step.
-        tasks.add(
-            loop.create_task(
-                graceful_shutdown_with_discovery(
-                    runtime,
-                    endpoints,
-                    shutdown_event,
-                    grace_period_s,
-                    drain_callback,
-                    pre_shutdown_callback,
-                    cleanup_callback,
-                ),
-                name="graceful shutdown",
-            )
+        # It is not awaited: it ends in runtime.shutdown(), which makes `serve_endpoint` return.
+        work.start(
+            graceful_shutdown_with_discovery(
+                runtime,
+                endpoints,
+                shutdown_event,
+                grace_period_s,
+                drain_callback,
+                pre_shutdown_callback,
+                cleanup_callback,
+            ),
+            "graceful shutdown",
         )
 
     for number in (signal.SIGTERM, signal.SIGINT):

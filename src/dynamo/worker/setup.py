@@ -67,6 +67,7 @@ class Parts:
     publishing: Publishing | None = None
     running: RunningRequests | None = None
     admin: AdminRoutes | None = None
+    chaos: WorkerChaos | None = None
     served: ServedEndpoint | None = None
     rl: ServedEndpoint | None = None
     model_published: bool = False

@@ -14,6 +14,7 @@ from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import EngineShutdown
 from dynamo.runtime.distributed import Endpoint
 from dynamo.runtime.settings import env_float, env_int
+from dynamo.runtime.tasks import first_of
 from dynamo.worker.hooks import await_hook
 from dynamo.worker.lifecycle import Event, Lifecycle, ShutdownTimes
 from dynamo.worker.registration import unregister_model
@@ -62,18 +63,7 @@ class StopRequest:
 
     async def unless_stopped(self, work: Awaitable[object]) -> bool:
         """Await `work` unless a stop comes first (then it is cancelled); whether it was finished."""
-        task = asyncio.ensure_future(work)
-        stop = asyncio.ensure_future(self._event.wait())
-        try:
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                return False
-            await task
-            return True
-        finally:
-            for each in (task, stop):
-                each.cancel()
-            await asyncio.wait({task, stop})
+        return await first_of(work, self._event.wait()) == 0
 
 
 class Shutdown:
@@ -220,6 +210,8 @@ class Shutdown:
                 self._endpoint.runtime.status_server.unregister_route(name)
         if self.parts.served is not None:
             await self._run_despite_cancel(self.parts.served.close())
+        if self.parts.chaos is not None:
+            await self._run_despite_cancel(self.parts.chaos.close())
         if self.parts.model_published:
             await self._run_despite_cancel(self._withdraw_model())
 

@@ -246,8 +246,9 @@ class Worker:
             payload = await setup.canary_payload()
             if self._life.is_stopping:
                 return None
+            parts.chaos = self._chaos_on(endpoint.runtime)
             parts.served = served = await endpoint.start_serving(
-                setup.handler(self._chaos_on(endpoint.runtime)),
+                setup.handler(parts.chaos),
                 metrics_labels=config.metrics_labels,
                 health_check_payload=payload,
                 watch_progress=True,

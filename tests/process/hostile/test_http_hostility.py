@@ -95,7 +95,7 @@ async def until_idle(house: Cluster, server: HttpServer) -> None:
     """Nothing may be left of those clients: no connection, no task, no place, no body."""
     state = server.service
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while state.connections or state.tasks or house.frontend.admission.in_flight:
+        while state.connections or state.answers or house.frontend.admission.in_flight:
             await asyncio.sleep(0.01)
 
 

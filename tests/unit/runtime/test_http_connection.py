@@ -222,11 +222,11 @@ async def test_receiving_ends_with_a_disconnect() -> None:
         _, writer = await asyncio.open_connection(*service.sockets[0].getsockname())
         writer.write(get())
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while not service.tasks:
+            while not service.answers:
                 await asyncio.sleep(0)
             writer.transport.abort()
             await left.wait()
-            while service.connections or service.tasks:
+            while service.connections or service.answers:
                 await asyncio.sleep(0)
 
 
@@ -266,7 +266,7 @@ async def test_answers_under_way_end_before_the_service_closes() -> None:
     service = HttpService(app, LIMITS, render=render, refused=lambda limit: None)
     await service.listen_at("127.0.0.1", 0)
     asking = asyncio.create_task(ask(service, get()))
-    while not service.tasks:
+    while not service.answers:
         await asyncio.sleep(0)
     closing = asyncio.create_task(service.close(PATIENCE_SECONDS))
     await asyncio.sleep(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 
 import pytest
 
@@ -12,7 +12,7 @@ from dynamo.errors import CannotConnect
 from dynamo.runtime.discovery import follow as following
 from dynamo.runtime.discovery.base import Change, Delete, Put
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
-from dynamo.runtime.tasks import Background, first_of
+from dynamo.runtime.tasks import AttemptCancelled, Background, SingleFlight, first_of
 
 
 async def hang(ended: asyncio.Event) -> None:
@@ -114,6 +114,104 @@ async def test_without_a_block_a_crash_is_logged(caplog: pytest.LogCaptureFixtur
     await asyncio.wait({task})
     await background.close()
     assert [record.getMessage() for record in caplog.records] == ["the work failed"]
+
+
+async def test_what_the_caller_awaits_is_the_callers_to_report(caplog: pytest.LogCaptureFixture) -> None:
+    async with Background() as background:
+        with pytest.raises(KeyError):
+            await background.run(fail(), "the work")
+        assert len(background) == 0
+    assert caplog.records == []
+
+
+async def test_closing_ends_what_the_caller_awaits_and_cancels_no_caller() -> None:
+    background = Background()
+    ended = asyncio.Event()
+    caller = asyncio.create_task(background.run(hang(ended), "hang"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await background.close()
+    await asyncio.wait({caller})
+    assert ended.is_set()
+    assert (caller.cancelled(), caller.cancelling()) == (True, 0)
+
+
+async def test_work_that_ignores_its_cancellation_is_named_and_left() -> None:
+    background = Background()
+    release = asyncio.Event()
+
+    async def deaf() -> None:
+        while not release.is_set():
+            with suppress(asyncio.CancelledError):
+                await release.wait()
+
+    task = background.start(deaf(), "deaf")
+    await asyncio.sleep(0)
+    assert await background.close(0.01) == {task}
+    release.set()
+    await background.wait()
+    assert await background.close() == set()
+
+
+async def test_a_wait_with_a_limit_leaves_the_work_alone() -> None:
+    ended = asyncio.Event()
+    async with Background() as background:
+        background.start(hang(ended), "hang")
+        await background.wait(0.01)
+        assert (len(background), ended.is_set()) == (1, False)
+
+
+# -- one attempt for many callers
+
+
+async def test_callers_share_the_attempt_that_runs_and_a_later_one_begins_another() -> None:
+    flights: SingleFlight[str, int] = SingleFlight()
+    begun = 0
+
+    async def attempt() -> int:
+        nonlocal begun
+        begun += 1
+        await asyncio.sleep(0)
+        return begun
+
+    assert await asyncio.gather(*(flights.run("a", attempt, "a") for _ in range(3))) == [1, 1, 1]
+    assert await flights.run("a", attempt, "a") == 2
+    assert await asyncio.gather(flights.run("a", attempt, "a"), flights.run("b", attempt, "b")) == [4, 4]
+
+
+async def test_a_failed_attempt_fails_for_all_of_its_callers() -> None:
+    flights: SingleFlight[str, None] = SingleFlight()
+    failures = await asyncio.gather(*(flights.run("a", fail, "a") for _ in range(2)), return_exceptions=True)
+    assert [type(failure) for failure in failures] == [KeyError, KeyError]
+
+
+async def test_a_caller_that_leaves_does_not_end_the_attempt_of_the_others() -> None:
+    flights: SingleFlight[str, str] = SingleFlight()
+    go = asyncio.Event()
+
+    async def attempt() -> str:
+        await go.wait()
+        return "made"
+
+    leaving, staying = (asyncio.create_task(flights.run("a", attempt, "a")) for _ in range(2))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.wait({leaving})
+    assert leaving.cancelled()
+    go.set()
+    assert await staying == "made"
+
+
+async def test_cancelled_attempts_are_an_error_to_their_callers_and_no_cancellation() -> None:
+    flights: SingleFlight[str, None] = SingleFlight()
+    waiting = asyncio.create_task(flights.run("a", asyncio.Event().wait, "a"))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    flights.cancel()
+    with pytest.raises(AttemptCancelled):
+        await waiting
+    with pytest.raises(RuntimeError):
+        await flights.run("a", fail, "a")
 
 
 # -- following a prefix

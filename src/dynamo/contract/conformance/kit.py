@@ -18,7 +18,7 @@ from dynamo.contract.engine import BaseEngine
 from dynamo.contract.metrics import EngineMetrics
 from dynamo.runtime.context import Context
 from dynamo.runtime.metrics import MetricsRegistry
-from dynamo.runtime.tasks import is_being_cancelled
+from dynamo.runtime.tasks import Background, is_being_cancelled
 
 __all__ = ["EngineFactory", "run_conformance", "run_encode_conformance", "run_raw_conformance"]
 
@@ -267,13 +267,13 @@ async def _check_cancellation(trial: _Trial, request: dict[str, Any], *, termina
     check = CancelledCheck(terminal=terminal)
     begun = asyncio.get_running_loop().time()
     async with watch_loop() as watch:
-        # Awaited below or, if the engine swallows even a task's cancellation, given up on: the kit itself must end.
-        task = asyncio.create_task(_drain(trial.engine, request, context, check.take), name="conformance: cancelled")
-        await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+        # Given up on if the engine swallows even a task's cancellation: the kit itself must end.
+        work = Background()
+        task = work.start(_drain(trial.engine, request, context, check.take), "conformance: cancelled", is_awaited=True)
+        await work.wait(CANCEL_SECONDS)
         watch.check()
         if not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+            await work.close(CANCEL_SECONDS)
             after = asyncio.get_running_loop().time() - begun
             raise ConformanceFailure("CancellationNotObserved", after=f"{after:.1f}s")
         task.result()
@@ -291,18 +291,17 @@ async def _judge(engine: Any, request: dict[str, Any], check: StreamCheck, watch
         last_item_at = loop.time()
         check.take(item)
 
-    # Awaited below or given up on, as an engine may swallow a task's cancellation.
-    task = asyncio.create_task(_drain(engine, request, mock_context(), take), name="conformance: request")
+    # Given up on if need be, as an engine may swallow a task's cancellation.
+    work = Background()
+    task = work.start(_drain(engine, request, mock_context(), take), "conformance: request", is_awaited=True)
     try:
         while not task.done():
             left = last_item_at + CHUNK_SECONDS - loop.time()
             if left <= 0:
                 raise ConformanceFailure("ChunkTimedOut", after=f"{CHUNK_SECONDS:.1f}s")
-            await asyncio.wait({task}, timeout=left)
+            await work.wait(left)
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+        await work.close(CANCEL_SECONDS)
         watch.check()
     task.result()
     check.finish()

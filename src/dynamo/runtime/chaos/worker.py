@@ -18,6 +18,7 @@ from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, Kind
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Handler, ResponseSink
 from dynamo.runtime.request_plane.mux.sink import MuxSink
+from dynamo.runtime.tasks import Background
 
 __all__ = ["EngineFailed", "WorkerChaos"]
 
@@ -41,9 +42,13 @@ class WorkerChaos:
         self._faults = FaultPlan(faults, name=name)
         self._discovery = discovery
         self._visits: dict[Context, Visit] = {}
-        self._chores: set[asyncio.Task[None]] = set()  # held here until they end; a process that dies owes them nothing
+        self._work = Background()
         if not isinstance(discovery, LosesLease) and any(f.kind is Kind.LEASE for f in self._faults.pending):
             raise InvalidArgument("chaos plan: lease: this discovery store has no lease to lose; use file or etcd")
+
+    async def close(self) -> None:
+        """End the faults under way. Idempotent."""
+        await self._work.close()
 
     # -- around the engine -------------------------------------------------------------------------------------------
 
@@ -106,9 +111,8 @@ class WorkerChaos:
             case Kind.DRAIN:
                 drain()
             case Kind.LEASE:
-                task = asyncio.get_running_loop().create_task(self._lose_lease(), name="chaos: lease")
-                self._chores.add(task)
-                task.add_done_callback(self._chores.discard)
+                if not self._work.is_closed:
+                    self._work.start(self._lose_lease(), "chaos: lease")
             case _ if not isinstance(sink, MuxSink):
                 _cannot(fault.kind)
             case Kind.DROP:

@@ -19,7 +19,7 @@ from dynamo.runtime.discovery.etcd_store import EtcdStore
 from dynamo.runtime.discovery.feed import ChangeFeed
 from dynamo.runtime.discovery.keys import new_lease_id, split_bucket
 from dynamo.runtime.settings import EtcdSettings
-from dynamo.runtime.tasks import is_being_cancelled
+from dynamo.runtime.tasks import Background, is_being_cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class EtcdDiscovery:
         self._store = EtcdStore(settings, lease_id=self._lease_id, tell=self._tell)
         self._feeds: dict[ChangeFeed, str] = {}  # -> its prefix; owned by the thread, as is the next one
         self._opening: dict[ChangeFeed, asyncio.Task[None]] = {}
+        self._work = Background()  # in the thread
         self._loop: asyncio.AbstractEventLoop | None = None  # of the process
         self._home: asyncio.AbstractEventLoop | None = None  # of the thread
         self._thread: threading.Thread | None = None
@@ -67,6 +68,7 @@ class EtcdDiscovery:
         except BaseException:
             await self._end()
             self._store = EtcdStore(self._settings, lease_id=self._lease_id, tell=self._tell)  # for another try
+            self._work = Background()
             raise
 
     async def put(self, key: str, value: bytes) -> None:
@@ -130,6 +132,7 @@ class EtcdDiscovery:
             for feed in self._opening:
                 self._on_loop(feed.close)
             self._feeds.clear()
+            await self._work.close()
             waiting = asyncio.all_tasks() - {asyncio.current_task()}
             for task in waiting:
                 task.cancel()
@@ -140,7 +143,7 @@ class EtcdDiscovery:
 
     async def _subscribe(self, feed: ChangeFeed, prefix: str) -> None:
         # Beside the caller: while etcd is away the snapshot takes its time, and the watch is open all the same.
-        self._opening[feed] = asyncio.get_running_loop().create_task(self._open(feed, prefix), name=f"etcd: {prefix}")
+        self._opening[feed] = self._work.start(self._open(feed, prefix), f"etcd: {prefix}")
 
     async def _open(self, feed: ChangeFeed, prefix: str) -> None:
         try:

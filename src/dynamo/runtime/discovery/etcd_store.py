@@ -20,6 +20,7 @@ from dynamo.runtime.discovery.keys import split_bucket, split_key
 from dynamo.runtime.discovery.last_view import LastView
 from dynamo.runtime.discovery.retry import Delays
 from dynamo.runtime.settings import EtcdSettings
+from dynamo.runtime.tasks import Background
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class EtcdStore:
         self._repair_wanted = asyncio.Event()
         self._repaired_revision = -1
         self._buckets: dict[str, _Bucket] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._work = Background()
         self._heard_at = 0.0  # the last time etcd answered
         self._doubt_until = -math.inf
         self._is_lost = False
@@ -84,8 +85,8 @@ class EtcdStore:
         self._ttl = await self._first_lease()
         self._has_lease = True
         self._heard_at = self._now()
-        self._spawn(self._keep_alive(), "lease")
-        self._spawn(self._repair(), "repair")
+        self._work.start(self._keep_alive(), "etcd: lease")
+        self._work.start(self._repair(), "etcd: repair")
 
     async def _first_lease(self) -> float:
         deadline = self._now() + self._settings.startup_timeout_seconds
@@ -115,13 +116,10 @@ class EtcdStore:
     async def close(self) -> None:
         """Give the lease back, and the records with it, as far as etcd answers."""
         self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
         for bucket in self._buckets.values():
             if bucket.settling is not None:
                 bucket.settling.cancel()
+        await self._work.close()
         try:
             if self._has_lease:
                 async with asyncio.timeout(CLOSE_SECONDS):
@@ -134,11 +132,6 @@ class EtcdStore:
                     self._ttl,
                 )
         await self._client.close()
-
-    def _spawn(self, loop: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.get_running_loop().create_task(loop, name=f"etcd: {name}")
-        self._tasks.add(task)  # cancelled and awaited by `close`
-        task.add_done_callback(self._tasks.discard)
 
     # -- records -------------------------------------------------------------------------------------------------
 
@@ -363,7 +356,7 @@ class EtcdStore:
         if bucket is None:
             bucket = self._buckets[name] = _Bucket(name)
             bucket.view.doubt(self._doubt_until)
-            self._spawn(self._follow(bucket), f"follow {name}")
+            self._work.start(self._follow(bucket), f"etcd: follow {name}")
         elif bucket.is_known.is_set():
             await self._refresh(bucket)
         await bucket.is_known.wait()
@@ -438,7 +431,7 @@ class EtcdStore:
 
     def _settle(self, bucket: _Bucket) -> None:
         bucket.settling = None
-        self._spawn(self._settle_when_sure(bucket), f"settle {bucket.name}")
+        self._work.start(self._settle_when_sure(bucket), f"etcd: settle {bucket.name}")
 
     async def _settle_when_sure(self, bucket: _Bucket) -> None:
         await self._check_space()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -31,6 +31,7 @@ from dynamo.runtime.discovery.kubernetes_records import (
 from dynamo.runtime.discovery.last_view import LastView
 from dynamo.runtime.discovery.retry import Delays
 from dynamo.runtime.settings import KubernetesSettings
+from dynamo.runtime.tasks import Background
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class KubernetesDiscovery:
         self._feeds: dict[ChangeFeed, str] = {}  # -> its prefix
         self._publishing: asyncio.TimerHandle | None = None
         self._settling: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._work = Background()
         self._is_lost = False
         self._is_started = False
         self._closed = False
@@ -125,21 +126,18 @@ class KubernetesDiscovery:
             raise CannotConnect(_explained(error)) from error
         self._is_started = True
         self._publish()
-        self._spawn(self._follow(self._resources), "resources")
-        self._spawn(self._follow(self._readiness), "readiness")
-        self._spawn(self._repair(), "repair")
+        self._work.start(self._follow(self._resources), "kubernetes: resources")
+        self._work.start(self._follow(self._readiness), "kubernetes: readiness")
+        self._work.start(self._repair(), "kubernetes: repair")
 
     async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
         for timer in (self._publishing, self._settling):
             if timer is not None:
                 timer.cancel()
+        await self._work.close()
         for feed in self._feeds:
             feed.close()
         self._feeds.clear()
@@ -150,12 +148,6 @@ class KubernetesDiscovery:
         except (TimeoutError, CannotConnect, KubernetesError) as error:
             logger.warning("%s %s stays until its pod is gone: %s", KIND, self._name, error or "no answer in time")
         await self._api.close()
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=f"kubernetes: {name}")
-        self._tasks.add(task)  # cancelled and awaited by `close`
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     # -- records -------------------------------------------------------------------------------------------------
 

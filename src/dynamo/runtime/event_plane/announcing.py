@@ -8,6 +8,7 @@ from typing import Final
 
 from dynamo.errors import DynamoException
 from dynamo.runtime.discovery.base import EVENT_CHANNELS, Discovery
+from dynamo.runtime.tasks import Background
 
 __all__ = ["Announcer"]
 
@@ -21,13 +22,13 @@ class Announcer:
 
     def __init__(self, discovery: Discovery) -> None:
         self._discovery = discovery
+        self._work = Background()
         self._records: dict[str, asyncio.Task[None]] = {}  # by key; each is awaited in `withdraw`
 
     def announce(self, key: str, record: bytes) -> asyncio.Task[None]:
         """Put a record under `v1/event_channels`; the task ends when it is there. Awaited by `withdraw`."""
         full = f"{EVENT_CHANNELS}/{key}"
-        task = asyncio.get_running_loop().create_task(self._put(full, record), name=f"announce {key}")
-        self._records[key] = task
+        task = self._records[key] = self._work.start(self._put(full, record), f"announce {key}")
         return task
 
     async def withdraw(self, key: str) -> None:
@@ -46,6 +47,7 @@ class Announcer:
         """Withdraw everything; idempotent."""
         for key in list(self._records):
             await self.withdraw(key)
+        await self._work.close()
 
     async def _put(self, key: str, record: bytes) -> None:
         is_first = True

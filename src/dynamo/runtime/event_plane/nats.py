@@ -30,6 +30,7 @@ from dynamo.runtime.event_plane.base import (
 from dynamo.runtime.event_plane.envelope import BadEvent, channel_record, decode_envelope, encode_envelope
 from dynamo.runtime.event_plane.inbox import Inbox
 from dynamo.runtime.nats_connection import NatsConnection
+from dynamo.runtime.tasks import Background
 
 __all__ = ["NatsEventPlane", "subject_of"]
 
@@ -70,7 +71,7 @@ class NatsEventPlane:
         self._outbox: deque[tuple[str, str, bytes]] = deque()  # subject, topic, envelope
         self._outbox_bytes = 0
         self._waiting = asyncio.Event()
-        self._sender: asyncio.Task[None] | None = None
+        self._work = Background()
         self._publishers: set[_Publisher] = set()
         self._inboxes: set[Inbox] = set()
         self._closed = False
@@ -141,10 +142,7 @@ class NatsEventPlane:
         await self._announcer.close()
         for inbox in self._inboxes:
             inbox.close()
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.cancel()
-            await asyncio.wait({sender})
+        await self._work.close()
         self._outbox.clear()
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -160,9 +158,8 @@ class NatsEventPlane:
         self._outbox.append((subject, topic, envelope))
         self._outbox_bytes += len(envelope)
         self._waiting.set()
-        if self._sender is None:
-            # Ended and awaited in close().
-            self._sender = asyncio.get_running_loop().create_task(self._send_all(), name="event plane: nats sender")
+        if not self._work:
+            self._work.start(self._send_all(), "event plane: nats sender")
 
     async def _send_all(self) -> None:
         while True:

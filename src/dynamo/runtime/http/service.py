@@ -11,6 +11,7 @@ from typing import Any, Final
 from dynamo.runtime.http.connection import HttpConnection
 from dynamo.runtime.http.cycle import Application, Cycle
 from dynamo.runtime.http.limits import HttpLimits, RenderRejection
+from dynamo.runtime.tasks import Background
 
 __all__ = ["HttpService"]
 
@@ -52,7 +53,7 @@ class HttpService:
         self.render, self.refused = render, refused
         self.default_headers: list[tuple[bytes, bytes]] = []  # of every answer that begins from now on
         self.connections: set[HttpConnection] = _CountedSet(changed)
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.answers = Background()
         self._server: asyncio.Server | None = None
 
     def connection(self) -> HttpConnection:
@@ -74,10 +75,8 @@ class HttpService:
         return () if self._server is None else self._server.sockets
 
     def run(self, cycle: Cycle, app: Application) -> None:
-        """Answer a request. The task is held here and awaited by `close`."""
-        task = asyncio.get_running_loop().create_task(cycle.run(app))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        """Answer a request. `close` waits for it."""
+        self.answers.start(cycle.run(app), "answer")
 
     async def close(self, seconds: float) -> None:
         """Stop listening, let answers under way end within `seconds`, then drop what is left. Idempotent."""
@@ -87,16 +86,14 @@ class HttpService:
             connection.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self.tasks:
-                    await asyncio.wait(self.tasks)
+                while self.answers:
+                    await self.answers.wait()
                 while self.connections:  # what was written is on its way
                     await asyncio.sleep(0.01)
-        for task in list(self.tasks):
-            task.cancel()
+        self.answers.cancel()
         for connection in list(self.connections):
             connection.transport.abort()
-        if self.tasks:
-            await asyncio.wait(self.tasks, timeout=CANCEL_SECONDS)
+        await self.answers.close(CANCEL_SECONDS)
         if self._server is not None:
             await self._server.wait_closed()
             self._server = None

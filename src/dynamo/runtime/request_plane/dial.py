@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.request_plane.security import PlaneSecurity
+from dynamo.runtime.tasks import AttemptCancelled, SingleFlight
 
 __all__ = ["Dialled", "Dialler"]
 
@@ -48,45 +49,32 @@ class Dialler(Generic[Connection]):
         self._make, self._connected, self._greeted = make, connected, greeted
         self._timeout, self._security = timeout_seconds, security
         self._slots = None if limit is None else asyncio.Semaphore(limit)
-        self._attempts: dict[Where, asyncio.Task[Connection]] = {}
+        self._attempts: SingleFlight[Where, Connection] = SingleFlight()
         self._closed = False
 
     async def connect(self, host: str, port: int) -> Connection:
         """Return a new connection, or that of an attempt under way. Raises `CannotConnect`."""
         if self._closed:
             raise CannotConnect("the runtime is closed")
-        where = (host, port)
-        attempt = self._attempts.get(where)
-        if attempt is None:
-            # Awaited below by every request for this connection; it ends by itself within the time limit.
-            attempt = asyncio.get_running_loop().create_task(self._dial(host, port), name=f"dial {host}:{port}")
-            self._attempts[where] = attempt
-            attempt.add_done_callback(lambda done: self._ended(where, done))
         try:
-            return await asyncio.shield(attempt)
-        except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if caller is not None and caller.cancelling():
-                raise
+            return await self._attempts.run((host, port), lambda: self._dial(host, port), f"dial {host}:{port}")
+        except AttemptCancelled:
             raise CannotConnect("the runtime is closed") from None  # only `close` cancels an attempt
 
     def close(self) -> None:
         """Cancel every attempt and begin no other; idempotent."""
         self._closed = True
-        for attempt in list(self._attempts.values()):
-            attempt.cancel()
+        self._attempts.cancel()
 
-    def _ended(self, where: Where, attempt: asyncio.Task[Connection]) -> None:
-        self._attempts.pop(where, None)
-        if attempt.cancelled() or attempt.exception() is not None:
-            return  # the requests that wait see it; an attempt without a waiting request is fine too
-        connection = attempt.result()
+    async def _dial(self, host: str, port: int) -> Connection:
+        connection = await self._within_limits(host, port)
         if self._closed:
             connection.close()
         elif connection.usable:
-            self._connected(where, connection)
+            self._connected((host, port), connection)
+        return connection
 
-    async def _dial(self, host: str, port: int) -> Connection:
+    async def _within_limits(self, host: str, port: int) -> Connection:
         address = f"{host}:{port}"
         try:
             async with asyncio.timeout(self._timeout):

@@ -16,6 +16,7 @@ from typing import Any, Final
 from dynamo.errors import DynamoException
 from dynamo.router.query_of_death import MAX_DEATHS
 from dynamo.runtime.request_plane.base import StreamItem
+from dynamo.runtime.tasks import Background
 from dynamo.testing.simulation.client import Answer, MalformedAnswer, Visit, read_answer
 from dynamo.testing.simulation.cluster import (
     MODEL,
@@ -143,7 +144,7 @@ class _Run(logging.Handler):
         self._plans: dict[int, RequestPlan] = {plan.number: plan for plan in scenario.requests}
         self._pending: list[Fault] = list(scenario.faults)
         self._prompts: dict[int, bytes] = {}
-        self._chores: set[asyncio.Task[None]] = set()
+        self._chores = Background()
         self._items: Counter[int] = Counter()
         self._dispatched: set[int] = set()  # requests that reached a worker's wire
         self._cluster = Cluster(
@@ -200,7 +201,7 @@ class _Run(logging.Handler):
         await asyncio.sleep(max((plan.at_seconds for plan in scenario.requests), default=0.0) + 1e-3)
         await self._ended([visit.task for visit in self.visits.values()])
         while self._chores:
-            await asyncio.wait(set(self._chores))
+            await self._chores.wait()
         await self._settle()
         self._check_idle()
         await self._probe()
@@ -384,9 +385,7 @@ class _Run(logging.Handler):
             process.discovery.reconnect()
 
     def _chore(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work, name="chore")  # awaited at the end of the run
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
+        self._chores.start(work, "chore", is_awaited=True)
 
     def _crash(self, worker: WorkerProcess, fault: Fault) -> None:
         if not worker.is_dead:

@@ -14,9 +14,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.admission.process import Admission
@@ -42,7 +42,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.logging import configure_dynamo_logging
 from dynamo.runtime.metric_snapshots import snapshot
 from dynamo.runtime.metrics import MetricsRegistry
-from dynamo.runtime.tasks import first_of
+from dynamo.runtime.tasks import Background, first_of
 
 __all__ = ["Deliveries", "Peers", "main"]
 
@@ -65,7 +65,7 @@ class Deliveries:
         self._source, self._places, self._row = source, places, row
         self._loop = asyncio.get_running_loop()
         self._connect: Connect | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._work = Background()
         self._open = 0
         source.setblocking(False)
 
@@ -80,7 +80,7 @@ class Deliveries:
         self._report()
 
     def _report(self) -> None:
-        self._places.set(self._row, Field.OPEN, self._open + len(self._tasks))
+        self._places.set(self._row, Field.OPEN, self._open + len(self._work))
 
     def close(self) -> None:
         """Take no more; idempotent."""
@@ -108,14 +108,10 @@ class Deliveries:
     def _adopt(self, connection: socket.socket) -> None:
         assert self._connect is not None
         connection.setblocking(False)
-        task = self._loop.create_task(self._connect(connection), name="frontend: connection")
-        self._tasks.add(task)  # it ends by itself: in the next turn, or within the limit of a TLS handshake
-        task.add_done_callback(self._connected)
+        # It ends by itself: in the next turn, or within the limit of a TLS handshake.
+        task = self._work.start(self._connect(connection), "frontend: connection")
+        task.add_done_callback(lambda _: self._report())
         self._report()  # before the parent hears that it was taken: it must see the connection somewhere
-
-    def _connected(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._report()
 
 
 class Peers:
@@ -268,8 +264,9 @@ async def _serve(settings: FrontendSettings, place: _Place) -> None:
     asked = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, asked.set)
     try:
-        async with _running(peers.run(), name="frontend: parent") as listening:
-            listening.add_done_callback(lambda _: asked.set())
+        async with Background() as beside:
+            parent = beside.start(peers.run(), "frontend: parent", is_awaited=True)
+            parent.add_done_callback(lambda _: asked.set())
             async with Frontend(settings, runtime, peers=peers) as frontend:
                 deliveries = Deliveries(place.deliveries, place.places, place.row)
                 server = HttpServer(frontend, admin=place.admin, deliveries=deliveries)
@@ -279,6 +276,8 @@ async def _serve(settings: FrontendSettings, place: _Place) -> None:
                     peers.ready()
 
                 await serve_until(server, asked, serving)
+        if not parent.cancelled():
+            parent.result()
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
         await runtime.aclose()
@@ -290,23 +289,6 @@ async def _settled(frontend: Frontend, asked: asyncio.Event) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(SETTLE_SECONDS):
             await first_of(models.wait_for(lambda: not models.is_loading), asked.wait())
-
-
-class _running:
-    """`async with _running(coroutine) as task`: the task is cancelled at the end of the block, and its error raised."""
-
-    def __init__(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
-        self._task = asyncio.get_running_loop().create_task(work, name=name)
-
-    async def __aenter__(self) -> asyncio.Task[None]:
-        return self._task
-
-    async def __aexit__(self, *exc: object) -> None:
-        if not self._task.done():
-            self._task.cancel()
-            await asyncio.wait({self._task})
-        if not self._task.cancelled():
-            self._task.result()
 
 
 if __name__ == "__main__":

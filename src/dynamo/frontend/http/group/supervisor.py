@@ -33,6 +33,7 @@ from dynamo.frontend.http.group.places import Field, Places
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.metric_snapshots import absorb, snapshot
 from dynamo.runtime.metrics import Counter, MetricsRegistry
+from dynamo.runtime.tasks import Background
 from dynamo.supervise.backoff import RestartPolicy
 
 __all__ = ["Supervisor"]
@@ -118,7 +119,7 @@ class Supervisor:
         self._held: deque[socket.socket] = deque()  # accepted, and no member could take them
         self._failure = 0
         self._signal: signal.Signals | None = None
-        self._answers: set[asyncio.Task[None]] = set()
+        self._answers = Background()
 
     async def run(self) -> int:
         """Run the group; return 0 after a clean end, else the status of the member without which the group cannot
@@ -138,8 +139,7 @@ class Supervisor:
             self._listener.close()
             if self._admin is not None:
                 self._admin.close()
-            for task in self._answers:
-                task.cancel()
+            await self._answers.close()
             self._places.close()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
@@ -268,9 +268,7 @@ class Supervisor:
                     self._gatherings[number].answered(member.row)
             case Gather(number, encoded):
                 member.last_snapshot = encoded
-                task = asyncio.get_running_loop().create_task(self._gather(member, number), name="frontend: scrape")
-                self._answers.add(task)  # bounded in time; cancelled in `run`
-                task.add_done_callback(self._answers.discard)
+                self._answers.start(self._gather(member, number), "frontend: scrape")  # bounded in time
             case Share(number, key, value):
                 self._share(member, number, key, value)
             case _:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +14,7 @@ from dynamo.runtime.request_plane.listener import detect_device_type
 from dynamo.runtime.request_plane.native.server import NativeServer
 from dynamo.runtime.request_plane.security import PlaneSecurity
 from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.runtime.tasks import Background
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
@@ -59,22 +59,18 @@ class NatsServer:
         self._native.security = security or PlaneSecurity()
         self._refused = refused
         self._subscriptions: dict[str, Subscription] = {}  # by path
-        self._subscribing: set[asyncio.Task[None]] = set()
+        self._subscribing = Background()
 
     async def start(self) -> None:
         """Connect, and return when the registered paths can be reached; idempotent. Raises `CannotConnect`."""
         await self._connection.start()
-        if self._subscribing:
-            await asyncio.wait(self._subscribing)
+        await self._subscribing.wait()
 
     def register(self, path: str, handler: Handler) -> None:
         """Serve `path`. Raises ValueError if it is taken."""
         self.core.register(path, handler)
         if path not in self._subscriptions:
-            # Awaited by `start` and `close`.
-            task = asyncio.get_running_loop().create_task(self._subscribe(path), name=f"subscribe {path}")
-            self._subscribing.add(task)
-            task.add_done_callback(self._subscribing.discard)
+            self._subscribing.start(self._subscribe(path), f"subscribe {path}")
 
     def unregister(self, path: str) -> None:
         """Decline new requests for `path`; streams in flight go on. The subject stays ours, so that callers receive the
@@ -92,10 +88,8 @@ class NatsServer:
 
     async def close(self) -> None:
         """Leave the subjects, end what is open with `EngineShutdown`, and drop the streams; idempotent."""
-        if self._subscribing:
-            await asyncio.wait(self._subscribing, timeout=SUBSCRIBE_SECONDS)
-        for task in list(self._subscribing):
-            task.cancel()
+        await self._subscribing.wait(SUBSCRIBE_SECONDS)
+        await self._subscribing.close()
         subscriptions, self._subscriptions = self._subscriptions, {}
         for path, subscription in subscriptions.items():
             try:

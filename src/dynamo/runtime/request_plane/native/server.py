@@ -38,6 +38,7 @@ from dynamo.runtime.request_plane.native.request_stream import NativeRequestStre
 from dynamo.runtime.request_plane.native.sink import NativeSink
 from dynamo.runtime.request_plane.security import PlaneSecurity
 from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.runtime.tasks import Background
 from dynamo.runtime.tracing import TraceContext
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class NativeServer:
         self._max_streams = within_descriptors(settings.max_streams, spare=SPARE_DESCRIPTORS, share=0.5)
         self._connections: set[RequestConnection] = set()
         self._sinks: set[NativeSink] = set()
-        self._dials: set[asyncio.Task[None]] = set()
+        self._dials = Background()
         self.security = PlaneSecurity()  # set by the listener when it starts
         self._nats_dials = asyncio.Semaphore(DIALS_AT_ONCE)
         self._no_streams: asyncio.Future[None] | None = None  # awaited by `close`
@@ -102,15 +103,13 @@ class NativeServer:
         """Close every connection; what the streams had queued still leaves, within `GOODBYE_SECONDS`."""
         for connection in list(self._connections):
             connection.close()
-        if self._dials:
-            await asyncio.wait(self._dials, timeout=GOODBYE_SECONDS)
+        await self._dials.wait(GOODBYE_SECONDS)
         for sink in list(self._sinks):
             sink.close()
         if self._sinks:
             self._no_streams = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._no_streams], timeout=GOODBYE_SECONDS)
-        for dial in list(self._dials):
-            dial.cancel()
+        await self._dials.close()
         for sink in list(self._sinks):
             sink.abort()
         for connection in list(self._connections):
@@ -233,10 +232,10 @@ class NativeServer:
     def _call_home(
         self, stream: NativeSink | NativeRequestStream, home: CallHome, slots: asyncio.Semaphore, request_id: str
     ) -> None:
-        # Held by `_dials` and awaited by `close`.
-        dial = asyncio.get_running_loop().create_task(self._dial(stream, home, slots), name=f"call-home {request_id}")
-        self._dials.add(dial)
-        dial.add_done_callback(self._dials.discard)
+        if self._dials.is_closed:
+            stream.not_connected()
+            return
+        self._dials.start(self._dial(stream, home, slots), f"call-home {request_id}")
 
     def _stream_closed(self, sink: NativeSink) -> None:
         self._sinks.discard(sink)
