@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.http.offload import InlineOffload
-from dynamo.frontend.settings import FrontendSettings
+from dynamo.frontend.settings import ApiLimits, FrontendSettings
 from dynamo.protocol.records import ModelCard
 from dynamo.runtime.context import Context
 from dynamo.runtime.distributed import DistributedRuntime
@@ -141,7 +142,10 @@ async def cluster(tmp_path: Path, *, inline: bool = True, **settings: Any) -> As
     settings.setdefault("model_cache_dir", tmp_path / "cache")
     # These tests lose workers for good, and do not wait for others.
     settings.setdefault("replacement_wait_seconds", 0.0)
-    async with Frontend(FrontendSettings(**settings), runtime, offload=InlineOffload() if inline else None) as frontend:
+    limits = {entry.name: settings.pop(entry.name) for entry in fields(ApiLimits) if entry.name in settings}
+    settings.setdefault("limits", ApiLimits(**limits))
+    made = FrontendSettings(**settings)
+    async with Frontend(made, runtime, offload=InlineOffload() if inline else None) as frontend:
         found = Cluster(frontend)
         try:
             yield found

@@ -18,21 +18,32 @@ ROOT = Path(dynamo.__file__).parent
 PURE_FORBIDDEN = frozenset({"asyncio", "socket", "ssl", "selectors", "time", "os", "threading", "subprocess", "signal"})
 
 # Each room and the rooms it may import. The longest prefix of a module's name decides.
-PURE = frozenset({"errors", "protocol", "text", "kv", "placement"})
+PURE = frozenset({"errors", "settings", "protocol", "text", "kv", "placement"})
 CONTRACT = frozenset(
-    {"errors", "protocol", "kv", "runtime", "contract", "logits_processing", "prometheus_names", "health_check"}
+    {
+        "errors",
+        "settings",
+        "protocol",
+        "kv",
+        "runtime",
+        "contract",
+        "logits_processing",
+        "prometheus_names",
+        "health_check",
+    }
 )
 WORKER = CONTRACT | {"worker"}
 FRONTEND = PURE | {"runtime", "router", "frontend", "prometheus_names", "supervise"}
 FACADE = WORKER | {"engines", "common", "llm", "_core"}
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
+    "settings": frozenset({"errors", "settings"}),
     "placement": frozenset({"errors", "placement"}),
-    "protocol": frozenset({"errors", "protocol"}),
-    "text": frozenset({"errors", "protocol", "text"}),
+    "protocol": frozenset({"errors", "settings", "protocol"}),
+    "text": frozenset({"errors", "settings", "protocol", "text"}),
     "kv": frozenset({"errors", "protocol", "kv"}),
     "prometheus_names": frozenset(),
-    "runtime": frozenset({"errors", "placement", "runtime", "prometheus_names"}),
+    "runtime": frozenset({"errors", "settings", "placement", "runtime", "prometheus_names"}),
     "logits_processing": frozenset(),
     "health_check": frozenset({"errors", "runtime", "health_check"}),
     "contract": CONTRACT,

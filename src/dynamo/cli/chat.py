@@ -11,7 +11,8 @@ from contextlib import closing
 from typing import Any, Final, TextIO
 from urllib.parse import SplitResult, urlsplit
 
-from dynamo.cli.usage import CommandParser, UsageError, did_you_mean
+from dynamo.cli.usage import UsageError
+from dynamo.settings.command import CommandParser, did_you_mean
 
 __all__ = ["ChatClient", "ServerError", "main"]
 

@@ -16,7 +16,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from dynamo.cli.usage import EXIT_USAGE, UsageError, split_engine_args
+from dynamo.cli.usage import UsageError, split_engine_args
+from dynamo.settings.command import EXIT_USAGE
 
 if TYPE_CHECKING:
     from dynamo.contract.config import WorkerConfig

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.cli.engines import load_engine
-from dynamo.cli.usage import CommandParser, UsageError, split_engine_args
+from dynamo.cli.usage import UsageError, split_engine_args
+from dynamo.settings.command import CommandParser
 
 if TYPE_CHECKING:
     from dynamo.contract.engine import BaseEngine

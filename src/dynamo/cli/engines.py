@@ -9,7 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from dynamo.cli.usage import UsageError, did_you_mean
+from dynamo.cli.usage import UsageError
+from dynamo.settings.command import did_you_mean
 
 if TYPE_CHECKING:
     from dynamo.contract.engine import BaseEngine

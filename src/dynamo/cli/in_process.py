@@ -14,7 +14,7 @@ from dynamo.cli.engines import load_engine
 from dynamo.cli.hangup import hangups
 from dynamo.cli.local import stopping_signals
 from dynamo.cli.readiness import Address, ready_text, wait_listed
-from dynamo.cli.usage import EXIT_USAGE, UsageError
+from dynamo.cli.usage import UsageError
 from dynamo.errors import DynamoException, InvalidArgument, text_of
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
@@ -22,6 +22,7 @@ from dynamo.frontend.http.admin import log_exposure
 from dynamo.frontend.http.server import HttpServer
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.logging import configure_dynamo_logging
+from dynamo.settings.command import EXIT_USAGE
 from dynamo.worker.run import event_loop_factory
 from dynamo.worker.signals import Deadline
 from dynamo.worker.worker import Worker, shutdown_times

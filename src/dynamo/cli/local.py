@@ -25,7 +25,7 @@ from dynamo.cli.readiness import (
     wait_listed,
 )
 from dynamo.cli.reload import watch_sources
-from dynamo.cli.usage import EXIT_USAGE
+from dynamo.settings.command import EXIT_USAGE
 from dynamo.supervise.backoff import RestartPolicy
 from dynamo.supervise.process import GaveUp, Program, SupervisedProcess, exit_words
 from dynamo.supervise.rolling import POLL_SECONDS, RollingRestart, WorkerRefused

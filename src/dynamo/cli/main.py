@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from dynamo import __version__
-from dynamo.cli.usage import EXIT_USAGE, PlainRefusal, UsageError, did_you_mean
+from dynamo.cli.usage import PlainRefusal, UsageError
+from dynamo.settings.command import EXIT_USAGE, did_you_mean
 
 __all__ = ["main"]
 

@@ -14,7 +14,8 @@ from pathlib import Path, PurePosixPath
 from typing import Final, Self
 
 from dynamo.cli.installation import Installation
-from dynamo.cli.usage import CommandParser, UsageError
+from dynamo.cli.usage import UsageError
+from dynamo.settings.command import CommandParser
 
 __all__ = ["Names", "main", "rendered"]
 

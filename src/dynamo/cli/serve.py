@@ -19,7 +19,8 @@ from dynamo.cli.engines import BUILT_IN, class_path
 from dynamo.cli.model_files import describe_model_file
 from dynamo.cli.readiness import Address, bind
 from dynamo.cli.serve_config import ConfigFile, read_config
-from dynamo.cli.usage import CommandParser, UsageError, split_engine_args
+from dynamo.cli.usage import UsageError, split_engine_args
+from dynamo.settings.command import CommandParser
 
 __all__ = ["ServeOptions", "main", "read_options"]
 

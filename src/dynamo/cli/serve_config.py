@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dynamo.cli.usage import UsageError, did_you_mean
+from dynamo.cli.usage import UsageError
+from dynamo.settings.command import did_you_mean
 
 __all__ = ["ConfigFile", "read_config"]
 

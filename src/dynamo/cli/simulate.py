@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from dynamo.cli.usage import CommandParser, UsageError
+from dynamo.cli.usage import UsageError
 from dynamo.frontend.http.offload import processors
+from dynamo.settings.command import CommandParser
 
 if TYPE_CHECKING:
     from dynamo.runtime.chaos.plan import Fault

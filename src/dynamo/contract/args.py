@@ -49,7 +49,7 @@ from dynamo.contract.parsers import get_reasoning_parser_names, get_tool_parser_
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.parsers import REASONING_PARSERS, TOOL_PARSERS
 from dynamo.protocol.structural_tag import TAG_SCHEMAS, TAG_SCOPES
-from dynamo.runtime.distributed import DISCOVERY_BACKENDS
+from dynamo.runtime.settings import DISCOVERY_BACKENDS
 
 __all__ = ["BackendArgumentParser", "add_backend_arguments", "worker_config_from"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from dynamo.contract.flag_values import read_boolean
-from dynamo.runtime.settings import TRUTHY
+from dynamo.settings.readers import TRUTHY
 
 __all__ = [
     "ArgGroup",

@@ -10,7 +10,7 @@ from typing import Any
 from dynamo.contract.endpoint_name import ENDPOINT_SCHEME, parse_endpoint
 from dynamo.protocol.model_types import parse_endpoint_types
 from dynamo.protocol.structural_tag import check_structural_tag
-from dynamo.runtime.settings import FALSY, TRUTHY
+from dynamo.settings.readers import FALSY, TRUTHY, read_boolean
 
 __all__ = [
     "one_of",
@@ -66,16 +66,6 @@ def read_template(text: str) -> str:
     if not path.is_file():
         raise ValueError(f"no such file: {text}")
     return str(path)
-
-
-def read_boolean(text: str) -> bool:
-    """Read true or false in any of their spellings."""
-    word = text.strip().lower()
-    if word in TRUTHY:
-        return True
-    if word in FALSY:
-        return False
-    raise ValueError(f"{text!r} is neither true nor false")
 
 
 def read_chaos_plan(text: str) -> str:

@@ -263,7 +263,7 @@ class Frontend:
 
     def _inference(self, api: Api[Any]) -> InferenceRoute:
         call = Call(api, self.pipeline)
-        return InferenceRoute(call, body_limit_bytes=self.settings.body_limit_bytes, budget=self._budget)
+        return InferenceRoute(call, body_limit_bytes=self.settings.limits.body_limit_bytes, budget=self._budget)
 
     def _admin_routes(self, busy_threshold: BusyThresholdRoute | AdminElsewhere) -> Sequence[BaseRoute]:
         if self.settings.disable_admin_api:

@@ -20,8 +20,8 @@ from dynamo.errors import InvalidArgument
 from dynamo.frontend.admission.model import RequestLimit
 from dynamo.frontend.metrics import check_buckets
 from dynamo.frontend.settings import FrontendSettings, listening_host, path_variable
-from dynamo.runtime.distributed import DISCOVERY_BACKENDS, REQUEST_PLANES
-from dynamo.runtime.settings import env_str
+from dynamo.runtime.distributed import REQUEST_PLANES
+from dynamo.runtime.settings import DISCOVERY_BACKENDS, env_str
 from dynamo.text.templates import ChatTemplate
 
 __all__ = ["parse_args"]

@@ -16,10 +16,15 @@ from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, GuidedLimits
 from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_ITEMS, MAX_MEMBERS, MAX_MESSAGES
 from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_status
 from dynamo.runtime.addresses import LOOPBACK, bind_host
+from dynamo.runtime.http_limits import HttpLimits
 from dynamo.runtime.settings import discovery_store, env_bool, env_float, env_int, env_str
+from dynamo.settings.readers import integer, kibibytes, mebibytes, seconds
+from dynamo.settings.table import read_settings, section, setting
 from dynamo.text.template_sandbox import BudgetSpec
 
 logger = logging.getLogger(__name__)
+
+MIB: Final = 1024 * 1024
 
 DEFAULT_MAX_REQUESTS_IN_FLIGHT: Final = 4096
 """Ours: the native frontend has no bound. One request in flight holds its prompt ids and one window of tokens, some tens
@@ -54,6 +59,36 @@ def path_variable(route: str) -> str:
 def default_paths() -> dict[str, str]:
     """Return the path of each route when nothing overrides it."""
     return {name: path for name, (_, path) in _ROUTE_VARIABLES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiLimits(HttpLimits):
+    """What the clients of the API may cost, connection by connection."""
+
+    # fmt: off
+    # An idle connection takes about 6 KiB.
+    max_connections: int = setting(16_384, "DYN_HTTP_MAX_CONNECTIONS", integer(1),
+        "Connections at once, fewer where the process may not open so many files; more is a 503")
+    header_limit_bytes: int = setting(64 * 1024, "DYN_HTTP_HEADER_LIMIT_KB", kibibytes(4),
+        "Size of the request line and headers, and of what stands between the chunks of a body; more is a 431")
+    # Proxies add a dozen or two.
+    header_count_limit: int = setting(128, "DYN_HTTP_HEADER_COUNT_LIMIT", integer(1),
+        "Number of headers; more is a 431")
+    header_timeout_seconds: float = setting(15.0, "DYN_HTTP_HEADER_TIMEOUT_SECS", seconds(0.1),
+        "From the first byte of a request to the end of its headers; longer is a 408")
+    body_limit_bytes: int = setting(45 * MIB, "DYN_HTTP_BODY_LIMIT_MB", mebibytes,
+        "Size of a request body; more is a 413")
+    # The largest body over 3 Mbit/s.
+    body_timeout_seconds: float = setting(120.0, "DYN_HTTP_BODY_TIMEOUT_SECS", seconds(0.1),
+        "From the end of the headers to the end of the body; longer is a 408")
+    # Longer than the usual proxy keep-alive, so that the proxy closes first.
+    idle_seconds: float = setting(75.0, "DYN_HTTP_IDLE_CONNECTION_SECS", seconds(1),
+        "How long a connection without a request is kept")
+    pipeline_limit: int = setting(16, "DYN_HTTP_PIPELINE_LIMIT", integer(1),
+        "Requests of one connection that wait behind the one being answered; more is a 429")
+    write_stall_seconds: float = setting(60.0, "DYN_HTTP_WRITE_STALL_SECS", seconds(0.1),
+        "How long a client may leave what was sent to it unread; then it is cut, and its work ended")
+    # fmt: on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,16 +134,8 @@ class FrontendSettings:
     max_queue_age_seconds: float | None = None  # None: see `model_admission`; 0: off
     capacity_share: float = 1.0  # of the models' capacity that is this process's: one of several on a port has a part
     overload_status: int = DEFAULT_OVERLOAD_STATUS
-    body_limit_bytes: int = 45 * 1024 * 1024
-    header_limit_bytes: int = 64 * 1024
-    header_count_limit: int = 128  # proxies add a dozen or two
-    header_timeout_seconds: float = 15.0
-    body_timeout_seconds: float = 120.0  # the largest body over 3 Mbit/s
+    limits: ApiLimits = section(ApiLimits)
     pending_bodies_limit_bytes: int = 1024 * 1024 * 1024  # of all requests that are still arriving
-    idle_connection_seconds: int = 75  # longer than the usual proxy keep-alive, so the proxy closes first
-    max_connections: int = 16_384  # an idle one takes about 6 KiB
-    pipeline_limit: int = 16
-    write_stall_seconds: float = 60.0
     json_depth_limit: int = MAX_DEPTH
     body_bytes_per_token: int = 64  # of the longest context served here, beside 16 MiB; text has 4; 0: any body
     json_members_limit: int = MAX_MEMBERS
@@ -200,23 +227,10 @@ class FrontendSettings:
             max_requests_per_model=_request_limit("DYN_HTTP_MAX_REQUESTS_PER_MODEL", env=env),
             max_queue_age_seconds=_optional_float("DYN_HTTP_MAX_QUEUE_AGE_SECS", env=env),
             overload_status=_overload_status(env),
-            body_limit_bytes=env_int("DYN_HTTP_BODY_LIMIT_MB", 45, minimum=1, env=env) * 1024 * 1024,
-            header_limit_bytes=env_int("DYN_HTTP_HEADER_LIMIT_KB", 64, minimum=4, env=env) * 1024,
-            header_count_limit=env_int("DYN_HTTP_HEADER_COUNT_LIMIT", default.header_count_limit, minimum=1, env=env),
-            header_timeout_seconds=env_float(
-                "DYN_HTTP_HEADER_TIMEOUT_SECS", default.header_timeout_seconds, minimum=0.1, env=env
-            ),
-            body_timeout_seconds=env_float(
-                "DYN_HTTP_BODY_TIMEOUT_SECS", default.body_timeout_seconds, minimum=0.1, env=env
-            ),
+            limits=read_settings(ApiLimits, env),
             pending_bodies_limit_bytes=env_int("DYN_HTTP_PENDING_BODIES_LIMIT_MB", 1024, minimum=1, env=env)
             * 1024
             * 1024,
-            max_connections=env_int("DYN_HTTP_MAX_CONNECTIONS", default.max_connections, minimum=1, env=env),
-            pipeline_limit=env_int("DYN_HTTP_PIPELINE_LIMIT", default.pipeline_limit, minimum=1, env=env),
-            write_stall_seconds=env_float(
-                "DYN_HTTP_WRITE_STALL_SECS", default.write_stall_seconds, minimum=0.1, env=env
-            ),
             json_depth_limit=min(
                 env_int("DYN_HTTP_JSON_DEPTH_LIMIT", default.json_depth_limit, minimum=4, env=env), DEPTH_CEILING
             ),
@@ -227,9 +241,6 @@ class FrontendSettings:
             json_members_limit=env_int("DYN_HTTP_JSON_MEMBERS_LIMIT", default.json_members_limit, minimum=64, env=env),
             json_items_limit=env_int("DYN_HTTP_JSON_ITEMS_LIMIT", default.json_items_limit, minimum=64, env=env),
             messages_limit=env_int("DYN_HTTP_MESSAGES_LIMIT", default.messages_limit, minimum=1, env=env),
-            idle_connection_seconds=env_int(
-                "DYN_HTTP_IDLE_CONNECTION_SECS", default.idle_connection_seconds, minimum=1, env=env
-            ),
             peek_seconds=peek_ms / 1000,
             keep_alive_seconds=alive_ms / 1000 or None,
             backend_stream_timeout_seconds=inactive or None,

@@ -33,14 +33,9 @@ from dynamo.runtime.request_plane.memory import TRANSPORT, MemoryPlane, shared_p
 from dynamo.runtime.request_plane.metrics import REFUSALS, CallerMetrics, RefusalMetrics, WorkHandlerMetrics
 from dynamo.runtime.request_plane.security import PlaneSecurity
 from dynamo.runtime.settings import (
-    CanarySettings,
-    EventPlaneSettings,
-    NatsSettings,
-    ProgressSettings,
+    DISCOVERY_BACKENDS,
     RequestPlaneSettings,
     RuntimeSettings,
-    SystemSettings,
-    WatchdogSettings,
     discovery_store,
 )
 from dynamo.runtime.status_server import EngineRoute, StatusServer
@@ -53,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Client", "DistributedRuntime", "Endpoint", "ServedEndpoint", "create_runtime"]
 
-DISCOVERY_BACKENDS: Final = ("auto", "file", "mem", "etcd", "kubernetes")
 REQUEST_PLANES: Final = ("tcp", "mem", "nats")
 NATS_REQUESTS: Final = "--request-plane nats (DYN_REQUEST_PLANE)"
 EVENT_PLANES: Final = ("zmq", "nats", "mem")
@@ -105,15 +99,15 @@ class DistributedRuntime:
         self.discovery: Discovery = discovery or self._choose_discovery(backend)
         if isinstance(discovery, FileDiscovery | MemoryDiscovery):
             self._store = "file" if isinstance(discovery, FileDiscovery) else "mem"
-        self._plane_settings = RequestPlaneSettings.from_env()
+        self._plane_settings = self.settings.requests
         self._plane_security: PlaneSecurity | None = None
-        system = SystemSettings.from_env()
+        system = self.settings.system
         self._system = system
         self.metrics = MetricsRegistry()
         self.caller_metrics = CallerMetrics(self.metrics)
-        self.canary_settings = CanarySettings.from_env()
+        self.canary_settings = self.settings.canary
         self.health = HealthState(starting_ready=system.starting_ready, canary_enabled=self.canary_settings.enabled)
-        self.progress = Progress(ProgressSettings.from_env().limit_seconds)
+        self.progress = Progress(self.settings.progress.limit_seconds)
         self.status_server = StatusServer(
             self.health, self.metrics, settings=system, default_host=bind_host(self._store, None, "0.0.0.0")
         )
@@ -127,7 +121,7 @@ class DistributedRuntime:
         self._server_lock = asyncio.Lock()
         self._plane_clients: dict[str, RequestPlaneClient] = {}
         self.plane_client_stand_in: Callable[[RequestPlaneClient], RequestPlaneClient] | None = None  # fault injection
-        events = EventPlaneSettings.from_env()
+        events = self.settings.events
         self._event_settings = replace(events, host=bind_host(self._store, events.host, "") or None)
         self._events: EventPlane | None = None
         self._nats: NatsConnection | None = None
@@ -349,7 +343,7 @@ class DistributedRuntime:
     def _make_watchdog(self) -> LoopWatchdog:
         watchdog = LoopWatchdog(
             self.metrics,
-            WatchdogSettings.from_env().threshold_seconds,
+            self.settings.watchdog.threshold_seconds,
             answer_probes=self.status_server.answer_while_blocked,
         )
         self.health.add_trouble(watchdog.trouble)
@@ -451,7 +445,7 @@ class DistributedRuntime:
             from dynamo.runtime.nats_connection import NatsConnection
 
             metrics = NatsMetrics(self.metrics)
-            self._nats = NatsConnection(NatsSettings.from_env(), wanted_by=wanted_by, count_error=metrics.failed)
+            self._nats = NatsConnection(self.settings.nats, wanted_by=wanted_by, count_error=metrics.failed)
         return self._nats
 
     @property

@@ -31,7 +31,7 @@ from dynamo.runtime.request_plane.metrics import REFUSALS, RefusalMetrics
 from dynamo.runtime.settings import SystemSettings
 
 if TYPE_CHECKING:
-    from dynamo.runtime.http import HttpLimits, HttpService, Rejection
+    from dynamo.runtime.http import HttpService, Rejection
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class StatusServer:
         if self._refusals is None:
             self._refusals = RefusalMetrics(self._metrics, REFUSALS["system"], LIMITS)
         host, settings = self._host, self._settings
-        service = HttpService(self._serve, self._limits(), render=_render, refused=self.refused)
+        service = HttpService(self._serve, settings.limits, render=_render, refused=self.refused)
         try:
             await service.listen_at(host, max(settings.port, 0))
         except OSError as error:
@@ -142,7 +142,7 @@ class StatusServer:
                 "set DYN_SYSTEM_PORT to a free port, 0 for any, or -1 for none"
             ) from error
         if settings.admin_port is not None:
-            admin = HttpService(self._serve_admin, self._limits(), render=_render, refused=self.refused)
+            admin = HttpService(self._serve_admin, settings.limits, render=_render, refused=self.refused)
             try:
                 await admin.listen_at(settings.admin_host, settings.admin_port)
             except OSError as error:
@@ -170,25 +170,6 @@ class StatusServer:
                     "DYN_ADMIN_HOST=127.0.0.1 closes it",
                     settings.admin_host,
                 )
-
-    def _limits(self) -> HttpLimits:
-        from dynamo.runtime.http import HttpLimits
-
-        settings = self._settings
-        return HttpLimits(
-            prefix="SYSTEM",
-            connections=settings.max_connections,
-            header_bytes=settings.header_limit_bytes,
-            header_count=settings.header_count_limit,
-            header_seconds=settings.request_timeout_seconds,
-            body_bytes=settings.body_limit_bytes,
-            body_seconds=settings.request_timeout_seconds,
-            pipeline=settings.pipeline_limit,
-            idle_seconds=settings.idle_seconds,
-            write_stall_seconds=settings.write_stall_seconds,
-            header_time_name="REQUEST",
-            body_time_name="REQUEST",
-        )
 
     async def close(self) -> None:
         """Stop listening and end every connection, and the routes under way; idempotent."""
@@ -334,7 +315,7 @@ class StatusServer:
             return self._too_deep()
         except ValueError as error:  # also a UnicodeDecodeError
             return Reply.json(400, {"error": "Invalid JSON", "message": str(error)})
-        if _is_deeper(request, self._settings.json_depth_limit):
+        if _is_deeper(request, self._settings.limits.json_depth_limit):
             return self._too_deep()
         try:
             return Reply.json(200, await callback(request))
@@ -345,7 +326,7 @@ class StatusServer:
 
     def _too_deep(self) -> Reply:
         self.refused("json_depth")
-        text = f"nested deeper than {self._settings.json_depth_limit} levels (DYN_SYSTEM_JSON_DEPTH_LIMIT)"
+        text = f"nested deeper than {self._settings.limits.json_depth_limit} levels (DYN_SYSTEM_JSON_DEPTH_LIMIT)"
         return Reply.json(400, {"error": "Invalid JSON", "message": text})
 
     # -- HTTP --------------------------------------------------------------------------------------------------------
@@ -389,7 +370,7 @@ class StatusServer:
 
     async def _body(self, headers: Any, receive: Any) -> bytes | Reply | None:
         """Read the whole body; None where the client left, and a refusal for a body that is too long."""
-        limit = self._settings.body_limit_bytes
+        limit = self._settings.limits.body_limit_bytes
         announced = dict(headers).get(b"content-length", b"")
         size = int(announced[:20]) if announced.isdigit() else 0
         parts: list[bytes] = []

@@ -13,7 +13,7 @@ import pytest
 
 from dynamo.runtime.health import HealthState
 from dynamo.runtime.metrics import MetricsRegistry
-from dynamo.runtime.settings import SystemSettings
+from dynamo.runtime.settings import StatusLimits, SystemSettings
 from dynamo.runtime.status_server import StatusServer
 from support.patience import PATIENCE_SECONDS
 
@@ -62,7 +62,9 @@ async def site(**settings: Any) -> AsyncIterator[Site]:
         return body
 
     metrics = MetricsRegistry()
-    server = StatusServer(HealthState(), metrics, settings=SystemSettings(port=0, host="127.0.0.1", **settings))
+    server = StatusServer(
+        HealthState(), metrics, settings=SystemSettings(port=0, host="127.0.0.1", limits=StatusLimits(**settings))
+    )
     server.register_route("echo", echo)
     await server.start()
     try:
@@ -113,8 +115,13 @@ async def test_a_request_cut_anywhere_costs_nothing() -> None:
         ("header_size", {}, POST + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"x: y\r\n" * 10_000, 431),
         ("body_size", {"body_limit_bytes": 1024}, POST + b"content-length: 1025\r\n\r\n", 413),
         ("body_size", {"body_limit_bytes": 8}, POST + b"transfer-encoding: chunked\r\n\r\n9\r\n123456789\r\n", 413),
-        ("request_time", {"request_timeout_seconds": 0.1}, b"GET /live HTT", 408),
-        ("request_time", {"request_timeout_seconds": 0.1}, POST + b"content-length: 3\r\n\r\n{", 408),
+        ("request_time", {"header_timeout_seconds": 0.1, "body_timeout_seconds": 0.1}, b"GET /live HTT", 408),
+        (
+            "request_time",
+            {"header_timeout_seconds": 0.1, "body_timeout_seconds": 0.1},
+            POST + b"content-length: 3\r\n\r\n{",
+            408,
+        ),
     ],
 )
 async def test_a_limit_is_answered_and_counted(limit: str, settings: dict[str, Any], raw: bytes, expected: int) -> None:

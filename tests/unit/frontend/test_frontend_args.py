@@ -8,7 +8,7 @@ import pytest
 
 from dynamo.frontend import args
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.settings import FrontendSettings
+from dynamo.frontend.settings import ApiLimits, FrontendSettings
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str], env: dict[str, str] | None = None) -> str:
@@ -24,7 +24,7 @@ def test_without_flags_the_defaults_of_the_native_frontend_hold() -> None:
     settings = parse_args([], {})
     assert (settings.http_host, settings.http_port, settings.router_mode) == ("127.0.0.1", 8000, "round-robin")
     assert (settings.overload_status, settings.graceful_shutdown_seconds) == (529, 5.0)
-    assert settings.body_limit_bytes == 45 * 1024 * 1024
+    assert settings.limits.body_limit_bytes == 45 * 1024 * 1024
 
 
 def test_a_flag_wins_over_its_variable() -> None:
@@ -42,7 +42,7 @@ def test_a_flag_wins_over_its_variable() -> None:
         ({"DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "250"}, "peek_seconds", 0.25),
         ({"DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS": "0"}, "keep_alive_seconds", None),
         ({"DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS": "2000"}, "keep_alive_seconds", 2.0),
-        ({"DYN_HTTP_BODY_LIMIT_MB": "1"}, "body_limit_bytes", 1024 * 1024),
+        ({"DYN_HTTP_BODY_LIMIT_MB": "1"}, "limits", ApiLimits(body_limit_bytes=1024 * 1024)),
         ({"DYN_TOKENIZER_CACHE": "0"}, "tokenizer_cache_bytes", 0),
         ({"DYN_CONTEXT_WINDOW": "4096"}, "context_window", 4096),
         ({"DYN_CONTEXT_WINDOW": "none"}, "context_window", None),

@@ -161,7 +161,7 @@ async def test_headers_that_come_in_one_read_have_the_same_limit(tmp_path: Path,
 
 
 async def test_a_connection_that_asks_for_nothing_is_closed(tmp_path: Path) -> None:
-    async with served(tmp_path, idle_connection_seconds=0.05) as (house, server), connection(server.port) as client:
+    async with served(tmp_path, idle_seconds=0.05) as (house, server), connection(server.port) as client:
         async with asyncio.timeout(PATIENCE_SECONDS):
             assert await client.reader.read() == b""
         assert house.metric("dynamo_frontend_refusals_total", limit="idle") == 1
@@ -194,7 +194,7 @@ async def test_a_long_answer_is_no_idle_connection(tmp_path: Path) -> None:
         sink.send_tokens([104, 105], finish_reason="stop")
 
     async with (
-        served(tmp_path, idle_connection_seconds=0.05) as (house, server),
+        served(tmp_path, idle_seconds=0.05) as (house, server),
         connection(server.port) as client,
     ):
         await house.worker(slow)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,7 +102,7 @@ async def test_in_a_cluster_a_worker_listens_as_the_native_one_and_warns_once_th
     tmp_path: Path, nothing_chosen: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = cast(Discovery, OfACluster(FileDiscovery(tmp_path)))
-    settings = RuntimeSettings(discovery_backend="kubernetes")
+    settings = replace(RuntimeSettings.from_env(), discovery_backend="kubernetes")
     runtime = DistributedRuntime(asyncio.get_running_loop(), None, "tcp", discovery=store, settings=settings)
     async with runtime:
         assert await listening(runtime) == (detect_host(), "0.0.0.0")

@@ -272,10 +272,10 @@ async def test_what_is_missing_at_the_start_is_named(cluster: FakeKubernetes, fa
 def test_a_pods_own_data_comes_from_files_or_variables(tmp_path: Path) -> None:
     (tmp_path / "pod_name").write_text("w-0\n")
     env = {"POD_NAME": "other", "POD_NAMESPACE": "prod", "CONTAINER_NAME": "c", "DYN_KUBE_DISCOVERY_MODE": "Container"}
-    found = KubernetesSettings.from_env(env, tmp_path)
+    found = KubernetesSettings.from_env(env).settle(env, tmp_path)
     assert found == KubernetesSettings("w-0", "prod", None, "c", "container")
     assert found.resource_name == "w-0-c"
-    assert KubernetesSettings.from_env({"DYN_KUBE_DISCOVERY_MODE": "node"}, tmp_path).mode == "pod"
+    assert KubernetesSettings.from_env({"DYN_KUBE_DISCOVERY_MODE": "node"}).mode == "pod"
 
 
 async def test_a_runtime_finds_the_cluster_by_its_kubeconfig(

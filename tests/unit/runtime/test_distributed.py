@@ -59,7 +59,7 @@ async def open_runtime(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
                 asyncio.get_running_loop(),
                 None,
                 request.param,
-                settings=replace(RuntimeSettings(), **settings),
+                settings=replace(RuntimeSettings.from_env(), **settings),
                 discovery=MemoryDiscovery(hub),
                 memory_plane=plane,
                 rng=random.Random(1),

@@ -18,14 +18,13 @@ from dynamo.runtime.http.cycle import PUSH_EXTENSION, RESPOND_EXTENSION, status_
 from support.patience import PATIENCE_SECONDS
 
 LIMITS = HttpLimits(
-    prefix="TEST",
-    connections=64,
-    header_bytes=16 * 1024,
-    header_count=32,
-    header_seconds=10,
-    body_bytes=1024 * 1024,
-    body_seconds=10,
-    pipeline=8,
+    max_connections=64,
+    header_limit_bytes=16 * 1024,
+    header_count_limit=32,
+    header_timeout_seconds=10,
+    body_limit_bytes=1024 * 1024,
+    body_timeout_seconds=10,
+    pipeline_limit=8,
     idle_seconds=30,
     write_stall_seconds=10,
 )

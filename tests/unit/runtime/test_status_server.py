@@ -15,10 +15,10 @@ import pytest
 from dynamo.errors import CannotConnect
 from dynamo.runtime.health import HealthState
 from dynamo.runtime.metrics import MetricsRegistry
-from dynamo.runtime.settings import SystemSettings
+from dynamo.runtime.settings import StatusLimits, SystemSettings
 from dynamo.runtime.status_server import StatusServer
 
-LIMITS = SystemSettings()
+LIMITS = StatusLimits()
 
 
 class Answer:

@@ -12,7 +12,8 @@ from typing import Any, Final
 from dynamo.cli.bench.load import Shape
 from dynamo.cli.bench.prompts import GeneratedPrompts, Length, ListedPrompts, PromptSource
 from dynamo.cli.bench.targets import ENDPOINT_PATHS, Target, headers_from
-from dynamo.cli.usage import CommandParser, UsageError
+from dynamo.cli.usage import UsageError
+from dynamo.settings.command import CommandParser
 
 __all__ = ["BenchOptions", "read_options"]
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, fields
+from typing import Final, Self
 
 from dynamo.frontend.http.asgi import Receive, Scope, Send, reply_rejected
-from dynamo.frontend.settings import FrontendSettings, store_of
+from dynamo.frontend.settings import ApiLimits, FrontendSettings, store_of
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.addresses import LOCAL_STORES, is_loopback
-from dynamo.runtime.http import HttpLimits, Rejection
+from dynamo.runtime.http import Rejection
 
 __all__ = ["ADMIN_CONNECTIONS", "AdminElsewhere", "AdminLimits", "log_exposure", "serves_admin_with_api"]
 
@@ -24,12 +24,20 @@ logger = logging.getLogger(__name__)
 ADMIN_CONNECTIONS: Final = 64  # operators and their tools
 
 
-@dataclass(frozen=True, slots=True)
-class AdminLimits(HttpLimits):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminLimits(ApiLimits):
     """The limits of the API's connections, for fewer of them."""
 
+    max_connections: int = ADMIN_CONNECTIONS
+
+    @classmethod
+    def of(cls, limits: ApiLimits) -> Self:
+        """Take over everything but the number of connections."""
+        values = {entry.name: getattr(limits, entry.name) for entry in fields(limits)}
+        return cls(**{**values, "max_connections": ADMIN_CONNECTIONS})
+
     def too_many_connections(self) -> Rejection:
-        text = f"More than {self.connections} connections to the admin listener"
+        text = f"More than {self.max_connections} connections to the admin listener"
         return Rejection(503, text, "connections", retry_after_seconds=1)
 
 

@@ -1,4 +1,4 @@
-"""The limits of the frontend's HTTP connections, and how their refusals look."""
+"""The names of the frontend's limits, and how their refusals look."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dynamo.frontend.http.request_id import HEADER, client_request_id
-from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.runtime.http import HttpLimits, Rejection
+from dynamo.runtime.http import Rejection
 
-__all__ = ["LIMITS", "http_limits", "render_rejection"]
+__all__ = ["LIMITS", "render_rejection"]
 
 LIMITS: Final = (
     "connections",
@@ -45,22 +44,6 @@ LIMITS: Final = (
     "handshake",
 )
 """The labels under which refusals are counted."""
-
-
-def http_limits(settings: FrontendSettings, *, max_connections: int, kind: type[HttpLimits] = HttpLimits) -> HttpLimits:
-    """Return the limits of a connection; the settings are those of `docs/settings.md`."""
-    return kind(
-        prefix="HTTP",
-        connections=max_connections,
-        header_bytes=settings.header_limit_bytes,
-        header_count=settings.header_count_limit,
-        header_seconds=settings.header_timeout_seconds,
-        body_bytes=settings.body_limit_bytes,
-        body_seconds=settings.body_timeout_seconds,
-        pipeline=settings.pipeline_limit,
-        idle_seconds=settings.idle_connection_seconds,
-        write_stall_seconds=settings.write_stall_seconds,
-    )
 
 
 def render_rejection(

@@ -8,12 +8,13 @@ import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from dynamo.errors import CannotConnect
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.http.admin import ADMIN_CONNECTIONS, AdminLimits
-from dynamo.frontend.http.connection import http_limits, render_rejection
+from dynamo.frontend.http.connection import render_rejection
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.addresses import http_url
 from dynamo.runtime.http import HttpService
@@ -139,10 +140,10 @@ class HttpServer:
             admin = bind_admin(settings)
         self._listener = listener
         self.port: int = 0 if listener is None else listener.getsockname()[1]
-        spare = SPARE_DESCRIPTORS + SPARE_CONNECTIONS
+        limits, spare = settings.limits, SPARE_DESCRIPTORS + SPARE_CONNECTIONS
         self.service = HttpService(
             frontend.asgi,
-            http_limits(settings, max_connections=within_descriptors(settings.max_connections, spare=spare)),
+            replace(limits, max_connections=within_descriptors(limits.max_connections, spare=spare)),
             render=render_rejection,
             refused=frontend.metrics.refused,
             changed=None if deliveries is None else deliveries.changed,
@@ -151,7 +152,7 @@ class HttpServer:
         self.admin_port: int | None = None if admin is None else admin.getsockname()[1]
         self.admin_service = HttpService(
             frontend.admin_asgi,
-            http_limits(settings, max_connections=ADMIN_CONNECTIONS, kind=AdminLimits),
+            AdminLimits.of(limits),
             render=render_rejection,
             refused=frontend.metrics.refused,
         )

@@ -18,8 +18,9 @@ from urllib.parse import unquote
 import httptools
 
 from dynamo.runtime.http.cycle import PUSH_EXTENSION, RESPOND_EXTENSION, Application, Cycle, Gate, status_line
-from dynamo.runtime.http.limits import SPARE_CONNECTIONS, HttpLimits, Rejection
+from dynamo.runtime.http.limits import SPARE_CONNECTIONS
 from dynamo.runtime.http.watch import ConnectionPhase, Watch
+from dynamo.runtime.http_limits import HttpLimits, Rejection
 
 if TYPE_CHECKING:
     from dynamo.runtime.http.service import HttpService
@@ -84,7 +85,7 @@ class HttpConnection(asyncio.Protocol):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._service.connections.add(self)
         self._watch.arm()
-        over = len(self._service.connections) - self.limits.connections
+        over = len(self._service.connections) - self.limits.max_connections
         if over > SPARE_CONNECTIONS:
             self.count("connections")
             self.transport.abort()
@@ -138,7 +139,7 @@ class HttpConnection(asyncio.Protocol):
             return not self._is_refused
         if watch.phase is _BODY:
             self._check_body()
-        elif request.head_bytes > self.limits.header_bytes:
+        elif request.head_bytes > self.limits.header_limit_bytes:
             self.refuse(self.limits.head_too_long())
         watch.arm()
         return not self._is_refused
@@ -167,21 +168,21 @@ class HttpConnection(asyncio.Protocol):
         if name == b"expect" and value.lower() == b"100-continue":
             self._request.expects_continue = True
         self._request.headers.append((name, value))
-        if len(self._request.headers) > self.limits.header_count:
+        if len(self._request.headers) > self.limits.header_count_limit:
             self._stop(self.limits.too_many_headers())
 
     def on_headers_complete(self) -> None:
         limits, request = self.limits, self._request
-        if request.head_bytes > limits.header_bytes:  # perhaps only because the same read brought a body
+        if request.head_bytes > limits.header_limit_bytes:  # perhaps only because the same read brought a body
             size = len(request.url) + sum([len(name) + len(value) for name, value in request.headers])
-            if size > limits.header_bytes:
+            if size > limits.header_limit_bytes:
                 self._stop(limits.head_too_long())
         if self._parser.should_upgrade():
             if self._parser.get_method() == b"CONNECT":
                 raise _Stop
             return  # the parser stops here: `_read_on_without_upgrade`
         is_behind = self._active is not None and not self._active.response_complete
-        if is_behind and len(self._waiting) >= limits.pipeline:
+        if is_behind and len(self._waiting) >= limits.pipeline_limit:
             self._stop(limits.too_many_requests())
         self._watch.enter(_BODY)
         request.raw_bytes = request.body_bytes = 0
@@ -293,10 +294,10 @@ class HttpConnection(asyncio.Protocol):
 
     def _check_body(self) -> None:
         limits, request, cycle = self.limits, self._request, self._cycle
-        if request.raw_bytes > FRAMING_FACTOR * request.body_bytes + limits.header_bytes:
+        if request.raw_bytes > FRAMING_FACTOR * request.body_bytes + limits.header_limit_bytes:
             # Not a body at all: chunk extensions or trailers without end. The header limit is what they may take.
             self.refuse(limits.too_much_framing())
-        elif cycle is not None and cycle.response_complete and request.body_bytes > limits.body_bytes:
+        elif cycle is not None and cycle.response_complete and request.body_bytes > limits.body_limit_bytes:
             self._count_once("body_size")  # answered long ago, and still sending
             self._linger()
 

@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from dynamo.runtime.http.connection import HttpConnection
 from dynamo.runtime.http.cycle import Application, Cycle
-from dynamo.runtime.http.limits import HttpLimits, RenderRejection
+from dynamo.runtime.http.limits import RenderRejection
+from dynamo.runtime.http_limits import HttpLimits
 from dynamo.runtime.tasks import Background
 
 __all__ = ["HttpService"]

@@ -75,9 +75,9 @@ class Watch:
             case ConnectionPhase.WAITING:
                 return min(began + limits.idle_seconds, look)
             case ConnectionPhase.HEAD:
-                return min(began + limits.header_seconds, look)
+                return min(began + limits.header_timeout_seconds, look)
             case ConnectionPhase.BODY:
-                return min(began + limits.body_seconds, look)
+                return min(began + limits.body_timeout_seconds, look)
             case ConnectionPhase.LEAVING:
                 return began + LINGER_SECONDS
         return look
@@ -100,9 +100,9 @@ class Watch:
                 transport.close()
             case ConnectionPhase.HEAD | ConnectionPhase.BODY if connection.is_reading_paused:
                 self._began = now  # it is this side that does not read
-            case ConnectionPhase.HEAD if waited >= limits.header_seconds:
+            case ConnectionPhase.HEAD if waited >= limits.header_timeout_seconds:
                 connection.refuse(limits.headers_too_late())
-            case ConnectionPhase.BODY if waited >= limits.body_seconds:
+            case ConnectionPhase.BODY if waited >= limits.body_timeout_seconds:
                 connection.refuse(limits.body_too_late())
         self.arm()
 

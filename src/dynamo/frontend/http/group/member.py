@@ -248,7 +248,7 @@ def _share_of(settings: FrontendSettings, processes: int) -> FrontendSettings:
     """Divide the limits that each process counts for itself: connections are dealt out evenly."""
     return dataclasses.replace(
         settings,
-        max_connections=-(-settings.max_connections // processes),
+        limits=dataclasses.replace(settings.limits, max_connections=-(-settings.limits.max_connections // processes)),
         pending_bodies_limit_bytes=-(-settings.pending_bodies_limit_bytes // processes),
         capacity_share=settings.capacity_share / processes,
     )

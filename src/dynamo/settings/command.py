@@ -1,0 +1,40 @@
+"""The command line of a program: errors of use in one line, with a suggestion. Light, for every command begins here."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable
+from typing import Any, Final, NoReturn
+
+__all__ = ["EXIT_USAGE", "CommandParser", "did_you_mean"]
+
+EXIT_USAGE: Final = 2
+_UNKNOWN: Final = "unrecognized arguments: "  # argparse's words
+_OF_A_VARIABLE: Final = re.compile(r"argument [^:]*: (?=[A-Z][A-Z0-9_]+: )")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse with errors of one line that suggest the closest flag, no abbreviations, and help texts that keep their breaks."""
+
+    def __init__(self, prog: str | None = None, **options: Any) -> None:
+        options.setdefault("allow_abbrev", False)  # an abbreviation breaks on the day a new flag shares its start
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(prog, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with status 2 and one line on stderr: the usage of thirty flags would bury the sentence that matters."""
+        if message.startswith(_UNKNOWN):
+            unknown = message.removeprefix(_UNKNOWN).split()[0].partition("=")[0]
+            served = (flag for flag, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS)
+            message += did_you_mean(unknown, served)
+        message = _OF_A_VARIABLE.sub("", message).removeprefix("argument ")
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return "; did you mean X?" for the closest of `known`, or "" when none is close."""
+    import difflib  # only an error of use needs it
+
+    close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
