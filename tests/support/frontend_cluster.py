@@ -113,7 +113,7 @@ class Cluster:
     def sees(self, worker: ScriptedWorker, model: str) -> bool:
         instance_id = worker.endpoint.connection_id()
         listed = {record["instance_id"] for record in self.frontend.models.instances()}
-        models = self.frontend.models._by_name.get(model, ())
+        models = self.frontend.models.serving(model)
         return instance_id in listed and any(found.instance(instance_id) is not None for found in models)
 
     async def gone(self, model: str) -> None:

@@ -36,8 +36,9 @@ from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePag
 from dynamo.frontend.http.request_id import with_request_id
 from dynamo.frontend.metrics import STALL_SECONDS, FrontendMetrics
 from dynamo.frontend.models.cards import Scope as NamespaceScope
-from dynamo.frontend.models.directory import ModelDirectory, WorkerClient
+from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.files import ModelFiles
+from dynamo.frontend.models.served import ServingRules
 from dynamo.frontend.pipeline.exchange import ExchangeRegister
 from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.preprocess import Preprocessor
@@ -45,6 +46,7 @@ from dynamo.frontend.settings import FrontendSettings
 from dynamo.placement import Policy, RouterMode, policy_for
 from dynamo.protocol.openai.errors import route_not_found
 from dynamo.protocol.records import ModelCard
+from dynamo.router.pool import WorkerClient
 from dynamo.router.stall_detector import StallDetector, StallPolicy
 from dynamo.runtime.event_plane.base import Event
 from dynamo.text.model import TextModel, load_text_model
@@ -90,15 +92,17 @@ class Frontend:
             runtime.discovery,
             self._connect,
             self._load,
+            ServingRules(
+                self._placement_policy,
+                AdmissionPolicy(
+                    settings.max_requests_per_model, settings.max_queue_age_seconds, settings.capacity_share
+                ),
+                enforce_disagg=settings.enforce_disagg,
+                replacement_wait_seconds=settings.replacement_wait_seconds,
+                rng=runtime.rng,
+            ),
             scope=NamespaceScope(settings.namespace, settings.namespace_prefix),
             metrics=self.metrics,
-            placement=self._placement_policy,
-            enforce_disagg=settings.enforce_disagg,
-            replacement_wait_seconds=settings.replacement_wait_seconds,
-            policy=AdmissionPolicy(
-                settings.max_requests_per_model, settings.max_queue_age_seconds, settings.capacity_share
-            ),
-            rng=runtime.rng,
             max_models=settings.max_models,
             concurrent_loads=settings.concurrent_model_loads,
         )
@@ -188,8 +192,7 @@ class Frontend:
         late = max(0.0, now - due)
         self.metrics.event_loop_delay.observe(late)
         self.metrics.event_loop_lag.set(late)
-        self.models.measure_queues(now)
-        self.models.measure_tokenizers()
+        self.models.measure(now)
         if late > STALL_SECONDS:
             self.metrics.event_loop_stalls.inc()
         due = now + LOOP_PROBE_SECONDS

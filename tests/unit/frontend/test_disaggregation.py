@@ -49,7 +49,7 @@ async def add_prefill(house: Cluster, script: Script | None = None, **runtime_co
 
 
 def known(house: Cluster, worker: ScriptedWorker) -> bool:
-    router = house.frontend.models._prefill.get(("m", "ns"))
+    router = house.frontend.models._prefill.get("m", "ns")
     return router is not None and router.workers.instance(worker.endpoint.connection_id()) is not None
 
 
@@ -253,7 +253,7 @@ async def test_a_client_that_leaves_after_the_prefill_still_has_its_blocks_fetch
     prefill = await add_prefill(house)
     decode = await add_decode(house)
     models = house.frontend.models
-    (served,) = models._by_name["m"]
+    (served,) = models.serving("m")
     (stage,) = served.dispatcher.stages
     assert isinstance(stage, PrefillStage)
     read = stage.router._on

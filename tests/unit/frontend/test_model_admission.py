@@ -366,9 +366,9 @@ async def test_the_age_of_the_queue_is_a_gauge(tmp_path: Path) -> None:
         exchange = house.client.begin_chat("hi")
         await worker.started.wait()
         now = asyncio.get_running_loop().time()
-        house.frontend.models.measure_queues(now + 30)
+        house.frontend.models.measure(now + 30)
         assert house.metric("dynamo_frontend_model_queue_age_seconds", model="m") == pytest.approx(30, abs=1)
         held.release.set()
         await exchange.done()
-        house.frontend.models.measure_queues(now + 60)
+        house.frontend.models.measure(now + 60)
         assert house.metric("dynamo_frontend_model_queue_age_seconds", model="m") == 0

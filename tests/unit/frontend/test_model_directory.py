@@ -13,10 +13,12 @@ import pytest
 
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.frontend.models import directory as models
+from dynamo.frontend.models import endpoint_clients, loader
 from dynamo.frontend.models.cards import CardBook, GroupKey, Scope
 from dynamo.frontend.models.files import ChecksumMismatch, ModelFiles
 from dynamo.protocol.model_types import WorkerType
 from dynamo.protocol.records import ModelCard, ModelRecord
+from dynamo.router.pool import WorkerClient
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Delete, Put
 from dynamo.text.model import TextModel
 from dynamo.worker.registration import build_card, read_model_directory
@@ -236,8 +238,9 @@ async def test_a_card_without_an_instance_is_not_listed_and_not_ready(house: Clu
     directory = house.frontend.models
     try:
         await runtime.endpoint("ns.backend.generate").publish_model(build_card("m").to_json())
+        # Everything is loaded; only a worker is missing.
         async with asyncio.timeout(PATIENCE_SECONDS):
-            await directory.wait_for(lambda: bool(directory._clients))  # everything is loaded; only a worker is missing
+            await directory.wait_for(lambda: bool(directory._cluster.clients.by_endpoint))
         assert (await house.client.get("/v1/models")).json["data"] == []
         assert (await house.client.get("/v1/models/m/ready")).status == 503
         answer = await house.client.chat("hi")
@@ -360,7 +363,7 @@ async def test_a_name_has_aliases(house: Cluster) -> None:
 async def test_a_model_whose_files_come_late_is_served_when_they_are_there(
     house: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(models, "RETRY_SECONDS", (0.005,))
+    monkeypatch.setattr(loader, "RETRY_SECONDS", (0.005,))
     directory = write_tiny_model(tmp_path / "model")
     card = card_of(directory)
     directory.rename(tmp_path / "elsewhere")
@@ -494,15 +497,15 @@ async def test_a_record_that_is_no_unicode_does_not_stop_the_watch(
 async def test_files_that_break_a_parser_are_tried_again_and_say_so(
     house: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(models, "RETRY_SECONDS", (0.005,))
-    load, failures = house.frontend.models._load, [KeyError("pattern"), RecursionError("too deep")]
+    monkeypatch.setattr(loader, "RETRY_SECONDS", (0.005,))
+    load, failures = house.frontend.models._loader._load, [KeyError("pattern"), RecursionError("too deep")]
 
     async def fragile(card: ModelCard, worker_hosts: frozenset[str]) -> TextModel:
         if failures:
             raise failures.pop()
         return await load(card, worker_hosts)
 
-    monkeypatch.setattr(house.frontend.models, "_load", fragile)
+    monkeypatch.setattr(house.frontend.models._loader, "_load", fragile)
     await house.worker()
     assert (await house.client.chat("hi")).status == 200
     assert house.metric("dynamo_frontend_model_load_failures_total", model="m") == 2
@@ -517,7 +520,7 @@ async def test_a_watch_that_broke_learns_what_it_missed(
         staying = await house.worker(model="stays")
         leaving = await house.worker(model="leaves")
         directory = house.frontend.models
-        apply, broken = directory._book.apply, asyncio.Event()
+        apply, broken = directory._cluster.cards.apply, asyncio.Event()
 
         def breaks(changes: Iterable[Change]) -> list[GroupKey]:
             if not broken.is_set():
@@ -525,7 +528,7 @@ async def test_a_watch_that_broke_learns_what_it_missed(
                 raise RuntimeError("a fault of ours")
             return apply(changes)
 
-        monkeypatch.setattr(directory._book, "apply", breaks)
+        monkeypatch.setattr(directory._cluster.cards, "apply", breaks)
         await leaving.stop()  # the batch that says so is the one that is lost
         await house.gone("leaves")
         assert house.sees(staying, "stays")
@@ -535,7 +538,7 @@ async def test_a_watch_that_broke_learns_what_it_missed(
 async def test_a_model_that_is_replaced_is_not_ready_meanwhile(
     house: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "RETRY_SECONDS", (0.005,))
+    monkeypatch.setattr(loader, "RETRY_SECONDS", (0.005,))
     directory = write_tiny_model(tmp_path / "model")
     card = card_of(directory)
     directory.rename(tmp_path / "elsewhere")
@@ -559,17 +562,20 @@ async def test_a_models_own_name_wins_over_anothers_alias(house: Cluster) -> Non
 async def test_an_endpoint_that_cannot_be_reached_at_once_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "WATCH_RETRY_SECONDS", 0.005)
+    monkeypatch.setattr(endpoint_clients, "RETRY_SECONDS", 0.005)
     async with cluster(tmp_path) as house:
         await house.worker()
-        connect, failures = house.frontend.models._connect, [CannotConnect("not yet"), CannotConnect("nor now")]
+        connect, failures = (
+            house.frontend.models._cluster.clients._connect,
+            [CannotConnect("not yet"), CannotConnect("nor now")],
+        )
 
-        async def fragile(endpoint: str) -> models.WorkerClient:
+        async def fragile(endpoint: str) -> WorkerClient:
             if failures:
                 raise failures.pop()
             return await connect(endpoint)
 
-        monkeypatch.setattr(house.frontend.models, "_connect", fragile)
+        monkeypatch.setattr(house.frontend.models._cluster.clients, "_connect", fragile)
         second = await house.worker(component="second")
         for _ in range(2):
             await house.client.chat("hi")

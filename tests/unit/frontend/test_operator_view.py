@@ -81,7 +81,7 @@ async def test_the_tokenizers_cache_is_counted(house: Cluster, tmp_path: Path) -
     for _ in range(2):
         await house.client.chat("some words " * 200)
     for _ in range(2):  # measuring twice counts once
-        house.frontend.models.measure_tokenizers()
+        house.frontend.models.measure(asyncio.get_running_loop().time())
     cached = house.metric("dynamo_frontend_tokenizer_cache_cached_tokens_total", model="m")
     uncached = house.metric("dynamo_frontend_tokenizer_cache_uncached_tokens_total", model="m")
     total = house.metric("dynamo_frontend_input_sequence_tokens_sum", model="m")

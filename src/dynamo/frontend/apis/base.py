@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
-from dynamo.frontend.models.directory import ServedModel
+from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer, merged
 from dynamo.frontend.pipeline.events import ChoiceOutput, Logprobs
 from dynamo.frontend.pipeline.exchange import Exchange

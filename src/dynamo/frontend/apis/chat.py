@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from dynamo.frontend.apis.base import Answer, Api, Renderer, RenderOptions
 from dynamo.frontend.apis.chat_dispatch import DispatchEvents
-from dynamo.frontend.models.directory import ServedModel
+from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer, CollectedChoice
 from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
 from dynamo.frontend.pipeline.plan import Plan

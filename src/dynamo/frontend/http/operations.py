@@ -15,7 +15,8 @@ from dynamo.frontend.admission.process import Admission, Stage
 from dynamo.frontend.http.asgi import Receive, Scope, Send, first_headers, reply, reply_rejected
 from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.models.directory import ModelDirectory, ServedModel
+from dynamo.frontend.models.directory import ModelDirectory
+from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import model_not_found
 from dynamo.protocol.openai.schema import openapi_json

@@ -75,6 +75,11 @@ class Group:
     def fingerprint(self) -> str:
         return self.accepted[0].fingerprint
 
+    @property
+    def endpoints(self) -> frozenset[str]:
+        """Where the accepted members are."""
+        return frozenset(entry.endpoint for entry in self.accepted)
+
 
 class CardBook:
     """Every readable card in scope, in order of arrival."""

@@ -19,7 +19,8 @@ from dynamo.frontend.admission.process import Admission, NotReady
 from dynamo.frontend.apis.base import Answer, Api, RenderOptions
 from dynamo.frontend.http.offload import LARGE_BODY_BYTES
 from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics, RequestType
-from dynamo.frontend.models.directory import ModelDirectory, ServedModel
+from dynamo.frontend.models.directory import ModelDirectory
+from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.delivery import StreamDelivery, UnaryDelivery, annotation_events
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
 from dynamo.frontend.pipeline.failures import classify, rejection_of

@@ -6,7 +6,6 @@ Most requests have none and never come here again.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,7 +16,6 @@ from dynamo.protocol.openai.shapes import REQUIRED
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.text.detokenizer import Detokenizer
 from dynamo.text.markers import WHITE_SPACE
-from dynamo.text.model import TextModel
 from dynamo.text.output_parser import OutputParser
 from dynamo.text.reasoning import DEFAULT_MARKS, REASONING_FORMATS, ReasoningParser
 from dynamo.text.tokenizer import Tokenizer
@@ -27,13 +25,9 @@ __all__ = [
     "OutputPlan",
     "ReasoningCounter",
     "plan_output",
-    "report_chat_template",
     "tell_worker",
     "think_marks",
-    "warn_of_missing_parsers",
 ]
-
-logger = logging.getLogger(__name__)
 
 PROMPT_TAIL_TOKENS: Final = 16  # of a prompt that came as ids: enough for an opening tag and the white space behind it
 
@@ -166,35 +160,6 @@ def think_marks(config: ModelRuntimeConfig, tokenizer: Tokenizer) -> tuple[str, 
     if form is None and (tokenizer.token_id(opening) is None or tokenizer.token_id(closing) is None):
         return None
     return opening, closing
-
-
-def warn_of_missing_parsers(model: str, config: ModelRuntimeConfig) -> None:
-    """Log a warning when a card requests a parser that this version does not have."""
-    for what, name, known in (
-        ("tool-call parser", config.tool_call_parser, TOOL_FORMATS),
-        ("reasoning parser", config.reasoning_parser, REASONING_FORMATS),
-    ):
-        if name is not None and name not in known:
-            logger.warning(
-                "model %s asks for the %s %r, which is not in this version: its output is shown as it comes",
-                model,
-                what,
-                name,
-            )
-
-
-def report_chat_template(model: str, text: TextModel) -> None:
-    """Log what becomes of chat where the model brings no chat template."""
-    if text.is_known_by_name_only and not text.has_chat_template:
-        logger.info(
-            "model %s brings no tokenizer: its tokens are bytes, and chat is plain lines of `role: text`", model
-        )
-    elif not text.can_chat:
-        logger.warning(
-            "model %s has no chat template: chat requests are refused with 400, completions are served; "
-            "start its worker with --custom-jinja-template FILE",
-            model,
-        )
 
 
 def _show_ends(form: ToolFormat, tokenizer: Tokenizer, stops: dict[str, Any]) -> None:

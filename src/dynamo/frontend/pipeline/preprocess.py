@@ -13,7 +13,7 @@ import msgspec
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.models.directory import ServedModel
+from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.parsing import OutputPlan, plan_output, tell_worker, think_marks
 from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.stage_timer import PARSE, QUEUE, TEMPLATE, TOKENISE, StageTimer

@@ -1,0 +1,63 @@
+"""The instance records in discovery: which workers stand behind the cards, and where."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo.frontend.models.cards import CardEntry, Scope
+from dynamo.frontend.models.file_policy import host_of_instance
+from dynamo.protocol.records import UNREADABLE
+from dynamo.runtime.discovery.base import INSTANCES, Change, Put
+
+__all__ = ["InstanceBook"]
+
+logger = logging.getLogger(__name__)
+
+
+class InstanceBook:
+    """Every readable instance record in scope, without I/O."""
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+        self._records: dict[str, dict[str, Any]] = {}  # by key, without "type"
+
+    def apply(self, changes: Sequence[Change]) -> None:
+        """Take over a batch."""
+        for change in changes:
+            key = change.key.removeprefix(f"{INSTANCES}/")
+            if not isinstance(change, Put):
+                self._records.pop(key, None)
+                continue
+            try:
+                record = msgspec.json.decode(change.value, type=dict[str, Any])
+            except UNREADABLE as error:
+                logger.warning("instance record %s is not readable and ignored: %s", key, error)
+                continue
+            if self._scope.covers(str(record.get("namespace"))):
+                record.pop("type", None)
+                self._records[key] = record
+
+    def has(self, entry: CardEntry) -> bool:
+        """Return whether the worker of a card is there."""
+        return _key(entry) in self._records
+
+    def count(self, entries: Iterable[CardEntry]) -> int:
+        """Return how many of the cards' workers are there."""
+        return sum(map(self.has, entries))
+
+    def hosts(self, entries: Iterable[CardEntry]) -> frozenset[str]:
+        """Return the hosts that the cards' workers advertise, those that are there."""
+        found = (host_of_instance(self._records[_key(entry)]) for entry in entries if self.has(entry))
+        return frozenset(host for host in found if host is not None)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return every record, sorted by key, without its "type"."""
+        return [record for _, record in sorted(self._records.items())]
+
+
+def _key(entry: CardEntry) -> str:
+    return "/".join(entry.key.split("/", 4)[:4])  # without the adapter's suffix

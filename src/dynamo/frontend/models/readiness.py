@@ -1,0 +1,129 @@
+"""Which models are ready for requests, and what is missing for the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
+
+from dynamo.frontend.models.cards import CardBook, Group, GroupKey
+from dynamo.frontend.models.instances import InstanceBook
+from dynamo.frontend.models.prefill_pools import PrefillPools
+from dynamo.frontend.models.served import ServedModels
+from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
+
+__all__ = ["DECODE", "PREFILL", "Readiness", "unservable"]
+
+logger = logging.getLogger(__name__)
+
+SERVABLE: Final = ModelType.Chat | ModelType.Completions
+PREFILL, DECODE = str(WorkerType.Prefill), str(WorkerType.Decode)
+
+
+class Readiness:
+    """Judges groups by the roles that their cards need and the workers that are there."""
+
+    def __init__(
+        self,
+        cards: CardBook,
+        instances: InstanceBook,
+        served: ServedModels,
+        prefill: PrefillPools,
+        *,
+        load_error: Callable[[GroupKey], str | None],
+        enforce_disagg: bool,
+    ) -> None:
+        """`load_error`: why a group could not be loaded so far. `enforce_disagg`: a model is not ready while a role is
+        missing, even if it was complete before."""
+        self._cards, self._instances, self._served, self._prefill = cards, instances, served, prefill
+        self._load_error, self._enforce_disagg = load_error, enforce_disagg
+        self._complete: set[GroupKey] = set()  # groups that had all the roles they need, once
+
+    def is_ready(self, key: GroupKey) -> bool:
+        """Return whether a group's model may get requests."""
+        served = self._served.get(key)
+        return served is not None and served.is_reachable and self._had_all_roles(key)
+
+    def forget(self, key: GroupKey) -> None:
+        """Forget a group that has gone. An unknown key is fine."""
+        self._complete.discard(key)
+
+    def body(self, name: str) -> dict[str, Any] | None:
+        """Return the body of `/v1/models/{name}/ready`, or None for a name that no worker registered."""
+        groups = self._cards.groups(name)
+        if not groups and (owner := self._cards.owner_of(name)) is not None:
+            groups = self._cards.groups(owner)
+        if not groups:
+            return None
+        namespaces: dict[str, list[Group]] = {}
+        for group in groups:
+            namespaces.setdefault(group.key.namespace, []).append(group)
+        bodies = {namespace: self._namespace_body(members) for namespace, members in namespaces.items()}
+        return {"model": name, "ready": any(body["ready"] for body in bodies.values()), "namespaces": bodies}
+
+    def _namespace_body(self, groups: Sequence[Group]) -> dict[str, Any]:
+        there = self._instances.has
+        workers = {group.key.role: self._instances.count(group.accepted) for group in groups}
+        present = sorted(role for role, count in workers.items() if count)
+        missing = sorted({role for group in groups for role in _missing(group.card.needs, present)})
+        body: dict[str, Any] = {
+            "ready": any(self.is_ready(group.key) for group in groups) and not (missing and self._enforce_disagg),
+            "worker_types": {
+                group.key.role: {
+                    "workers": workers[group.key.role],
+                    "needs": group.card.needs,
+                    # Ours as well: who replaces workers one by one wants to know of each.
+                    "instance_ids": sorted(entry.instance_id for entry in group.accepted if there(entry)),
+                }
+                for group in groups
+            },
+            "present": present,
+            "missing_worker_types": missing,
+        }
+        rejected = [entry for group in groups for entry in group.rejected]
+        if rejected:  # ours: the native frontend leaves them out without telling anybody
+            body["rejected_workers"] = [
+                {"endpoint": entry.endpoint, "instance_id": entry.instance_id, "reason": "model card differs"}
+                for entry in rejected
+            ]
+        errors = [error for group in groups if (error := self._load_error(group.key))]
+        if errors:
+            body["error"] = errors[0]
+        if all(unservable(group) for group in groups):
+            body["error"] = unservable(groups[0])
+        return body
+
+    def _had_all_roles(self, key: GroupKey) -> bool:
+        """Return whether a decode worker may get requests: not before its prefill workers came, but still after they
+        left.
+        """
+        if key.role != DECODE or key in self._complete:
+            return True
+        beside = [group for group in self._cards.groups(key.model) if group.key.namespace == key.namespace]
+        present = {group.key.role for group in beside if self._instances.count(group.accepted)}
+        if not self._prefill.is_reachable(key):
+            present.discard(PREFILL)
+        if not _missing(self._served[key].card.needs, present):
+            self._complete.add(key)
+            logger.info("model %s has all the roles it needs in namespace %s", key.model, key.namespace)
+        return key in self._complete
+
+
+def unservable(group: Group) -> str | None:
+    """Return why this version cannot serve a group, or None."""
+    card = group.card
+    if card.role is WorkerType.Prefill:
+        return "prefill workers answer no request by themselves: a decode worker of the same model is missing"
+    if card.role is WorkerType.Encode:
+        return "encode workers are not in this version"
+    if card.model_input not in (str(ModelInput.Tokens), str(ModelInput.Text)):
+        return f"model_input {card.model_input!r} is not in this version (use Tokens or Text)"
+    if not card.surfaces & SERVABLE:
+        return f"model_type {card.model_type!r} is not in this version (use Chat or Completions)"
+    return None
+
+
+def _missing(needs: Sequence[Sequence[str]], present: Collection[str]) -> list[str]:
+    """Return the missing roles of the nearest alternative; [] when one alternative is complete or none is required."""
+    gaps = [[role for role in alternative if role not in present] for alternative in needs]
+    return min(gaps, key=len, default=[])

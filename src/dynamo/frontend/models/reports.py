@@ -1,0 +1,175 @@
+"""What operators see of the models, as log lines and gauges."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from dynamo.frontend.admission.model import AdmissionPolicy
+from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.models.cards import CardBook, Group, GroupKey
+from dynamo.frontend.models.instances import InstanceBook
+from dynamo.frontend.models.served import ServedModel
+from dynamo.protocol.model_types import ModelType
+from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.router.busy_workers import LoadReport
+from dynamo.text.model import TextModel
+from dynamo.text.prefix_cache import CachedTokenizer
+from dynamo.text.reasoning import REASONING_FORMATS
+from dynamo.text.tools import TOOL_FORMATS
+
+__all__ = ["ModelReports"]
+
+logger = logging.getLogger(__name__)
+
+
+class ModelReports:
+    """Keeps the gauges of models and workers, and logs what happens to models."""
+
+    def __init__(self, metrics: FrontendMetrics) -> None:
+        self._metrics = metrics
+        self._rejected: dict[str, str] = {}  # card key -> fingerprint that was reported
+        self._queued: frozenset[str] = frozenset()  # models whose gauge of waiting requests is above 0
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def served(self, model: ServedModel, admission: AdmissionPolicy) -> None:
+        """Report a model that has just been loaded."""
+        self.describe(model)
+        if model.admission.ignores_factor:
+            logger.warning(
+                "model %s: its workers do not say how many requests they run at once (max_num_seqs), so "
+                "--max-requests-per-model %s does not hold for it; give a number",
+                model.name,
+                admission.limit,
+            )
+        _warn_of_missing_parsers(model.name, model.card.runtime_config)
+        if model.surfaces & ModelType.Chat and not model.takes_text:
+            _report_chat_template(model.name, model.text)
+        logger.info(
+            "model %s is served in namespace %s by %d worker(s) (%s)",
+            model.name,
+            model.namespace,
+            model.workers,
+            model.surfaces,
+        )
+
+    def unservable(self, key: GroupKey, reason: str) -> None:
+        """Report a model that this version cannot serve."""
+        logger.warning("model %s in namespace %s is not served: %s", key.model, key.namespace, reason)
+
+    def gone(self, key: GroupKey, *, is_last: bool) -> None:
+        """Report a model that is not served any more; `is_last`: in no namespace and no role."""
+        logger.info("model %s is gone from namespace %s", key.model, key.namespace)
+        if is_last:
+            self._metrics.forget_model(key.model)
+
+    def conflicts(self, group: Group) -> None:
+        """Report every worker whose card differs from the one in service, once for each card."""
+        for entry in group.rejected:
+            if self._rejected.get(entry.key) == entry.fingerprint:
+                continue
+            self._rejected[entry.key] = entry.fingerprint
+            self._metrics.card_conflicts.labels(group.key.model).inc()
+            logger.error(
+                "worker %s/%x registered model %s with a card that differs from the one in service (%s instead of %s: "
+                "tokenizer, template, generation config, block size, role or needs) and gets no requests. Give it the "
+                "same model files, another model name or another namespace",
+                entry.endpoint,
+                entry.instance_id,
+                group.key.model,
+                entry.fingerprint[:12],
+                group.fingerprint[:12],
+            )
+        for entry in group.accepted:
+            self._rejected.pop(entry.key, None)
+
+    def forget_conflicts(self, cards: CardBook) -> None:
+        """Forget the conflicts of cards that have gone."""
+        groups = [group for key in cards.keys if (group := cards.group(key)) is not None]
+        rejected = {entry.key for group in groups for entry in group.rejected}
+        self._rejected = {card: reported for card, reported in self._rejected.items() if card in rejected}
+
+    # -- gauges ------------------------------------------------------------------------------------------------------
+
+    def describe(self, model: ServedModel) -> None:
+        """Show what a model's workers registered."""
+        runtime = model.card.runtime_config
+        self._metrics.describe_model(
+            model.name,
+            {
+                "total_kv_blocks": runtime.total_kv_blocks,
+                "max_num_seqs": runtime.max_num_seqs,
+                "max_num_batched_tokens": runtime.max_num_batched_tokens,
+                "context_length": model.context_length,
+                "kv_cache_block_size": model.card.kv_cache_block_size,
+                "migration_limit": model.card.migration_limit,
+            },
+        )
+
+    def ready(self, states: Mapping[str, bool]) -> None:
+        """Show the models that are ready."""
+        for name, is_ready in states.items():
+            self._metrics.describe_model(name, {"ready": float(is_ready)})
+
+    def count_workers(self, cards: CardBook, instances: InstanceBook) -> None:
+        """Show how many workers each model has, by role."""
+        counts: dict[tuple[str, str], int] = {}
+        roles: dict[int, str] = {}
+        for key in cards.keys:
+            group = cards.group(key)
+            reachable = 0 if group is None else instances.count(group.accepted)
+            counts[key.model, key.role] = counts.get((key.model, key.role), 0) + reachable
+            roles |= {} if group is None else {entry.instance_id: key.role for entry in group.accepted}
+        self._metrics.count_workers(counts)
+        self._metrics.workers.keep_only(roles)
+
+    def load(self, load: LoadReport) -> None:
+        """Show what a rank of a worker reported."""
+        self._metrics.workers.loaded(
+            load.worker_id, load.dp_rank, load.active_decode_blocks, load.active_prefill_tokens
+        )
+
+    def measure(self, models: Iterable[ServedModel], now: float) -> None:
+        """Show how long requests have been waiting and what the tokenizers' caches did; once a second is often enough."""
+        ages: dict[str, float] = {}
+        for model in models:
+            if (age := model.admission.queue_age_seconds(now)) > 0:
+                ages[model.name] = max(ages.get(model.name, 0.0), age)
+            tokenizer = model.text.tokenizer
+            if isinstance(tokenizer, CachedTokenizer):
+                self._metrics.tokenizer_cache.count(model.name, tokenizer.stats)
+        for name in self._queued - ages.keys():
+            self._metrics.model(name).queue_age.set(0)
+        for name, age in ages.items():
+            self._metrics.model(name).queue_age.set(age)
+        self._queued = frozenset(ages)
+
+
+def _warn_of_missing_parsers(model: str, config: ModelRuntimeConfig) -> None:
+    """Log a warning when a card requests a parser that this version does not have."""
+    for what, name, known in (
+        ("tool-call parser", config.tool_call_parser, TOOL_FORMATS),
+        ("reasoning parser", config.reasoning_parser, REASONING_FORMATS),
+    ):
+        if name is not None and name not in known:
+            logger.warning(
+                "model %s asks for the %s %r, which is not in this version: its output is shown as it comes",
+                model,
+                what,
+                name,
+            )
+
+
+def _report_chat_template(model: str, text: TextModel) -> None:
+    """Log what becomes of chat where the model brings no chat template."""
+    if text.is_known_by_name_only and not text.has_chat_template:
+        logger.info(
+            "model %s brings no tokenizer: its tokens are bytes, and chat is plain lines of `role: text`", model
+        )
+    elif not text.can_chat:
+        logger.warning(
+            "model %s has no chat template: chat requests are refused with 400, completions are served; "
+            "start its worker with --custom-jinja-template FILE",
+            model,
+        )

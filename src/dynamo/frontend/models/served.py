@@ -1,0 +1,175 @@
+"""A model that can answer, and the models that are loaded."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from dynamo.frontend.admission.model import AdmissionPolicy, ModelAdmission
+from dynamo.frontend.models.cards import Group, GroupKey
+from dynamo.frontend.models.replacement import ReplacementWaits
+from dynamo.placement import Policy
+from dynamo.protocol.model_types import ModelInput, ModelType
+from dynamo.protocol.records import ModelCard
+from dynamo.router.dispatch import Dispatcher
+from dynamo.router.pool import ModelPool, WorkerClient
+from dynamo.router.query_of_death import QueriesOfDeath
+from dynamo.text.model import TextModel
+
+__all__ = ["ServedModel", "ServedModels", "ServingRules"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServingRules:
+    """What holds for every model of a frontend."""
+
+    placement: Callable[[], Policy]  # makes the policy of one group of workers
+    admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)  # how many requests each model takes
+    enforce_disagg: bool = False  # prompts of a disaggregated model are computed by prefill workers or not at all
+    replacement_wait_seconds: float = 0.0
+    """How long a model whose last worker was lost goes on taking requests, which wait for the next worker."""
+    rng: random.Random | None = None
+
+
+class ServedModel(ModelPool):
+    """A model that can answer: its text side and its workers. One per (model, namespace, role)."""
+
+    __slots__ = (
+        "admission",
+        "card",
+        "context_length",
+        "created",
+        "dispatcher",
+        "mdc_sum",
+        "namespace",
+        "ranks",
+        "takes_text",
+        "text",
+    )
+
+    def __init__(
+        self,
+        group: Group,
+        text: TextModel,
+        clients: Mapping[str, WorkerClient],
+        rules: ServingRules,
+        *,
+        queries_of_death: QueriesOfDeath | None = None,
+    ) -> None:
+        """`clients`: by endpoint; it may change any time. `queries_of_death`: shared by all models of a process."""
+        super().__init__(group.key.model, clients, rules.placement())
+        self.admission = ModelAdmission(group.key.model, rules.admission)
+        self.namespace = group.key.namespace
+        self.text = text
+        self.created = int(time.time())
+        self.dispatcher = Dispatcher(
+            self, replacement_wait_seconds=rules.replacement_wait_seconds, queries_of_death=queries_of_death
+        )
+        self.update(group)
+
+    def update(self, group: Group) -> None:
+        """Take over new members; the model itself is the same."""
+        card = group.card
+        self.card: ModelCard = card
+        self.runtime_config = card.runtime_config
+        self.mdc_sum = group.fingerprint
+        self.takes_text = card.model_input == str(ModelInput.Text)  # it gets the client's own body, and says text
+        # Tokens of prompt and answer together; None when the worker did not say.
+        self.context_length = (
+            card.runtime_config.context_length or card.context_length or self.text.context_length or None
+        )
+        self.ranks = _ranks(group)
+        self.set_members((entry.endpoint, entry.instance_id) for entry in group.accepted)
+        self.admission.set_capacity(_capacity(group))
+
+    @property
+    def surfaces(self) -> ModelType:
+        """What it can be called by."""
+        return self.card.surfaces
+
+    @property
+    def lora_name(self) -> str | None:
+        """The adapter that it is; None for a base model."""
+        return self.card.lora.name if self.card.lora else None
+
+    @property
+    def created_at_text(self) -> str:
+        """When it was first served here, RFC 3339."""
+        return datetime.fromtimestamp(self.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class ServedModels(Mapping[GroupKey, ServedModel]):
+    """The loaded models, each for as long as it has a worker or requests may wait for the next one."""
+
+    def __init__(self, waits: ReplacementWaits) -> None:
+        self._waits = waits
+        self._models: dict[GroupKey, ServedModel] = {}
+
+    def __getitem__(self, key: GroupKey) -> ServedModel:
+        return self._models[key]
+
+    def __iter__(self) -> Iterator[GroupKey]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def add(self, key: GroupKey, model: ServedModel) -> None:
+        self._models[key] = model
+
+    def drop(self, key: GroupKey) -> None:
+        """Forget a model, waiting requests or not."""
+        del self._models[key]
+        self._waits.forget(key)
+
+    def drop_abandoned(self, is_registered: Callable[[GroupKey], bool]) -> list[GroupKey]:
+        """Look at every model again; forget those with no worker registered and no request that may wait for one.
+
+        Return their keys. To be called after each change of members or instances.
+        """
+        self._waits.update(self._models)
+        abandoned = [key for key in self._models if not is_registered(key) and key not in self._waits]
+        for key in abandoned:
+            self.drop(key)
+        return abandoned
+
+    def awaits_replacement(self, key: GroupKey) -> bool:
+        """Return whether its last worker was lost moments ago, and requests may wait for the next one."""
+        return key in self._waits
+
+    def close(self) -> None:
+        """Stop the waits. Idempotent."""
+        self._waits.close()
+
+    @property
+    def longest_context(self) -> int | None:
+        """The most tokens that any of them takes; None when one of them does not report it."""
+        longest = 0
+        for model in self._models.values():
+            if not model.context_length:
+                return None
+            longest = max(longest, model.context_length)
+        return longest or None
+
+
+def _ranks(group: Group) -> tuple[range, ...]:
+    """Return the data-parallel ranks of the members, each range once."""
+    configs = [entry.card.runtime_config for entry in group.accepted]
+    starts = {(config.data_parallel_start_rank, max(1, config.data_parallel_size)) for config in configs}
+    return tuple(range(start, start + size) for start, size in sorted(starts))
+
+
+def _capacity(group: Group) -> int | None:
+    """Return how many requests the group's workers run at once; None when at least one worker did not report its
+    capacity.
+    """
+    total = 0
+    for entry in group.accepted:
+        runtime = entry.card.runtime_config
+        if not runtime.max_num_seqs:
+            return None
+        total += runtime.max_num_seqs * max(1, runtime.data_parallel_size)  # each rank has a scheduler of its own
+    return total
