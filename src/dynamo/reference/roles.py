@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 from dynamo.contract.health_check import is_probe
@@ -29,7 +30,7 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.metrics import TypedFamily
 from dynamo.runtime.tasks import first_of
 
-__all__ = ["DecodeRole", "PrefillRole"]
+__all__ = ["DecodeRole", "PrefillRole", "RoleOptions"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,38 @@ OFFERS: Final = "reference_kv_offers"
 TRANSFERS: Final = "reference_kv_transfers_total"
 
 RELEASE_SECONDS: Final = 2.0  # for telling the peer that its blocks are not wanted; they expire without that, too
+
+
+ROLES: Final = (DisaggregationMode.AGGREGATED, DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleOptions:
+    """What a worker does of a request. Raises InvalidArgument for a role that the engine does not have."""
+
+    mode: DisaggregationMode = DisaggregationMode.AGGREGATED
+    transfer: TransferOptions = field(default_factory=TransferOptions)
+    require_prefill_result: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in ROLES:
+            raise InvalidArgument(f"--disaggregation-mode {self.mode.value}: the reference engine has no such role")
+
+    async def make(self, cache: KvCache) -> PrefillRole | DecodeRole | None:
+        """Set up what the role needs; None for a worker that serves whole requests. Raises CannotConnect, InvalidArgument."""
+        # In a thread, because NIXL takes a second to start.
+        if self.mode is DisaggregationMode.DECODE:
+            make = partial(DecodeRole, cache, self.transfer, required=self.require_prefill_result)
+            return await asyncio.to_thread(make)
+        if self.mode is DisaggregationMode.PREFILL:
+            role = await asyncio.to_thread(PrefillRole, cache, self.transfer)
+            try:
+                await role.start()
+            except BaseException:
+                await role.close()
+                raise
+            return role
+        return None
 
 
 class PrefillRole:
@@ -187,6 +220,3 @@ class DecodeRole:
 def _outcomes(help: str, labels: list[tuple[str, str]], counts: Mapping[str, int]) -> TypedFamily:
     samples = [(TRANSFERS, [*labels, ("outcome", outcome)], count) for outcome, count in counts.items()]
     return TRANSFERS, help, "counter", samples
-
-
-ROLES: Final = (DisaggregationMode.AGGREGATED, DisaggregationMode.PREFILL, DisaggregationMode.DECODE)

@@ -69,7 +69,7 @@ class FanOut(AsyncIterator[list[R]], Generic[R]):
         """Begin to read one part."""
         self._readers.append(reader)
         self._running += 1
-        self._background.start(self._read(reader), f"{self._context.id()}: part {len(self._readers)}")
+        self._background.start(self._read(reader), f"part of {self._context.id()}")
 
     async def __anext__(self) -> list[R]:
         while self._running and self._failure is None:

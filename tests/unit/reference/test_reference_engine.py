@@ -231,7 +231,7 @@ async def test_a_publisher_that_fails_costs_no_answer(
     async with running(models["llama"]) as engine:
         (source,) = await engine.kv_event_sources()
         source.on_ready(None)  # type: ignore[union-attr, arg-type]
-        engine._events = object()  # type: ignore[assignment]
+        engine._reports.events = object()  # type: ignore[assignment]
         assert len(await collect(engine, request([5] * 9, 3))) == 3
     assert "KV events were not published" in caplog.text
 

@@ -637,7 +637,7 @@ class _Run(logging.Handler):
             self._zero("network", "wires", len(link.wires))
         for task in asyncio.all_tasks():
             if task.get_name().startswith(
-                ("request ", "choice ", "abort ", "visit ", "frontend: client", "frontend: keep")
+                ("request ", "part of ", "abort ", "visit ", "frontend: client", "frontend: keep")
             ):
                 self.breach("leak", f"task {task.get_name()!r} is still there")
 

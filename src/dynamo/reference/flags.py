@@ -1,0 +1,128 @@
+"""The engine's own flags, beside those of every backend."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from dynamo.contract.args import BackendArgumentParser, add_backend_arguments
+from dynamo.contract.modes import DisaggregationMode
+from dynamo.errors import InvalidArgument
+from dynamo.protocol.guided_limits import GuidedLimits
+from dynamo.reference import demo
+from dynamo.reference.guided import COMPILE_SECONDS
+from dynamo.reference.kv_transfer import TRANSPORTS, TransferOptions, check_installed
+from dynamo.reference.loading import Options
+from dynamo.reference.roles import RoleOptions
+from dynamo.runtime.settings import env_float, env_int, env_str
+
+__all__ = ["read_arguments"]
+
+
+def read_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Options, RoleOptions]:
+    """Return the command line, and what it says of the engine and its role. Ends the process for a mistake (status 2)."""
+    parser = BackendArgumentParser("dynamo.reference", description="An inference engine in NumPy.")
+    _add_flags(parser)
+    add_backend_arguments(parser)
+    args = parser.parse_args(argv)
+    if args.model is None:
+        demo.choose(args)
+    try:
+        options = Options(
+            block_size=args.block_size,
+            kv_cache_mb=args.kv_cache_mb,
+            context_length=args.context_length,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            prefix_caching=not args.no_prefix_caching,
+            max_loras=args.max_loras,
+            guided=GuidedLimits.read(partial(env_int, minimum=1)),
+            guided_compile_seconds=env_float("DYN_GUIDED_COMPILE_SECS", COMPILE_SECONDS, minimum=0.01),
+        )
+        transfer = TransferOptions(
+            args.kv_transfer,
+            args.kv_transfer_host or env_str("DYN_TCP_RPC_HOST"),
+            args.kv_transfer_port,
+            args.kv_hold_seconds,
+            args.kv_pull_seconds,
+        )
+        if args.disaggregation_mode is not DisaggregationMode.AGGREGATED:
+            check_installed(transfer)
+        role = RoleOptions(args.disaggregation_mode, transfer, args.require_prefill_result)
+    except InvalidArgument as error:
+        parser.error(str(error))
+    return args, options, role
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    default = Options()
+    add = parser.add_argument_group("reference engine").add_argument
+    add(
+        "--model",
+        "--model-name",
+        type=lambda text: Path(text).expanduser(),
+        metavar="DIR",
+        help="directory of a Llama, Qwen2 or Qwen3 model (default: the demonstration model that comes with us)",
+    )
+    add("--served-model-name", metavar="NAME", help="name clients use (default: the directory's)")
+    add("--context-length", type=int, metavar="TOKENS", help="longest prompt and answer (default: the model's)")
+    add(
+        "--block-size", type=int, default=default.block_size, metavar="TOKENS", help="tokens per KV block (default: 16)"
+    )
+    add(
+        "--kv-cache-mb",
+        type=int,
+        default=default.kv_cache_mb,
+        metavar="MB",
+        help="memory of the KV cache (default: 256)",
+    )
+    add(
+        "--max-num-seqs", type=int, default=default.max_num_seqs, metavar="N", help="requests in one step (default: 64)"
+    )
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        default=default.max_num_batched_tokens,
+        metavar="TOKENS",
+        help="tokens in one step; longer prompts are computed in pieces (default: 512)",
+    )
+    add(
+        "--kv-transfer",
+        choices=TRANSPORTS,
+        default="tcp",
+        help="how KV blocks get from prefill to decode workers; nixl needs its extra (default: tcp)",
+    )
+    add(
+        "--kv-transfer-host",
+        metavar="HOST",
+        help="address decode workers fetch from (default: DYN_TCP_RPC_HOST, or this machine's)",
+    )
+    add("--kv-transfer-port", type=int, default=0, metavar="PORT", help="0 is any free one (default: 0)")
+    add(
+        "--kv-hold-seconds",
+        type=float,
+        default=TransferOptions().hold_seconds,
+        metavar="SECONDS",
+        help="how long a prefill worker holds blocks that nobody fetches (default: 30)",
+    )
+    add(
+        "--kv-pull-seconds",
+        type=float,
+        default=TransferOptions().pull_seconds,
+        metavar="SECONDS",
+        help="how long fetching the blocks of one prompt may take (default: 30)",
+    )
+    add(
+        "--require-prefill-result",
+        action="store_true",
+        help="a decode worker refuses requests without one, instead of computing their prompts",
+    )
+    add(
+        "--max-loras",
+        type=int,
+        default=default.max_loras,
+        metavar="N",
+        help="LoRA adapters loaded at once (default: 8)",
+    )
+    add("--no-prefix-caching", action="store_true", help="compute every prompt from its start; publish no KV events")
