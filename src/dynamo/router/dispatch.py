@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
 
 from dynamo.errors import DynamoException, StreamIncomplete
+from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.failover import DispatchRequest, Failover
 from dynamo.router.migration import Move, continued, tokens_left
 from dynamo.router.pool import ChosenWorker, ModelPool
@@ -284,7 +284,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
             self._body, self._context, request.record, request.timer, request.limits.retries, limit, self._suspect
         )
 
-        async def answer(body: dict[str, Any]) -> list[StreamItem]:
+        async def answer(body: WorkerRequest) -> list[StreamItem]:
             self._body = body
             return await self._begin(lost_by)
 

@@ -6,11 +6,12 @@ A reader wakes once for everything that has arrived and gets one `Delta` per cho
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from dynamo.errors import Unknown, revive
 from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest
 from dynamo.protocol.finish import EngineFailed, normalise
+from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.failover import DispatchRequest
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import StreamItem
@@ -107,7 +108,7 @@ class TokenChoice(Choice):
     ) -> None:
         body = {**_for_choice(work.plan.body, index % work.plan.choices), "token_ids": prompt}
         request = DispatchRequest(
-            body,
+            cast(WorkerRequest, body),
             prompt,
             record=work.tally,
             timer=work.timer,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -21,6 +21,7 @@ from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.plain_text import TextChunk, TextDelta, count, prompt_tokens, read_chunk
 from dynamo.protocol.openai.requests import ChatRequest, CompletionRequest
+from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.failover import DispatchRequest
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import StreamItem
@@ -217,7 +218,7 @@ class TextStream(Choice):
         assert isinstance(work.tally, TextTally)
         self._tally = work.tally
         request = DispatchRequest(
-            plan.bodies[index // plan.choices],
+            cast(WorkerRequest, plan.bodies[index // plan.choices]),  # the client's own: no member of it is the way's
             (),
             record=work.tally,
             timer=work.timer,
