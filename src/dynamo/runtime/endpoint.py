@@ -176,7 +176,7 @@ class Endpoint:
         )
         server.register(served.route, served.handle)
         if takes_stream:
-            self.runtime.take_streams(served.route)
+            self.runtime.planes.take_streams(served.route)
         self.runtime.adopt(served)
         served.begin()
         if advertise:
@@ -340,7 +340,7 @@ class ServedEndpoint:
         """Report readiness, and start the canary where there is one."""
         path = self.endpoint.path
         self._runtime.health.register(path, has_payload=self._payload is not None)
-        settings = self._runtime.canary_settings
+        settings = self._runtime.observability.canary_settings
         if self._payload is not None and settings.enabled:
             self._canary = Canary(path, self._handler, self._payload, self._runtime.health, settings)
             self._canary.start()
@@ -426,15 +426,15 @@ class ServedEndpoint:
             async with asyncio.timeout(timeout):
                 while True:
                     await self._idle.wait()
-                    if not self._runtime.queued_requests:
+                    if not self._runtime.observability.queued_requests:
                         return True
                     await asyncio.sleep(QUEUE_LOOK_SECONDS)
         except TimeoutError:
-            return not self._inflight and not self._runtime.queued_requests
+            return not self._inflight and not self._runtime.observability.queued_requests
 
     def stop_accepting(self) -> None:
         """Decline new requests from now on; those in flight go on. Idempotent."""
-        self._runtime.decline(self.route)
+        self._runtime.planes.decline(self.route)
 
     def cut(self, error: DynamoException) -> int:
         """End every stream in flight with `error` and kill its request; how many there were.
