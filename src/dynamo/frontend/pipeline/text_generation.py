@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from dynamo.errors import DynamoException, Unknown, revive
+from dynamo.frontend.apis.plain import PlainOutput
 from dynamo.frontend.pipeline.choice import Choice, Delta
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
 from dynamo.frontend.pipeline.plan import GenerationModel, Plan, Tally, WorkRequest
@@ -244,7 +245,7 @@ class TextStream(Choice):
             self._is_over = True
             return None
 
-    async def push(self, accept: Callable[[list[Delta]], bool], plain: Callable[[str, int], bool] | None) -> None:
+    async def push(self, accept: Callable[[list[Delta]], bool], plain: PlainOutput | None) -> None:
         """Call `accept` with what arrives. See `SingleGeneration.push`."""
         try:
             await super().push(accept, plain)
