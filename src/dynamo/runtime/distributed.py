@@ -14,7 +14,7 @@ from dynamo.runtime.client import Client
 from dynamo.runtime.discovery.base import Discovery
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.discovery.memory import MemoryDiscovery
-from dynamo.runtime.endpoint import Endpoint, ServedEndpoint
+from dynamo.runtime.endpoint import Endpoint
 from dynamo.runtime.event_plane.base import EventPlane
 from dynamo.runtime.health import HealthState
 from dynamo.runtime.lifecycle import RuntimeEvent, RuntimeLife
@@ -32,6 +32,7 @@ from dynamo.runtime.request_plane.base import Instance, RequestPlaneClient, Requ
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.memory import MemoryPlane, shared_plane
 from dynamo.runtime.request_plane.metrics import CallerMetrics
+from dynamo.runtime.served_endpoint import ServedEndpoint
 from dynamo.runtime.settings import RuntimeSettings, discovery_store
 from dynamo.runtime.status_server import EngineRoute, StatusServer
 from dynamo.runtime.tasks import AttemptCancelled, Background, SingleFlight
