@@ -81,6 +81,9 @@ test-faults: $(VENV)/.dev ## workers lost at every token; etcd frozen, killed an
 fault-table: $(VENV)/.dev ## what test-faults measured, as the table of docs/faults.md
 	@$(BIN)/python benchmarks/fault_table.py --into docs/faults.md $(ARGS)
 
+test-rust: $(VENV)/.dev ## the Rust SDK: cargo test, clippy, format, then the end-to-end tests over a Rust worker
+	@PYTHON=$(BIN)/python tools/test_rust.sh $(ARGS)
+
 test-interop: $(VENV)/.dev ## both systems in one cluster, with the native 1.6.1 (set DYNAMO_NATIVE_PYTHON)
 	@$(BIN)/python -m pytest -q -m interop tests/long/interop -rs $(ARGS)
 
@@ -88,4 +91,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test test-all check house docs format bench bench-native soak test-fresh test-fuzz test-faults fault-table test-engines test-interop clean
+.PHONY: help serve test test-all check house docs format bench bench-native soak test-fresh test-fuzz test-faults fault-table test-engines test-rust test-interop clean

@@ -25,6 +25,10 @@ SUPPORT = Path(__file__).parent
 SCRIPTED_ENGINE = SUPPORT / "scripted_engine.py"
 NODE_SERVER = SUPPORT.parent.parent / "examples" / "node-backend" / "server.js"
 
+RUST_ENGINE = os.environ.get("RUST_SCRIPTED_ENGINE", "")
+"""The scripted engine in Rust (`make test-rust` builds it). With it the workers of the end-to-end tests are that program:
+all of them, or with RUST_WORKERS=every-second those whose name ends in "b"."""
+
 POLL_SECONDS = 0.01
 LAST_WORDS_SECONDS = 5.0
 
@@ -223,7 +227,9 @@ class Cluster:
         """Start a worker of the scripted engine."""
         journal = self.root / f"{name}.journal"
         own = {"SCRIPTED_MODEL": model, "SCRIPTED_JOURNAL": str(journal), "SCRIPTED_NAME": name}
-        return self._worker(name, model, [sys.executable, str(SCRIPTED_ENGINE)], own | env, journal)
+        is_rust = RUST_ENGINE and (os.environ.get("RUST_WORKERS") != "every-second" or name.endswith("b"))
+        argv = [RUST_ENGINE] if is_rust else [sys.executable, str(SCRIPTED_ENGINE)]
+        return self._worker(name, model, argv, own | env, journal)
 
     def sample(self, name: str, model: str, *flags: str, **env: str) -> Worker:
         """Start a worker of the sample engine."""

@@ -85,7 +85,7 @@ def _plan_chaos(settings: FrontendSettings, runtime: DistributedRuntime) -> None
 
     name = settings.chaos_name or str(Role.FRONTEND)
     faults = faults_of(Role.FRONTEND, name, admitted(settings.chaos, settings.allow_chaos) or ())
-    runtime.planes.client_stand_in = FrontendChaos(faults, name=name).client
+    runtime.plane_client_stand_in = FrontendChaos(faults, name=name).client
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -23,7 +22,6 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import EVENT_SOURCES, Change, Put
 from dynamo.runtime.discovery.follow import follow
 from dynamo.runtime.endpoint import Endpoint
-from dynamo.runtime.event_plane.base import Event
 
 __all__ = ["KvEventFeed", "KvSink"]
 
@@ -127,7 +125,7 @@ class KvEventFeed:
 
     # -- live --------------------------------------------------------------------------------------------------------
 
-    async def _follow_events(self, events: AsyncIterator[Event]) -> None:
+    async def _follow_events(self, events: Any) -> None:
         async for message in events:
             try:
                 found = read_events(message.payload)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import msgspec
 
 from dynamo.errors import DynamoException, Unknown, revive
-from dynamo.frontend.apis.plain import PlainOutput
 from dynamo.frontend.pipeline.choice import Choice, Delta
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
 from dynamo.frontend.pipeline.plan import GenerationModel, Plan, Tally, WorkRequest
@@ -22,7 +21,6 @@ from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.plain_text import TextChunk, TextDelta, count, prompt_tokens, read_chunk
 from dynamo.protocol.openai.requests import ChatRequest, CompletionRequest
-from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.failover import DispatchRequest
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import StreamItem
@@ -219,7 +217,7 @@ class TextStream(Choice):
         assert isinstance(work.tally, TextTally)
         self._tally = work.tally
         request = DispatchRequest(
-            cast(WorkerRequest, plan.bodies[index // plan.choices]),  # the client's own: no member of it is the way's
+            plan.bodies[index // plan.choices],
             (),
             record=work.tally,
             timer=work.timer,
@@ -245,7 +243,7 @@ class TextStream(Choice):
             self._is_over = True
             return None
 
-    async def push(self, accept: Callable[[list[Delta]], bool], plain: PlainOutput | None) -> None:
+    async def push(self, accept: Callable[[list[Delta]], bool], plain: Callable[[str, int], bool] | None) -> None:
         """Call `accept` with what arrives. See `SingleGeneration.push`."""
         try:
             await super().push(accept, plain)

@@ -1,0 +1,186 @@
+//! Whether this worker can serve: what probes read, and the canary that keeps it honest.
+
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use futures::StreamExt;
+use serde_json::{Value, json};
+
+use crate::context::{AsyncEngineContext, Controller, GenerateContext};
+use crate::engine::LLMEngine;
+use crate::output::FinishReason;
+use crate::plane::lock;
+use crate::request::{HEALTH_CHECK_KEY, PreprocessedRequest};
+use crate::settings;
+
+#[derive(Debug)]
+struct State {
+    reason: Option<&'static str>,
+    endpoint: Option<String>,
+    last_answer: Instant,
+}
+
+/// The readiness of a worker. Clones share it.
+#[derive(Clone, Debug)]
+pub(crate) struct Health {
+    began: Instant,
+    state: Arc<Mutex<State>>,
+}
+
+const STARTING: &str = "no endpoint is served yet";
+const UNSEEN: &str = "the health check has not seen it answer yet";
+const FAILED: &str = "the health check failed";
+const LEAVING: &str = "the process is shutting down";
+const PAUSED: &str = "it takes no requests now";
+
+impl Health {
+    pub(crate) fn new() -> Self {
+        let began = Instant::now();
+        let state = State { reason: Some(STARTING), endpoint: None, last_answer: began };
+        Self { began, state: Arc::new(Mutex::new(state)) }
+    }
+
+    /// Lists the endpoint as serving; with a canary only once that has seen it answer.
+    pub(crate) fn serving(&self, endpoint: &str, has_canary: bool) {
+        let mut state = lock(&self.state);
+        state.endpoint = Some(endpoint.to_owned());
+        state.last_answer = Instant::now();
+        if state.reason != Some(LEAVING) {
+            state.reason = has_canary.then_some(UNSEEN);
+        }
+    }
+
+    /// Reports the endpoint as out of service, or as back.
+    pub(crate) fn pause(&self, is_paused: bool) {
+        let mut state = lock(&self.state);
+        if state.reason != Some(LEAVING) {
+            state.reason = is_paused.then_some(PAUSED);
+        }
+    }
+
+    /// Reports not ready from here on.
+    pub(crate) fn begin_shutdown(&self) {
+        lock(&self.state).reason = Some(LEAVING);
+    }
+
+    /// Notes that a request was answered: a busy engine needs no canary.
+    pub(crate) fn answered(&self) {
+        self.judge(true);
+    }
+
+    fn judge(&self, is_well: bool) {
+        let mut state = lock(&self.state);
+        if is_well {
+            state.last_answer = Instant::now();
+        }
+        if matches!(state.reason, None | Some(UNSEEN | FAILED)) {
+            state.reason = (!is_well).then_some(FAILED);
+        }
+    }
+
+    fn since_last_answer(&self) -> Duration {
+        lock(&self.state).last_answer.elapsed()
+    }
+
+    /// Returns the answer of `/health`, and whether it is a good one.
+    pub(crate) fn body(&self) -> (bool, Value) {
+        let state = lock(&self.state);
+        let is_ready = state.reason.is_none();
+        let word = if is_ready { "ready" } else { "notready" };
+        let uptime = self.began.elapsed();
+        let mut body = json!({
+            "status": word,
+            "uptime": {"secs": uptime.as_secs(), "nanos": uptime.subsec_nanos()},
+            "endpoints": {},
+        });
+        if let Some(endpoint) = &state.endpoint {
+            body["endpoints"][endpoint] = json!(word);
+        }
+        if let Some(reason) = state.reason {
+            body["reason"] = json!(reason);
+        }
+        (is_ready, body)
+    }
+}
+
+/// Returns the request of the health check: the operator's, the environment's, or the engine's.
+pub(crate) async fn payload(configured: Option<&Value>, engine: &dyn LLMEngine) -> Option<Value> {
+    let (origin, found) = if let Some(value) = configured {
+        ("WorkerConfig.health_check_payload", Some(value.clone()))
+    } else if let Some(text) = settings::text("DYN_HEALTH_CHECK_PAYLOAD") {
+        ("DYN_HEALTH_CHECK_PAYLOAD", read(&text))
+    } else {
+        let own = engine.health_check_payload().await.unwrap_or_else(|error| {
+            tracing::warn!("health_check_payload() failed; serving without a canary: {error}");
+            None
+        });
+        ("health_check_payload()", own)
+    };
+    match found {
+        Some(Value::Object(mut payload)) => {
+            payload.insert(HEALTH_CHECK_KEY.into(), json!(true));
+            Some(Value::Object(payload))
+        }
+        Some(_) => {
+            tracing::warn!("{origin} is not a JSON object; serving without a canary");
+            None
+        }
+        None => None,
+    }
+}
+
+fn read(text: &str) -> Option<Value> {
+    let text = match text.strip_prefix('@') {
+        Some(path) => std::fs::read_to_string(path).map_err(|error| error.to_string()),
+        None => Ok(text.to_owned()),
+    };
+    let value = text.and_then(|text| serde_json::from_str(&text).map_err(|error| error.to_string()));
+    value.map_err(|error| tracing::warn!("DYN_HEALTH_CHECK_PAYLOAD cannot be read: {error}")).ok()
+}
+
+/// Asks an idle engine for one small answer, again and again. Runs for ever.
+pub(crate) async fn canary(engine: Arc<dyn LLMEngine>, payload: Value, health: Health) {
+    let wait = Duration::from_secs_f64(settings::float("DYN_CANARY_WAIT_TIME", 10.0, 0.01));
+    let patience = Duration::from_secs_f64(settings::float("DYN_HEALTH_CHECK_REQUEST_TIMEOUT", 3.0, 0.01));
+    loop {
+        let idle = health.since_last_answer();
+        if idle < wait {
+            tokio::time::sleep(wait - idle).await;
+            continue;
+        }
+        let controller = Controller::new("health-check");
+        let context = GenerateContext::from(controller.clone() as Arc<dyn AsyncEngineContext>);
+        let probe = tokio::time::timeout(patience, probe(&*engine, &payload, context)).await;
+        controller.kill();
+        let is_well = match probe {
+            Ok(Ok(())) => true,
+            Ok(Err(reason)) => {
+                tracing::warn!("the health check failed: {reason}");
+                false
+            }
+            Err(_) => {
+                tracing::warn!("the health check had no answer within {} s", patience.as_secs_f64());
+                false
+            }
+        };
+        health.judge(is_well);
+        if !is_well {
+            tokio::time::sleep(wait).await;
+        }
+    }
+}
+
+async fn probe(engine: &dyn LLMEngine, payload: &Value, context: GenerateContext) -> Result<(), String> {
+    let request: PreprocessedRequest =
+        serde_json::from_value(payload.clone()).map_err(|error| format!("its request is not valid: {error}"))?;
+    let mut stream = engine.generate(request, context).await.map_err(|error| error.to_string())?;
+    match stream.next().await {
+        None => Err("the stream was empty".to_owned()),
+        Some(Err(error)) => Err(error.to_string()),
+        Some(Ok(chunk)) => match chunk.finish_reason {
+            Some(FinishReason::Error(text)) => Err(text),
+            _ => Ok(()),
+        },
+    }
+}

@@ -1,0 +1,16 @@
+//! The request plane: a listener, its connections, and the sinks that requests answer through.
+
+mod connection;
+mod outgoing;
+mod server;
+mod sink;
+
+pub(crate) use server::{Call, Handler, Server};
+pub(crate) use sink::Sink;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks a mutex whose holders cannot leave their data half-changed: each changes it with calls that do not fail.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

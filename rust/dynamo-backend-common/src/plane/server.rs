@@ -1,0 +1,275 @@
+//! The listener of a process: accepts connections, admits requests, and knows what still runs.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, RwLock};
+use std::time::Duration;
+
+use futures::future::BoxFuture;
+use tokio::net::{TcpListener, TcpSocket};
+use tokio::sync::{Notify, Semaphore};
+use tokio::time::Instant;
+
+use super::connection::{self, Connection};
+use super::{Sink, lock};
+use crate::context::{AsyncEngineContext, Controller, GenerateContext};
+use crate::error::{BackendError, DynamoError, ErrorType};
+use crate::flag::Flag;
+use crate::metrics::ListenerMetrics;
+use crate::settings::ListenerSettings;
+use crate::wire::secret::SharedSecret;
+
+/// One request that was admitted.
+#[derive(Debug)]
+pub(crate) struct Call {
+    pub(crate) body: Vec<u8>,
+    pub(crate) context: GenerateContext,
+    pub(crate) controller: Arc<Controller>,
+    pub(crate) sink: Sink,
+    pub(crate) deadline: Option<Instant>,
+}
+
+/// Serves the requests of one path.
+pub(crate) trait Handler: Send + Sync + 'static {
+    /// Serves one request; whatever its caller should know goes through the sink.
+    fn serve(self: Arc<Self>, call: Call) -> BoxFuture<'static, ()>;
+}
+
+/// How long accepting waits after the system had no socket to give.
+const ACCEPT_BACKOFF: Duration = Duration::from_millis(50);
+
+/// What all connections share.
+pub(crate) struct Server {
+    pub(crate) settings: ListenerSettings,
+    pub(crate) secret: Option<SharedSecret>,
+    pub(crate) metrics: ListenerMetrics,
+    /// Set when the streams that still run are to end with `EngineShutdown`.
+    pub(crate) cut: Flag,
+    handlers: RwLock<HashMap<String, Arc<dyn Handler>>>,
+    connections: Mutex<HashMap<u64, Arc<Connection>>>,
+    next_connection: AtomicU64,
+    pending_bytes: AtomicUsize,
+    places: Arc<Semaphore>,
+    open_requests: AtomicUsize,
+    idle: Notify,
+    is_closed: AtomicBool,
+}
+
+impl Server {
+    pub(crate) fn new(settings: ListenerSettings, metrics: ListenerMetrics) -> Result<Arc<Self>, DynamoError> {
+        let secret = settings.secret_path.as_deref().map(SharedSecret::read).transpose()?;
+        let places = Arc::new(Semaphore::new(settings.run_limit));
+        metrics.run_limit.set(settings.run_limit as f64);
+        metrics.queue_limit.set(settings.queue_limit as f64);
+        Ok(Arc::new(Self {
+            settings,
+            secret,
+            metrics,
+            cut: Flag::default(),
+            handlers: RwLock::default(),
+            connections: Mutex::default(),
+            next_connection: AtomicU64::new(0),
+            pending_bytes: AtomicUsize::new(0),
+            places,
+            open_requests: AtomicUsize::new(0),
+            idle: Notify::new(),
+            is_closed: AtomicBool::new(false),
+        }))
+    }
+
+    /// Binds the listener and returns it with its address.
+    pub(crate) async fn bind(&self, default_host: &str) -> Result<(TcpListener, SocketAddr), DynamoError> {
+        let host = self.settings.host.as_deref().unwrap_or(default_host);
+        let port = self.settings.port;
+        let failed = |error: std::io::Error| {
+            let text =
+                format!("cannot listen for requests on {host}:{port}: {error} (DYN_TCP_RPC_HOST, DYN_TCP_RPC_PORT)");
+            DynamoError::top(ErrorType::CannotConnect, text)
+        };
+        let address = tokio::net::lookup_host((host, port))
+            .await
+            .map_err(failed)?
+            .next()
+            .ok_or_else(|| failed(std::io::Error::new(std::io::ErrorKind::NotFound, "the name has no address")))?;
+        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }.map_err(failed)?;
+        socket.set_reuseaddr(true).map_err(failed)?;
+        socket.bind(address).map_err(failed)?;
+        let listener = socket.listen(self.settings.backlog).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        Ok((listener, address))
+    }
+
+    /// Accepts connections for ever.
+    pub(crate) async fn accept(self: Arc<Self>, listener: TcpListener) {
+        loop {
+            match listener.accept().await {
+                Ok((socket, _)) => {
+                    if lock(&self.connections).len() >= self.settings.max_connections {
+                        self.metrics.refused.add(1);
+                        continue; // dropping the socket closes it
+                    }
+                    tokio::spawn(connection::serve(Arc::clone(&self), socket));
+                }
+                Err(error) => {
+                    tracing::warn!("accepting a connection failed: {error}; trying again");
+                    tokio::time::sleep(ACCEPT_BACKOFF).await;
+                }
+            }
+        }
+    }
+
+    pub(crate) fn add_connection(&self, connection: Arc<Connection>) -> u64 {
+        let number = self.next_connection.fetch_add(1, Ordering::Relaxed);
+        lock(&self.connections).insert(number, connection);
+        number
+    }
+
+    pub(crate) fn remove_connection(&self, number: u64) {
+        lock(&self.connections).remove(&number);
+    }
+
+    /// Takes room for a piece of a body that is still arriving; `false` when there is none.
+    pub(crate) fn take_pending(&self, bytes: usize) -> bool {
+        let before = self.pending_bytes.fetch_add(bytes, Ordering::SeqCst);
+        if before + bytes > self.settings.pending_bytes {
+            self.pending_bytes.fetch_sub(bytes, Ordering::SeqCst);
+            return false;
+        }
+        true
+    }
+
+    pub(crate) fn give_back_pending(&self, bytes: usize) {
+        self.pending_bytes.fetch_sub(bytes, Ordering::SeqCst);
+    }
+
+    /// Serves a path from now on.
+    pub(crate) fn register(&self, path: &str, handler: Arc<dyn Handler>) {
+        let mut handlers = self.handlers.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+        handlers.insert(path.to_owned(), handler);
+    }
+
+    /// Starts a request, lets it wait for a place, or declines it.
+    pub(crate) fn dispatch(self: &Arc<Self>, path: &str, mut call: Call) {
+        let declined = |text: String| DynamoError::top(ErrorType::WorkerUnavailable, text);
+        if self.is_closed.load(Ordering::SeqCst) {
+            call.sink.end(Some(&declined("Server unavailable: worker is shutting down".into())));
+            return;
+        }
+        let handlers = self.handlers.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let Some(handler) = handlers.get(path).cloned() else {
+            drop(handlers);
+            call.sink.end(Some(&declined(format!("Server unavailable: unknown endpoint {path}"))));
+            return;
+        };
+        drop(handlers);
+        let limit = self.settings.run_limit + self.settings.queue_limit;
+        if self.open_requests.fetch_add(1, Ordering::SeqCst) >= limit {
+            self.request_ended();
+            self.metrics.rejected.add(1);
+            let full = DynamoError::top(ErrorType::WorkerOverloaded, "Server overloaded: worker at capacity");
+            call.sink.end(Some(&full));
+            return;
+        }
+        let server = Arc::clone(self);
+        match Arc::clone(&self.places).try_acquire_owned() {
+            Ok(place) => {
+                tokio::spawn(async move {
+                    server.metrics.running.change(1);
+                    handler.serve(call).await;
+                    drop(place);
+                    server.metrics.running.change(-1);
+                    server.request_ended();
+                });
+            }
+            Err(_) => {
+                self.metrics.queued.change(1);
+                tokio::spawn(async move {
+                    server.serve_queued(handler, call).await;
+                    server.request_ended();
+                });
+            }
+        }
+    }
+
+    /// Waits for a place, in the order of arrival, unless the request ends before it was started.
+    async fn serve_queued(&self, handler: Arc<dyn Handler>, mut call: Call) {
+        let places = Arc::clone(&self.places);
+        let late = async {
+            match call.deadline {
+                Some(deadline) => tokio::time::sleep_until(deadline).await,
+                None => std::future::pending().await,
+            }
+        };
+        let never_started = tokio::select! {
+            biased;
+            () = self.cut.wait() => DynamoError::backend(BackendError::EngineShutdown, "the worker is shutting down"),
+            () = call.controller.stopped() => {
+                DynamoError::backend(BackendError::Cancelled, "cancelled before the request was started")
+            }
+            () = late => DynamoError::backend(BackendError::ResponseTimeout, "the request's deadline passed"),
+            place = places.acquire_owned() => {
+                self.metrics.queued.change(-1);
+                self.metrics.running.change(1);
+                handler.serve(call).await;
+                drop(place);
+                self.metrics.running.change(-1);
+                return;
+            }
+        };
+        self.metrics.queued.change(-1);
+        call.sink.end(Some(&never_started));
+    }
+
+    fn request_ended(&self) {
+        if self.open_requests.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.idle.notify_waiters();
+        }
+    }
+
+    /// Returns how many requests run or wait.
+    pub(crate) fn open_requests(&self) -> usize {
+        self.open_requests.load(Ordering::SeqCst)
+    }
+
+    /// Returns whether all requests have ended by then.
+    pub(crate) async fn wait_idle(&self, patience: Duration) -> bool {
+        let wait = async {
+            loop {
+                let idle = self.idle.notified();
+                if self.open_requests() == 0 {
+                    return;
+                }
+                idle.await;
+            }
+        };
+        tokio::time::timeout(patience, wait).await.is_ok()
+    }
+
+    /// Asks every caller to open no more streams here.
+    pub(crate) fn goaway(&self, reason: &str) {
+        for connection in lock(&self.connections).values() {
+            connection.goaway(reason);
+        }
+    }
+
+    /// Declines every new request.
+    pub(crate) fn stop_accepting(&self) {
+        self.is_closed.store(true, Ordering::SeqCst);
+    }
+
+    /// Closes every connection once what waits for it is sent, and returns when that is done or a second has passed.
+    pub(crate) async fn close(&self) {
+        self.stop_accepting();
+        for connection in lock(&self.connections).values() {
+            connection.outgoing.leaving.set();
+        }
+        let closed = async {
+            while !lock(&self.connections).is_empty() {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        // Whoever does not read its last bytes by then loses them with the process.
+        let _ = tokio::time::timeout(Duration::from_secs(1), closed).await;
+    }
+}

@@ -1,0 +1,28 @@
+//! What an engine publishes about its KV cache: snapshots for the gauges.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::metrics::{ComponentSnapshot, EngineMetrics};
+
+/// Receives the publisher of snapshots.
+pub type OnSnapshotPublisherReady = Box<dyn FnOnce(SnapshotPublisher) + Send>;
+
+/// Publishes how full the KV cache is; any thread may do so. Clones publish for the same worker.
+#[derive(Debug)]
+pub struct SnapshotPublisher {
+    metrics: EngineMetrics,
+    has_complained: AtomicBool,
+}
+
+impl SnapshotPublisher {
+    pub(crate) fn new(metrics: EngineMetrics) -> Self {
+        Self { metrics, has_complained: AtomicBool::new(false) }
+    }
+
+    /// Publishes the snapshot of one rank; one that the engine did not declare is dropped, with one warning.
+    pub fn publish(&self, dp_rank: u32, snapshot: &ComponentSnapshot) {
+        if !self.metrics.publish(dp_rank, snapshot) && !self.has_complained.swap(true, Ordering::Relaxed) {
+            tracing::warn!("a snapshot for rank {dp_rank} was dropped: setup_metrics() did not declare it");
+        }
+    }
+}

@@ -1,0 +1,344 @@
+//! One request at the worker: call the engine, check its stream, watch for cancellation, end it promptly.
+//!
+//! This is the worker's half of the hot path. Per chunk: one step of the engine's stream and one append to the buffer of
+//! the connection. No task, log line or allocation of ours happens per token.
+
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::future::BoxFuture;
+use futures::stream::BoxStream;
+use futures::{FutureExt, StreamExt};
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use crate::config::DisaggregationMode;
+use crate::context::{AsyncEngineContext, GenerateContext};
+use crate::engine::LLMEngine;
+use crate::error::{BackendError, DynamoError, ErrorType};
+use crate::metrics::RequestMetrics;
+use crate::output::{FinishReason, LLMEngineOutput};
+use crate::plane::{Call, Handler, Server, Sink};
+use crate::request::PreprocessedRequest;
+use crate::wire::msgpack::{self, Refusal};
+
+/// A killed request may end by itself for this long; then its stream is dropped where it stands, which frees its memory.
+const KILL_GRACE: Duration = Duration::from_millis(50);
+/// A stop is graceful; an engine that ignores one for this long is ended all the same.
+const STOP_GRACE: Duration = Duration::from_secs(30);
+/// How long an abort that was begun is waited for.
+const ABORT_PATIENCE: Duration = Duration::from_secs(5);
+/// An engine that never waits lets the others run after this many chunks.
+const CHUNKS_PER_TURN: u32 = 64;
+/// How long the validator waits for what an engine yields after its terminal item.
+const VALIDATE_PATIENCE: Duration = Duration::from_secs(1);
+
+type EngineStream = BoxStream<'static, Result<LLMEngineOutput, DynamoError>>;
+
+/// Serves requests with an engine.
+pub(crate) struct TokenServing {
+    pub(crate) engine: Arc<dyn LLMEngine>,
+    pub(crate) mode: DisaggregationMode,
+    pub(crate) metrics: Arc<RequestMetrics>,
+    pub(crate) server: Arc<Server>,
+    /// Hears of every request that was answered without an error.
+    pub(crate) answered: Arc<dyn Fn() + Send + Sync>,
+}
+
+impl Handler for TokenServing {
+    fn serve(self: Arc<Self>, call: Call) -> BoxFuture<'static, ()> {
+        async move { self.serve_call(call).await }.boxed()
+    }
+}
+
+/// How a request ended.
+#[derive(Debug)]
+enum End {
+    /// Its terminal chunk was sent.
+    Done,
+    /// The engine ended it because it was cancelled.
+    Cancelled,
+    /// Nobody reads any more.
+    Gone,
+    /// With an error, which its caller is to hear of.
+    Failed(DynamoError),
+}
+
+impl TokenServing {
+    async fn serve_call(&self, call: Call) {
+        let timer = self.metrics.begin();
+        let Call { body, context, controller, mut sink, deadline } = call;
+        self.metrics.request_bytes.add(body.len() as u64);
+        let (end, aborting) = match read_request(&body, self.server.settings.max_decoded_bytes) {
+            Ok(request) => {
+                drop(body);
+                self.run(request, &context, &mut sink, deadline).await
+            }
+            Err(error) => (End::Failed(error), None),
+        };
+        if controller.is_stopped() {
+            self.metrics.cancellations.add(1);
+        }
+        match end {
+            End::Done => {
+                sink.end(None);
+                (self.answered)();
+            }
+            End::Gone | End::Cancelled => sink.end(None),
+            End::Failed(error) => {
+                self.metrics.errors.add(1);
+                log_failure(context.id(), &error);
+                sink.end(Some(&error));
+            }
+        }
+        self.metrics.response_bytes.add(sink.bytes());
+        if let Some(abort) = aborting {
+            settle(abort, context.id()).await;
+        }
+        drop(timer);
+    }
+
+    /// Runs a request. The engine's stream has ended when this returns; an abort of it may still run.
+    async fn run(
+        &self,
+        request: PreprocessedRequest,
+        context: &GenerateContext,
+        sink: &mut Sink,
+        deadline: Option<Instant>,
+    ) -> (End, Option<JoinHandle<()>>) {
+        let mut aborting = None;
+        let end = {
+            let watch = self.watch(context, deadline, &mut aborting);
+            tokio::pin!(watch);
+            let pump = AssertUnwindSafe(self.pump(request, context, sink)).catch_unwind();
+            tokio::pin!(pump);
+            tokio::select! {
+                biased;
+                end = &mut pump => end.unwrap_or_else(|panic| End::Failed(of_panic(&panic))),
+                end = &mut watch => {
+                    context.kill(); // what the engine still holds of it hears of the end
+                    end
+                }
+            }
+        };
+        // An engine that saw the cancellation first has ended its stream before the watch could act.
+        let is_deferred = self.mode == DisaggregationMode::Decode && !context.has_first_token();
+        let is_cut_short = matches!(end, End::Cancelled | End::Gone | End::Failed(_)) && context.is_stopped();
+        if aborting.is_none() && is_cut_short && !is_deferred {
+            aborting = Some(self.begin_abort(context));
+        }
+        (end, aborting)
+    }
+
+    fn begin_abort(&self, context: &GenerateContext) -> JoinHandle<()> {
+        tracing::debug!("request {} was cancelled; calling abort()", context.id());
+        let (engine, inner) = (Arc::clone(&self.engine), context.inner_arc());
+        tokio::spawn(async move { engine.abort(inner).await })
+    }
+
+    /// Returns how a request that its caller gave up, or that ran out of time, is to end by force.
+    async fn watch(
+        &self,
+        context: &GenerateContext,
+        deadline: Option<Instant>,
+        aborting: &mut Option<JoinHandle<()>>,
+    ) -> End {
+        let late = async {
+            match deadline {
+                Some(deadline) => tokio::time::sleep_until(deadline).await,
+                None => std::future::pending().await,
+            }
+        };
+        let cancelled = async {
+            context.stopped().await;
+            if self.mode == DisaggregationMode::Decode {
+                context.first_token().await; // the prefill peer's KV transfer needs a receiver until then
+            }
+            *aborting = Some(self.begin_abort(context));
+            tokio::select! {
+                () = tokio::time::sleep(STOP_GRACE) => {}
+                () = context.killed() => tokio::time::sleep(KILL_GRACE).await,
+            }
+        };
+        tokio::select! {
+            biased;
+            () = self.server.cut.wait() => {
+                End::Failed(DynamoError::backend(BackendError::EngineShutdown, "the worker is shutting down"))
+            }
+            () = late => {
+                let text = "the request's deadline passed";
+                End::Failed(DynamoError::backend(BackendError::ResponseTimeout, text))
+            }
+            () = cancelled => End::Failed(DynamoError::backend(BackendError::Cancelled, "request cancelled")),
+        }
+    }
+
+    async fn pump(&self, request: PreprocessedRequest, context: &GenerateContext, sink: &mut Sink) -> End {
+        let choices = u32::from(request.sampling_options.n.unwrap_or(1)).max(1);
+        let mut stream = match self.engine.generate(request, context.clone()).await {
+            Ok(stream) => stream,
+            Err(error) => return End::Failed(error),
+        };
+        match self.relay(&mut stream, choices, context, sink).await {
+            Ok(end) => end,
+            Err(error) => End::Failed(error),
+        }
+    }
+
+    /// Sends on what the engine yields, until its end.
+    async fn relay(
+        &self,
+        stream: &mut EngineStream,
+        choices: u32,
+        context: &GenerateContext,
+        sink: &mut Sink,
+    ) -> Result<End, DynamoError> {
+        let patience = self.server.settings.credit_stall;
+        let (mut open_choices, mut burst) = (choices, 0);
+        while let Some(item) = stream.next().await {
+            let chunk = match item {
+                Ok(chunk) => chunk,
+                Err(error) => {
+                    self.check_silence(stream).await?;
+                    return Err(error);
+                }
+            };
+            let index = chunk.index.unwrap_or(0);
+            if index >= choices {
+                let text = format!("invalid choice index {index}: this request has {choices} choice(s)");
+                return Err(DynamoError::backend(BackendError::Unknown, text));
+            }
+            if !chunk.token_ids.is_empty() && !context.has_first_token() {
+                context.notify_first_token();
+            }
+            match &chunk.finish_reason {
+                None => sink.send(&chunk, index, None)?,
+                Some(reason) => {
+                    self.check_terminal(&chunk, reason, context)?;
+                    open_choices -= 1;
+                    if open_choices == 0 {
+                        self.check_silence(stream).await?;
+                    }
+                    if let FinishReason::Error(text) = reason {
+                        if !chunk.token_ids.is_empty() {
+                            sink.send(&chunk, index, None)?;
+                        }
+                        return Err(DynamoError::backend(BackendError::Unknown, text.clone()));
+                    }
+                    sink.send(&chunk, index, reason.word())?;
+                    if open_choices == 0 {
+                        let is_cancelled = *reason == FinishReason::Cancelled;
+                        return Ok(if is_cancelled { End::Cancelled } else { End::Done });
+                    }
+                }
+            }
+            let is_deferred = self.mode == DisaggregationMode::Decode && !context.has_first_token();
+            if sink.is_done() && !is_deferred {
+                return Ok(End::Gone);
+            }
+            burst += 1;
+            if burst == CHUNKS_PER_TURN {
+                burst = 0;
+                tokio::task::yield_now().await;
+            }
+            if !sink.has_credit() && !sink.wait_credit(patience).await {
+                context.kill();
+                let text = "the caller did not read its stream for longer than DYN_TCP_CREDIT_STALL_SECS allows";
+                return Err(DynamoError::backend(BackendError::Cancelled, text));
+            }
+        }
+        if open_choices < choices {
+            return Ok(End::Done); // an engine without n > 1 of its own: the choices it did make are whole
+        }
+        if context.is_stopped() {
+            sink.send(&LLMEngineOutput::cancelled(), 0, FinishReason::Cancelled.word())?;
+            return Ok(End::Cancelled);
+        }
+        let text = "the engine's stream ended without a terminal chunk (one with a finish reason)";
+        Err(DynamoError::backend(BackendError::StreamIncomplete, text))
+    }
+
+    fn check_terminal(
+        &self,
+        chunk: &LLMEngineOutput,
+        reason: &FinishReason,
+        context: &GenerateContext,
+    ) -> Result<(), DynamoError> {
+        if *reason == FinishReason::Cancelled && !context.is_stopped() {
+            let text = "the engine cancelled a request that nobody had cancelled";
+            return Err(DynamoError::backend(BackendError::EngineShutdown, text));
+        }
+        let is_exempt = matches!(reason, FinishReason::Cancelled | FinishReason::Error(_));
+        if self.mode == DisaggregationMode::Encode && !is_exempt && chunk.encoder_result.is_none() {
+            return Err(violation("Encode-mode contract violation: the terminal chunk has no encoder_result"));
+        }
+        Ok(())
+    }
+
+    /// Fails where the engine yields something after its terminal item. Debug builds wait for it, release builds look once.
+    async fn check_silence(&self, stream: &mut EngineStream) -> Result<(), DynamoError> {
+        let next = if cfg!(debug_assertions) {
+            tokio::time::timeout(VALIDATE_PATIENCE, stream.next()).await.ok()
+        } else {
+            stream.next().now_or_never()
+        };
+        match next {
+            Some(Some(_)) => Err(violation("item yielded after terminal item")),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Panics in debug builds, where a broken engine should be noticed at once; else makes the request's error.
+#[allow(clippy::panic)]
+fn violation(text: &str) -> DynamoError {
+    if cfg!(debug_assertions) {
+        panic!("{text}");
+    }
+    tracing::error!("{text}");
+    DynamoError::backend(BackendError::Unknown, text)
+}
+
+fn of_panic(panic: &(dyn std::any::Any + Send)) -> DynamoError {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message");
+    DynamoError::backend(BackendError::Unknown, format!("the engine panicked: {text}"))
+}
+
+async fn settle(abort: JoinHandle<()>, id: &str) {
+    match tokio::time::timeout(ABORT_PATIENCE, abort).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => tracing::debug!("abort of request {id} failed: {error}"),
+        Err(_) => tracing::warn!("abort of request {id} did not return in {} s", ABORT_PATIENCE.as_secs()),
+    }
+}
+
+fn log_failure(id: &str, error: &DynamoError) {
+    match error.error_type() {
+        ErrorType::Backend(BackendError::InvalidArgument | BackendError::Cancelled) => {
+            tracing::debug!(request_id = id, "request {id}: {error}");
+        }
+        _ => tracing::error!(request_id = id, "request {id}: {error}"),
+    }
+}
+
+/// Reads the body of a request. Fails, naming what is wrong, for one that is not valid or takes too much memory.
+fn read_request(body: &[u8], limit: usize) -> Result<PreprocessedRequest, DynamoError> {
+    let has_prompt = msgpack::check_size(body, limit).map_err(|refusal| {
+        DynamoError::invalid(match refusal {
+            Refusal::TooLarge => format!(
+                "the request body of {} bytes takes more than {limit} once decoded (DYN_TCP_MAX_DECODED_MB)",
+                body.len()
+            ),
+            Refusal::TooDeep => "the request body nests too deep".to_owned(),
+            Refusal::Malformed => "the request body is not msgpack".to_owned(),
+        })
+    })?;
+    if !has_prompt {
+        return Err(DynamoError::invalid("the request has no token_ids"));
+    }
+    let request: PreprocessedRequest = rmp_serde::from_slice(body)
+        .map_err(|error| DynamoError::invalid(format!("the request is not valid: {error}")))?;
+    Ok(request)
+}

@@ -1,0 +1,334 @@
+//! The worker's own HTTP listener: health, metrics, controls of the engine, files of the model card.
+//!
+//! An operator's door: requests are small, few, and bounded in every way.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::{Arc, RwLock};
+use std::time::Duration;
+
+use futures::future::BoxFuture;
+use serde_json::{Value, json};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+
+use crate::error::{DynamoError, ErrorType};
+use crate::health::Health;
+use crate::metrics::EngineMetrics;
+use crate::settings;
+
+const MAX_HEAD_BYTES: usize = 16 * 1024;
+const MAX_BODY_BYTES: usize = 1024 * 1024;
+const MAX_CONNECTIONS: usize = 64;
+/// How long one request may take to arrive.
+const REQUEST_PATIENCE: Duration = Duration::from_secs(10);
+const FILE_CHUNK_BYTES: usize = 256 * 1024;
+
+/// Carries out a control: its path behind `/engine/`, and its body. `None`: there is no such control.
+pub(crate) type Control =
+    Arc<dyn Fn(String, Value) -> BoxFuture<'static, Option<Result<Value, DynamoError>>> + Send + Sync>;
+
+/// What the listener answers from.
+pub(crate) struct Status {
+    health: Health,
+    metrics: EngineMetrics,
+    health_path: String,
+    live_path: String,
+    files: RwLock<HashMap<String, PathBuf>>,
+    control: RwLock<Option<Control>>,
+    is_local: bool,
+}
+
+struct Reply {
+    status: u16,
+    content_type: &'static str,
+    body: Vec<u8>,
+    file: Option<PathBuf>,
+}
+
+impl Reply {
+    fn text(status: u16, text: &str) -> Self {
+        Self { status, content_type: "text/plain; charset=utf-8", body: text.into(), file: None }
+    }
+
+    fn json(status: u16, value: &Value) -> Self {
+        Self::text(status, &value.to_string())
+    }
+}
+
+struct Request {
+    method: String,
+    path: String,
+    body: Vec<u8>,
+    is_last: bool,
+}
+
+impl Status {
+    pub(crate) fn new(health: Health, metrics: EngineMetrics, is_local: bool) -> Arc<Self> {
+        let path = |name: &str, default: &str| settings::text(name).unwrap_or_else(|| default.to_owned());
+        Arc::new(Self {
+            health,
+            metrics,
+            health_path: path("DYN_SYSTEM_HEALTH_PATH", "/health"),
+            live_path: path("DYN_SYSTEM_LIVE_PATH", "/live"),
+            files: RwLock::default(),
+            control: RwLock::default(),
+            is_local,
+        })
+    }
+
+    /// Answers controls from now on.
+    pub(crate) fn set_control(&self, control: Control) {
+        *self.control.write().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(control);
+    }
+
+    /// Serves a file of the model card at this path.
+    pub(crate) fn add_file(&self, path: String, file: PathBuf) {
+        self.files.write().unwrap_or_else(std::sync::PoisonError::into_inner).insert(path, file);
+    }
+
+    /// Listens and returns the address. Fails, naming the setting, where the address is taken.
+    pub(crate) async fn listen(self: &Arc<Self>, host: &str, port: u16) -> Result<SocketAddr, DynamoError> {
+        let failed = |error: std::io::Error| {
+            let text = format!(
+                "the status server cannot listen on {host}:{port} ({error}); set DYN_SYSTEM_PORT to a free port, 0 for \
+                 any, or -1 for none"
+            );
+            DynamoError::top(ErrorType::CannotConnect, text)
+        };
+        let listener = TcpListener::bind((host, port)).await.map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let status = Arc::clone(self);
+        tokio::spawn(async move { status.accept(listener).await });
+        Ok(address)
+    }
+
+    async fn accept(self: Arc<Self>, listener: TcpListener) {
+        let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        loop {
+            let Ok((socket, _)) = listener.accept().await else {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                continue;
+            };
+            let Ok(place) = Arc::clone(&places).try_acquire_owned() else { continue };
+            let status = Arc::clone(&self);
+            tokio::spawn(async move {
+                if let Err(error) = status.serve(socket).await {
+                    tracing::debug!("a connection to the status server ended: {error}");
+                }
+                drop(place);
+            });
+        }
+    }
+
+    async fn serve(&self, mut socket: TcpStream) -> std::io::Result<()> {
+        let mut buffer = Vec::new();
+        loop {
+            let read = tokio::time::timeout(REQUEST_PATIENCE, read_request(&mut socket, &mut buffer)).await;
+            let request = match read {
+                Ok(Ok(Some(request))) => request,
+                Ok(Ok(None)) | Err(_) => return Ok(()),
+                Ok(Err(refusal)) => return write_reply(&mut socket, &refusal, false, true).await,
+            };
+            let reply = self.answer(&request).await;
+            write_reply(&mut socket, &reply, request.method == "HEAD", request.is_last).await?;
+            if request.is_last {
+                return Ok(());
+            }
+        }
+    }
+
+    async fn answer(&self, request: &Request) -> Reply {
+        if let Some(name) = request.path.strip_prefix("/engine/") {
+            return self.answer_control(name, &request.body).await;
+        }
+        let reply = self.read(&request.path);
+        if reply.status != 404 && !matches!(request.method.as_str(), "GET" | "HEAD") {
+            return Reply::text(405, "Method not allowed");
+        }
+        reply
+    }
+
+    fn read(&self, path: &str) -> Reply {
+        if path == self.health_path || path == self.live_path {
+            let (is_ready, body) = self.health.body();
+            return Reply::json(if is_ready { 200 } else { 503 }, &body);
+        }
+        if path == "/metrics" {
+            return Reply::text(200, &self.metrics.expose());
+        }
+        if path.starts_with("/v1/metadata/") {
+            let files = self.files.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+            return match files.get(path) {
+                Some(file) => Reply {
+                    status: 200,
+                    content_type: "application/octet-stream",
+                    body: Vec::new(),
+                    file: Some(file.clone()),
+                },
+                None => Reply::text(404, "Not found"),
+            };
+        }
+        Reply::text(404, "Route not found")
+    }
+
+    async fn answer_control(&self, name: &str, body: &[u8]) -> Reply {
+        if !self.is_local {
+            let text = "this route is not here: engine routes are not served on a port that is open to a network";
+            return Reply::json(404, &json!({"error": "Route not found", "message": text}));
+        }
+        let body = match body.trim_ascii() {
+            [] => json!({}),
+            text => match serde_json::from_slice(text) {
+                Ok(value) => value,
+                Err(error) => {
+                    let text = error.to_string();
+                    return Reply::json(400, &json!({"error": "Invalid JSON", "message": text}));
+                }
+            },
+        };
+        let control = self.control.read().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
+        let answer = match control {
+            Some(control) => control(name.to_owned(), body).await,
+            None => None,
+        };
+        match answer {
+            Some(Ok(value)) => Reply::json(200, &value),
+            Some(Err(error)) => {
+                tracing::error!("engine route {name} failed: {error}");
+                Reply::json(500, &json!({"error": "Handler error", "message": error.to_string()}))
+            }
+            None => {
+                let text = format!("Route /engine/{name} not found");
+                Reply::json(404, &json!({"error": "Route not found", "message": text}))
+            }
+        }
+    }
+}
+
+/// Reads one request; `None` when the peer has left.
+async fn read_request<R: AsyncRead + Unpin>(socket: &mut R, buffer: &mut Vec<u8>) -> Result<Option<Request>, Reply> {
+    let end = loop {
+        if let Some(at) = buffer.windows(4).position(|bytes| bytes == b"\r\n\r\n") {
+            break at + 4;
+        }
+        if buffer.len() > MAX_HEAD_BYTES {
+            return Err(Reply::text(431, "The head of the request is too long"));
+        }
+        if !read_more(socket, buffer).await {
+            return Ok(None);
+        }
+    };
+    let head = String::from_utf8_lossy(&buffer[..end]).into_owned();
+    let mut lines = head.split("\r\n");
+    let mut words = lines.next().unwrap_or_default().split(' ');
+    let (Some(method), Some(target), Some(version)) = (words.next(), words.next(), words.next()) else {
+        return Err(Reply::text(400, "The request line is malformed"));
+    };
+    let mut is_last = version != "HTTP/1.1";
+    let mut length = 0;
+    for line in lines {
+        let Some((name, value)) = line.split_once(':') else { continue };
+        match name.trim().to_ascii_lowercase().as_str() {
+            "content-length" => match value.trim().parse::<usize>() {
+                Ok(number) if number <= MAX_BODY_BYTES => length = number,
+                _ => return Err(Reply::text(413, "The body is too long")),
+            },
+            "transfer-encoding" => return Err(Reply::text(411, "A body needs a content-length here")),
+            "connection" if value.trim().eq_ignore_ascii_case("close") => is_last = true,
+            _ => {}
+        }
+    }
+    while buffer.len() < end + length {
+        if !read_more(socket, buffer).await {
+            return Ok(None);
+        }
+    }
+    let path = target.split('?').next().unwrap_or_default().to_owned();
+    let request = Request { method: method.to_owned(), path, body: buffer[end..end + length].to_vec(), is_last };
+    buffer.drain(..end + length);
+    Ok(Some(request))
+}
+
+async fn read_more<R: AsyncRead + Unpin>(socket: &mut R, buffer: &mut Vec<u8>) -> bool {
+    let mut piece = [0; 4096];
+    match socket.read(&mut piece).await {
+        Ok(0) | Err(_) => false,
+        Ok(count) => {
+            buffer.extend_from_slice(&piece[..count]);
+            true
+        }
+    }
+}
+
+async fn write_reply(socket: &mut TcpStream, reply: &Reply, is_head: bool, is_last: bool) -> std::io::Result<()> {
+    let file = match &reply.file {
+        Some(path) => match std::fs::File::open(path).and_then(|file| Ok((file.metadata()?.len(), file))) {
+            Ok(found) => Some(found),
+            Err(error) => {
+                tracing::warn!("model card file {} cannot be read: {error}; answering 404", path.display());
+                let missing = Reply::text(404, "Not found");
+                return Box::pin(write_reply(socket, &missing, is_head, is_last)).await;
+            }
+        },
+        None => None,
+    };
+    let length = file.as_ref().map_or(reply.body.len() as u64, |(length, _)| *length);
+    let (status, kind) = (reply.status, reply.content_type);
+    let connection = if is_last { "close" } else { "keep-alive" };
+    let phrase = match status {
+        200 => "OK",
+        400 => "Bad Request",
+        404 => "Not Found",
+        405 => "Method Not Allowed",
+        503 => "Service Unavailable",
+        _ => "Error",
+    };
+    let head = format!(
+        "HTTP/1.1 {status} {phrase}\r\ncontent-type: {kind}\r\ncontent-length: {length}\r\nconnection: {connection}\r\n\r\n"
+    );
+    socket.write_all(head.as_bytes()).await?;
+    if is_head {
+        return Ok(());
+    }
+    socket.write_all(&reply.body).await?;
+    if let Some((mut left, mut file)) = file {
+        use std::io::Read;
+        let mut chunk = vec![0; FILE_CHUNK_BYTES];
+        while left > 0 {
+            let count = file.read(&mut chunk)?;
+            if count == 0 {
+                return Err(std::io::Error::other("a model card file became shorter while it was sent"));
+            }
+            let count = count.min(usize::try_from(left).unwrap_or(count));
+            left -= count as u64;
+            socket.write_all(&chunk[..count]).await?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn read(bytes: &[u8]) -> Result<Option<Request>, u16> {
+        let mut rest = bytes;
+        read_request(&mut rest, &mut Vec::new()).await.map_err(|reply| reply.status)
+    }
+
+    #[tokio::test]
+    async fn requests_are_read_within_their_bounds() {
+        let request = read(b"POST /engine/x?a=b HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}").await.expect("read");
+        let request = request.expect("a request");
+        assert_eq!((request.path.as_str(), &request.body[..], request.is_last), ("/engine/x", &b"{}"[..], false));
+        assert!(read(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n").await.expect("read").expect("one").is_last);
+        assert!(read(b"GET / HT").await.expect("read").is_none());
+        assert_eq!(read(b"GET /\r\n\r\n").await.err(), Some(400));
+        assert_eq!(read(b"POST / HTTP/1.1\r\ncontent-length: 99999999\r\n\r\n").await.err(), Some(413));
+        assert_eq!(read(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n").await.err(), Some(411));
+        assert_eq!(read(&[b'a'; 40_000]).await.err(), Some(431));
+    }
+}

@@ -1,0 +1,546 @@
+//! The worker: drives one engine from its start to its clean-up.
+//!
+//! The way up: connect, `start()`, metrics, register the model, serve. The way down: out of discovery, grace, streams in
+//! flight, cut what is left, `drain()`, `cleanup()`, leave. Whatever fails on the way up, an engine whose `start()` was
+//! entered is cleaned up exactly once.
+
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use futures::FutureExt;
+use serde_json::{Value, json};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::task::JoinHandle;
+
+use crate::card::{self, Assets, CardFile};
+use crate::config::{DisaggregationMode, EngineConfig, WorkerConfig};
+use crate::discovery::{self, Discovery};
+use crate::engine::{LLMEngine, MetricsCtx};
+use crate::error::{BackendError, DynamoError, ErrorType};
+use crate::flag::Flag;
+use crate::health::{self, Health};
+use crate::instance::{self, Instance};
+use crate::metrics::EngineMetrics;
+use crate::plane::{Server, lock};
+use crate::publishing::SnapshotPublisher;
+use crate::serving::TokenServing;
+use crate::settings::{self, ListenerSettings, ShutdownTimes};
+use crate::status::Status;
+
+/// What the log and the exit status of a forced end name: 911, of which the system keeps eight bits.
+const FORCED_EXIT_CODE: i32 = 911;
+/// For streams that were cut to let go of the engine.
+const CUT_PATIENCE: Duration = Duration::from_secs(2);
+/// How often a long wait is logged.
+const HEARTBEAT: Duration = Duration::from_secs(5);
+const QUIESCENCE_POLL: Duration = Duration::from_millis(500);
+const LOOPBACK: &str = "127.0.0.1";
+
+/// Whether and when the end was asked for.
+struct StopRequest {
+    times: ShutdownTimes,
+    flag: Flag,
+    at: Mutex<Option<Instant>>,
+}
+
+impl StopRequest {
+    /// Begins the way down; the process is ended by force when it takes too long.
+    fn request(&self, has_deadline: bool) {
+        let mut at = lock(&self.at);
+        if at.is_some() {
+            return;
+        }
+        *at = Some(Instant::now());
+        drop(at);
+        self.flag.set();
+        if has_deadline {
+            let deadline = self.times.deadline();
+            // Without the thread there is only no forced end; the orderly one does not need it.
+            let _ = std::thread::Builder::new().name("deadline".into()).spawn(move || {
+                std::thread::sleep(deadline);
+                tracing::error!(
+                    "Graceful shutdown exceeded {}s; force-exiting with code {FORCED_EXIT_CODE}. Set \
+                     DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT to override.",
+                    deadline.as_secs_f64()
+                );
+                std::process::exit(FORCED_EXIT_CODE & 0xff);
+            });
+        }
+    }
+
+    fn since(&self) -> Duration {
+        lock(&self.at).map_or(Duration::ZERO, |at| at.elapsed())
+    }
+
+    /// Returns at this time after the request.
+    async fn after(&self, offset: Duration) {
+        self.flag.wait().await;
+        tokio::time::sleep(offset.saturating_sub(self.since())).await;
+    }
+}
+
+/// Serves one engine, once.
+pub struct Worker {
+    engine: Arc<dyn LLMEngine>,
+    config: WorkerConfig,
+    stop: Arc<StopRequest>,
+    health: Health,
+    metrics: EngineMetrics,
+}
+
+/// What the way up made and the way down takes back.
+#[derive(Default)]
+struct Parts {
+    server: Option<Arc<Server>>,
+    instance: Option<Arc<Instance>>,
+    model_key: Option<String>,
+    tasks: Vec<JoinHandle<()>>,
+}
+
+impl Worker {
+    /// Prepares to serve an engine.
+    pub fn new(engine: Arc<dyn LLMEngine>, config: WorkerConfig) -> Self {
+        let stop = StopRequest { times: ShutdownTimes::from_env(), flag: Flag::default(), at: Mutex::default() };
+        Self { engine, config, stop: Arc::new(stop), health: Health::new(), metrics: EngineMetrics::default() }
+    }
+
+    /// Serves until SIGTERM or SIGINT, and returns after the clean-up; the error is what failed first.
+    pub async fn run(self) -> Result<(), DynamoError> {
+        self.config.check()?;
+        check_environment(&self.config)?;
+        self.listen_to_signals()?;
+        let discovery = discovery::open(self.config.runtime.discovery_backend.as_deref())?;
+        let worker_id = crate::random::worker_id()
+            .map_err(|error| DynamoError::builder().message("the system has no random numbers").cause(error).build())?;
+        let status = self.serve_status().await?;
+        if self.stop.flag.is_set() {
+            tracing::info!("Shutdown requested before the engine was started; leaving");
+            return Ok(());
+        }
+        let mut parts = Parts::default();
+        let outcome = self.live(worker_id, &discovery, status.as_ref(), &mut parts).await;
+        self.clean_up().await;
+        if let Some(server) = &parts.server {
+            server.close().await;
+        }
+        for task in &parts.tasks {
+            task.abort();
+        }
+        if let Some(Err(error)) = parts.model_key.as_deref().map(|key| discovery.delete(key)) {
+            tracing::warn!("leaving discovery failed, its records will expire: {error}");
+        }
+        discovery.close();
+        outcome
+    }
+
+    fn listen_to_signals(&self) -> Result<(), DynamoError> {
+        for (kind, name) in [(SignalKind::terminate(), "SIGTERM"), (SignalKind::interrupt(), "SIGINT")] {
+            let mut received = signal(kind).map_err(|error| {
+                DynamoError::builder().message(format!("{name} cannot be listened to")).cause(error).build()
+            })?;
+            let stop = Arc::clone(&self.stop);
+            tokio::spawn(async move {
+                while received.recv().await.is_some() {
+                    if stop.flag.is_set() {
+                        tracing::debug!("{name} received again; the shutdown is under way");
+                        continue;
+                    }
+                    tracing::info!("{name} received");
+                    stop.request(true);
+                }
+            });
+        }
+        Ok(())
+    }
+
+    /// Starts the status server where one is asked for; returns it with its address for others.
+    async fn serve_status(&self) -> Result<Option<(Arc<Status>, String)>, DynamoError> {
+        let Ok(port) = u16::try_from(settings::integer("DYN_SYSTEM_PORT", -1, -1)) else { return Ok(None) };
+        let host = settings::text("DYN_SYSTEM_HOST").unwrap_or_else(|| LOOPBACK.to_owned());
+        let is_local = matches!(host.as_str(), LOOPBACK | "::1" | "localhost");
+        let status = Status::new(self.health.clone(), self.metrics.clone(), is_local);
+        let address = status.listen(&host, port).await?;
+        let url = format!("http://{}", advertised(&address.ip().to_string(), address.port()));
+        tracing::info!("status server on {url}");
+        Ok(Some((status, url)))
+    }
+
+    // -- the way up and down -------------------------------------------------------------------------------------
+
+    async fn live(
+        &self,
+        worker_id: u64,
+        discovery: &Arc<dyn Discovery>,
+        status: Option<&(Arc<Status>, String)>,
+        parts: &mut Parts,
+    ) -> Result<(), DynamoError> {
+        let failed = |error: &DynamoError| match error.error_type() {
+            ErrorType::Backend(BackendError::InvalidArgument) => {}
+            _ => tracing::error!("worker start-up failed: {error}"),
+        };
+        let began = Instant::now();
+        let engine_config = self.start_engine(worker_id).await.inspect_err(failed)?.flat();
+        let load_seconds = began.elapsed().as_secs_f64();
+        let outcome = if self.stop.flag.is_set() {
+            Ok(())
+        } else {
+            let set_up =
+                guarded("set-up", self.set_up(worker_id, &engine_config, load_seconds, discovery, status, parts));
+            let outcome = set_up.await.inspect_err(failed);
+            if outcome.is_err() {
+                self.health.begin_shutdown();
+                return outcome;
+            }
+            self.stop.flag.wait().await;
+            outcome
+        };
+        self.drain(parts).await;
+        outcome
+    }
+
+    async fn start_engine(&self, worker_id: u64) -> Result<EngineConfig, DynamoError> {
+        let limit = self.stop.times.start_until();
+        tokio::select! {
+            biased;
+            started = guarded("start", self.engine.start(worker_id)) => started,
+            () = self.stop.after(limit) => Err(DynamoError::backend(
+                BackendError::EngineShutdown,
+                format!("start() had not returned {}s after the request to stop, and was cancelled", limit.as_secs_f64()),
+            )),
+        }
+    }
+
+    async fn set_up(
+        &self,
+        worker_id: u64,
+        engine: &EngineConfig,
+        load_seconds: f64,
+        discovery: &Arc<dyn Discovery>,
+        status: Option<&(Arc<Status>, String)>,
+        parts: &mut Parts,
+    ) -> Result<(), DynamoError> {
+        let config = &self.config;
+        let served_name = card::served_name(config, engine);
+        self.set_up_metrics(worker_id, engine, &served_name, load_seconds).await?;
+        let server = Server::new(ListenerSettings::from_env(), self.metrics.listener().clone())?;
+        let (listener, address) = server.bind(LOOPBACK).await?;
+        let host = advertised(&address.ip().to_string(), address.port());
+        let place = format!("{}/{}/{}/{worker_id:x}", config.namespace, config.component, config.endpoint);
+        let route = format!("{worker_id:x}/{}/{}/{}", config.namespace, config.component, config.endpoint);
+        let card = self.build_card(engine, status).await?;
+        self.engine.on_endpoint_ready(&format!("{host}/{route}")).await?;
+        let model_key = format!("v1/mdc/{place}");
+        let names = json!({
+            "namespace": config.namespace, "component": config.component, "endpoint": config.endpoint,
+            "instance_id": worker_id,
+        });
+        let model = merged(&names, json!({"type": "Model", "card_json": card}));
+        parts.model_key = Some(model_key.clone());
+        put(discovery, &model_key, &model)
+            .map_err(|error| DynamoError::builder().message(format!("model attach: {error}")).cause(error).build())?;
+
+        let record = merged(
+            &names,
+            json!({
+                "type": "Endpoint", "transport": {"tcp": format!("{host}/{route}")}, "device_type": device_type(),
+                "request_plane_codec": "msgpack", "mux": crate::wire::frames::VERSION,
+            }),
+        );
+        let key = format!("v1/instances/{place}");
+        let instance = Instance::new(Arc::clone(discovery), key, record.to_string(), self.health.clone());
+        if let Some((status, _)) = status {
+            status.set_control(instance::controls(&self.engine, &instance)?);
+        }
+        let (namespace, component, endpoint) = (&config.namespace, &config.component, &config.endpoint);
+        tracing::info!("Serving {served_name} on {namespace}.{component}.{endpoint}");
+        self.serve(server, listener, &route, parts).await;
+        instance
+            .publish()
+            .await
+            .map_err(|error| DynamoError::builder().message(format!("serve: {error}")).cause(error).build())?;
+        parts.instance = Some(instance);
+        Ok(())
+    }
+
+    async fn set_up_metrics(
+        &self,
+        worker_id: u64,
+        engine: &EngineConfig,
+        served_name: &str,
+        load_seconds: f64,
+    ) -> Result<(), DynamoError> {
+        let config = &self.config;
+        let id = format!("{worker_id:x}");
+        let endpoint = [
+            ("dynamo_namespace", config.namespace.as_str()),
+            ("dynamo_component", &config.component),
+            ("dynamo_endpoint", &config.endpoint),
+            ("worker_id", &id),
+        ];
+        let model = [("model", engine.model.as_str()), ("model_name", served_name)];
+        self.metrics.name(&endpoint, &model, &config.metrics_labels);
+        self.metrics.lifecycle().model_load_time_seconds.set(load_seconds);
+        let bindings = self
+            .engine
+            .setup_metrics(MetricsCtx {
+                model: &engine.model,
+                component: &config.component,
+                model_load_time_seconds: load_seconds,
+                metrics: &self.metrics,
+            })
+            .await?;
+        for rank in &bindings.dp_ranks {
+            self.metrics.declare_rank(*rank);
+        }
+        if let (Some(on_ready), false, true) =
+            (bindings.on_publisher_ready, bindings.dp_ranks.is_empty(), config.enable_kv_routing)
+        {
+            on_ready(SnapshotPublisher::new(self.metrics.clone()));
+        }
+        Ok(())
+    }
+
+    async fn build_card(
+        &self,
+        engine: &EngineConfig,
+        status: Option<&(Arc<Status>, String)>,
+    ) -> Result<Value, DynamoError> {
+        let config = &self.config;
+        let (name, template) = (config.model_name.clone(), config.custom_jinja_template.clone());
+        // Hashing a tokenizer takes its time, and signals are listened to meanwhile.
+        let read = tokio::task::spawn_blocking(move || {
+            let mut assets = Assets::find(&name)?;
+            if let Some(template) = template {
+                assets.use_template(&template)?;
+            }
+            Ok(assets)
+        });
+        let assets = read.await.map_err(|error| {
+            DynamoError::builder().message("reading the model's files failed").cause(error).build()
+        })??;
+        let served = card::slug(&card::served_name(config, engine));
+        let host = status.filter(|_| settings::switch("DYN_SELF_HOST_METADATA", true));
+        card::card(config, engine, &assets, |file: &CardFile| match host {
+            Some((status, url)) => {
+                let name = file.path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+                let (namespace, component, endpoint) = (&config.namespace, &config.component, &config.endpoint);
+                let path =
+                    format!("/v1/metadata/{namespace}/{component}/{endpoint}/{served}/_base/{}-{name}", file.kind);
+                let path = encode_path(&path);
+                status.add_file(path.clone(), file.path.clone());
+                format!("{url}{path}")
+            }
+            None => file.path.display().to_string(),
+        })
+    }
+
+    async fn serve(&self, server: Arc<Server>, listener: tokio::net::TcpListener, route: &str, parts: &mut Parts) {
+        let payload = health::payload(self.config.health_check_payload.as_ref(), &*self.engine).await;
+        let payload = payload.filter(|_| settings::switch("DYN_HEALTH_CHECK_ENABLED", false));
+        let health = self.health.clone();
+        health.serving(&self.config.endpoint, payload.is_some());
+        let answered = self.health.clone();
+        server.register(
+            route,
+            Arc::new(TokenServing {
+                engine: Arc::clone(&self.engine),
+                mode: self.config.disaggregation_mode,
+                metrics: Arc::clone(self.metrics.requests()),
+                server: Arc::clone(&server),
+                answered: Arc::new(move || answered.answered()),
+            }),
+        );
+        parts.tasks.push(tokio::spawn(Arc::clone(&server).accept(listener)));
+        if let Some(payload) = payload {
+            parts.tasks.push(tokio::spawn(health::canary(Arc::clone(&self.engine), payload, health)));
+        }
+        parts.server = Some(server);
+    }
+
+    // -- down ----------------------------------------------------------------------------------------------------
+
+    /// Leaves discovery, lets the streams end, and drains the engine.
+    async fn drain(&self, parts: &Parts) {
+        let times = &self.stop.times;
+        self.health.begin_shutdown();
+        if let Some(instance) = &parts.instance {
+            match instance.leave().await {
+                Ok(()) => tracing::info!("Endpoint unregistered from discovery"),
+                Err(error) => tracing::warn!("discovery unregister failed: {error}"),
+            }
+        }
+        if !times.grace.is_zero() {
+            tracing::info!("Grace period {:.2}s before drain", times.grace.as_secs_f64());
+            tokio::time::sleep(times.grace).await;
+        }
+        let began = Instant::now();
+        if let Some(server) = &parts.server {
+            server.goaway("the worker is shutting down");
+            self.await_streams(server).await;
+            server.stop_accepting();
+            if server.open_requests() > 0 {
+                let count = server.open_requests();
+                tracing::warn!("{count} streams were still running and were cut; frontends may migrate them");
+                server.cut.set();
+                if !server.wait_idle(CUT_PATIENCE).await {
+                    let left = server.open_requests();
+                    tracing::warn!("{left} of them ignored it and are left to the clean-up");
+                }
+            }
+        }
+        if let Err(error) = guarded("drain", self.engine.drain()).await {
+            tracing::warn!("engine drain failed: {error}");
+        }
+        if self.config.disaggregation_mode == DisaggregationMode::Prefill {
+            self.await_quiescence().await;
+        }
+        self.metrics.lifecycle().drain_time_seconds.set(began.elapsed().as_secs_f64());
+    }
+
+    async fn await_streams(&self, server: &Server) {
+        let limit = self.stop.times.streams_until();
+        loop {
+            let left = limit.saturating_sub(self.stop.since());
+            let count = server.open_requests();
+            if count == 0 || left.is_zero() {
+                return;
+            }
+            tracing::info!("Waiting for {count} streams in flight, at most {:.1}s more", left.as_secs_f64());
+            if server.wait_idle(left.min(HEARTBEAT)).await {
+                return;
+            }
+        }
+    }
+
+    /// Waits until no peer reads this worker's memory; an engine that does not know is not waited for.
+    async fn await_quiescence(&self) {
+        let budget = self.stop.times.quiescence();
+        let began = Instant::now();
+        let mut has_said = false;
+        loop {
+            match guarded("is_quiescent", self.engine.is_quiescent()).await {
+                Ok(None | Some(true)) => return,
+                Ok(Some(false)) => {}
+                Err(error) => tracing::debug!("is_quiescent() failed: {error}"),
+            }
+            let left = budget.saturating_sub(began.elapsed());
+            if left.is_zero() {
+                let seconds = budget.as_secs_f64();
+                tracing::warn!("drain: timed out at {seconds:.1}s; peers may lose what they still pull");
+                return;
+            }
+            if !std::mem::replace(&mut has_said, true) {
+                let seconds = left.as_secs_f64();
+                tracing::info!("drain: the engine is not quiescent, waiting at most {seconds:.1}s more");
+            }
+            tokio::time::sleep(QUIESCENCE_POLL.min(left)).await;
+        }
+    }
+
+    async fn clean_up(&self) {
+        let began = Instant::now();
+        match guarded("cleanup", self.engine.cleanup()).await {
+            Ok(()) => tracing::info!("Engine cleanup complete"),
+            Err(error) => tracing::error!("engine cleanup failed: {error}"),
+        }
+        self.metrics.lifecycle().cleanup_time_seconds.set(began.elapsed().as_secs_f64());
+    }
+}
+
+/// Runs a hook of the engine; a panic in it becomes its error, so that the way down goes on.
+async fn guarded<T>(name: &str, hook: impl Future<Output = Result<T, DynamoError>>) -> Result<T, DynamoError> {
+    match AssertUnwindSafe(hook).catch_unwind().await {
+        Ok(outcome) => outcome,
+        Err(_) => Err(DynamoError::backend(BackendError::Unknown, format!("{name}() panicked; see above"))),
+    }
+}
+
+/// Refuses what the operator set and this SDK cannot do: going on without it would be worse than not starting.
+fn check_environment(config: &WorkerConfig) -> Result<(), DynamoError> {
+    let chosen = |own: &Option<String>, name: &str| own.clone().or_else(|| settings::text(name));
+    if let Some(plane) = chosen(&config.runtime.request_plane, "DYN_REQUEST_PLANE").filter(|plane| plane != "tcp") {
+        let text = format!("request_plane {plane:?} is not built into the Rust SDK: use tcp");
+        return Err(DynamoError::invalid(text));
+    }
+    if let Some(plane) = chosen(&config.runtime.event_plane, "DYN_EVENT_PLANE").filter(|plane| plane != "zmq") {
+        let text = format!("event_plane {plane:?} is not built into the Rust SDK: use zmq");
+        return Err(DynamoError::invalid(text));
+    }
+    for name in ["DYN_TCP_TLS_CERT_PATH", "DYN_TCP_TLS_KEY_PATH", "DYN_TCP_TLS_CLIENT_CA_CERT_PATH"] {
+        if settings::text(name).is_some() {
+            let text = format!(
+                "{name} is set, and the Rust SDK has no TLS: unset it, and use DYN_TCP_SECRET_PATH on a trusted network or \
+                 a tunnel on another one"
+            );
+            return Err(DynamoError::invalid(text));
+        }
+    }
+    Ok(())
+}
+
+/// Returns HOST:PORT as others reach it.
+fn advertised(host: &str, port: u16) -> String {
+    let host = if matches!(host, "0.0.0.0" | "::") { own_address() } else { host.to_owned() };
+    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
+/// Returns the address that the route to other machines uses; loopback where there is none.
+fn own_address() -> String {
+    // A datagram socket that is connected sends nothing, and learns its own address. No packet may be sent to that network.
+    let found = std::net::UdpSocket::bind("0.0.0.0:0").and_then(|socket| {
+        socket.connect("192.0.2.1:9")?;
+        socket.local_addr()
+    });
+    found.map_or_else(|_| LOOPBACK.to_owned(), |address| address.ip().to_string())
+}
+
+fn device_type() -> &'static str {
+    let none = ["", "-1", "none", "void"];
+    let hides = |name: &str, words: &[&str]| std::env::var(name).is_ok_and(|value| words.contains(&value.trim()));
+    if hides("CUDA_VISIBLE_DEVICES", &none) || hides("NVIDIA_VISIBLE_DEVICES", &none[2..]) { "cpu" } else { "cuda" }
+}
+
+fn merged(names: &Value, more: Value) -> Value {
+    let mut record = names.clone();
+    if let (Some(record), Value::Object(more)) = (record.as_object_mut(), more) {
+        record.extend(more);
+    }
+    record
+}
+
+fn put(discovery: &Arc<dyn Discovery>, key: &str, record: &Value) -> Result<(), DynamoError> {
+    discovery.put(key, &record.to_string())
+}
+
+fn encode_path(path: &str) -> String {
+    let mut text = String::with_capacity(path.len());
+    for byte in path.bytes() {
+        if byte.is_ascii_alphanumeric() || matches!(byte, b'/' | b'-' | b'.' | b'_' | b'~') {
+            text.push(char::from(byte));
+        } else {
+            text.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    text
+}
+
+/// Serves an engine until SIGTERM or SIGINT; the whole `main` of a worker.
+///
+/// Makes the runtime, starts logging by `DYN_LOG`, and returns after the clean-up. The error is what failed first; a `main`
+/// that returns it ends with status 1 and the error as the last line on stderr.
+pub fn run(engine: Arc<dyn LLMEngine>, config: WorkerConfig) -> anyhow::Result<()> {
+    crate::logging::init();
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let threads = settings::integer("DYN_RUNTIME_NUM_WORKER_THREADS", cores as i64, 1);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(usize::try_from(threads).unwrap_or(cores).min(1024))
+        .thread_name("engine")
+        .enable_all()
+        .build()?;
+    let outcome = runtime.block_on(Worker::new(engine, config).run());
+    // Tasks that ignore their end must not hold the process.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    Ok(outcome?)
+}

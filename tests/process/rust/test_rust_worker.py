@@ -1,0 +1,311 @@
+"""A worker in Rust (`make test-rust` builds it), called over its own wire and watched by its operator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import struct
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo.errors import (
+    Disconnected,
+    EngineShutdown,
+    InvalidArgument,
+    Overloaded,
+    ResponseTimeout,
+    WorkerUnavailable,
+)
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import INITIAL_CREDITS, Instance, StreamItem
+from dynamo.runtime.request_plane.mux.client import MuxClient, MuxStream
+from dynamo.runtime.request_plane.mux.frames import MAGIC, Kind, frame, pack
+from dynamo.runtime.request_plane.secret import SharedSecret
+from dynamo.runtime.request_plane.security import PlaneSecurity
+from support.patience import PATIENCE_SECONDS
+from support.processes import Process, get
+
+ENGINE = os.environ.get("RUST_SAMPLE_ENGINE", "")
+pytestmark = pytest.mark.skipif(not ENGINE, reason="no Rust worker: `make test-rust` builds one (RUST_SAMPLE_ENGINE)")
+
+
+class Worker(Process):
+    """The sample engine in Rust, on a store of its own."""
+
+    store = Path()
+
+    @classmethod
+    def start(cls, root: Path, *flags: str, delay: str = "0.001", **env: str) -> Worker:
+        plain = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
+        own = {
+            "DYN_FILE_KV": str(root / "store"),
+            "DYN_SYSTEM_PORT": "0",
+            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
+        }
+        worker = cls("rust", [ENGINE, "--delay", delay, *flags], plain | own | env, root / "rust.log")
+        worker.store = root / "store"
+        return worker
+
+    def instance(self) -> Instance:
+        self.wait_log("Serving ")
+        folder = self.store / "v1" / "instances"
+        while not (found := [path for path in folder.glob("*") if not path.name.startswith(".tmp_")]):
+            assert not self.has_ended, self.log
+        record = json.loads(found[0].read_text())
+        assert record.pop("type") == "Endpoint"
+        return msgspec.convert(record, Instance)
+
+    def records(self) -> list[str]:
+        return sorted(path.relative_to(self.store).as_posix() for path in self.store.rglob("*") if path.is_file())
+
+    def get(self, path: str) -> tuple[int, str]:
+        port = int(self.wait_log(r"status server on \S+:(\d+)")[1])
+        status, body = get(port, path)
+        return status, body.decode()
+
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.instance().transport["tcp"].partition("/")[0].rpartition(":")
+        return host, int(port)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    worker = Worker.start(tmp_path)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[MuxClient]:
+    client = MuxClient()
+    yield client
+    await client.close()
+
+
+async def drain(stream: MuxStream) -> list[StreamItem]:
+    items: list[StreamItem] = []
+    try:
+        while batch := await stream.next_batch():
+            items += batch
+    finally:
+        stream.close()
+    return items
+
+
+def body(tokens: int, prompt: int = 3) -> dict[str, Any]:
+    return {"token_ids": list(range(prompt)), "stop_conditions": {"max_tokens": tokens}}
+
+
+async def test_its_records_are_named_by_their_key(worker: Worker) -> None:
+    encoded = worker.instance().key.replace("/", "%2F")
+    assert worker.records() == [f"v1/instances/{encoded}", f"v1/mdc/{encoded}"]
+    card = json.loads((worker.store / "v1" / "mdc" / encoded).read_text())["card_json"]
+    assert (card["display_name"], card["model_type"], card["worker_type"]) == (
+        "sample-model",
+        "Chat | Completions",
+        "aggregated",
+    )
+
+
+async def test_it_serves_the_sample_behaviour(worker: Worker, client: MuxClient) -> None:
+    items = await drain(await client.open(worker.instance(), body(5), Context()))
+    assert [i for item in items for i in item.token_ids] == [1, 2, 3, 4, 5]
+    assert items[-1].finish_reason == "length"
+    assert items[-1].extra == {"completion_usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}}
+
+
+async def test_it_obeys_credits_and_large_bodies_over_many_streams(worker: Worker, client: MuxClient) -> None:
+    count = INITIAL_CREDITS + 50
+    instance = worker.instance()
+    streams = [await client.open(instance, body(count if n == 0 else 20, 60_000), Context()) for n in range(20)]
+    answers = await asyncio.gather(*map(drain, streams))
+    assert [sum(len(i.token_ids) for i in items) for items in answers] == [count] + [20] * 19
+
+
+@pytest.mark.parametrize("kill", [False, True])
+async def test_it_obeys_stop_and_kill(worker: Worker, client: MuxClient, kill: bool) -> None:
+    context = Context()
+    stream = await client.open(worker.instance(), body(10**6), context)
+    await stream.next_batch()
+    (context.kill if kill else context.stop_generating)()
+    rest = await drain(stream)
+    assert (rest[-1].finish_reason == "cancelled") if not kill else rest == []
+
+
+async def test_its_errors_are_typed(worker: Worker, client: MuxClient) -> None:
+    instance = worker.instance()
+    for wrong in ({"token_ids": ["a"]}, {"token_ids": None}, {}):
+        with pytest.raises(InvalidArgument, match=r"token_ids|valid"):
+            await drain(await client.open(instance, wrong, Context()))
+    with pytest.raises(InvalidArgument, match="DYN_TCP_MAX_DECODED_MB"):
+        await drain(await client.open(instance, {"token_ids": [], "extra_args": [[]] * 4_000_000}, Context()))
+    elsewhere = msgspec.structs.replace(instance, transport={"tcp": instance.transport["tcp"] + "x"})
+    with pytest.raises(WorkerUnavailable, match="unknown endpoint"):
+        await drain(await client.open(elsewhere, body(1), Context()))
+    late = Context(deadline=asyncio.get_running_loop().time() + 0.05)
+    with pytest.raises(ResponseTimeout):
+        await drain(await client.open(instance, body(10**6), late))
+
+
+async def test_a_full_worker_declines_and_serves_its_queue_in_order(tmp_path: Path, client: MuxClient) -> None:
+    worker = Worker.start(tmp_path, DYN_ENGINE_REQUEST_LIMIT="1", DYN_DYNAMO_REQUEST_QUEUE_LIMIT="1")
+    try:
+        instance = worker.instance()
+        running = Context()
+        first = await client.open(instance, body(10**6), running)
+        await first.next_batch()
+        second = asyncio.create_task(drain(await client.open(instance, body(2), Context())))
+        with pytest.raises(Overloaded):
+            await drain(await client.open(instance, body(1), Context()))
+        running.stop_generating()
+        assert (await drain(first))[-1].finish_reason == "cancelled"
+        assert (await second)[-1].finish_reason == "length"
+    finally:
+        worker.close()
+
+
+async def test_it_leaves_politely(worker: Worker, client: MuxClient) -> None:
+    stream = await client.open(worker.instance(), body(1000), Context())
+    await stream.next_batch()
+    worker.signal(signal.SIGTERM)
+    items = await drain(stream)
+    assert items[-1].finish_reason == "length"
+    assert await worker.ended() == 0
+    assert worker.records() == []
+    order = ["SIGTERM received", "Endpoint unregistered from discovery", "Engine cleanup complete"]
+    places = [worker.log.index(line) for line in order]
+    assert places == sorted(places)
+
+
+async def test_what_does_not_end_in_time_is_cut(tmp_path: Path, client: MuxClient) -> None:
+    worker = Worker.start(tmp_path, DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT="6")
+    try:
+        stream = await client.open(worker.instance(), body(10**6), Context())
+        await stream.next_batch()
+        worker.signal(signal.SIGINT)
+        with pytest.raises(EngineShutdown):
+            await drain(stream)
+        assert await worker.ended() == 0
+        assert "1 streams were still running and were cut" in worker.log
+    finally:
+        worker.close()
+
+
+async def test_a_killed_worker_is_a_lost_connection(worker: Worker, client: MuxClient) -> None:
+    stream = await client.open(worker.instance(), body(10**6), Context())
+    await stream.next_batch()
+    worker.kill()
+    with pytest.raises(Disconnected):
+        await drain(stream)
+
+
+async def test_probes_and_metrics(worker: Worker, client: MuxClient) -> None:
+    await drain(await client.open(worker.instance(), body(5), Context()))
+    status, health = worker.get("/health")
+    assert (status, json.loads(health)["endpoints"]) == (200, {"generate": "ready"})
+    status, page = worker.get("/metrics")
+    assert status == 200
+    assert 'dynamo_component_requests_total{dynamo_namespace="dynamo",dynamo_component="backend"' in page
+    assert worker.get("/nowhere") == (404, "Route not found")
+    assert worker.get("/engine/control/sleep")[0] == 404
+
+
+async def test_the_health_check_sees_an_engine_that_does_not_answer(tmp_path: Path) -> None:
+    worker = Worker.start(
+        tmp_path,
+        delay="1000",
+        DYN_HEALTH_CHECK_ENABLED="1",
+        DYN_CANARY_WAIT_TIME="0.05",
+        DYN_HEALTH_CHECK_REQUEST_TIMEOUT="0.1",
+    )
+    try:
+        worker.wait_log("the health check had no answer within 0.1 s")
+        while json.loads(worker.get("/health")[1]).get("reason") != "the health check failed":
+            await asyncio.sleep(0.01)
+        assert worker.get("/live")[0] == 503
+    finally:
+        worker.close()
+
+
+async def test_the_shared_secret_is_asked_for(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of sixteen bytes and more\n")
+    worker = Worker.start(tmp_path, DYN_TCP_SECRET_PATH=str(secret))
+    try:
+        instance = worker.instance()
+        knowing, ignorant = MuxClient(security=PlaneSecurity(secret=SharedSecret(str(secret)))), MuxClient()
+        try:
+            assert (await drain(await knowing.open(instance, body(2), Context())))[-1].finish_reason == "length"
+            with pytest.raises(Exception, match=r"secret|lost|closed"):
+                await drain(await ignorant.open(instance, body(2), Context()))
+        finally:
+            await knowing.close()
+            await ignorant.close()
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "text"),
+    [
+        (["--discovery-backend", "kubernetes"], {}, "discovery_backend"),
+        (["--request-plane", "nats"], {}, "request_plane"),
+        ([], {"DYN_TCP_TLS_CERT_PATH": "/tmp/cert"}, "DYN_TCP_TLS_CERT_PATH"),
+        (["--endpoint-types", "chats"], {}, "chats"),
+        (["--model-name", "/no/such/model"], {}, "/no/such/model"),
+        ([], {"DYN_TCP_SECRET_PATH": "/no/such/file"}, "DYN_TCP_SECRET_PATH"),
+    ],
+)
+def test_what_it_cannot_do_ends_the_start_with_a_sentence(
+    tmp_path: Path, flags: list[str], env: dict[str, str], text: str
+) -> None:
+    worker = Worker.start(tmp_path, *flags, **env)
+    try:
+        assert worker.exit_code() == 1
+        last = worker.log.strip().splitlines()[-1]
+        assert last.startswith("Error: InvalidArgument: ")
+        assert text in last
+    finally:
+        worker.close()
+
+
+def test_log_lines_may_be_json(tmp_path: Path) -> None:
+    worker = Worker.start(tmp_path, DYN_LOGGING_CONSOLE_FORMAT="jsonl", RUST_LOG="off")
+    try:
+        worker.wait_log("Serving ")
+        lines = [json.loads(line) for line in worker.log.splitlines()]
+        assert {"time", "level", "target", "message"} <= lines[0].keys()
+    finally:
+        worker.close()
+
+
+async def test_fuzzed_frames_end_their_connection_and_nothing_else(worker: Worker, client: MuxClient) -> None:
+    instance = worker.instance()
+    address = worker.address()
+    await drain(await client.open(instance, body(1), Context()))
+    before = worker.resident_bytes()
+    chance = random.Random(14)
+    hello = frame(Kind.HELLO, pack({"version": 1}))
+    for round_number in range(300):
+        kind, size = chance.randrange(0, 14), chance.choice([0, 1, 8, 100, 5000])
+        payload = chance.randbytes(size)
+        if chance.random() < 0.3:  # near to what is meant
+            payload = pack([{"path": "p", "id": "r", "size": chance.randrange(2**33)}, None])
+        announced = chance.choice([len(payload), len(payload) + 3, 2**32 - 1, 65_536])
+        stranger = struct.pack(">IBBHI", announced, kind, chance.randrange(256), 0, chance.randrange(8)) + payload
+        with socket.create_connection(address, timeout=PATIENCE_SECONDS) as connection:
+            connection.sendall((MAGIC + hello if round_number % 3 else b"") + stranger)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65_536):
+                pass
+    assert (await drain(await client.open(instance, body(3), Context())))[-1].finish_reason == "length"
+    assert "panicked" not in worker.log
+    assert worker.resident_bytes() - before < 16 * 1024 * 1024

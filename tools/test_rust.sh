@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Tests the Rust SDK. Says why and leaves with 0 where there is no cargo, or no crates to build with.
+# PYTHON: the interpreter with the development tools. RUST_TARGET: where cargo builds (default: rust/target).
+# Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+DEBIAN=/usr/share/cargo/registry # where Debian's librust-*-dev packages put their crates, on every machine
+
+if ! command -v cargo > /dev/null; then
+  echo "test-rust: skipped, because there is no cargo; https://rustup.rs installs it"
+  exit 0
+fi
+target=$(realpath -m "${RUST_TARGET:-rust/target}")
+export CARGO_TARGET_DIR=$target
+flags=()
+if ! (cd rust && cargo fetch --quiet --config net.retry=0 2> /dev/null); then
+  flags=(--offline --config 'source.crates-io.replace-with="debian"' --config "source.debian.directory=\"$DEBIAN\"")
+  if ! (cd rust && cargo fetch --quiet "${flags[@]}"); then
+    echo "test-rust: skipped, because crates.io cannot be reached and Debian's crates are not all there. They come with:"
+    echo "  apt-get install librust-{anyhow,async-stream,async-trait,clap,futures,rmp-serde,serde,serde-derive}-dev \\"
+    echo "    librust-{serde-json,tokio,tracing,tracing-subscriber}-dev"
+    exit 0
+  fi
+fi
+cd rust
+cargo fmt --check
+cargo clippy "${flags[@]}" --workspace --all-targets --all-features -- -D warnings
+cargo test "${flags[@]}" --workspace --all-features
+cargo build "${flags[@]}" --workspace
+cd ..
+export RUST_SCRIPTED_ENGINE=$target/debug/scripted-engine RUST_SAMPLE_ENGINE=$target/debug/sample-backend
+"${PYTHON:-python3}" -m pytest -q -rs tests/process/rust "$@"
+RUST_WORKERS=all "${PYTHON:-python3}" -m pytest -q -rs tests/process/e2e "$@"
+RUST_WORKERS=every-second "${PYTHON:-python3}" -m pytest -q -rs tests/process/e2e/test_e2e_workers.py "$@"
