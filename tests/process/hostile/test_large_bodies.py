@@ -44,6 +44,11 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
     "logit_bias up to the limit": (body(logit_bias={str(number): 200 for number in range(32_000)}), "Logit bias"),
     "a schema up to the limit": (body(response_format=schema(15_000)), "DYN_GUIDED_MAX_NODES"),
     "items up to the limit": (body(stop=["a"] * 250_000), "Maximum of 32 stop"),
+    "12 MB of escapes": (
+        body(messages=[{"role": "user", "content": "\u00e9\u20ac y " * 850_000}]),
+        "maximum context length",
+    ),
+    "12 MB of line ends": (body(messages=[{"role": "user", "content": "a\n" * 4_000_000}]), "maximum context length"),
     "4 MB of prompt": (body(messages=[{"role": "user", "content": "x y " * 1_000_000}]), "maximum context length"),
 }
 

@@ -27,6 +27,7 @@ LIMITS: Final = (
     "malformed",
     "json_depth",
     "json_containers",
+    "json_structure",
     "json_members",
     "body_tokens",
     "json_items",

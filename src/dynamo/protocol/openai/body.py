@@ -13,6 +13,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.long_texts import (
+    LARGE_BYTES,
+    LONG_BYTES,
+    MAX_REST_BYTES,
+    TooMuchStructure,
+    decode_in_steps,
+)
 
 __all__ = [
     "DEFAULT_LIMITS",
@@ -37,7 +44,7 @@ MAX_CONTAINERS: Final = 1 << 18  # arrays and objects in one body: an empty one 
 MAX_MEMBERS: Final = 1 << 15  # of all objects: decoding one takes 0.5 us, in one piece and with the interpreter lock
 MAX_ITEMS: Final = 1 << 18  # of all arrays, token ids for one: decoding one takes 0.05 us
 SLICE_BYTES: Final = 1 << 18  # of a body that are looked through in one go
-MAX_MENDED_BYTES: Final = 4 * 1024 * 1024  # mending costs up to 0.1 s a MiB, on the caller's thread
+MAX_MENDED_BYTES: Final = LARGE_BYTES  # mending holds the interpreter lock for up to 20 ms for as much
 DETAIL_LIMIT: Final = 512  # characters of a decoder's message we pass on: it may quote the client's own value
 
 T = TypeVar("T")
@@ -70,7 +77,12 @@ def read_json(body: bytes, decode: Callable[[bytes], T], limits: BodyLimits = DE
     """
     check_size(body, limits)
     try:
+        if len(body) > LARGE_BYTES:
+            return decode_in_steps(body, decode), False
         return decode(body), False
+    except TooMuchStructure:
+        text = f"more than {MAX_REST_BYTES} bytes of JSON beside the strings of at least {LONG_BYTES} bytes"
+        raise _refused(text, limit="json_structure") from None
     except msgspec.ValidationError:
         raise
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
