@@ -47,8 +47,9 @@ check: $(VENV)/.dev ## format, lint, strict types, import arrows, the figures of
 house: $(VENV)/.dev ## the figures of the house beside their bars (ARGS="--list classes" names the places)
 	@$(BIN)/python tools/house.py $(ARGS)
 
-docs: $(VENV)/.dev ## write the tables of docs/metrics.md from the code
+docs: $(VENV)/.dev ## write the tables of docs/metrics.md and docs/settings.md from the code
 	@$(BIN)/python tools/metrics_page.py
+	@$(BIN)/python tools/settings_page.py
 
 format: $(VENV)/.dev ## rewrite the code in the house style
 	@$(BIN)/ruff format .

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.cli.child import endpoint_path, on_planes
@@ -22,6 +23,7 @@ from dynamo.frontend.http.admin import log_exposure
 from dynamo.frontend.http.server import HttpServer
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.logging import configure_dynamo_logging
+from dynamo.runtime.settings import RuntimeSettings, SystemSettings
 from dynamo.settings.command import EXIT_USAGE
 from dynamo.worker.run import event_loop_factory
 from dynamo.worker.signals import Deadline
@@ -40,13 +42,12 @@ EXIT_FAILED: Final = 1
 def serve_in_process(options: ServeOptions, console: Console, listener: socket.socket, address: Address) -> int:
     """Serve until a signal; the exit status. A worker that fails ends everything: it shares this process."""
     engine_cls = load_engine(options.engine)
-    os.environ.setdefault("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0")  # nobody stays who could ask late
-    system_port = os.environ.get("DYN_SYSTEM_PORT", "").strip()
-    if options.workers > 1 and system_port.isdigit() and int(system_port) > 0:
+    configure_dynamo_logging()
+    system_port = SystemSettings.from_env().port
+    if options.workers > 1 and system_port > 0:
         raise UsageError(
             f"DYN_SYSTEM_PORT={system_port} is one port for {options.workers} workers in one process; use 0"
         )
-    configure_dynamo_logging()
     failure: BaseException | None = None
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         try:
@@ -71,6 +72,8 @@ class _OneProcess:
         self._address = address
         self._stop = asyncio.Event()
         self._workers: list[Worker] = []
+        # Without a grace, unless one is set: no router is left that could send a request late.
+        self._times = shutdown_times({"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0", **os.environ})
 
     async def run(self, engine_cls: type[BaseEngine]) -> None:
         made = [await self._make(engine_cls) for _ in range(self._options.workers)]
@@ -81,12 +84,11 @@ class _OneProcess:
                 *(() if admin is None else ("--admin-port", str(admin))),
             ]
         )
-        os.environ.pop("DYN_ADMIN_PORT", None)  # the number is the frontend's; the workers share this process
-        log_exposure(settings, os.environ)
-        runtime = _frontend_runtime()
+        log_exposure(settings)
+        runtime = DistributedRuntime(asyncio.get_running_loop(), "mem", "mem", settings=settings.runtime)
         self._show_table([config for _, config in made])
         # From the first signal on, as in a process of its own. Requests have their own time before that.
-        limit = shutdown_times().deadline_seconds + settings.grace_period_seconds + settings.graceful_shutdown_seconds
+        limit = self._times.deadline_seconds + settings.grace_period_seconds + settings.graceful_shutdown_seconds
         with (
             Deadline(limit) as deadline,
             stopping_signals(lambda number: self._asked(number, deadline), _leave_at_once),
@@ -102,10 +104,13 @@ class _OneProcess:
 
     async def _make(self, engine_cls: type[BaseEngine]) -> tuple[BaseEngine, WorkerConfig]:
         engine, config = await engine_cls.from_args(list(self._options.engine_args))
+        settings = config.runtime_settings or RuntimeSettings.from_env()
+        system = replace(settings.system, admin_port=None)  # DYN_ADMIN_PORT is the frontend's; they share this process
+        config = replace(config, runtime_settings=replace(settings, system=system))
         return engine, on_planes(config, discovery="mem", requests="mem")
 
     async def _serve(self, server: HttpServer, made: list[tuple[BaseEngine, WorkerConfig]]) -> None:
-        self._workers = [Worker(engine, config, embedded=True) for engine, config in made]
+        self._workers = [Worker(engine, config, times=self._times, embedded=True) for engine, config in made]
         await server.start()
         try:
             async with asyncio.TaskGroup() as group:
@@ -147,16 +152,6 @@ class _OneProcess:
 
     def _cannot_restart(self) -> None:
         self._console.say("SIGHUP: one process cannot replace its own workers; start it without --in-process for that")
-
-
-def _frontend_runtime() -> DistributedRuntime:
-    """Make a runtime without a status server; the worker processes have the status servers."""
-    system_port = os.environ.pop("DYN_SYSTEM_PORT", None)
-    try:
-        return DistributedRuntime(asyncio.get_running_loop(), "mem", "mem")
-    finally:
-        if system_port is not None:
-            os.environ["DYN_SYSTEM_PORT"] = system_port
 
 
 def _leave_at_once(number: signal.Signals) -> None:

@@ -7,10 +7,16 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, Self, TypedDict, Unpack
 
+from dynamo.contract.flag_values import endpoint_of, endpoint_types_of, name_of, read_structural_tag
 from dynamo.contract.health_check import parse_health_check_payload_cli
-from dynamo.contract.modes import DisaggregationMode, coerce_disaggregation_mode
+from dynamo.contract.modes import DisaggregationMode, coerce_disaggregation_mode, parse_disaggregation_mode
+from dynamo.health_check import PAYLOAD_VARIABLE
 from dynamo.protocol.model_types import ModelInput
+from dynamo.protocol.parsers import REASONING_PARSERS, TOOL_PARSERS
 from dynamo.protocol.structural_tag import TAG_SCHEMAS, TAG_SCOPES, check_structural_tag
+from dynamo.runtime.settings import RESPONSE_PLANES, RuntimeSettings
+from dynamo.settings.readers import SettingReader, file_path, one_of, switch, text
+from dynamo.settings.table import declared, metadata_of, setting, settings_of
 
 __all__ = [
     "DEFAULT_COMPONENT",
@@ -25,7 +31,34 @@ __all__ = [
 DEFAULT_COMPONENT: Final = "backend"
 DEFAULT_ENDPOINT: Final = "generate"
 DEFAULT_ENDPOINT_TYPES: Final = "chat,completions"
-RESPONSE_PLANES: Final = ("tcp", "quic")
+
+_IDENTITY: Final = "worker identity"
+_ROLE: Final = "role and routing"
+_TEXT: Final = "templates and parsers"
+_OPERATION: Final = "operation"
+
+_mode: Final = SettingReader(parse_disaggregation_mode)
+_tag: Final = SettingReader(read_structural_tag)
+
+NAMESPACE_SUFFIX: Final = declared("DYN_NAMESPACE_WORKER_SUFFIX", text, "Appended to the namespace with a dash")
+ENABLE_STRUCTURAL_TAG: Final = declared(
+    "DYN_ENABLE_STRUCTURAL_TAG",
+    switch,
+    "Constrain tool calls with [structural tags](tools-and-reasoning.md#structural-tags)",
+    unset=False,
+    flag="--dyn-enable-structural-tag",
+    group=_TEXT,
+)
+# Judged in `health_check`, which warns and goes without a canary: a bad probe must not stop a worker. Its variable is read
+# there too, because it also applies to workers that never parse a command line.
+HEALTH_CHECK_PAYLOAD: Final = declared(
+    PAYLOAD_VARIABLE,
+    text,
+    "The canary's request: a JSON object or `@FILE`",
+    flag="--health-check-payload",
+    group=_OPERATION,
+    is_read_later=True,
+)
 
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "structural_tag_mode": ("off", "on"),
@@ -66,6 +99,7 @@ class _Overrides(TypedDict, total=False):
     response_plane: str
     enable_rl: bool
     allow_download: bool
+    runtime_settings: RuntimeSettings | None
 
 
 class WorkerFields(_Overrides, total=False):
@@ -78,11 +112,18 @@ class WorkerFields(_Overrides, total=False):
 class WorkerConfig:
     """Everything a `Worker` needs to know beside its engine. Positions are API: new fields are keyword-only."""
 
-    namespace: str
+    # fmt: off
+    namespace: str = field(metadata=metadata_of(declared("DYN_NAMESPACE", name_of, unset="dynamo",
+        meaning="Deployment this worker belongs to; `DYN_NAMESPACE_WORKER_SUFFIX`, when set, is appended with a dash",
+        flag="--namespace", group=_IDENTITY)))
     """The deployment this worker belongs to."""
-    component: str = DEFAULT_COMPONENT
+    component: str = setting(DEFAULT_COMPONENT, "DYN_COMPONENT", name_of,
+        "Name shared by the replicas of this worker; an engine may choose another default",
+        flag="--component", group=_IDENTITY)
     """Name shared by the replicas of this worker."""
-    endpoint: str = DEFAULT_ENDPOINT
+    endpoint: str = setting(DEFAULT_ENDPOINT, "DYN_ENDPOINT", endpoint_of,
+        "Name of the endpoint that serves `generate`, or `dyn://NAMESPACE.COMPONENT.ENDPOINT` for all three at once",
+        flag="--endpoint", group=_IDENTITY)
     """Name of the endpoint that serves `generate`."""
     model_name: str = ""
     """Model directory or name. It brings tokenizer and chat template. Empty: the card has a name only."""
@@ -90,7 +131,10 @@ class WorkerConfig:
     """The name clients use. None: what `EngineConfig` names."""
     model_input: ModelInput = ModelInput.Tokens
     """What the engine receives: tokens, or for a `RawEngine` text or tensors."""
-    endpoint_types: str = DEFAULT_ENDPOINT_TYPES
+    endpoint_types: str = setting(DEFAULT_ENDPOINT_TYPES, "DYN_ENDPOINT_TYPES", endpoint_types_of,
+        "OpenAI surfaces to serve, a comma list of `chat`, `completions`, `embeddings`, `tensor`, `images`, `videos`, "
+        "`audios`; the frontend of this version serves `chat` and `completions`",
+        flag=("--endpoint-types", "--dyn-endpoint-types"), group=_IDENTITY)
     """OpenAI surfaces to serve, a comma list."""
     discovery_backend: str = "etcd"
     """Where workers and frontends find each other: etcd, file, kubernetes, mem, or auto."""
@@ -100,49 +144,88 @@ class WorkerConfig:
     """How KV events and load reports travel: zmq or nats. None: zmq."""
     use_kv_events: bool = False
     """Deprecated and without effect."""
-    custom_jinja_template: str | None = None
+    custom_jinja_template: str | None = setting(None, "DYN_CUSTOM_JINJA_TEMPLATE", file_path,
+        "File with a chat template that replaces the model's own; the frontend renders it",
+        flag="--custom-jinja-template", group=_TEXT)
     """Path of a chat template that replaces the model's own; the frontend renders it."""
-    tool_call_parser: str | None = None
+    tool_call_parser: str | None = setting(None, "DYN_TOOL_CALL_PARSER", one_of(*TOOL_PARSERS),
+        "Which [format](tools-and-reasoning.md) the model writes tool calls in: `hermes` or `qwen25`. Other names of "
+        "1.6.1 are written on the card, with a warning; unknown ones are refused",
+        flag="--dyn-tool-call-parser", group=_TEXT)
     """Name of the parser that the frontend applies to tool calls."""
-    reasoning_parser: str | None = None
+    reasoning_parser: str | None = setting(None, "DYN_REASONING_PARSER", one_of(*REASONING_PARSERS),
+        "Which [format](tools-and-reasoning.md#names) the model reasons in, such as `qwen3` or `deepseek_r1`. Other "
+        "names of 1.6.1 are written on the card, with a warning; unknown ones are refused",
+        flag="--dyn-reasoning-parser", group=_TEXT)
     """Name of the parser that the frontend applies to reasoning."""
-    exclude_tools_when_tool_choice_none: bool = True
+    exclude_tools_when_tool_choice_none: bool = setting(True, "DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE", switch,
+        "Keep the tools out of the prompt when the client sends `tool_choice: none`",
+        flag="--exclude-tools-when-tool-choice-none", group=_TEXT)
     """Keep the tools out of the prompt when the client sends `tool_choice: none`."""
-    enable_local_indexer: bool = True
+    enable_local_indexer: bool = setting(True, "DYN_LOCAL_INDEXER", switch,
+        "Let routers recover lost KV events from this worker (never on decode and encode workers); see "
+        "[events](events.md#recovery)",
+        flag="--enable-local-indexer", group=_ROLE)
     """Let routers recover lost KV events from this worker. Forced off for decode and encode workers."""
-    enable_kv_routing: bool = True
+    enable_kv_routing: bool = setting(True, "DYN_ENABLE_KV_ROUTING", switch,
+        "Build the publishers of KV events and load snapshots",
+        flag="--enable-kv-routing", negative="--disable-kv-routing", group=_ROLE)
     """False: no KV events and no load snapshots leave this worker."""
     metrics_labels: list[tuple[str, str]] = field(default_factory=list)
     """Labels added to every metric of the endpoint."""
-    disaggregation_mode: DisaggregationMode = DisaggregationMode.AGGREGATED
+    disaggregation_mode: DisaggregationMode = setting(DisaggregationMode.AGGREGATED, "DYN_DISAGGREGATION_MODE", _mode,
+        "Role: `agg`, `prefill`, `decode`, `encode`. The frontend of this version serves `agg`, and `decode` together "
+        "with `prefill`; see [disaggregation](disaggregation.md)",
+        flag="--disaggregation-mode", group=_ROLE)
     """Role of this worker."""
     health_check_payload: dict[str, Any] | None = None
     """The operator's canary request; wins over the engine's."""
     structural_tag_mode: str = "off"
     """Constrain tool calls with structural tags: off or on."""
-    structural_tag_scope: str = "auto"
+    structural_tag_scope: str = setting("auto", "DYN_STRUCTURAL_TAG_SCOPE", one_of(*TAG_SCOPES),
+        "When the tag applies: `auto` (a call must come, or a tool is strict), `always`",
+        flag="--dyn-structural-tag-scope", group=_TEXT)
     """When the tag applies: auto or always."""
-    structural_tag_schema: str = "auto"
+    structural_tag_schema: str = setting("auto", "DYN_STRUCTURAL_TAG_SCHEMA", one_of(*TAG_SCHEMAS),
+        "Which arguments follow their schema: `auto` (those of strict tools and forced choices), `strict` (all)",
+        flag="--dyn-structural-tag-schema", group=_TEXT)
     """How strictly arguments follow their schema: auto or strict."""
-    route_to_encoder: bool = False
+    route_to_encoder: bool = setting(False, "DYN_ROUTE_TO_ENCODER", switch,
+        "Say on the card that multimodal requests need an encode worker first (`agg` and `prefill` only)",
+        flag="--route-to-encoder", group=_ROLE)
     """Send multimodal requests through an encode worker first. Only for the roles agg and prefill."""
     media_decoder: Any = None
     """A `MediaDecoder`: media that the frontend decodes for this worker."""
     media_fetcher: Any = None
     """A `MediaFetcher`: how the frontend fetches media for this worker."""
-    kv_state_endpoint: str | None = None
+    kv_state_endpoint: str | None = setting(None, "DYN_KV_STATE_ENDPOINT", text,
+        "Endpoint that owns the KV state, written on the card; unset: the serving endpoint",
+        flag="--kv-state-endpoint", group=_ROLE)
     """Endpoint that owns the KV state. None: the serving endpoint."""
-    default_thinking_mode: str | None = None
+    default_thinking_mode: str | None = setting(None, "DYN_DEFAULT_THINKING_MODE", one_of("enabled", "disabled"),
+        "`enabled` or `disabled`: what the chat template gets when a request does not say",
+        flag="--dyn-default-thinking-mode", group=_TEXT)
     """Whether a request thinks when it does not choose: enabled or disabled."""
     _: KW_ONLY
-    structural_tag: dict[str, Any] | None = None
+    structural_tag: dict[str, Any] | None = setting(None, "DYN_STRUCTURAL_TAG", _tag,
+        "`true`, `false` or a JSON object with `scope` (there `always` unless said otherwise) and `schema`; the newer "
+        "form of `--dyn-enable-structural-tag` and the two flags of its name",
+        flag="--dyn-structural-tag", dest="structural_tag", group=_TEXT)
     """The newer form of the three `structural_tag_*` fields."""
     response_plane: str = "tcp"
     """How answers travel on the native wire: tcp or quic."""
-    enable_rl: bool = False
+    enable_rl: bool = setting(False, "DYN_ENABLE_RL", switch,
+        "Serve the reinforcement-learning directory endpoint (needs the status server)",
+        flag="--enable-rl", group=_OPERATION)
     """Serve the reinforcement-learning discovery endpoint."""
-    allow_download: bool = False
+    allow_download: bool = setting(False, "DYN_ALLOW_DOWNLOAD", switch,
+        "Look a model name that is not a directory up on the hub; without it only `hub:NAME` is, and no other name "
+        "leaves the machine",
+        flag="--allow-download", group=_OPERATION)
     """Look a model name that is not a directory up on the hub; without it only `hub:NAME` is."""
+    runtime_settings: RuntimeSettings | None = field(default=None, compare=False, repr=False)
+    """What the runtime is told beside the planes above. None: what the environment says."""
+    # fmt: on
 
     def __post_init__(self) -> None:
         self.disaggregation_mode = coerce_disaggregation_mode(self.disaggregation_mode)
@@ -193,35 +276,19 @@ _REQUIRED_ATTRIBUTES: Final = ("namespace", "discovery_backend", "request_plane"
 
 # attribute of the parsed command line -> field; an absent or None attribute leaves the field's default
 _OPTIONAL_ATTRIBUTES: Final = {
-    "endpoint_types": "endpoint_types",
+    **{made.dest: name for name, made in settings_of(WorkerConfig) if name not in ("namespace", "disaggregation_mode")},
     "use_kv_events": "use_kv_events",
-    "custom_jinja_template": "custom_jinja_template",
-    "dyn_tool_call_parser": "tool_call_parser",
-    "dyn_reasoning_parser": "reasoning_parser",
-    "dyn_default_thinking_mode": "default_thinking_mode",
-    "exclude_tools_when_tool_choice_none": "exclude_tools_when_tool_choice_none",
-    "enable_local_indexer": "enable_local_indexer",
-    "enable_kv_routing": "enable_kv_routing",
-    "dyn_structural_tag_scope": "structural_tag_scope",
-    "dyn_structural_tag_schema": "structural_tag_schema",
-    "structural_tag": "structural_tag",
-    "route_to_encoder": "route_to_encoder",
-    "kv_state_endpoint": "kv_state_endpoint",
     "response_plane": "response_plane",
-    "enable_rl": "enable_rl",
-    "allow_download": "allow_download",
 }
 
 
 def _optional_values(runtime_cfg: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
-        "component": getattr(runtime_cfg, "component", None) or DEFAULT_COMPONENT,
-        "endpoint": getattr(runtime_cfg, "endpoint", None) or DEFAULT_ENDPOINT,
         "structural_tag_mode": "on" if getattr(runtime_cfg, "dyn_enable_structural_tag", False) else "off",
     }
     for attribute, name in _OPTIONAL_ATTRIBUTES.items():
         value = getattr(runtime_cfg, attribute, None)
-        if value is not None:
+        if value is not None and (value or name not in ("component", "endpoint")):
             values[name] = value
     return values
 

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from dynamo.contract.flag_values import read_boolean
-from dynamo.settings.readers import TRUTHY
+from dynamo.settings.readers import TRUTHY, read_boolean
 
 __all__ = [
     "ArgGroup",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
 from socket import socket
@@ -26,11 +25,8 @@ def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -
 
     `listener`: a bound socket that stands in for the address of the flags (`dynamo serve` keeps the port itself).
     """
+    configure_dynamo_logging()  # first: variables that cannot be read are warnings
     settings = parse_args(argv)
-    # The status server of a worker is configured by this variable; a frontend shares its machine, not its port.
-    os.environ.pop("DYN_SYSTEM_PORT", None)
-    os.environ.update(settings.exported)
-    configure_dynamo_logging()
     try:
         # Before anything else: a taken port is the most common mistake and should cost no start-up.
         listener = listener or bind(settings.http_host, settings.http_port)
@@ -44,7 +40,7 @@ def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -
     except OSError as error:
         print(f"Failed to start HTTP server: cannot listen on {settings.http_host}: {error}", file=sys.stderr)  # noqa: T201
         return 1
-    log_exposure(settings, os.environ)
+    log_exposure(settings)
     spare_the_collector()
     try:
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
@@ -64,10 +60,7 @@ def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -
 
 async def _serve(settings: FrontendSettings, listener: socket, admin: socket | None) -> None:
     loop = asyncio.get_running_loop()
-    # None lets the runtime decide by its own variables.
-    runtime = DistributedRuntime(
-        loop, settings.discovery_backend, settings.request_plane, event_plane=settings.event_plane
-    )
+    runtime = DistributedRuntime(loop, None, None, settings=settings.runtime)
     try:
         _plan_chaos(settings, runtime)
         async with Frontend(settings, runtime) as frontend:
@@ -78,13 +71,14 @@ async def _serve(settings: FrontendSettings, listener: socket, admin: socket | N
 
 def _plan_chaos(settings: FrontendSettings, runtime: DistributedRuntime) -> None:
     """Start fault injection where a plan requests it."""
-    if settings.chaos is None:
+    chaos = settings.runtime.chaos
+    if chaos.plan is None:
         return
     from dynamo.runtime.chaos.admission import Role, admitted, faults_of
     from dynamo.runtime.chaos.frontend import FrontendChaos
 
-    name = settings.chaos_name or str(Role.FRONTEND)
-    faults = faults_of(Role.FRONTEND, name, admitted(settings.chaos, settings.allow_chaos) or ())
+    name = chaos.name or str(Role.FRONTEND)
+    faults = faults_of(Role.FRONTEND, name, admitted(chaos.plan, chaos.is_allowed) or ())
     runtime.plane_client_stand_in = FrontendChaos(faults, name=name).client
 
 

@@ -46,7 +46,7 @@ def _two_digits(value: float) -> float:
     return float(f"{value:.1e}")
 
 
-_LOG_BUCKETS: Final[Mapping[str, tuple[float, float, int]]] = {
+LOG_BUCKETS: Final[Mapping[str, tuple[float, float, int]]] = {
     "REQUEST_DURATION": (1, 512, 10),
     "INPUT_SEQUENCE_TOKENS": (50, 128_000, 12),
     "CACHED_TOKENS": (50, 128_000, 12),
@@ -58,12 +58,12 @@ _LOG_BUCKETS: Final[Mapping[str, tuple[float, float, int]]] = {
 
 def check_buckets(env: Mapping[str, str]) -> None:
     """Check the `DYN_HISTOGRAM_*` settings. Raises ValueError naming the variables of a setting that makes no valid buckets."""
-    for name in _LOG_BUCKETS:
+    for name in LOG_BUCKETS:
         _buckets(name, env)
 
 
 def _buckets(name: str, env: Mapping[str, str]) -> tuple[float, ...]:
-    low, high, count = _LOG_BUCKETS[name]
+    low, high, count = LOG_BUCKETS[name]
     prefix = f"DYN_HISTOGRAM_{name}"
     chosen = (
         env_float(f"{prefix}_MIN", low, env=env),

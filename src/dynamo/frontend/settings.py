@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-import logging
-import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
+from urllib.parse import urlsplit
 
 from dynamo.frontend.admission.model import RequestLimit
 from dynamo.frontend.models.file_policy import FilePolicy
-from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, GuidedLimits
+from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_ITEMS, MAX_MEMBERS, MAX_MESSAGES
 from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_status
 from dynamo.runtime.addresses import LOOPBACK, bind_host
 from dynamo.runtime.http_limits import HttpLimits
-from dynamo.runtime.settings import discovery_store, env_bool, env_float, env_int, env_str
-from dynamo.settings.readers import integer, kibibytes, mebibytes, seconds
-from dynamo.settings.table import read_settings, section, setting
+from dynamo.runtime.settings import FromEnvironment, RuntimeSettings, discovery_store
+from dynamo.settings.readers import (
+    SettingReader,
+    integer,
+    kibibytes,
+    mebibytes,
+    milliseconds,
+    number,
+    off_at_zero,
+    one_of,
+    port,
+    seconds,
+    switch,
+    text,
+    words,
+)
+from dynamo.settings.table import Setting, declared, section, setting
 from dynamo.text.template_sandbox import BudgetSpec
 
-logger = logging.getLogger(__name__)
-
 MIB: Final = 1024 * 1024
+MAX_WORKERS: Final = 64  # processes; each holds every model's tokenizer
+MAX_MIGRATIONS: Final = 2**32 - 1
+ROUTER_MODES: Final = ("round-robin", "random", "power-of-two", "least-loaded", "direct", "device-aware-weighted")
 
 DEFAULT_MAX_REQUESTS_IN_FLIGHT: Final = 4096
 """Ours: the native frontend has no bound. One request in flight holds its prompt ids and one window of tokens, some tens
@@ -40,25 +54,55 @@ INLINE_TOKENIZE_CHARACTERS: Final = 2048
 """A prompt up to this long is tokenised on the loop (about 0.5 ms); a longer one in the executor, which releases the
 interpreter lock. The hand-over costs about 60 us, so short prompts must not pay it."""
 
-_ROUTE_VARIABLES: Final[Mapping[str, tuple[str, str]]] = {
-    # route name: (variable, default path)
-    "chat": ("DYN_HTTP_SVC_CHAT_PATH", "/v1/chat/completions"),
-    "completions": ("DYN_HTTP_SVC_CMP_PATH", "/v1/completions"),
-    "models": ("DYN_HTTP_SVC_MODELS_PATH", "/v1/models"),
-    "health": ("DYN_HTTP_SVC_HEALTH_PATH", "/health"),
-    "live": ("DYN_HTTP_SVC_LIVE_PATH", "/live"),
-    "metrics": ("DYN_HTTP_SVC_METRICS_PATH", "/metrics"),
-}
+_HTTP: Final = "http"
+_CLUSTER: Final = "cluster"
+_REQUESTS: Final = "requests"
+_OTHER: Final = "other"
+
+# -- readers ----------------------------------------------------------------------------------------------------------
+
+_METRIC_NAME: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 
-def path_variable(route: str) -> str:
-    """Return the variable that moves a route."""
-    return _ROUTE_VARIABLES[route][0]
+def _read_router_mode(given: str) -> str:
+    if given == "kv":
+        raise ValueError("kv is not in this version")
+    return one_of(*ROUTER_MODES).parse(given)
 
 
-def default_paths() -> dict[str, str]:
-    """Return the path of each route when nothing overrides it."""
-    return {name: path for name, (_, path) in _ROUTE_VARIABLES.items()}
+def _read_metrics_prefix(given: str) -> str:
+    if _METRIC_NAME.fullmatch(given) is None:
+        raise ValueError(f"{given!r} is no prefix of metrics: use letters, digits and _, no digit first")
+    return given
+
+
+def read_origin(given: str) -> str:
+    """Check an origin as browsers send it: scheme, host and port, and nothing behind. Raises ValueError."""
+    parts = urlsplit(given)
+    if given != "*" and (
+        parts.scheme not in {"http", "https"} or not parts.netloc or given.rstrip("/") != given or parts.path
+    ):
+        raise ValueError(f"{given!r} is not an origin; write for example https://app.example.com, or *")
+    return given
+
+
+def _read_overload_status(given: str) -> int:
+    if given != str(overload_status(given)):
+        raise ValueError(f"{given} is not a status from 200 to 999")
+    return int(given)
+
+
+_origins: Final = SettingReader(
+    lambda given: tuple(read_origin(each) for each in words.parse(given)), show=",".join, metavar="URL"
+)
+_request_limit: Final = SettingReader(RequestLimit.parse, metavar="N|Nx")
+_overload_status: Final = SettingReader(_read_overload_status)
+_reasoning: Final = one_of("reasoning_content", "reasoning")
+_part: Final = number(0, 1)
+_never_at_zero: Final = off_at_zero(seconds())
+_pings: Final = off_at_zero(milliseconds())
+
+# -- tables -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,263 +135,224 @@ class ApiLimits(HttpLimits):
     # fmt: on
 
 
+def _path(variable: str, path: str, what: str) -> Setting:
+    return declared(variable, text, f"Where {what} lives", unset=path)
+
+
+ROUTES: Final[Mapping[str, Setting]] = {
+    "chat": _path("DYN_HTTP_SVC_CHAT_PATH", "/v1/chat/completions", "the chat route"),
+    "completions": _path("DYN_HTTP_SVC_CMP_PATH", "/v1/completions", "the completions route"),
+    "models": _path("DYN_HTTP_SVC_MODELS_PATH", "/v1/models", "the list of models"),
+    "health": _path("DYN_HTTP_SVC_HEALTH_PATH", "/health", "the health route"),
+    "live": _path("DYN_HTTP_SVC_LIVE_PATH", "/live", "the liveness route"),
+    "metrics": _path("DYN_HTTP_SVC_METRICS_PATH", "/metrics", "the metrics route"),
+}
+TOKENIZER_CACHE: Final = declared(
+    "DYN_TOKENIZER_CACHE", switch, "Remember the token ids of long shared prompts", unset=True
+)
+DUMP_CONFIG_TO: Final = declared(
+    "DYN_DUMP_CONFIG_TO",
+    SettingReader(Path, metavar="FILE"),
+    "Write the settings to this file, as JSON, without secrets",
+    flag="--dump-config-to",
+    group=_OTHER,
+)
+
+
+def default_paths() -> dict[str, str]:
+    """Return the path of each route when nothing overrides it."""
+    return {name: made.default for name, made in ROUTES.items()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrontendSettings:
-    """Sizes in bytes, times in seconds; None means off or unknown unless a comment states otherwise."""
+class FrontendSettings(FromEnvironment):
+    """Sizes in bytes, times in seconds; None means off or unknown unless a meaning states otherwise."""
 
-    http_host: str = LOOPBACK  # of a process: see `listening_host`
-    http_port: int = 8000
-    admin_host: str = LOOPBACK
-    admin_port: int | None = None  # None: admin routes are on the port above, while that is bound to loopback
-    workers: int = 1  # processes on the one port
-    tls_cert_path: str | None = None
-    tls_key_path: str | None = None
-    tls_client_ca_cert_path: str | None = None
-    tls_handshake_timeout_seconds: float = 10.0  # three round trips and a busy machine
-    max_tls_handshakes: int = 1024  # at once; each takes 1 to 2 ms of CPU
-    exported: Mapping[str, str] = field(default_factory=dict)  # flags that the runtime reads as variables
-
-    namespace: str | None = None  # serve only this namespace
-    namespace_prefix: str | None = None  # serve namespaces that begin so; wins over `namespace`
-    discovery_backend: str | None = None  # None: the runtime's own choice
-    request_plane: str | None = None
-    event_plane: str | None = None
-    router_mode: str = "round-robin"
-    migration_limit: int | None = None  # None: the model card's value
-    migration_max_seq_len: int | None = None
-    enforce_disagg: bool = (
-        False  # a prompt that no prefill worker takes fails, instead of being computed by its decoder
-    )
-
-    chaos: str | None = None  # a plan of faults on purpose
-    allow_chaos: bool = False
-    chaos_name: str | None = None
-
-    metrics_prefix: str = "dynamo_frontend"
-    active_decode_blocks_threshold: float | None = None  # a part of a worker's KV blocks, 0 to 1
-    active_prefill_tokens_threshold: int | None = None
-    active_prefill_tokens_threshold_frac: float | None = None  # of `max_num_batched_tokens`
-    disable_admin_api: bool = False
-    cors_origins: tuple[str, ...] = ()  # pages of these origins may call; "*": of any, without credentials
-    max_requests_in_flight: int = DEFAULT_MAX_REQUESTS_IN_FLIGHT
-    max_requests_per_model: RequestLimit | None = None  # off: an engine's own queue is a legitimate place to wait
-    max_queue_age_seconds: float | None = None  # None: see `model_admission`; 0: off
+    # fmt: off
+    http_host: str = setting(LOOPBACK, "DYN_HTTP_HOST", text,
+        "Address to listen on. Unset: 127.0.0.1 with `file` or `mem` discovery, else 0.0.0.0. See [where processes "
+        "listen](security.md#where-processes-listen)",
+        flag="--http-host", group=_HTTP, unset=None, shown="127.0.0.1 or 0.0.0.0")
+    http_port: int = setting(8000, "DYN_HTTP_PORT", port,
+        "Port to listen on; 0: any free port, which the log names", flag="--http-port", group=_HTTP)
+    admin_host: str = setting(LOOPBACK, "DYN_ADMIN_HOST", text,
+        "Address of the admin port; no key protects it", flag="--admin-host", group=_HTTP)
+    admin_port: int | None = setting(None, "DYN_ADMIN_PORT", port,
+        "Port that serves the [admin routes](security.md#admin-routes) (`/busy_threshold`), and then nothing else "
+        "does; 0: any free port, which the log names. Unset: they are on the HTTP port while that is bound to "
+        "loopback", flag="--admin-port", group=_HTTP)
+    workers: int = setting(1, "DYN_FRONTEND_WORKERS", integer(1, MAX_WORKERS),
+        "Processes that share the port, at most 64; see [several "
+        "processes](architecture.md#several-frontend-processes). Limits hold for all of them together",
+        flag="--workers", group=_HTTP)
+    tls_cert_path: str | None = setting(None, "DYN_TLS_CERT_PATH", text,
+        "Serve HTTPS with this certificate", flag="--tls-cert-path", group=_HTTP)
+    tls_key_path: str | None = setting(None, "DYN_TLS_KEY_PATH", text,
+        "The certificate's key", flag="--tls-key-path", group=_HTTP)
+    tls_client_ca_cert_path: str | None = setting(None, "DYN_TLS_CLIENT_CA_CERT_PATH", text,
+        "Ask clients for a certificate of this authority", flag="--tls-client-ca-cert-path", group=_HTTP)
+    # Three round trips and a busy machine.
+    tls_handshake_timeout_seconds: float = setting(10.0, "DYN_TLS_HANDSHAKE_TIMEOUT_SECS", seconds(0.1),
+        "How long the TLS handshake of a client may take")
+    # Each takes 1 to 2 ms of CPU.
+    max_tls_handshakes: int = setting(1024, "DYN_TLS_MAX_HANDSHAKES", integer(1),
+        "Connections whose TLS handshake has not ended")
+    max_requests_in_flight: int = setting(DEFAULT_MAX_REQUESTS_IN_FLIGHT, "DYN_HTTP_MAX_REQUESTS_IN_FLIGHT", integer(1),
+        "Requests at once; more are declined with 529 and Retry-After", flag="--max-requests-in-flight", group=_HTTP)
+    # Off: an engine's own queue is a legitimate place to wait.
+    max_requests_per_model: RequestLimit | None = setting(None, "DYN_HTTP_MAX_REQUESTS_PER_MODEL", _request_limit,
+        "The same for each model: `64`, or `1.5x` for so many times what its workers run at once (`max_num_seqs`). "
+        "The last places are for requests of higher priority. See [overload](errors.md#overload)",
+        flag="--max-requests-per-model", group=_HTTP)
+    max_queue_age_seconds: float | None = setting(None, "DYN_HTTP_MAX_QUEUE_AGE_SECS", seconds(),
+        "A model whose oldest request has waited longer for its first token gets no more; 0: never. Unset: 120 where "
+        "all its workers say their `max_num_seqs`, else never", flag="--max-queue-age", group=_HTTP)
+    disable_admin_api: bool = setting(False, "DYN_DISABLE_FRONTEND_ADMIN_API", switch,
+        "No `/busy_threshold` on any port")
+    overload_status: int = setting(DEFAULT_OVERLOAD_STATUS, "DYN_HTTP_OVERLOAD_STATUS_CODE", _overload_status,
+        "Status of every \"full\" answer, 200 to 999")
     capacity_share: float = 1.0  # of the models' capacity that is this process's: one of several on a port has a part
-    overload_status: int = DEFAULT_OVERLOAD_STATUS
     limits: ApiLimits = section(ApiLimits)
-    pending_bodies_limit_bytes: int = 1024 * 1024 * 1024  # of all requests that are still arriving
-    json_depth_limit: int = MAX_DEPTH
-    body_bytes_per_token: int = 64  # of the longest context served here, beside 16 MiB; text has 4; 0: any body
-    json_members_limit: int = MAX_MEMBERS
-    json_items_limit: int = MAX_ITEMS
-    messages_limit: int = MAX_MESSAGES
-    guided: GuidedLimits = DEFAULT_GUIDED_LIMITS
-    peek_seconds: float = DEFAULT_PEEK_SECONDS
-    keep_alive_seconds: float | None = KEEP_ALIVE_SECONDS
-    backend_stream_timeout_seconds: float | None = None
-    replacement_wait_seconds: float = 10.0  # for a worker in place of the last one, which was lost; 0: not at all
-    stall_floor_seconds: float = 10.0  # no stream is taken for stalled before; 0: none ever is
-    stall_factor: float = 20.0  # nor before this many times its own longest gap between tokens
-    first_token_timeout_seconds: float | None = None  # of each worker that is tried
-    inter_token_timeout_seconds: float | None = None
-    request_timeout_seconds: float | None = None  # from the complete body to the last byte of the answer
-    graceful_shutdown_seconds: float = 5.0
-    grace_period_seconds: float = 0.0  # not ready, and still taking requests
-
-    context_window: int | None = None  # overrides what /v1/models says
-    max_output_tokens: int | None = None
-    ignore_unsupported_fields: bool = False
-    disable_nvext: bool = False
-    force_include_usage: bool = False
-    exclude_tools_when_tool_choice_none: bool = True
-    custom_jinja_template: str | None = None
-    template_budget: BudgetSpec = field(default_factory=BudgetSpec)  # of each rendering of a chat template
-    open_guided_objects: bool = False  # guided objects may have members that their schema does not list
-    allow_control_tokens_in_text: bool = False  # a message may spell the tokens that end a turn
-    reasoning_field_name: str = "reasoning_content"
-    streaming_tool_dispatch: bool = False
-    streaming_reasoning_dispatch: bool = False
-    metadata_header_prefix: str = "x-dynamo-meta-"
-
-    preprocess_workers: int = 0  # threads for long prompts and model files; 0: chosen by the number of processors
-    inline_tokenize_characters: int = INLINE_TOKENIZE_CHARACTERS
-    tokenizer_cache_bytes: int = 64 * 1024 * 1024  # 0: off
-    max_models: int = 2000  # by name, namespace and role; adapters count
-    concurrent_model_loads: int = 2
-    model_files: FilePolicy = field(default_factory=FilePolicy)
-    model_cache_dir: Path = field(default_factory=lambda: Path.home() / ".cache" / "dynamo" / "mdc" / "by-slug")
+    pending_bodies_limit_bytes: int = setting(1024 * MIB, "DYN_HTTP_PENDING_BODIES_LIMIT_MB", mebibytes,
+        "Size of all bodies that are still arriving; more is a 503")
+    json_depth_limit: int = setting(MAX_DEPTH, "DYN_HTTP_JSON_DEPTH_LIMIT", integer(4, DEPTH_CEILING),
+        "Arrays and objects inside each other, at most 512; more is a 400")
+    json_members_limit: int = setting(MAX_MEMBERS, "DYN_HTTP_JSON_MEMBERS_LIMIT", integer(64),
+        "Members of all JSON objects in one body; more is a 400, before any is read")
+    json_items_limit: int = setting(MAX_ITEMS, "DYN_HTTP_JSON_ITEMS_LIMIT", integer(64),
+        "The same of the items of all arrays, token ids among them")
+    # Text has about four bytes for a token.
+    body_bytes_per_token: int = setting(64, "DYN_HTTP_BODY_BYTES_PER_TOKEN", integer(0, unit="bytes"),
+        "A body of more than 16 MiB and so many bytes for each token of the longest context served here is a 400, "
+        "before it is read. 0: read every body")
+    messages_limit: int = setting(MAX_MESSAGES, "DYN_HTTP_MESSAGES_LIMIT", integer(1),
+        "Messages of one conversation; more is a 400")
+    peek_seconds: float = setting(DEFAULT_PEEK_SECONDS, "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS", milliseconds(),
+        "How long the 200 of a stream is held back for the engine's first event")
+    keep_alive_seconds: float | None = setting(KEEP_ALIVE_SECONDS, "DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS", _pings,
+        "Silence after which a stream gets a comment; 0: never")
+    grace_period_seconds: float = setting(0.0, "DYN_HTTP_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", seconds(),
+        "After SIGTERM: how long `/health` says 503 and requests are still taken, so that balancers notice before "
+        "anything is refused")
+    graceful_shutdown_seconds: float = setting(5.0, "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", seconds(),
+        "Then: how long requests in flight may go on")
     paths: Mapping[str, str] = field(default_factory=default_paths)
 
-    @classmethod
-    def from_env(cls, env: Mapping[str, str] | None = None) -> FrontendSettings:
-        """Read the settings of this process without any flag."""
-        env = os.environ if env is None else env
-        default = cls()
-        peek_ms = env_float("DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS", default.peek_seconds * 1000, minimum=0, env=env)
-        alive_ms = env_float("DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS", KEEP_ALIVE_SECONDS * 1000, minimum=0, env=env)
-        inactive = env_float("DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS", 0, minimum=0, env=env)
-        first_token = env_float("DYN_HTTP_FIRST_TOKEN_TIMEOUT_SECS", 0, minimum=0, env=env)
-        inter_token = env_float("DYN_HTTP_INTER_TOKEN_TIMEOUT_SECS", 0, minimum=0, env=env)
-        whole = env_float("DYN_HTTP_REQUEST_TIMEOUT_SECS", 0, minimum=0, env=env)
-        cache_bytes = env_int("DYN_TOKENIZER_CACHE_BYTES", default.tokenizer_cache_bytes, minimum=0, env=env)
-        return cls(
-            http_host=listening_host(env_str("DYN_HTTP_HOST", env=env), None, env),
-            http_port=env_int("DYN_HTTP_PORT", default.http_port, minimum=0, env=env),
-            admin_host=env_str("DYN_ADMIN_HOST", default.admin_host, env=env) or default.admin_host,
-            admin_port=_optional_int("DYN_ADMIN_PORT", minimum=0, env=env),
-            workers=env_int("DYN_FRONTEND_WORKERS", default.workers, minimum=1, env=env),
-            tls_cert_path=env_str("DYN_TLS_CERT_PATH", env=env),
-            tls_key_path=env_str("DYN_TLS_KEY_PATH", env=env),
-            tls_client_ca_cert_path=env_str("DYN_TLS_CLIENT_CA_CERT_PATH", env=env),
-            tls_handshake_timeout_seconds=env_float(
-                "DYN_TLS_HANDSHAKE_TIMEOUT_SECS", default.tls_handshake_timeout_seconds, minimum=0.1, env=env
-            ),
-            max_tls_handshakes=env_int("DYN_TLS_MAX_HANDSHAKES", default.max_tls_handshakes, minimum=1, env=env),
-            namespace=env_str("DYN_NAMESPACE", env=env),
-            namespace_prefix=env_str("DYN_NAMESPACE_PREFIX", env=env),
-            discovery_backend=env_str("DYN_DISCOVERY_BACKEND", env=env),
-            request_plane=env_str("DYN_REQUEST_PLANE", env=env),
-            event_plane=env_str("DYN_EVENT_PLANE", env=env),
-            router_mode=env_str("DYN_ROUTER_MODE", default.router_mode, env=env) or default.router_mode,
-            migration_limit=_optional_int("DYN_MIGRATION_LIMIT", minimum=0, env=env),
-            migration_max_seq_len=_optional_int("DYN_MIGRATION_MAX_SEQ_LEN", minimum=1, env=env),
-            enforce_disagg=env_bool("DYN_ENFORCE_DISAGG", env=env),
-            chaos=env_str("DYN_CHAOS", env=env),
-            allow_chaos=env_bool("DYN_ALLOW_CHAOS", env=env),
-            chaos_name=env_str("DYN_CHAOS_NAME", env=env),
-            metrics_prefix=env_str("DYN_METRICS_PREFIX", default.metrics_prefix, env=env) or default.metrics_prefix,
-            active_decode_blocks_threshold=_optional_float("DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD", env=env),
-            active_prefill_tokens_threshold=_optional_int("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD", minimum=0, env=env),
-            active_prefill_tokens_threshold_frac=_optional_float("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC", env=env),
-            disable_admin_api=env_bool("DYN_DISABLE_FRONTEND_ADMIN_API", env=env),
-            cors_origins=tuple(filter(None, map(str.strip, (env_str("DYN_CORS_ORIGINS", env=env) or "").split(",")))),
-            max_requests_in_flight=env_int(
-                "DYN_HTTP_MAX_REQUESTS_IN_FLIGHT", default.max_requests_in_flight, minimum=1, env=env
-            ),
-            max_requests_per_model=_request_limit("DYN_HTTP_MAX_REQUESTS_PER_MODEL", env=env),
-            max_queue_age_seconds=_optional_float("DYN_HTTP_MAX_QUEUE_AGE_SECS", env=env),
-            overload_status=_overload_status(env),
-            limits=read_settings(ApiLimits, env),
-            pending_bodies_limit_bytes=env_int("DYN_HTTP_PENDING_BODIES_LIMIT_MB", 1024, minimum=1, env=env)
-            * 1024
-            * 1024,
-            json_depth_limit=min(
-                env_int("DYN_HTTP_JSON_DEPTH_LIMIT", default.json_depth_limit, minimum=4, env=env), DEPTH_CEILING
-            ),
-            guided=GuidedLimits.read(partial(env_int, minimum=1, env=env)),
-            body_bytes_per_token=env_int(
-                "DYN_HTTP_BODY_BYTES_PER_TOKEN", default.body_bytes_per_token, minimum=0, env=env
-            ),
-            json_members_limit=env_int("DYN_HTTP_JSON_MEMBERS_LIMIT", default.json_members_limit, minimum=64, env=env),
-            json_items_limit=env_int("DYN_HTTP_JSON_ITEMS_LIMIT", default.json_items_limit, minimum=64, env=env),
-            messages_limit=env_int("DYN_HTTP_MESSAGES_LIMIT", default.messages_limit, minimum=1, env=env),
-            peek_seconds=peek_ms / 1000,
-            keep_alive_seconds=alive_ms / 1000 or None,
-            backend_stream_timeout_seconds=inactive or None,
-            grace_period_seconds=env_float("DYN_HTTP_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", 0.0, minimum=0, env=env),
-            replacement_wait_seconds=env_float(
-                "DYN_REPLACEMENT_WAIT_SECS", default.replacement_wait_seconds, minimum=0, env=env
-            ),
-            stall_floor_seconds=env_float("DYN_STALL_FLOOR_SECS", default.stall_floor_seconds, minimum=0, env=env),
-            stall_factor=env_float("DYN_STALL_FACTOR", default.stall_factor, minimum=1, env=env),
-            first_token_timeout_seconds=first_token or None,
-            inter_token_timeout_seconds=inter_token or None,
-            request_timeout_seconds=whole or None,
-            graceful_shutdown_seconds=env_float("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", 5.0, minimum=0, env=env),
-            context_window=_optional_int("DYN_CONTEXT_WINDOW", minimum=1, env=env),
-            max_output_tokens=_optional_int("DYN_MAX_OUTPUT_TOKENS", minimum=1, env=env),
-            ignore_unsupported_fields=env_bool("DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS", env=env),
-            disable_nvext=env_bool("DYN_DISABLE_FRONTEND_NVEXT", env=env),
-            force_include_usage=env_bool("DYN_ENABLE_FORCE_INCLUDE_USAGE", env=env),
-            template_budget=BudgetSpec(
-                steps=env_int("DYN_TEMPLATE_MAX_STEPS", default.template_budget.steps, minimum=1, env=env),
-                sizes=env_int("DYN_TEMPLATE_MAX_MB", 256, minimum=1, env=env) * 1024 * 1024,
-                seconds=env_float("DYN_TEMPLATE_SECS", default.template_budget.seconds, minimum=0.001, env=env),
-            ),
-            open_guided_objects=env_bool("DYN_OPEN_GUIDED_OBJECTS", env=env),
-            allow_control_tokens_in_text=env_bool("DYN_ALLOW_CONTROL_TOKENS_IN_TEXT", env=env),
-            exclude_tools_when_tool_choice_none=env_bool("DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE", True, env=env),
-            reasoning_field_name=env_str("DYN_REASONING_FIELD_NAME", default.reasoning_field_name, env=env)
-            or default.reasoning_field_name,
-            streaming_tool_dispatch=env_bool("DYN_ENABLE_STREAMING_TOOL_DISPATCH", env=env),
-            streaming_reasoning_dispatch=env_bool("DYN_ENABLE_STREAMING_REASONING_DISPATCH", env=env),
-            custom_jinja_template=env_str("DYN_CUSTOM_JINJA_TEMPLATE", env=env),
-            metadata_header_prefix=(
-                env_str("DYN_METADATA_HEADER", default.metadata_header_prefix, env=env) or ""
-            ).lower(),
-            preprocess_workers=env_int("DYN_PREPROCESS_WORKERS", 0, minimum=0, env=env),
-            max_models=env_int("DYN_MAX_MODELS", default.max_models, minimum=1, env=env),
-            concurrent_model_loads=env_int(
-                "DYN_CONCURRENT_MODEL_LOADS", default.concurrent_model_loads, minimum=1, env=env
-            ),
-            model_files=_file_policy(env),
-            tokenizer_cache_bytes=cache_bytes if env_bool("DYN_TOKENIZER_CACHE", True, env=env) else 0,
-            paths={
-                name: env_str(variable, path, env=env) or path for name, (variable, path) in _ROUTE_VARIABLES.items()
-            },
+    namespace: str | None = setting(None, "DYN_NAMESPACE", text,
+        "Serve models of this namespace only", flag="--namespace", group=_CLUSTER)
+    namespace_prefix: str | None = setting(None, "DYN_NAMESPACE_PREFIX", text,
+        "Serve models of namespaces that begin so; wins over `--namespace`", flag="--namespace-prefix", group=_CLUSTER)
+    router_mode: str = setting("round-robin", "DYN_ROUTER_MODE", SettingReader(_read_router_mode, metavar="MODE"),
+        "How a worker is chosen: `round-robin`, `random`, `power-of-two`, `least-loaded`, `direct` or "
+        "`device-aware-weighted`; `kv` is refused", flag="--router-mode", group=_CLUSTER)
+    migration_limit: int | None = setting(None, "DYN_MIGRATION_LIMIT", integer(0, MAX_MIGRATIONS),
+        "How many other workers each choice of a request may need, before or after its first token; unset: what the "
+        "model's card allows, at least 3", flag="--migration-limit", group=_CLUSTER)
+    migration_max_seq_len: int | None = setting(None, "DYN_MIGRATION_MAX_SEQ_LEN", integer(1),
+        "A request whose prompt and answer so far are longer than so many tokens does not change its worker",
+        flag="--migration-max-seq-len", group=_CLUSTER)
+    replacement_wait_seconds: float = setting(10.0, "DYN_REPLACEMENT_WAIT_SECS", seconds(),
+        "How long a request waits for [a replacement](migration.md#the-last-worker) when the model's last worker was "
+        "lost; 0: not at all", flag="--replacement-wait-seconds", group=_CLUSTER)
+    stall_floor_seconds: float = setting(10.0, "DYN_STALL_FLOOR_SECS", seconds(),
+        "Minimum silence before a stream counts as [stalled](migration.md#no-progress); 0: off",
+        flag="--stall-floor-seconds", group=_CLUSTER)
+    stall_factor: float = setting(20.0, "DYN_STALL_FACTOR", number(1),
+        "Nor before so many times its own longest gap between tokens", flag="--stall-factor", group=_CLUSTER)
+    first_token_timeout_seconds: float | None = setting(None, "DYN_HTTP_FIRST_TOKEN_TIMEOUT_SECS", _never_at_zero,
+        "A worker that has said nothing by then is left for another, or the request ends with 504; 0: never",
+        flag="--first-token-timeout-seconds", group=_CLUSTER)
+    inter_token_timeout_seconds: float | None = setting(None, "DYN_HTTP_INTER_TOKEN_TIMEOUT_SECS", _never_at_zero,
+        "The same between two tokens of a choice", flag="--inter-token-timeout-seconds", group=_CLUSTER)
+    backend_stream_timeout_seconds: float | None = setting(None, "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS", _never_at_zero,
+        "Silence of an engine after which a request goes on at another worker, or ends with 504 where there is none; "
+        "0: never", shown="0")
+    request_timeout_seconds: float | None = setting(None, "DYN_HTTP_REQUEST_TIMEOUT_SECS", _never_at_zero,
+        "From the complete body to the end of the answer; then 504. 0: never",
+        flag="--request-timeout-seconds", group=_CLUSTER)
+    enforce_disagg: bool = setting(False, "DYN_ENFORCE_DISAGG", switch,
+        "A prompt that no prefill worker can take fails with 503, instead of being computed by its decode worker. "
+        "See [disaggregation](disaggregation.md)", flag="--enforce-disagg", group=_CLUSTER)
+    active_decode_blocks_threshold: float | None = setting(None, "DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD", _part,
+        "A worker that says it uses more than this part (0 to 1) of its KV blocks gets no request; when all of a "
+        "model do, 529. For one model, and while it runs: [`/busy_threshold`](#busy-workers)",
+        flag="--active-decode-blocks-threshold", group=_CLUSTER)
+    active_prefill_tokens_threshold: int | None = setting(None, "DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD", integer(0),
+        "Nor one that says it has more prompt tokens under way than this",
+        flag="--active-prefill-tokens-threshold", group=_CLUSTER)
+    active_prefill_tokens_threshold_frac: float | None = setting(
+        None, "DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC", number(0),
+        "The same as a part of `max_num_batched_tokens`", flag="--active-prefill-tokens-threshold-frac", group=_CLUSTER)
+
+    exclude_tools_when_tool_choice_none: bool = setting(True, "DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE", switch,
+        "Keep the tools out of the prompt when the client sends `tool_choice: none`",
+        flag="--exclude-tools-when-tool-choice-none", group=_REQUESTS)
+    ignore_unsupported_fields: bool = setting(False, "DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS", switch,
+        "Ignore unknown fields instead of answering 400", flag="--ignore-unsupported-fields", group=_REQUESTS)
+    open_guided_objects: bool = setting(False, "DYN_OPEN_GUIDED_OBJECTS", switch,
+        "Read schemas of guided output to the letter: an object that lists properties and has no "
+        "`additionalProperties` may have others", flag="--open-guided-objects", group=_REQUESTS)
+    allow_control_tokens_in_text: bool = setting(False, "DYN_ALLOW_CONTROL_TOKENS_IN_TEXT", switch,
+        "Text of messages, tools and documents may spell control tokens such as `<\\|im_end\\|>`; otherwise they are "
+        "plain text there", flag="--allow-control-tokens-in-text", group=_REQUESTS)
+    reasoning_field_name: str = setting("reasoning_content", "DYN_REASONING_FIELD_NAME", _reasoning,
+        "The member of an answer that holds its reasoning: `reasoning_content` or `reasoning`",
+        flag="--reasoning-field-name", group=_REQUESTS)
+    streaming_tool_dispatch: bool = setting(False, "DYN_ENABLE_STREAMING_TOOL_DISPATCH", switch,
+        "Streams also tell every complete tool call in an event of its own, `tool_call_dispatch`",
+        flag="--enable-streaming-tool-dispatch", group=_REQUESTS)
+    streaming_reasoning_dispatch: bool = setting(False, "DYN_ENABLE_STREAMING_REASONING_DISPATCH", switch,
+        "Streams also tell the whole reasoning in an event of its own, `reasoning_dispatch`",
+        flag="--enable-streaming-reasoning-dispatch", group=_REQUESTS)
+    preprocess_workers: int = setting(0, "DYN_PREPROCESS_WORKERS", integer(0),
+        "Threads for long prompts; 0 chooses by the number of processors",
+        flag="--dyn-preprocess-workers", group=_REQUESTS)
+    custom_jinja_template: str | None = setting(None, "DYN_CUSTOM_JINJA_TEMPLATE", SettingReader(str, metavar="FILE"),
+        "A Jinja template that replaces every model's own", flag="--chat-template", group=_REQUESTS)
+    context_window: int | None = setting(None, "DYN_CONTEXT_WINDOW", integer(1),
+        "What `/v1/models` says instead of the model's context length")
+    max_output_tokens: int | None = setting(None, "DYN_MAX_OUTPUT_TOKENS", integer(1),
+        "`max_output_tokens` in `/v1/models`")
+    disable_nvext: bool = setting(False, "DYN_DISABLE_FRONTEND_NVEXT", switch, "Ignore `nvext`")
+    force_include_usage: bool = setting(False, "DYN_ENABLE_FORCE_INCLUDE_USAGE", switch, "Every stream ends with usage")
+    metadata_header_prefix: str = setting("x-dynamo-meta-", "DYN_METADATA_HEADER", SettingReader(str.lower),
+        "Request headers with this prefix become request metadata")
+    tokenizer_cache_bytes: int = setting(64 * MIB, "DYN_TOKENIZER_CACHE_BYTES", integer(0, unit="bytes"),
+        "How much of that, per model")
+    inline_tokenize_characters: int = INLINE_TOKENIZE_CHARACTERS
+    guided: GuidedLimits = section(GuidedLimits)
+    template_budget: BudgetSpec = section(BudgetSpec)
+
+    max_models: int = setting(2000, "DYN_MAX_MODELS", integer(1),
+        "Models by name, namespace and role, adapters included")
+    concurrent_model_loads: int = setting(2, "DYN_CONCURRENT_MODEL_LOADS", integer(1),
+        "Models whose files are fetched and read at once, in threads of their own")
+    model_files: FilePolicy = section(FilePolicy)
+    model_cache_dir: Path = field(default_factory=lambda: Path.home() / ".cache" / "dynamo" / "mdc" / "by-slug")
+
+    cors_origins: tuple[str, ...] = setting((), "DYN_CORS_ORIGINS", _origins,
+        "Let web pages of this origin call the API (`https://app.example.com`; repeatable, in the variable separated "
+        "by commas; `*`: any, without credentials)", flag="--cors-origin", group=_OTHER, repeats=True)
+    metrics_prefix: str = setting("dynamo_frontend", "DYN_METRICS_PREFIX", SettingReader(_read_metrics_prefix),
+        "Prefix of the frontend's metrics", flag="--metrics-prefix", group=_OTHER)
+    # fmt: on
+
+    runtime: RuntimeSettings = section(RuntimeSettings)
+
+    @property
+    def store(self) -> str:
+        """The discovery store in use."""
+        return discovery_store(self.runtime.discovery_backend, self.runtime.etcd.endpoints)
+
+    def settle(self, env: Mapping[str, str]) -> Self:
+        """Choose the address of the API: the configured one, else loopback where discovery is of one machine.
+
+        The status server is a worker's: a frontend shares its machine, not its port.
+        """
+        return replace(
+            self,
+            http_host=bind_host(self.store, self.http_host, "0.0.0.0"),
+            paths={name: made.value(env) for name, made in ROUTES.items()},
+            tokenizer_cache_bytes=self.tokenizer_cache_bytes if TOKENIZER_CACHE.value(env) else 0,
+            runtime=replace(self.runtime, system=replace(self.runtime.system, port=-1)),
         )
-
-
-def store_of(backend: str | None, env: Mapping[str, str]) -> str:
-    """Return the discovery store that a frontend with this backend uses (None: as the variables choose)."""
-    named = backend or env_str("DYN_DISCOVERY_BACKEND", "auto", env=env) or "auto"
-    return discovery_store(named, env_str("ETCD_ENDPOINTS", env=env))
-
-
-def listening_host(asked: str | None, backend: str | None, env: Mapping[str, str]) -> str:
-    """Choose the address of the API: the configured one, else loopback where discovery is of one machine."""
-    return bind_host(store_of(backend, env), asked, "0.0.0.0")
-
-
-def _file_policy(env: Mapping[str, str]) -> FilePolicy:
-    default = FilePolicy()
-    mib = 1024 * 1024
-    return FilePolicy(
-        schemes=_names("DYN_MODEL_FILE_SCHEMES", env=env) or default.schemes,
-        hosts=_names("DYN_MODEL_FILE_HOSTS", env=env),
-        file_bytes=env_int("DYN_MODEL_FILE_LIMIT_MB", default.file_bytes // mib, minimum=1, env=env) * mib,
-        card_bytes=env_int("DYN_MODEL_CARD_LIMIT_MB", default.card_bytes // mib, minimum=1, env=env) * mib,
-        seconds=env_float("DYN_MODEL_FILE_TIMEOUT_SECS", default.seconds, minimum=0.1, env=env),
-    )
-
-
-def _names(variable: str, *, env: Mapping[str, str]) -> frozenset[str]:
-    given = env_str(variable, env=env) or ""
-    return frozenset(name.strip().lower() for name in given.split(",") if name.strip())
-
-
-def _request_limit(name: str, *, env: Mapping[str, str]) -> RequestLimit | None:
-    asked = env_str(name, env=env)
-    try:
-        return None if asked is None else RequestLimit.parse(asked.strip())
-    except ValueError as error:
-        logger.warning("%s: %s; ignoring it", name, error)
-        return None
-
-
-def _optional_float(name: str, *, env: Mapping[str, str]) -> float | None:
-    if env_str(name, env=env) is None:
-        return None
-    number = env_float(name, -1, env=env)
-    if number < 0:  # unreadable or negative: `env_float` has warned about the first case
-        logger.warning("%s must be at least 0; ignoring it", name)
-        return None
-    return number
-
-
-def _optional_int(name: str, *, minimum: int, env: Mapping[str, str]) -> int | None:
-    if env_str(name, env=env) is None:
-        return None
-    number = env_int(name, minimum - 1, env=env)
-    if number < minimum:  # unreadable or too small: `env_int` has warned about the first case
-        logger.warning("%s must be an integer of at least %d; ignoring it", name, minimum)
-        return None
-    return number
-
-
-def _overload_status(env: Mapping[str, str]) -> int:
-    asked = env_str("DYN_HTTP_OVERLOAD_STATUS_CODE", env=env)
-    status = overload_status(asked)
-    if asked is not None and asked.strip() != str(status):
-        logger.warning("DYN_HTTP_OVERLOAD_STATUS_CODE=%s is no status in 200..999; using %d", asked, status)
-    return status

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+
+from dynamo.settings.readers import integer
+from dynamo.settings.table import setting
 
 __all__ = ["DEFAULT_GUIDED_LIMITS", "GuidedExcess", "GuidedLimits", "bracket_depth", "find_excess"]
 
@@ -21,27 +24,21 @@ _BRACKET: Final = re.compile(r"[(\[{)\]}]")
 class GuidedLimits:
     """Bounds of one `guided_decoding`. A schema's characters are those of its names and strings."""
 
-    characters: int = 1_000_000  # of a schema, a structural tag, or all choices together
-    grammar_characters: int = 131_072  # of a grammar or a regular expression
-    rules: int = 1000  # of a grammar; llguidance 1.9 overflows its stack at 3,000 that name each other in turn
-    references: int = 500  # `$ref`s of a schema; objects that refer to each other overflow the same stack at 1,000
-    depth: int = 128  # of a schema: objects and arrays inside each other
-    brackets: int = 500  # of a grammar or a regular expression, inside each other
-    nodes: int = 20_000  # of a schema: members and items; counting so many takes 12 ms
-
-    @classmethod
-    def read(cls, integer: Callable[[str, int], int]) -> GuidedLimits:
-        """Read the bounds with `integer(variable, default)`."""
-        default = cls()
-        return cls(
-            characters=integer("DYN_GUIDED_MAX_CHARACTERS", default.characters),
-            grammar_characters=integer("DYN_GUIDED_MAX_GRAMMAR_CHARACTERS", default.grammar_characters),
-            rules=integer("DYN_GUIDED_MAX_RULES", default.rules),
-            references=integer("DYN_GUIDED_MAX_REFERENCES", default.references),
-            depth=integer("DYN_GUIDED_MAX_DEPTH", default.depth),
-            brackets=integer("DYN_GUIDED_MAX_BRACKETS", default.brackets),
-            nodes=integer("DYN_GUIDED_MAX_NODES", default.nodes),
-        )
+    # fmt: off
+    # llguidance 1.9 overflows its stack at 3,000 rules that name each other in turn.
+    rules: int = setting(1000, "DYN_GUIDED_MAX_RULES", integer(1), "Rules of a grammar")
+    # Objects that refer to each other overflow the same stack at 1,000.
+    references: int = setting(500, "DYN_GUIDED_MAX_REFERENCES", integer(1), "`$ref`s of a schema")
+    depth: int = setting(128, "DYN_GUIDED_MAX_DEPTH", integer(1), "Objects and arrays of a schema inside each other")
+    brackets: int = setting(500, "DYN_GUIDED_MAX_BRACKETS", integer(1),
+        "Brackets of a grammar or regular expression inside each other")
+    # Counting so many takes 12 ms.
+    nodes: int = setting(20_000, "DYN_GUIDED_MAX_NODES", integer(1), "Members and items of a schema, or choices")
+    characters: int = setting(1_000_000, "DYN_GUIDED_MAX_CHARACTERS", integer(1),
+        "Characters in the names and strings of a schema, or in all choices")
+    grammar_characters: int = setting(131_072, "DYN_GUIDED_MAX_GRAMMAR_CHARACTERS", integer(1),
+        "Characters of a grammar or regular expression")
+    # fmt: on
 
 
 DEFAULT_GUIDED_LIMITS: Final = GuidedLimits()

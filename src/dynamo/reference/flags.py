@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
+import os
 from pathlib import Path
 
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments
@@ -11,11 +11,12 @@ from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.reference import demo
-from dynamo.reference.guided import COMPILE_SECONDS
+from dynamo.reference.guided import COMPILE_LIMIT
 from dynamo.reference.kv_transfer import TRANSPORTS, TransferOptions, check_installed
 from dynamo.reference.loading import Options
 from dynamo.reference.roles import RoleOptions
-from dynamo.runtime.settings import env_float, env_int, env_str
+from dynamo.runtime.settings import RequestPlaneSettings
+from dynamo.settings.table import read_settings
 
 __all__ = ["read_arguments"]
 
@@ -37,12 +38,12 @@ def read_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Options,
             max_num_batched_tokens=args.max_num_batched_tokens,
             prefix_caching=not args.no_prefix_caching,
             max_loras=args.max_loras,
-            guided=GuidedLimits.read(partial(env_int, minimum=1)),
-            guided_compile_seconds=env_float("DYN_GUIDED_COMPILE_SECS", COMPILE_SECONDS, minimum=0.01),
+            guided=read_settings(GuidedLimits, os.environ),
+            guided_compile_seconds=COMPILE_LIMIT.value(os.environ),
         )
         transfer = TransferOptions(
             args.kv_transfer,
-            args.kv_transfer_host or env_str("DYN_TCP_RPC_HOST"),
+            args.kv_transfer_host or RequestPlaneSettings.from_env().rpc_host,
             args.kv_transfer_port,
             args.kv_hold_seconds,
             args.kv_pull_seconds,

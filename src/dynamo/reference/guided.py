@@ -21,11 +21,13 @@ from dynamo.errors import InvalidArgument
 from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, GuidedLimits, find_excess
 from dynamo.reference.guided_trial import GrammarRefused, GrammarTrial
 from dynamo.reference.structural_tag import WHITESPACE, structural_grammar
+from dynamo.settings.readers import seconds
+from dynamo.settings.table import declared
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["COMPILE_SECONDS", "FIELD", "Guide", "GuideSpec", "Guides", "Mask", "read_guide"]
+__all__ = ["COMPILE_LIMIT", "COMPILE_SECONDS", "FIELD", "Guide", "GuideSpec", "Guides", "Mask", "read_guide"]
 
 Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 Mask = npt.NDArray[np.bool_]
@@ -35,6 +37,12 @@ KINDS: Final[tuple[Kind, ...]] = ("json", "regex", "choice", "grammar", "structu
 MAX_COMPILED: Final = 64  # grammars kept; a tenth of a megabyte each, as a rule
 MAX_REFUSED: Final = 256  # refusals remembered, by hash: a grammar that ends its compiler is tried once
 COMPILE_SECONDS: Final = 2.0  # of CPU; the largest schemas in use take a tenth of it
+COMPILE_LIMIT: Final = declared(
+    "DYN_GUIDED_COMPILE_SECS",
+    seconds(0.01),
+    "Reference engine: CPU time that one grammar may take to compile",
+    unset=COMPILE_SECONDS,
+)
 MAX_COMPLAINT_CHARS: Final = 300
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn
 __all__ = ["EXIT_USAGE", "CommandParser", "did_you_mean"]
 
 EXIT_USAGE: Final = 2
+MOST_IN_USAGE: Final = 12  # flags; about what fits on a few lines
 _UNKNOWN: Final = "unrecognized arguments: "  # argparse's words
 _OF_A_VARIABLE: Final = re.compile(r"argument [^:]*: (?=[A-Z][A-Z0-9_]+: )")
 
@@ -21,6 +22,13 @@ class CommandParser(argparse.ArgumentParser):
         options.setdefault("allow_abbrev", False)  # an abbreviation breaks on the day a new flag shares its start
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(prog, **options)
+
+    def format_help(self) -> str:
+        """Leave the usage of many flags to the list below it: it would fill the screen."""
+        flags = [action for action in self._actions if action.option_strings]
+        if self.usage is None and len(flags) == len(self._actions) > MOST_IN_USAGE:
+            self.usage = "%(prog)s [options]"
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Leave with status 2 and one line on stderr: the usage of thirty flags would bury the sentence that matters."""

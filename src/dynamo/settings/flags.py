@@ -12,7 +12,7 @@ from dynamo.settings.table import Setting, Status
 
 __all__ = ["add_flags", "help_text"]
 
-_LINK: Final = re.compile(r"\[([^\]]+)\]\([^)]*\)")
+_LINK: Final = re.compile(r"\[([^\]]+)\]\(([^)#]*)[^)]*\)")
 
 
 def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], env: Mapping[str, str]) -> None:
@@ -24,9 +24,12 @@ def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], env:
     for made in settings:
         if not made.flags:
             continue
+        if made.status in (Status.REFUSED, Status.INERT):
+            _add_native(parser, made)
+            continue
         if made.group not in groups:
             groups[made.group] = parser.add_argument_group(made.group) if made.group else parser
-        found = _FromEnvironment.of(made.variable, env)
+        found = None if made.is_read_later else _FromEnvironment.of(made.variable, env)
         options: dict[str, Any] = {
             "dest": made.dest,
             "type": _checked(made.read.parse),
@@ -36,24 +39,76 @@ def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], env:
         if made.read.is_switch:
             options |= {"action": _Switch, "negative": made.negative_flag}
         else:
+            if made.repeats:
+                options["action"] = _Collect
             options["metavar"] = made.read.metavar or made.flags[0].rpartition("-")[2].upper()
         groups[made.group].add_argument(*made.flags, **options)
 
 
 def help_text(made: Setting) -> str:
     """Return what --help says of a setting: its meaning without Markdown, its default, unit and variable."""
-    meaning = _LINK.sub(r"\1", made.meaning).replace("`", "").replace("\\|", "|")
+    meaning = _plain(made.meaning)
     if made.status is Status.KEPT:
         meaning = f"{meaning} (for engines that read it)"
-    shown = _LINK.sub(r"\1", made.shown_default).replace("`", "")
+    shown = _plain(made.shown_default)
     if made.read.is_switch and shown == "off":
         shown = ""  # its plain form says so
     default = f" (default: {shown}{_unit(made, shown)})" if shown else ""
     return f"{meaning}{default}{f' [{made.variable}]' if made.variable else ''}"
 
 
+def _plain(markdown: str) -> str:
+    """Return a text as a terminal shows it: a link to another page names the page."""
+    plain = _LINK.sub(lambda link: f"{link[1]} (docs/{link[2]})" if link[2] else link[1], markdown)
+    return plain.replace("`", "").replace("\\|", "|")
+
+
 def _unit(made: Setting, shown: str) -> str:
     return f" {made.read.unit}" if made.read.unit and shown.replace(".", "").isdigit() else ""
+
+
+def _add_native(parser: argparse.ArgumentParser, made: Setting) -> None:
+    hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+    kind = _NotInThisVersion if made.status is Status.REFUSED else _Inert
+    if made.read.is_switch:
+        parser.add_argument(*made.flags, made.negative_flag, action=kind, nargs=0, **hidden)
+    else:
+        parser.add_argument(*made.flags, action=kind, **hidden)
+
+
+class _Inert(argparse.Action):
+    """Accept and forget."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        return None
+
+
+class _NotInThisVersion(argparse.Action):
+    """Reject by name; switching off what does not exist is fine."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if option is not None and not option.startswith("--no-"):
+            parser.error(f"{option} is not in this version")
+
+
+class _Collected(tuple[Any, ...]):
+    """What the flag was given so far, as opposed to its default."""
+
+    __slots__ = ()
+
+
+class _Collect(argparse.Action):
+    """Add the values of a flag that is given several times; the first one replaces the default."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, _Collected((*(before if isinstance(before, _Collected) else ()), *values)))
 
 
 class _FromEnvironment(str):

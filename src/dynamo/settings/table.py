@@ -12,7 +12,18 @@ from typing import Any, Final, TypeVar, cast
 
 from dynamo.settings.readers import SettingReader
 
-__all__ = ["NO_FLAGS", "Setting", "Status", "read_settings", "section", "setting", "settings_of"]
+__all__ = [
+    "NO_FLAGS",
+    "Setting",
+    "Status",
+    "declared",
+    "metadata_of",
+    "read_settings",
+    "section",
+    "setting",
+    "settings_of",
+    "without_secrets",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +42,10 @@ class Status(enum.StrEnum):
     """Read and checked; nothing in this version acts on it."""
     IGNORED = "ignored"
     """Not read; a warning names it."""
+    INERT = "inert"
+    """A flag of the native system, accepted without an effect."""
+    REFUSED = "refused"
+    """A flag of the native system whose meaning does not exist here; naming it is an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +68,10 @@ class Setting:
     shown: str | None = None
     """The default in words, where it depends on something else."""
     status: Status = Status.SERVED
+    repeats: bool = False
+    """The flag may be given several times, and the values add up to one tuple."""
+    is_read_later: bool = False
+    """The variable is judged where it is used, and does not become the value of the flag."""
 
     @property
     def negative_flag(self) -> str:
@@ -95,6 +114,7 @@ def setting(
     status: Status = Status.SERVED,
     unset: Any = _SAME,
     secret: bool = False,
+    repeats: bool = False,
 ) -> T:
     """Make a dataclass field that is a setting.
 
@@ -112,6 +132,7 @@ def setting(
         group=group,
         shown=shown,
         status=status,
+        repeats=repeats,
     )
     found: T = dataclasses.field(default=default, repr=not secret, metadata={_SETTING: made})
     return found
@@ -144,13 +165,25 @@ def metadata_of(made: Setting) -> Mapping[str, Any]:
     return {_SETTING: made}
 
 
-def settings_of(kind: type) -> Iterator[tuple[str, Setting]]:
-    """Walk a table, its sections included: each field's name with its setting."""
+def settings_of(kind: type, *, sections: bool = True) -> Iterator[tuple[str, Setting]]:
+    """Walk a table, and its sections unless told otherwise: each field's name with its setting."""
     for entry in dataclasses.fields(kind):
         if _SECTION in entry.metadata:
-            yield from settings_of(entry.metadata[_SECTION])
+            if sections:
+                yield from settings_of(entry.metadata[_SECTION])
         elif _SETTING in entry.metadata:
             yield entry.name, entry.metadata[_SETTING]
+
+
+def without_secrets(value: Any) -> Any:
+    """Return a table's value as plain dictionaries, for a dump: secrets are masked, sections are nested."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    return {
+        entry.name: without_secrets(found) if entry.repr or found is None else "***"
+        for entry in dataclasses.fields(value)
+        for found in [getattr(value, entry.name)]
+    }
 
 
 def read_settings(kind: type[T], env: Mapping[str, str], given: Mapping[str, Any] = NO_FLAGS) -> T:

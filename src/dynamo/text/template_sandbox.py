@@ -20,6 +20,10 @@ from jinja2.runtime import Context, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, _PassArg
 
+from dynamo.settings.readers import integer, mebibytes
+from dynamo.settings.readers import seconds as cpu_seconds
+from dynamo.settings.table import setting
+
 __all__ = ["NO_CLOCK", "BudgetExceeded", "BudgetSpec", "BudgetedSandbox", "paid_filter", "render_within"]
 
 BUDGET_VARIABLE: Final = " budget"  # with a space, which no name in a template has
@@ -77,9 +81,12 @@ class BudgetExceeded(Exception):
 class BudgetSpec:
     """What one rendering may take."""
 
-    steps: int = 1_000_000  # passes of loops, and calls
-    sizes: int = 256 * 1024 * 1024  # bytes of everything the template makes, its prompt included
-    seconds: float = 2.0
+    # fmt: off
+    steps: int = setting(1_000_000, "DYN_TEMPLATE_MAX_STEPS", integer(1), "Passes of loops, and calls")
+    sizes: int = setting(256 * 1024 * 1024, "DYN_TEMPLATE_MAX_MB", mebibytes,
+        "Everything that the template makes, its prompt included")
+    seconds: float = setting(2.0, "DYN_TEMPLATE_SECS", cpu_seconds(0.001), "CPU time")
+    # fmt: on
 
 
 class _Budget:

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dynamo.contract.config import RESPONSE_PLANES, WorkerConfig
@@ -31,7 +32,7 @@ from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.distributed import DistributedRuntime, Endpoint
 from dynamo.runtime.endpoint import split_endpoint
 from dynamo.runtime.logging import configure_dynamo_logging
-from dynamo.runtime.settings import env_str
+from dynamo.runtime.settings import RuntimeSettings
 from dynamo.worker.engine_failures import wrap_error
 from dynamo.worker.hooks import await_hook
 from dynamo.worker.lifecycle import Event, Lifecycle, ShutdownTimes, State
@@ -111,10 +112,11 @@ class Worker:
             if self._is_embedded:
                 await self._run()
                 return
-            if env_str("DYN_CHAOS") is not None:  # a larger process is not to be killed for one of its workers
-                from dynamo.runtime.chaos.admission import plan_from_env
+            chaos = self._runtime_settings.chaos
+            if chaos.plan is not None:  # a larger process is not to be killed for one of its workers
+                from dynamo.runtime.chaos.admission import admitted
 
-                self._faults = plan_from_env()
+                self._faults = admitted(chaos.plan, chaos.is_allowed)
             with Deadline(self._stop.times.deadline_seconds, force_exit=self._force_exit) as deadline:
                 self._stop.deadline = deadline
                 guard.listen(self._on_signal, at_once=deadline.arm)
@@ -131,11 +133,18 @@ class Worker:
         """Return the fault injection for this worker; None where no plan requests it."""
         if self._faults is None:
             return None
-        from dynamo.runtime.chaos.admission import Role, faults_of, process_name
+        from dynamo.runtime.chaos.admission import Role, faults_of
         from dynamo.runtime.chaos.worker import WorkerChaos
 
-        name = process_name(Role.WORKER)
+        name = self._runtime_settings.chaos.name or str(Role.WORKER)
         return WorkerChaos(faults_of(Role.WORKER, name, self._faults), name=name, discovery=runtime.discovery)
+
+    @cached_property
+    def _runtime_settings(self) -> RuntimeSettings:
+        """What the runtime is told: by the command line, or else by the environment of this moment."""
+        if self._shared_runtime is not None:
+            return self._shared_runtime.settings
+        return self._config.runtime_settings or RuntimeSettings.from_env()
 
     # -- the whole life ----------------------------------------------------------------------------------------------
 
@@ -181,6 +190,7 @@ class Worker:
             config.request_plane,
             event_plane=config.event_plane,
             response_plane=config.response_plane,
+            settings=self._runtime_settings,
         )
 
     async def _live(self, endpoint: Endpoint) -> None:

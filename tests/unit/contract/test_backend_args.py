@@ -1,5 +1,6 @@
 import argparse
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.modes import DisaggregationMode
+from dynamo.runtime.settings import NatsSettings, RequestPlaneSettings
 
 
 def parse(argv: list[str], env: dict[str, str] | None = None, **defaults: str) -> argparse.Namespace:
@@ -76,7 +78,7 @@ SWITCHES = [
     ("--enable-rl", "--no-enable-rl", "DYN_ENABLE_RL", "enable_rl", False),
     ("--allow-download", "--no-allow-download", "DYN_ALLOW_DOWNLOAD", "allow_download", False),
     ("--fpm-trace", "--no-fpm-trace", "DYN_FPM_TRACE", None, False),
-    ("--tcp-tls-insecure", "--no-tcp-tls-insecure", "DYN_TCP_TLS_INSECURE", None, None),
+    ("--tcp-tls-insecure", "--no-tcp-tls-insecure", "DYN_TCP_TLS_INSECURE", None, False),
 ]
 
 
@@ -173,9 +175,9 @@ BAD = [
     (["--disaggregation-mode", "x"], "agg, prefill, decode, encode"),
     (["--dyn-default-thinking-mode", "x"], "enabled, disabled"),
     (["--dyn-structural-tag", "[1]"], "JSON object"),
-    (["--engine-request-limit", "0"], "above 0"),
-    (["--engine-request-limit", "many"], "above 0"),
-    (["--multimodal-embedding-cache-capacity-gb", "-1"], "at least 0"),
+    (["--engine-request-limit", "0"], "0 is below 1"),
+    (["--engine-request-limit", "many"], "of at least 1"),
+    (["--multimodal-embedding-cache-capacity-gb", "-1"], "-1.0 is below 0"),
     (["--custom-jinja-template", "no/such/file"], "no such file"),
     (["--no-such-flag"], "--no-such-flag"),
     (["--name", "x"], "--name"),  # no abbreviations
@@ -230,17 +232,22 @@ def test_every_flag_says_what_it_is_for_and_where_its_variable_is(capsys: pytest
         assert row[2] in said
 
 
-def test_what_the_runtime_reads_is_put_where_it_reads() -> None:
-    environ: dict[str, str] = {}
-    worker_config_from(
+def test_what_the_flags_say_of_the_runtime_reaches_its_settings_and_not_the_environment() -> None:
+    before, environ = dict(os.environ), {"DYN_TCP_MAX_STREAMS": "7"}
+    found = worker_config_from(
         parse(["--engine-request-limit", "3", "--tcp-tls-insecure", "--nats-tls-client-key-path", "/k"]),
         environ=environ,
-    )
-    assert environ == {
-        "DYN_ENGINE_REQUEST_LIMIT": "3",
-        "DYN_TCP_TLS_INSECURE": "1",
-        "NATS_TLS_CLIENT_KEY_PATH": "/k",
-    }
+    ).runtime_settings
+    assert found is not None
+    assert found.requests == RequestPlaneSettings(engine_request_limit=3, tls_insecure=True, max_streams=7)
+    assert found.nats == NatsSettings(tls_client_key_path="/k")
+    assert (dict(os.environ), environ) == (before, {"DYN_TCP_MAX_STREAMS": "7"})
+
+
+def test_a_mistyped_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--namespaces", "x"])
+    assert "unrecognized arguments: --namespaces x; did you mean --namespace?" in capsys.readouterr().err
 
 
 def test_the_resolved_configuration_can_be_written_to_a_file(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def test_the_positions_of_the_fields_are_fixed() -> None:
         "response_plane",
         "enable_rl",
         "allow_download",
+        "runtime_settings",
     }
 
 
@@ -109,6 +110,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "response_plane": "tcp",
         "enable_rl": False,
         "allow_download": False,
+        "runtime_settings": None,
     }
 
 

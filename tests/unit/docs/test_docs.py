@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-import dynamo.frontend.args as frontend_args
 from dynamo.contract.args import add_backend_arguments
 from dynamo.contract.conformance import FAILURE_NAMES
 from dynamo.errors import RULES
-from dynamo.frontend.metrics import _LOG_BUCKETS
-from dynamo.frontend.settings import FrontendSettings
+from dynamo.frontend.args import build_parser
+from dynamo.frontend.metrics import LOG_BUCKETS
 from dynamo.runtime.request_plane import metrics as plane_metrics
 from support.doc_pages import PAGES, READ, ROOT, code, rows
 
@@ -142,7 +141,7 @@ def test_every_family_of_the_code_is_on_the_page() -> None:
 # -- settings ------------------------------------------------------------------------------------------------------------
 
 _VARIABLE = re.compile(r"(DYN|OTEL|ETCD|NATS|HF|PROMETHEUS|CUDA|NVIDIA)_[A-Z0-9_]*[A-Z0-9]|NO_COLOR|TMPDIR")
-_PARTS = {f"DYN_HISTOGRAM_{name}" for name in _LOG_BUCKETS}  # completed by _MIN, _MAX and _COUNT
+_PARTS = {f"DYN_HISTOGRAM_{name}" for name in LOG_BUCKETS}  # completed by _MIN, _MAX and _COUNT
 
 
 def variables_of_the_source() -> set[str]:
@@ -162,22 +161,27 @@ def test_the_settings_page_lists_exactly_the_variables_that_are_read() -> None:
     assert documented == variables_of_the_source()
 
 
-def test_the_histogram_settings_are_those_of_the_code() -> None:
-    listed = {code(row[0])[0]: tuple(map(float, row[1:])) for row in rows("settings.md", "X", "Min")}
-    assert listed == {name: tuple(map(float, values)) for name, values in _LOG_BUCKETS.items()}
+def test_the_settings_tables_are_those_of_the_code() -> None:
+    assert (
+        subprocess.run([sys.executable, ROOT / "tools" / "settings_page.py", "--check"], check=False).returncode == 0
+    ), "docs/settings.md is not current: make docs"
 
 
-def flag_rows(parser: argparse.ArgumentParser) -> dict[str, tuple[list[str], list[str], Any]]:
-    """First flag -> all its names, its variable as the help shows it, its default."""
-    return {
-        action.option_strings[0]: (
-            list(action.option_strings),
-            re.findall(r"\[([A-Z_]+)\]$", action.help or ""),
-            getattr(action.default, "value", action.default),
-        )
+@pytest.mark.parametrize("command", ["worker", "frontend"])
+def test_every_flag_of_a_process_is_on_the_settings_page(command: str) -> None:
+    parser = argparse.ArgumentParser()
+    if command == "worker":
+        add_backend_arguments(parser, env={})
+    else:
+        parser = build_parser({})
+    page = (ROOT / "docs" / "settings.md").read_text()
+    flags = {
+        flag
         for action in parser._actions
-        if action.help is not argparse.SUPPRESS and action.dest not in ("help", "version")
+        for flag in action.option_strings
+        if action.dest not in ("help", "version") and not (action.help == argparse.SUPPRESS and flag.startswith("--no"))
     }
+    assert (sorted(flag for flag in flags if f"`{flag}`" not in page), len(flags) > 50) == ([], True)
 
 
 def documented_flags(heading: str) -> dict[str, tuple[list[str], list[str], str]]:
@@ -187,31 +191,6 @@ def documented_flags(heading: str) -> dict[str, tuple[list[str], list[str], str]
     return {code(cells[0])[0]: (code(cells[0]), code(cells[1]), cells[2].strip()) for cells in lines}
 
 
-def shown(default: Any) -> set[str]:
-    """How a default may be written."""
-    match default:
-        case None | argparse.SUPPRESS:
-            return {"", "off"}  # a switch without a default is off
-        case True:
-            return {"on"}
-        case False:
-            return {"off"}
-        case _:
-            return {f"`{default}`"}
-
-
-@pytest.mark.parametrize("heading", ["A worker", "The frontend"])
-def test_the_flags_are_those_of_the_command_line(heading: str) -> None:
-    if heading == "A worker":
-        parser = argparse.ArgumentParser()
-        add_backend_arguments(parser, env={})
-    else:
-        parser = frontend_args._build(FrontendSettings.from_env({}))
-    actual, listed = flag_rows(parser), documented_flags(heading)
-    assert {flag: found[:2] for flag, found in actual.items()} == {flag: found[:2] for flag, found in listed.items()}
-    assert [flag for flag, found in actual.items() if listed[flag][2] not in shown(found[2])] == []
-
-
 @pytest.mark.parametrize("command", ["serve", "bench"])
 def test_the_flags_of_a_command_are_those_of_its_help(command: str) -> None:
     shown = subprocess.run(
@@ -219,24 +198,6 @@ def test_the_flags_of_a_command_are_those_of_its_help(command: str) -> None:
     ).stdout
     flags = set(re.findall(r"^  (--[a-z-]+)", shown, re.MULTILINE))
     assert flags == set(documented_flags(f"dynamo {command}"))
-
-
-@pytest.mark.parametrize(
-    ("heading", "flags"),
-    [
-        (
-            "Native flags without an effect",
-            (*frontend_args._INERT_WITH_VALUE, *frontend_args._INERT_SWITCHES),
-        ),
-        (
-            "Native flags that are refused",
-            (*frontend_args._LATER_WITH_VALUE, *frontend_args._LATER_SWITCHES),
-        ),
-    ],
-)
-def test_native_flags_are_listed_by_what_becomes_of_them(heading: str, flags: tuple[str, ...]) -> None:
-    section = READ["settings.md"].prose.split(f"### {heading}\n")[1].split("\n#")[0]
-    assert set(re.findall(r"`(--[a-z0-9-]+)`", section)) == set(flags)
 
 
 # -- names ---------------------------------------------------------------------------------------------------------------

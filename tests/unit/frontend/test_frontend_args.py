@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynamo.frontend import args
 from dynamo.frontend.args import parse_args
+from dynamo.frontend.native_flags import INERT, REFUSED
 from dynamo.frontend.settings import ApiLimits, FrontendSettings
+from dynamo.settings.table import Setting
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str], env: dict[str, str] | None = None) -> str:
@@ -76,24 +78,31 @@ def test_route_paths_can_be_moved() -> None:
 @pytest.mark.parametrize("source", ["flag", "variable"])
 def test_the_kv_router_is_refused_by_name(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv, env = (["--router-mode", "kv"], {}) if source == "flag" else ([], {"DYN_ROUTER_MODE": "kv"})
-    assert refused(argv, capsys, env).endswith("error: --router-mode kv is not in this version")
+    name = "--router-mode" if source == "flag" else "DYN_ROUTER_MODE"
+    assert f"error: {name}: kv is not in this version" in refused(argv, capsys, env)
 
 
-@pytest.mark.parametrize("flag", [*args._LATER_WITH_VALUE, *args._LATER_SWITCHES])
-def test_a_feature_that_is_not_built_is_refused_by_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [flag, "x"] if flag in args._LATER_WITH_VALUE else [flag]
-    assert refused(argv, capsys).endswith(f"error: {flag} is not in this version")
+def written(made: Setting) -> list[str]:
+    return [made.flags[0]] if made.read.is_switch else [made.flags[0], "1"]
 
 
-@pytest.mark.parametrize("flag", [*args._INERT_WITH_VALUE, *args._INERT_SWITCHES])
-def test_a_flag_without_an_effect_is_accepted(flag: str) -> None:
-    argv = [flag, "1"] if flag in args._INERT_WITH_VALUE else [flag]
-    assert parse_args(argv, {}) == parse_args([], {})
+@pytest.mark.parametrize("made", REFUSED, ids=lambda made: made.flags[0])
+def test_a_feature_that_is_not_built_is_refused_by_name(made: Setting, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"error: {made.flags[0]} is not in this version" in refused(written(made), capsys)
 
 
-@pytest.mark.parametrize("flag", args._LATER_SWITCHES)
-def test_switching_off_what_does_not_exist_is_fine(flag: str) -> None:
-    parse_args([f"--no-{flag[2:]}"], {})
+@pytest.mark.parametrize("made", INERT, ids=lambda made: made.flags[0])
+def test_a_flag_without_an_effect_is_accepted(made: Setting) -> None:
+    assert parse_args(written(made), {}) == parse_args([], {})
+
+
+@pytest.mark.parametrize("made", [made for made in REFUSED if made.read.is_switch], ids=lambda made: made.flags[0])
+def test_switching_off_what_does_not_exist_is_fine(made: Setting) -> None:
+    parse_args([made.negative_flag], {})
+
+
+def test_the_short_name_of_a_refused_flag_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "error: -i is not in this version" in refused(["-i"], capsys)
 
 
 @pytest.mark.parametrize(
@@ -101,16 +110,16 @@ def test_switching_off_what_does_not_exist_is_fine(flag: str) -> None:
     [
         (["--http-port", "http"], "'http' is not an integer"),
         (["--http-port", "70000"], "is not a port"),
-        (["--router-mode", "best"], "--router-mode 'best' is unknown"),
-        (["--request-plane", "carrier-pigeon"], "invalid choice"),
+        (["--router-mode", "best"], "--router-mode: 'best' is unknown; use one of round-robin"),
+        (["--request-plane", "carrier-pigeon"], "--request-plane: 'carrier-pigeon' is unknown; use one of tcp, nats"),
         (["--tls-cert-path", "x.pem"], "need each other"),
         (["--tls-client-ca-cert-path", "x.pem"], "needs --tls-cert-path"),
         (["--tls-cert-path", "/nowhere/c", "--tls-key-path", "/nowhere/k"], "there is no file /nowhere/c"),
         (["--max-requests-in-flight", "0"], "0 is below 1"),
         (["--migration-limit", "-1"], "-1 is below 0"),
-        (["--port", "1"], "unrecognized arguments: --port 1"),
-        (["--discovery-backend", "bogus"], "--discovery-backend 'bogus' is unknown; use one of auto, file, mem"),
-        (["--metrics-prefix", "1st-frontend"], "--metrics-prefix '1st-frontend'"),
+        (["--port", "1"], "unrecognized arguments: --port 1; did you mean --http-port?"),
+        (["--discovery-backend", "bogus"], "--discovery-backend: 'bogus' is unknown; use one of auto, file, mem"),
+        (["--metrics-prefix", "1st-frontend"], "--metrics-prefix: '1st-frontend'"),
         (["--tls-cert-path", __file__, "--tls-key-path", __file__], "these are no certificate and its key"),
     ],
 )
@@ -124,13 +133,13 @@ def test_an_error_of_use_is_one_line_and_status_2(
     ("env", "part"),
     [
         ({"DYN_HTTP_PORT": "99999"}, "DYN_HTTP_PORT: 99999 is not a port"),
-        ({"DYN_REQUEST_PLANE": "pigeon"}, "--request-plane 'pigeon' is unknown"),
-        ({"DYN_EVENT_PLANE": "pigeon"}, "--event-plane 'pigeon' is unknown"),
-        ({"DYN_DISCOVERY_BACKEND": "bogus"}, "--discovery-backend 'bogus' is unknown"),
+        ({"DYN_REQUEST_PLANE": "pigeon"}, "DYN_REQUEST_PLANE: 'pigeon' is unknown"),
+        ({"DYN_EVENT_PLANE": "pigeon"}, "DYN_EVENT_PLANE: 'pigeon' is unknown"),
+        ({"DYN_DISCOVERY_BACKEND": "bogus"}, "DYN_DISCOVERY_BACKEND: 'bogus' is unknown"),
         ({"DYN_HISTOGRAM_TTFT_COUNT": "1"}, "DYN_HISTOGRAM_TTFT_MIN, _MAX, _COUNT: need"),
         ({"DYN_HTTP_SVC_CHAT_PATH": "chat"}, "DYN_HTTP_SVC_CHAT_PATH: a path begins with /, got 'chat'"),
         ({"DYN_HTTP_SVC_METRICS_PATH": "/health"}, "DYN_HTTP_SVC_METRICS_PATH: /health is the path of health already"),
-        ({"DYN_METRICS_PREFIX": "a b"}, "--metrics-prefix 'a b'"),
+        ({"DYN_METRICS_PREFIX": "a b"}, "DYN_METRICS_PREFIX: 'a b'"),
     ],
 )
 def test_a_variable_that_cannot_work_is_one_line_and_status_2(
@@ -150,6 +159,39 @@ def test_a_chat_template_that_does_not_compile_is_refused_at_the_start(
 def test_the_settings_can_be_dumped(tmp_path: Path) -> None:
     parse_args(["--http-port", "1", "--dump-config-to", str(tmp_path / "config.json")], {})
     assert json.loads((tmp_path / "config.json").read_text())["http_port"] == 1
+
+
+def test_a_dump_holds_no_secret(tmp_path: Path) -> None:
+    parse_args(["--dump-config-to", str(tmp_path / "config.json")], {"NATS_AUTH_TOKEN": "t0ken", "NATS_SERVER": "n"})
+    written = (tmp_path / "config.json").read_text()
+    assert "t0ken" not in written
+    nats = json.loads(written)["runtime"]["nats"]
+    assert (nats["token"], nats["nkey"], nats["servers"]) == ("***", None, ["nats://n"])
+
+
+def test_the_flags_of_the_runtime_reach_its_settings_and_nothing_else() -> None:
+    before = dict(os.environ)
+    argv = [
+        "--tcp-tls-ca-cert-path",
+        "/ca",
+        "--nats-tls-insecure",
+        "--discovery-backend",
+        "mem",
+        "--event-plane",
+        "nats",
+    ]
+    runtime = parse_args(argv, {"DYN_SYSTEM_PORT": "9000", "DYN_TCP_TLS_CERT_PATH": "/c"}).runtime
+    assert (runtime.requests.tls_ca_cert_path, runtime.requests.tls_cert_path) == ("/ca", "/c")
+    assert (runtime.nats.tls_insecure, runtime.discovery_backend, runtime.event_plane) == (True, "mem", "nats")
+    assert not runtime.system.enabled  # that is a worker's
+    assert dict(os.environ) == before
+
+
+def test_origins_are_given_one_by_one_or_with_commas() -> None:
+    env = {"DYN_CORS_ORIGINS": "https://a.example, https://b.example"}
+    assert parse_args([], env).cors_origins == ("https://a.example", "https://b.example")
+    argv = ["--cors-origin", "https://c.example", "--cors-origin", "*"]
+    assert parse_args(argv, env).cors_origins == ("https://c.example", "*")
 
 
 def test_help_explains_every_flag_that_is_served(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from dynamo.frontend.args import parse_args
 from dynamo.frontend.http.server import HttpServer
 from dynamo.runtime import tls as tls_module
+from dynamo.runtime.settings import RequestPlaneSettings
 from support.certificates import Authority
 from support.frontend_cluster import Cluster, cluster, say
 from support.patience import PATIENCE_SECONDS
@@ -99,7 +100,7 @@ async def test_connections_that_never_shake_hands_are_few_and_end(tmp_path: Path
 
 
 def test_flags_of_the_request_plane_are_handed_to_the_runtime() -> None:
-    settings = parse_args(["--tcp-tls-ca-cert-path", "/ca", "--tcp-tls-client-cert-path", "/c"], env={})
-    assert settings.exported == {"DYN_TCP_TLS_CA_CERT_PATH": "/ca", "DYN_TCP_TLS_CLIENT_CERT_PATH": "/c"}
-    assert parse_args(["--nats-tls-insecure"], env={}).exported == {"NATS_TLS_INSECURE": "1"}
-    assert parse_args(["--no-nats-tls-insecure"], env={}).exported == {"NATS_TLS_INSECURE": "0"}
+    runtime = parse_args(["--tcp-tls-ca-cert-path", "/ca", "--tcp-tls-client-cert-path", "/c"], env={}).runtime
+    assert runtime.requests == RequestPlaneSettings(tls_ca_cert_path="/ca", tls_client_cert_path="/c")
+    assert parse_args(["--nats-tls-insecure"], env={}).runtime.nats.tls_insecure
+    assert not parse_args(["--no-nats-tls-insecure"], env={"NATS_TLS_INSECURE": "1"}).runtime.nats.tls_insecure

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
 from dynamo.frontend import args
-from dynamo.frontend.settings import FrontendSettings
+from dynamo.settings.table import Status
 
 FLAGS = """
 --active-prefill-tokens-threshold-frac --router-conditional-disagg-config --router-session-affinity-mode
@@ -40,27 +38,41 @@ FLAGS = """
 NATIVE = FLAGS.split()
 
 
-def actions() -> dict[str, argparse.Action]:
-    parser = args._build(FrontendSettings())
-    return {option: action for action in parser._actions for option in action.option_strings}
+SERVED = {flag: made for made in args.flagged_settings() for flag in made.flags}
+SERVED |= {made.negative_flag: made for made in args.flagged_settings() if made.flags and made.read.is_switch}
+
+
+def with_status(status: Status) -> list[str]:
+    return [flag for flag in NATIVE if flag != "--version" and SERVED[flag].status is status]
+
+
+def written(flag: str) -> list[str]:
+    return [flag] if SERVED[flag].read.is_switch else [flag, "1"]
 
 
 def test_no_native_flag_is_unknown() -> None:
     assert len(NATIVE) == len(set(NATIVE)) == 115
-    assert [flag for flag in NATIVE if flag not in actions()] == []
+    parser = args.build_parser({})
+    known = {option for action in parser._actions for option in action.option_strings}
+    assert [flag for flag in NATIVE if flag not in known] == []
 
 
-@pytest.mark.parametrize("flag", [flag for flag in NATIVE if isinstance(actions()[flag], args._NotInThisVersion)])
+@pytest.mark.parametrize("flag", with_status(Status.REFUSED))
 def test_a_native_flag_that_is_not_built_is_refused_by_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [flag] if actions()[flag].nargs == 0 else [flag, "1"]
     with pytest.raises(SystemExit) as left:
-        args.parse_args(given, env={})
+        args.parse_args(written(flag), env={})
     assert left.value.code == 2
-    assert capsys.readouterr().err.endswith(f"error: {flag} is not in this version\n")
+    assert f"error: {flag} is not in this version (" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", [flag for flag in NATIVE if isinstance(actions()[flag], args._Inert)])
+@pytest.mark.parametrize("flag", with_status(Status.INERT))
 def test_a_native_flag_without_an_effect_changes_nothing(flag: str) -> None:
-    action = actions()[flag]
-    given = [flag] if action.nargs == 0 else [flag, str(next(iter(action.choices or ["1"])))]
-    assert args.parse_args(given, env={}) == args.parse_args([], env={})
+    assert args.parse_args(written(flag), env={}) == args.parse_args([], env={})
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--dyn-chat-processor", "dynamo"), ("--tokenizer", "default")])
+def test_a_native_flag_with_one_value_takes_that_one(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert args.parse_args([flag, value], env={}) == args.parse_args([], env={})
+    with pytest.raises(SystemExit):
+        args.parse_args([flag, "other"], env={})
+    assert f"{flag}: 'other' is unknown; use one of {value}" in capsys.readouterr().err

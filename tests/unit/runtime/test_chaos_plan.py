@@ -29,6 +29,7 @@ from dynamo.runtime.chaos.plan import (
     read_plan,
 )
 from dynamo.runtime.context import Context
+from dynamo.runtime.settings import ChaosSettings
 
 TEXTS = st.text(min_size=1, max_size=12)
 
@@ -174,12 +175,13 @@ REFUSALS = [
 ]
 
 
-def worker_line(*flags: str, env: dict[str, str] | None = None) -> dict[str, str]:
-    """What a worker's command line leaves in the environment."""
+def worker_line(*flags: str, env: dict[str, str] | None = None) -> ChaosSettings:
+    """What a worker's command line says of faults."""
     parser, environ = BackendArgumentParser("backend"), dict(env or {})
     add_backend_arguments(parser, env=environ)
-    worker_config_from(parser.parse_args(flags), environ=environ)
-    return environ
+    settings = worker_config_from(parser.parse_args(flags), environ=environ).runtime_settings
+    assert settings is not None
+    return settings.chaos
 
 
 def frontend_line(*flags: str) -> None:
@@ -209,15 +211,13 @@ def test_a_plan_that_may_not_be_is_one_line_of_use(
 def test_the_runtime_hears_of_a_plan_that_is_allowed(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text(CRASH)
-    told = {"DYN_CHAOS": str(plan), "DYN_ALLOW_CHAOS": "1"}
-    assert worker_line("--chaos", str(plan), "--allow-chaos") == told
-    assert worker_line(env=told) == told
-    assert worker_line("--chaos", str(plan), "--chaos-name", "me", env={"DYN_ALLOW_CHAOS": "on"}) == told | {
-        "DYN_CHAOS_NAME": "me"
-    }
-    assert "DYN_CHAOS" not in worker_line("--allow-chaos")
-    settings = parse_args([], told)
-    assert (settings.chaos, settings.allow_chaos) == (str(plan), True)
+    told, allowed = {"DYN_CHAOS": str(plan), "DYN_ALLOW_CHAOS": "1"}, ChaosSettings(str(plan), True)
+    assert worker_line("--chaos", str(plan), "--allow-chaos") == allowed
+    assert worker_line(env=told) == allowed
+    named = worker_line("--chaos", str(plan), "--chaos-name", "me", env={"DYN_ALLOW_CHAOS": "on"})
+    assert named == ChaosSettings(str(plan), True, "me")
+    assert worker_line("--allow-chaos").plan is None
+    assert parse_args([], told).runtime.chaos == allowed
 
 
 def test_dynamo_serve_gives_the_plan_to_the_first_process_of_each_place(tmp_path: Path) -> None:

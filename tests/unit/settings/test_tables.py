@@ -140,8 +140,8 @@ def test_the_help_names_meaning_default_unit_and_variable(capsys: pytest.Capture
     with pytest.raises(SystemExit):
         parse(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "net: --port PORT Port to listen on; see ports (default: 80) [T_PORT]" in shown
-    assert "--size N Size of a body (default: 4 MiB) [T_SIZE_MB]" in shown
+    assert "net: --port PORT Port to listen on; see ports (docs/ports.md) (default: 80) [T_PORT]" in shown
+    assert "--size N Size of a body (docs/a.md) (default: 4 MiB) [T_SIZE_MB]" in shown
     assert "--on, --off Do it (default: on) [T_ON]" in shown
     assert "--kept KEPT For others (for engines that read it) [T_KEPT]" in shown
     assert "T_LIMIT" not in shown

@@ -7,12 +7,11 @@ network. Without an admin port, and with an API that is open, a request for them
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Final, Self
 
 from dynamo.frontend.http.asgi import Receive, Scope, Send, reply_rejected
-from dynamo.frontend.settings import ApiLimits, FrontendSettings, store_of
+from dynamo.frontend.settings import ApiLimits, FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.addresses import LOCAL_STORES, is_loopback
 from dynamo.runtime.http import Rejection
@@ -61,14 +60,14 @@ class AdminElsewhere:
         await reply_rejected(send, RequestRejected(404, f"{scope['path']} is not here: {self._way}"))
 
 
-def log_exposure(settings: FrontendSettings, env: Mapping[str, str]) -> None:
+def log_exposure(settings: FrontendSettings) -> None:
     """Log, once at start, how far the listeners of a frontend are open."""
     if is_loopback(settings.http_host):
         logger.info(
             "the API is served at %s only; --http-host 0.0.0.0 (DYN_HTTP_HOST) opens it to the network",
             settings.http_host,
         )
-    elif store_of(settings.discovery_backend, env) not in LOCAL_STORES and settings.tls_cert_path is None:
+    elif settings.store not in LOCAL_STORES and settings.tls_cert_path is None:
         logger.warning(
             "anybody who reaches %s:%d can send requests: there are no API keys, and --tls-cert-path is not set "
             "(docs/security.md)",

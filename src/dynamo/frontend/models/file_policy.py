@@ -14,10 +14,14 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from dynamo.errors import InvalidArgument
+from dynamo.settings.readers import mebibytes, names
+from dynamo.settings.readers import seconds as file_seconds
+from dynamo.settings.table import setting
 
 __all__ = ["ANY_HOST", "FilePolicy", "check_url", "host_of_instance", "path_part"]
 
 ANY_HOST: Final = "*"
+MIB: Final = 1024 * 1024
 MAX_PART_CHARACTERS: Final = 100
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -29,11 +33,18 @@ Resolve = Callable[[str], Collection[str]]
 class FilePolicy:
     """Bounds on what one card may make a frontend fetch."""
 
-    schemes: frozenset[str] = frozenset({"file", "http", "https"})
-    hosts: frozenset[str] = frozenset()  # beside the worker's own; "*": any
-    file_bytes: int = 512 * 1024 * 1024  # the largest tokenizer known is 40 MB; a card must not fill the disk
-    card_bytes: int = 1024 * 1024 * 1024  # all files of one card
-    seconds: float = 300.0  # for all files of one card
+    # fmt: off
+    schemes: frozenset[str] = setting(frozenset({"file", "http", "https"}), "DYN_MODEL_FILE_SCHEMES", names,
+        "Where a card's files may lie, with commas between them. Without `file` no local path is read")
+    hosts: frozenset[str] = setting(frozenset(), "DYN_MODEL_FILE_HOSTS", names,
+        "Hosts that files are fetched from beside the worker's own, with commas; `*`: any")
+    # The largest tokenizer known is 40 MB; a card must not fill the disk.
+    file_bytes: int = setting(512 * MIB, "DYN_MODEL_FILE_LIMIT_MB", mebibytes, "Size of one file")
+    card_bytes: int = setting(1024 * MIB, "DYN_MODEL_CARD_LIMIT_MB", mebibytes,
+        "Size of all files of a card together, where they are fetched")
+    seconds: float = setting(300.0, "DYN_MODEL_FILE_TIMEOUT_SECS", file_seconds(0.1),
+        "Time for all files of a card together; then another attempt")
+    # fmt: on
 
 
 def path_part(name: str) -> str:

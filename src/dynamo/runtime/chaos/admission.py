@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import enum
-import os
 from collections.abc import Iterable, Mapping
 from typing import Final
 
 from dynamo.errors import InvalidArgument
 from dynamo.runtime.chaos.plan import Fault, InvalidPlan, Kind, read_plan
-from dynamo.runtime.settings import env_bool, env_str
 
-__all__ = ["PLAN", "Role", "admitted", "check_real", "faults_of", "plan_from_env", "process_name"]
-
-PLAN: Final = "DYN_CHAOS"
-PERMISSION: Final = "DYN_ALLOW_CHAOS"
-NAME: Final = "DYN_CHAOS_NAME"
+__all__ = ["Role", "admitted", "check_real", "faults_of"]
 
 
 class Role(enum.StrEnum):
@@ -47,7 +41,7 @@ def admitted(path: str | None, allowed: bool) -> tuple[Fault, ...] | None:
     if not allowed:
         raise InvalidArgument(
             f"a chaos plan ({path}) injects faults into this process; to permit fault injection, add --allow-chaos "
-            f"({PERMISSION}=1) as well, else take --chaos ({PLAN}) away"
+            f"(DYN_ALLOW_CHAOS=1) as well, else take --chaos (DYN_CHAOS) away"
         )
     return check_real(read_plan(path), path)
 
@@ -61,16 +55,6 @@ def check_real(faults: Iterable[Fault], path: str) -> tuple[Fault, ...]:
                 f"chaos plan {path}: fault {number}: {fault.kind} is for the simulation only: {_NOT_REAL[fault.kind]}"
             )
     return found
-
-
-def plan_from_env(env: Mapping[str, str] | None = None) -> tuple[Fault, ...] | None:
-    """Read the faults that the variables of this process name; raises as `admitted` does."""
-    return admitted(env_str(PLAN, env=env), env_bool(PERMISSION, env=env))
-
-
-def process_name(role: Role, env: Mapping[str, str] | None = None) -> str:
-    """Return the name of this process in plans."""
-    return env_str(NAME, env=os.environ if env is None else env) or str(role)
 
 
 def faults_of(role: Role, name: str, faults: Iterable[Fault]) -> tuple[Fault, ...]:

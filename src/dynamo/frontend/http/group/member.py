@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import os
 import signal
 import socket
 import sys
@@ -223,10 +222,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--admin", type=int, help="a bound socket for the admin routes")
     parser.add_argument("rest", nargs=argparse.REMAINDER)
     given = parser.parse_args(argv)
-    settings = parse_args(given.rest[1:], dump=False)  # the first one is "--"
-    os.environ.pop("DYN_SYSTEM_PORT", None)
-    os.environ.update(settings.exported)
     configure_dynamo_logging()
+    settings = parse_args(given.rest[1:], dump=False)  # the first one is "--"
     place = _Place(
         socket.socket(fileno=given.control),
         socket.socket(fileno=given.deliveries),
@@ -256,9 +253,7 @@ def _share_of(settings: FrontendSettings, processes: int) -> FrontendSettings:
 
 async def _serve(settings: FrontendSettings, place: _Place) -> None:
     loop = asyncio.get_running_loop()
-    runtime = DistributedRuntime(
-        loop, settings.discovery_backend, settings.request_plane, event_plane=settings.event_plane
-    )
+    runtime = DistributedRuntime(loop, None, None, settings=settings.runtime)
     reader, writer = await asyncio.open_unix_connection(sock=place.control)
     peers = Peers(reader, writer, places=place.places, row=place.row, metrics=runtime.metrics)
     asked = asyncio.Event()

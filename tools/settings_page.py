@@ -1,0 +1,139 @@
+"""Write the tables of docs/settings.md from the tables of settings in the code: `make docs`.
+
+A table, or a list of flags, stands behind its marker, `<!-- table: NAME -->`; what stands between them is written by hand.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from dynamo.contract import args as worker
+from dynamo.contract.config import ENABLE_STRUCTURAL_TAG, HEALTH_CHECK_PAYLOAD, NAMESPACE_SUFFIX, WorkerConfig
+from dynamo.frontend import settings as frontend
+from dynamo.frontend.metrics import LOG_BUCKETS
+from dynamo.frontend.models.file_policy import FilePolicy
+from dynamo.frontend.native_flags import INERT, ONE_VALUE, REFUSED
+from dynamo.frontend.settings import ApiLimits, FrontendSettings
+from dynamo.protocol.guided_limits import GuidedLimits
+from dynamo.reference.guided import COMPILE_LIMIT
+from dynamo.runtime import settings as runtime
+from dynamo.runtime.settings import RuntimeSettings
+from dynamo.settings.table import Setting, Status, settings_of
+from dynamo.text.template_sandbox import BudgetSpec
+
+PAGE: Final = Path(__file__).parent.parent / "docs" / "settings.md"
+LOADING: Final = frozenset({"max_models", "concurrent_model_loads"})  # beside the files that models are loaded from
+
+_TABLE: Final = re.compile(r"(<!-- table: ([\w-]+) -->\n)((?:\|.*\n|`--.*\n)*)")
+
+
+def own(*tables: type, flags: bool | None = None) -> Iterator[Setting]:
+    """Walk the settings of these tables without their sections; `flags`: only those with a flag, or only the others."""
+    for table in tables:
+        for name, made in settings_of(table, sections=False):
+            if name not in LOADING and flags in (None, bool(made.flags)):
+                yield made
+
+
+def of_runtime() -> Iterator[Setting]:
+    """Walk what a worker and a frontend both take as a flag."""
+    return (made for _, made in settings_of(RuntimeSettings) if made.flags)
+
+
+STATUS_TABLES: Final = (
+    runtime.SystemSettings, runtime.CanarySettings, runtime.ProgressSettings, runtime.WatchdogSettings,
+    runtime.StatusLimits,
+)  # fmt: skip
+DISCOVERY: Final = frozenset({"DYN_FILE_KV"})
+
+SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
+    "worker": (*own(WorkerConfig), ENABLE_STRUCTURAL_TAG, HEALTH_CHECK_PAYLOAD, worker.DUMP_CONFIG_TO, *worker.KEPT),
+    "namespace": (NAMESPACE_SUFFIX,),
+    "runtime-flags": tuple(of_runtime()),
+    "status": (*own(*STATUS_TABLES), *runtime.IGNORED),
+    "frontend": (*own(FrontendSettings, flags=True), *ONE_VALUE, frontend.DUMP_CONFIG_TO),
+    "frontend-variables": (
+        *own(ApiLimits), *own(FrontendSettings, flags=False), frontend.TOKENIZER_CACHE, *frontend.ROUTES.values(),
+    ),
+    "model-files": (*own(FilePolicy), *(made for name, made in settings_of(FrontendSettings) if name in LOADING)),
+    "templates": tuple(own(BudgetSpec)),
+    "guided": (*own(GuidedLimits), COMPILE_LIMIT),
+    "discovery": (
+        *(made for made in own(RuntimeSettings, flags=False) if made.variable in DISCOVERY), runtime.TEMPORARY,
+        *own(runtime.EtcdSettings, runtime.KubernetesSettings),
+    ),
+    "requests": (
+        *own(runtime.RequestPlaneSettings, flags=False),
+        *(made for made in own(RuntimeSettings, flags=False) if made.variable not in DISCOVERY),
+    ),
+    "events": tuple(own(runtime.EventPlaneSettings, runtime.NatsSettings, flags=False)),
+}  # fmt: skip
+FLAGS: Final[Mapping[str, Iterable[Setting]]] = {"inert": INERT, "refused": REFUSED}
+
+
+def table(settings: Iterable[Setting]) -> str:
+    """Return the rows of one table, with its head; a variable that sets two fields has one row."""
+    rows = {made.variable or made.flags: made for made in reversed(tuple(settings))}
+    found = tuple(reversed(rows.values()))
+    has_flags = any(made.flags for made in found)
+    heads = [*(["Flag"] if has_flags else []), "Variable", "Unit", "Default", "Meaning"]
+    lines = [heads, ["---"] * len(heads), *(_cells(made, has_flags) for made in found)]
+    return "".join("|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|\n" for line in lines)
+
+
+def _cells(made: Setting, has_flags: bool) -> list[str]:
+    flags = [*made.flags, *([made.negative_flag] if made.flags and made.read.is_switch else [])]
+    shown = made.shown_default
+    if shown and made.shown is None and not made.read.is_switch:
+        shown = f"`{shown}`"
+    meaning = f"Kept, for engines that read it: {made.meaning}" if made.status is Status.KEPT else made.meaning
+    return [
+        *([", ".join(f"`{flag}`" for flag in flags)] if has_flags else []),
+        f"`{made.variable}`" if made.variable else "",
+        made.read.unit,
+        shown,
+        meaning,
+    ]
+
+
+def flag_list(settings: Iterable[Setting]) -> str:
+    """Return the names of flags, a handful on a line."""
+    names = [f"`{flag}`" for made in settings for flag in made.flags]
+    lines = [", ".join(names[start : start + 4]) for start in range(0, len(names), 4)]
+    return ",\n".join(lines) + "\n"
+
+
+def histograms() -> str:
+    """Return the table of the buckets that can be moved."""
+    rows = "".join(
+        f"| `{name}` | {low:g} | {high:.12g} | {count} |\n" for name, (low, high, count) in LOG_BUCKETS.items()
+    )
+    return f"| X | Min | Max | Count |\n|---|---|---|---|\n{rows}"
+
+
+def written(page: str) -> str:
+    """Return the page with its tables as the code has them. Raises ValueError when a table has no place."""
+    texts = {name: table(settings) for name, settings in SETTINGS.items()}
+    texts |= {name: flag_list(settings) for name, settings in FLAGS.items()} | {"histograms": histograms()}
+    found = [name for _, name, _ in _TABLE.findall(page)]
+    if sorted(found) != sorted(texts):
+        raise ValueError(f"the page has tables {sorted(found)}, the code {sorted(texts)}")
+    return _TABLE.sub(lambda match: match[1] + texts[match[2]], page)
+
+
+def main() -> int:
+    """Write the page; with `--check` only compare, status 1 when it is not current."""
+    text = PAGE.read_text()
+    fresh = written(text)
+    if "--check" in sys.argv[1:]:
+        return int(fresh != text)
+    PAGE.write_text(fresh)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
