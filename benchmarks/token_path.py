@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import uvloop
 
+from dynamo.frontend.apis.plain import PlainOutput
 from dynamo.frontend.http.event_stream import EventStream
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.pipeline.delivery import StreamDelivery
@@ -34,16 +35,14 @@ from dynamo.router.dispatch import RoutedStream
 from dynamo.runtime.context import Context
 from dynamo.runtime.http.cycle import Cycle, Gate
 from dynamo.runtime.metrics import MetricsRegistry
-from dynamo.runtime.request_plane.base import StreamItem
 from dynamo.runtime.request_plane.mux.connection import MuxConnection
-from dynamo.runtime.request_plane.mux.frames import Kind, frame, pack
+from dynamo.runtime.request_plane.mux.frames import step_frames
 from dynamo.runtime.request_plane.mux.stream import MuxStream
 from dynamo.text.tokenizer import load_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from tiny_model import write_tiny_model
 
-FRAME_ITEMS: Final = 64  # as many as a worker puts into one frame, more or less
 EVENT: Final = b"x" * 250
 
 
@@ -69,6 +68,37 @@ class NullTransport:
         pass
 
 
+class Counter:
+    """Counts ids."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def take_token(self, token_id: int, now: float) -> bool:
+        self.seen += 1
+        return True
+
+    def take_tokens(self, ids: list[int]) -> bool:
+        self.seen += len(ids)
+        return True
+
+
+class Taker:
+    """Takes every event."""
+
+    is_committed = can_push = True
+    pushed_at = 0.0
+
+    async def write(self, data: bytes) -> None:
+        pass
+
+    def push(self, data: bytes, now: float) -> bool:
+        return True
+
+    def splicer(self, opening: bytes, closing: bytes) -> Taker:
+        return self
+
+
 class Bench:
     """One connection with its streams, and a reader on each of them."""
 
@@ -84,9 +114,8 @@ class Bench:
 
     def step(self, number: int) -> list[bytes]:
         """Return the frames of one step of the engine: one token for every stream."""
-        items = [StreamItem(stream.stream_id, 0, number, [self._token(stream, number)]) for stream in self.streams]
-        starts = range(0, len(items), FRAME_ITEMS)
-        return [frame(Kind.ITEMS, pack(items[start : start + FRAME_ITEMS])) for start in starts]
+        ids = [stream.stream_id for stream in self.streams]
+        return step_frames(ids, [number] * len(ids), [self._token(stream, number) for stream in self.streams])
 
     def _token(self, stream: MuxStream, number: int) -> int:
         return self.tokens[(number * 7 + stream.stream_id) % len(self.tokens)]
@@ -102,36 +131,19 @@ class Bench:
         await stream.next_batch()
         routed = self._routed(stream)
 
-        def take_tokens(ids: list[int]) -> bool:
-            self.seen += len(ids)
-            return True
-
-        await routed.push(lambda items: True, take_tokens)
+        await routed.push(lambda items: True, Counter())
 
     async def read_texts(self, stream: MuxStream) -> None:
-        """Take the texts of one choice."""
+        """Take the texts of one choice, as JSON."""
         exchange, model, work = self._request(stream)
         single = SingleGeneration(model, work, exchange.context)
-
-        def plain(text: str, count: int) -> bool:
-            self.seen += count
-            return True
-
+        counters = SimpleNamespace(tokens=lambda count, now: None)
         await single.next()
-        await single.push(lambda deltas: True, plain)
+        output = PlainOutput((b"", b""), Taker(), [], counters, None)  # type: ignore[arg-type]
+        await single.push(lambda deltas: True, output)
 
     async def read_events(self, stream: MuxStream) -> None:
         """Make events of the texts, and count them."""
-
-        class Taker:
-            is_committed = can_push = True
-
-            async def write(self, data: bytes) -> None:
-                pass
-
-            def push(self, data: bytes, now: float) -> bool:
-                return True
-
         await self._deliver(stream, Taker())
 
     async def read_answers(self, stream: MuxStream) -> None:
@@ -139,7 +151,7 @@ class Bench:
         http = SimpleNamespace(transport=self.transport, default_headers=(), answered=lambda: None)
         scope = {"method": "POST", "http_version": "1.1"}
         cycle = Cycle(http, Gate(self.transport), scope, keep_alive=True)  # type: ignore[arg-type]
-        events = EventStream(cycle.send, push=cycle.push, peek_seconds=60, keep_alive_seconds=60)
+        events = EventStream(cycle.send, push=cycle.push, splice=cycle.splicer, peek_seconds=60, keep_alive_seconds=60)
         try:
             await self._deliver(stream, events)
         finally:
@@ -211,8 +223,8 @@ async def run(streams: int, steps: int, repeats: int) -> None:
     tokens = [token for token in range(8, tokenizer.vocab_size) if table[token]]
     rows = {
         "frames, streams and lanes": Bench.read_lanes,
-        "+ generation, detokenising": Bench.read_texts,
-        "+ delivery, metrics, JSON": Bench.read_events,
+        "+ generation, texts as JSON": Bench.read_texts,
+        "+ delivery, metrics": Bench.read_events,
         "+ event stream, HTTP": Bench.read_answers,
     }
     before = 0.0

@@ -690,8 +690,14 @@ async def test_a_reader_with_a_lane_gets_every_token_once_and_in_order_whether_t
 ) -> None:
     async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
         for token in range(6):
-            sink.send_tokens([token], extra={"text": "x"} if token == 3 else None)
-            await asyncio.sleep(0)
+            if token == 3:
+                sink.send_tokens([token], extra={"text": "x"})
+            elif token % 2:
+                assert sink.send_token(token)
+            else:
+                sink.send_tokens([token])
+            if token != 4:  # two of one turn
+                await asyncio.sleep(0)
 
     plane.serve(handler)
     stream = await plane.open()
@@ -699,10 +705,14 @@ async def test_a_reader_with_a_lane_gets_every_token_once_and_in_order_whether_t
     by_lane: list[int] = []
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def take_tokens(ids: list[int]) -> bool:
-        seen.extend(ids)
-        by_lane.extend(ids)
-        return True
+    class Lane:
+        def take_token(self, token_id: int, now: float) -> bool:
+            return self.take_tokens([token_id])
+
+        def take_tokens(self, ids: list[int]) -> bool:
+            seen.extend(ids)
+            by_lane.extend(ids)
+            return True
 
     def arrived() -> None:
         batch = stream.take()
@@ -712,7 +722,7 @@ async def test_a_reader_with_a_lane_gets_every_token_once_and_in_order_whether_t
             done.set_result(None)
 
     stream.listen(arrived)
-    has_lane = stream.open_lane(take_tokens, lambda error: None)
+    has_lane = stream.open_lane(Lane(), lambda error: None)
     await done
     stream.close()
     assert seen == [0, 1, 2, 3, 4, 5]

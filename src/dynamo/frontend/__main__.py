@@ -79,7 +79,7 @@ def _plan_chaos(settings: FrontendSettings, runtime: DistributedRuntime) -> None
 
     name = chaos.name or str(Role.FRONTEND)
     faults = faults_of(Role.FRONTEND, name, admitted(chaos.plan, chaos.is_allowed) or ())
-    runtime.plane_client_stand_in = FrontendChaos(faults, name=name).client
+    runtime.planes.client_stand_in = FrontendChaos(faults, name=name).client
 
 
 if __name__ == "__main__":

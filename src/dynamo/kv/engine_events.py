@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
+from dynamo.kv.changes import MediaInfo, MediaObject
 from dynamo.kv.hashing import to_unsigned
 
 __all__ = ["BadPayload", "Cleared", "EngineBatch", "EngineEvent", "Removed", "Stored", "read_payload"]
@@ -68,7 +69,7 @@ class Stored:
     tier: str = "device"
     lora_name: str | None = None
     cache_salt: str | None = None
-    mm_infos: list[dict[str, Any] | None] | None = None
+    mm_infos: Sequence[MediaInfo | None] | None = None
     is_eagle: bool = False  # one more token than the blocks hold
 
 
@@ -117,7 +118,7 @@ def read_payload(payload: bytes) -> EngineBatch:
     return batch
 
 
-def _read_event(raw: Any, batch: EngineBatch) -> None:
+def _read_event(raw: object, batch: EngineBatch) -> None:
     members = _members(raw)
     kind = members["type"]
     if kind == "AllBlocksCleared":
@@ -145,7 +146,7 @@ def _read_event(raw: Any, batch: EngineBatch) -> None:
     batch.events.append(_stored(members, hashes, parent, tier))
 
 
-def _stored(members: Mapping[str, Any], hashes: list[int], parent: int | None, tier: str) -> Stored:
+def _stored(members: Mapping[str, object], hashes: list[int], parent: int | None, tier: str) -> Stored:
     size = members.get("block_size")
     if type(size) is not int or size < 1:
         raise BadPayload(f"block_size must be a positive integer, got {size!r}")
@@ -157,10 +158,12 @@ def _stored(members: Mapping[str, Any], hashes: list[int], parent: int | None, t
     lora = members.get("lora_name")
     if lora is None and members.get("lora_id") is not None:
         lora = str(members["lora_id"])
+    if lora is not None and not isinstance(lora, str):
+        raise BadPayload(f"lora_name must be a text, got {type(lora).__name__}")
     return Stored(hashes, parent, tokens, size, tier, lora, salt, mm_infos, is_eagle)
 
 
-def _members(raw: Any) -> Mapping[str, Any]:
+def _members(raw: object) -> Mapping[str, object]:
     if isinstance(raw, dict):
         if not isinstance(raw.get("type"), str):
             raise BadPayload("an event needs a type")
@@ -171,19 +174,19 @@ def _members(raw: Any) -> Mapping[str, Any]:
     return dict(zip(names, raw, strict=False))
 
 
-def _tier(medium: Any) -> str | None:
+def _tier(medium: object) -> str | None:
     """Return the storage tier; None for an unknown medium."""
     return "device" if medium is None else _TIERS.get(medium.upper()) if isinstance(medium, str) else None
 
 
-def _list(members: Mapping[str, Any], name: str) -> list[Any]:
+def _list(members: Mapping[str, object], name: str) -> list[object]:
     found = members.get(name)
     if not isinstance(found, list):
         raise BadPayload(f"{name} must be a list, got {type(found).__name__}")
     return found
 
 
-def _hash(value: Any) -> int:
+def _hash(value: object) -> int:
     if isinstance(value, bytes):  # a digest: its last 8 bytes name the block
         return int.from_bytes(value[-8:], "big")
     if type(value) is not int:
@@ -191,29 +194,30 @@ def _hash(value: Any) -> int:
     return to_unsigned(value)
 
 
-def _tokens(values: Sequence[Any]) -> tuple[list[int], bool]:
+def _tokens(values: Sequence[object]) -> tuple[list[int], bool]:
     """Token ids, plain or as pairs (each token and the one after it)."""
     if values and isinstance(values[0], list | tuple):
-        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in values):
+        pairs = [pair for pair in values if isinstance(pair, list | tuple) and len(pair) == 2]
+        if len(pairs) < len(values):
             raise BadPayload("token_ids mix plain ids and pairs")
-        return [_token(pair[0]) for pair in values] + [_token(values[-1][1])], True
+        return [_token(pair[0]) for pair in pairs] + [_token(pairs[-1][1])], True
     return [_token(value) for value in values], False
 
 
-def _token(value: Any) -> int:
+def _token(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**32:
         raise BadPayload(f"a token id must be an unsigned 32-bit integer, got {value!r}")
     return value
 
 
-def _extra(keys: Any, blocks: int) -> tuple[str | None, list[dict[str, Any] | None] | None]:
+def _extra(keys: object, blocks: int) -> tuple[str | None, list[MediaInfo | None] | None]:
     """Return (cache salt, media by block) of `extra_keys`: one list of keys for each block, or None."""
     if not isinstance(keys, list):
         return None, None
     salt = None
-    infos: list[dict[str, Any] | None] = [None] * blocks
+    infos: list[MediaInfo | None] = [None] * blocks
     for number, entry in enumerate(keys[:blocks]):
-        objects = []
+        objects: list[MediaObject] = []
         for key in entry if isinstance(entry, list | tuple) else (entry,):
             text = key[0] if isinstance(key, list | tuple) and key else key
             if not isinstance(text, str):
@@ -237,10 +241,10 @@ def _mm_hash(text: str) -> int | None:
         return None
 
 
-def _mm_info(info: Any) -> dict[str, Any] | None:
+def _mm_info(info: object) -> MediaInfo | None:
     if not isinstance(info, dict) or not isinstance(info.get("mm_objects"), list):
         return None
-    objects = []
+    objects: list[MediaObject] = []
     for entry in info["mm_objects"]:
         mm_hash = entry.get("mm_hash") if isinstance(entry, dict) else None
         mm_hash = _mm_hash(mm_hash) if isinstance(mm_hash, str) else mm_hash

@@ -55,7 +55,7 @@ def read_events(payload: bytes) -> list[RouterEvent]:
     return found if isinstance(found, list) else [found]
 
 
-def read_answer(item: Any) -> KvAnswer:
+def read_answer(item: object) -> KvAnswer:
     """Decode an answer, which is an object with one member, named by its kind. Raises BadEvents."""
     if not isinstance(item, dict) or len(item) != 1:
         raise BadEvents(f"expected an object with one member, got {type(item).__name__}")

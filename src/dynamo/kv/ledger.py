@@ -7,8 +7,10 @@ The answers to questions are the native ones to the letter: `Events` where the e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from dynamo.kv.changes import BlockChange, BlockRecord, PublishedEvent, StoredBlocks
 
 __all__ = ["KvLedger"]
 
@@ -18,14 +20,14 @@ MAX_BLOCKS: Final = (
 )
 MAX_BLOCKS_PER_EVENT: Final = 128
 
-Wrap = Callable[[int, str, Any], dict[str, Any]]
+Wrap = Callable[[int, str, BlockChange], PublishedEvent]
 """(event id, storage tier, data) -> the event as it is published."""
 
 
 class _Block:
     __slots__ = ("block", "count", "parent")
 
-    def __init__(self, block: Mapping[str, Any], parent: int | None) -> None:
+    def __init__(self, block: BlockRecord, parent: int | None) -> None:
         self.block = block
         self.parent = parent
         self.count = 1  # how often the engine stored it
@@ -36,7 +38,7 @@ class KvLedger:
 
     def __init__(self, wrap: Wrap, *, max_events: int = MAX_EVENTS, max_blocks: int = MAX_BLOCKS) -> None:
         self._wrap = wrap
-        self._events: deque[dict[str, Any]] = deque(maxlen=max_events)
+        self._events: deque[PublishedEvent] = deque(maxlen=max_events)
         self._next_id = 1  # a last id of 0 in an answer says that nothing was said yet
         self._tiers: dict[str, dict[int, _Block]] = {}
         self._blocks = 0
@@ -47,7 +49,7 @@ class KvLedger:
         """How many blocks are known."""
         return self._blocks
 
-    def add(self, tier: str, data: Any) -> dict[str, Any] | None:
+    def add(self, tier: str, data: BlockChange) -> PublishedEvent | None:
         """Book one change and return it as an event to publish; None when there is nothing to publish.
 
         A block that was stored several times is removed when it was removed as often.
@@ -68,7 +70,7 @@ class KvLedger:
         self._events.append(event)
         return event
 
-    def _store(self, tier: str, stored: Mapping[str, Any]) -> None:
+    def _store(self, tier: str, stored: StoredBlocks) -> None:
         held = self._tiers.setdefault(tier, {})
         parent = stored["parent_hash"]
         for block in stored["blocks"]:
@@ -96,7 +98,7 @@ class KvLedger:
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
-    def answer(self, start: int | None, end: int | None) -> dict[str, Any]:
+    def answer(self, start: int | None, end: int | None) -> dict[str, object]:
         """Return the events from `start` on, or a dump (`start` None or too old). `end`: the last event known to the caller."""
         newest = self._next_id - 1
         if start is None:
@@ -118,11 +120,11 @@ class KvLedger:
         events = [event for event in self._events if event["event"]["event_id"] >= start]
         return {"Events": {"events": events, "last_event_id": newest}}
 
-    def _dump(self) -> dict[str, Any]:
+    def _dump(self) -> dict[str, object]:
         events = [self._wrap(number, tier, data) for number, (tier, data) in enumerate(self._runs())]
         return {"TreeDump": {"events": events, "last_event_id": self._next_id - 1, "reset_scope": "all"}}
 
-    def _runs(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _runs(self) -> Iterator[tuple[str, BlockChange]]:
         """Yield every block once, in runs without a branch, each after its parent."""
         for tier, held in self._tiers.items():
             children: dict[int | None, list[int]] = {}

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
 
 from dynamo.errors import DynamoException, StreamIncomplete
+from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.failover import DispatchRequest, Failover
 from dynamo.router.migration import Move, continued, tokens_left
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.query_of_death import QueriesOfDeath, Suspect
 from dynamo.router.stages import DispatchStage, StageJob, run_stages
 from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import ResponseStream, StreamItem
+from dynamo.runtime.request_plane.base import ResponseStream, StreamItem, TokenLane
 
 __all__ = ["Dispatcher", "RoutedStream"]
 
@@ -133,11 +133,11 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
     async def push(
         self,
         take_items: Callable[[list[StreamItem]], bool],
-        take_tokens: Callable[[list[int]], bool] | None = None,
+        lane: TokenLane | None = None,
     ) -> None:
         """Call `take_items` with what arrives, at once and without waking a task for it.
 
-        `take_tokens`, where given, may get the token ids of items that hold nothing else, a whole layer sooner: a plane that
+        `lane`, where given, may get the token ids of items that hold nothing else, a whole layer sooner: a plane that
         can do so is free to.
 
         Returns when that returned False or the worker was lost: go on with `next_batch`, unless the terminal chunk was
@@ -148,7 +148,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
             return
         self.is_reading = True
         try:
-            await _listen(stream, take_items, take_tokens, self._on_missing_terminal_chunk, self._on_worker_lost)
+            await _listen(stream, take_items, lane, self._on_missing_terminal_chunk, self._on_worker_lost)
         finally:
             self.is_reading = False
 
@@ -284,7 +284,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
             self._body, self._context, request.record, request.timer, request.limits.retries, limit, self._suspect
         )
 
-        async def answer(body: dict[str, Any]) -> list[StreamItem]:
+        async def answer(body: WorkerRequest) -> list[StreamItem]:
             self._body = body
             return await self._begin(lost_by)
 
@@ -357,7 +357,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
 async def _listen(
     stream: ResponseStream,
     take_items: Callable[[list[StreamItem]], bool],
-    take_tokens: Callable[[list[int]], bool] | None,
+    lane: TokenLane | None,
     on_end: Callable[[], None],
     on_failure: Callable[[DynamoException], None],
 ) -> None:
@@ -394,8 +394,8 @@ async def _listen(
             done.set_exception(failure)
 
     stream.listen(arrived)
-    if take_tokens is not None:
-        stream.open_lane(take_tokens, settle)
+    if lane is not None:
+        stream.open_lane(lane, settle)
     try:
         await done
     finally:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from dynamo.errors import (
     CannotConnect,
@@ -19,6 +19,7 @@ from dynamo.errors import (
     rule_of,
 )
 from dynamo.placement import PlacementRequest, WorkerKey
+from dynamo.protocol.worker_request import RoutingHints, WorkerRequest
 from dynamo.router.migration import migration_blocker
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.record import DispatchRecord
@@ -56,10 +57,9 @@ class DispatchLimits:
         return cls(most, longest_movable_tokens)
 
 
-def pinned_instance(routing: Mapping[str, Any]) -> int | None:
+def pinned_instance(routing: RoutingHints) -> int | None:
     """Return the id of the worker that a request names; None: any may serve it."""
-    pinned: int | None = routing.get("backend_instance_id", routing.get("decode_worker_id"))
-    return pinned
+    return routing.get("backend_instance_id", routing.get("decode_worker_id"))
 
 
 class DispatchRequest:
@@ -84,7 +84,7 @@ class DispatchRequest:
 
     def __init__(
         self,
-        body: dict[str, Any],
+        body: WorkerRequest,
         prompt: Sequence[int],
         *,
         record: DispatchRecord,
@@ -114,7 +114,7 @@ class DispatchRequest:
 
     def placement(self, excluded: Collection[WorkerKey], *, healthy_only: bool = False) -> PlacementRequest:
         """Return what the choice of a worker may look at."""
-        routing: Mapping[str, Any] = self.body.get("routing") or {}
+        routing = self.body.get("routing") or {}
         return PlacementRequest(
             token_ids=self.prompt,
             lora_name=routing.get("lora_name"),

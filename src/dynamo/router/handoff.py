@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from dynamo.errors import StreamIncomplete, Unknown, revive
 from dynamo.protocol.finish import EngineFailed, normalise
+from dynamo.protocol.worker_request import BootstrapInfo, PrefillResult, RoutingHints, TokenLimits, WorkerRequest
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamItem
 
@@ -35,7 +36,7 @@ class Handoff:
 
     __slots__ = ("_running", "body", "instance")
 
-    def __init__(self, instance: Instance, body: dict[str, Any], running: asyncio.Task[None] | None = None) -> None:
+    def __init__(self, instance: Instance, body: WorkerRequest, running: asyncio.Task[None] | None = None) -> None:
         """`instance` computes the prompt; `body` is for the decode worker. `running`: the prefill, where it still runs."""
         self.instance, self.body, self._running = instance, body, running
 
@@ -68,9 +69,9 @@ class PrefillReply:
     def __init__(self) -> None:
         self.items: list[StreamItem] = []
         self.reason: str | None = None
-        self.params: Any = None
-        self.details: Any = None  # usage.prompt_tokens_details
-        self.link: Any = None  # of the prefill's span
+        self.params: object = None
+        self.details: object = None  # usage.prompt_tokens_details
+        self.link: object = None  # of the prefill's span
 
     def add(self, item: StreamItem) -> None:
         """Take over one item. Raises the error that it may carry."""
@@ -95,14 +96,13 @@ class PrefillReply:
             except (EngineFailed, TypeError) as error:
                 raise Unknown(str(error)) from error
 
-    def handed_over(self) -> dict[str, Any]:
+    def handed_over(self) -> WorkerRequest:
         """Return the members of the decode request that this makes."""
         params = self.params
-        members: dict[str, Any] = {} if self.link is None else {"migration_link": self.link}
-        if isinstance(params, dict) and _is_bootstrap(params):
-            names = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "handoff_id")
-            return {**members, "bootstrap_info": {name: params[name] for name in names if name in params}}
-        result = {"disaggregated_params": params}
+        members: WorkerRequest = {} if self.link is None else {"migration_link": self.link}
+        if isinstance(params, dict) and (meeting := _bootstrap(params)) is not None:
+            return {**members, "bootstrap_info": meeting}
+        result: PrefillResult = {"disaggregated_params": params}
         if self.details is not None:
             result["prompt_tokens_details"] = self.details
         return {**members, "prefill_result": result}
@@ -126,29 +126,31 @@ async def read_reply(stream: ResponseStream, context: Context) -> PrefillReply:
     return reply
 
 
-def prefill_request(body: Mapping[str, Any], instance_id: int) -> dict[str, Any]:
+def prefill_request(body: WorkerRequest, instance_id: int) -> WorkerRequest:
     """Return the request that has the prompt of `body` computed."""
-    routing = {**(body.get("routing") or {}), "prefill_worker_id": instance_id}
+    routing: RoutingHints = {**(body.get("routing") or {}), "prefill_worker_id": instance_id}
     routing.pop("dp_rank", None)  # the decode worker's
     if (rank := routing.get("prefill_dp_rank")) is not None:
         routing["dp_rank"] = rank
-    stops = {**(body.get("stop_conditions") or {}), "max_tokens": 1}
+    stops: TokenLimits = {**(body.get("stop_conditions") or {}), "max_tokens": 1}
     return {**body, "stop_conditions": stops, "routing": routing}
 
 
-def decode_request(body: Mapping[str, Any], instance_id: int, **members: Any) -> dict[str, Any]:
+def decode_request(body: WorkerRequest, instance_id: int, members: WorkerRequest) -> WorkerRequest:
     """Return the request that continues `body` behind its prefill; `members` tell where the result is."""
-    routing = {**(body.get("routing") or {}), "prefill_worker_id": instance_id}
+    routing: RoutingHints = {**(body.get("routing") or {}), "prefill_worker_id": instance_id}
     override = {**(body.get("router_config_override") or {}), **_DECODE_OVERRIDES}
     return {**body, "routing": routing, "router_config_override": override, **members}
 
 
-def _is_bootstrap(params: Mapping[str, Any]) -> bool:
+def _bootstrap(params: Mapping[str, object]) -> BootstrapInfo | None:
+    """Return where the workers meet, if the parameters say so."""
     host, port, room = (params.get(f"bootstrap_{name}") for name in ("host", "port", "room"))
-    return (
-        isinstance(host, str)
-        and isinstance(port, int)
-        and 0 <= port <= MAX_PORT
-        and isinstance(room, int)
-        and 0 <= room < 2**64
-    )
+    if not (isinstance(host, str) and isinstance(port, int) and isinstance(room, int)):
+        return None
+    if not (0 <= port <= MAX_PORT and 0 <= room < 2**64):
+        return None
+    found: BootstrapInfo = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
+    if "handoff_id" in params:
+        found["handoff_id"] = params["handoff_id"]  # type: ignore[typeddict-item]  # whatever the worker calls it
+    return found

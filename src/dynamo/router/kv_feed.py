@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -22,6 +23,7 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import EVENT_SOURCES, Change, Put
 from dynamo.runtime.discovery.follow import follow
 from dynamo.runtime.endpoint import Endpoint
+from dynamo.runtime.event_plane.base import Event
 
 __all__ = ["KvEventFeed", "KvSink"]
 
@@ -125,7 +127,7 @@ class KvEventFeed:
 
     # -- live --------------------------------------------------------------------------------------------------------
 
-    async def _follow_events(self, events: Any) -> None:
+    async def _follow_events(self, events: AsyncIterator[Event]) -> None:
         async for message in events:
             try:
                 found = read_events(message.payload)

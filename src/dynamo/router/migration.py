@@ -8,9 +8,9 @@ grammars, usage) can distinguish the prompt from the generated text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from dynamo.protocol.records import RESUMES_GUIDED
+from dynamo.protocol.worker_request import TokenLimits, WorkerRequest
 
 __all__ = ["Move", "continued", "migration_blocker", "tokens_left"]
 
@@ -28,7 +28,7 @@ class Move:
 
 
 def migration_blocker(
-    body: Mapping[str, Any], length: int, *, longest: int | None, runtime_data: Mapping[str, Any]
+    body: WorkerRequest, length: int, *, longest: int | None, runtime_data: Mapping[str, object]
 ) -> str | None:
     """Return what keeps a request that has begun to answer from another worker; None: nothing does.
 
@@ -42,16 +42,17 @@ def migration_blocker(
     return None
 
 
-def tokens_left(body: Mapping[str, Any], generated: int) -> int | None:
+def tokens_left(body: WorkerRequest, generated: int) -> int | None:
     """Return how many more tokens the request allows; None: as many as the engine will."""
     most = (body.get("stop_conditions") or {}).get("max_tokens")
     return None if most is None else max(0, int(most) - generated)
 
 
-def continued(body: Mapping[str, Any], prompt: Sequence[int], generated: Sequence[int]) -> dict[str, Any]:
+def continued(body: WorkerRequest, prompt: Sequence[int], generated: Sequence[int]) -> WorkerRequest:
     """Return the request for the worker that goes on behind `generated`; `body` stays as it is."""
-    stops = dict(body.get("stop_conditions") or {})
-    for name in ("max_tokens", "min_tokens"):
-        if stops.get(name) is not None:
-            stops[name] = max(0, int(stops[name]) - len(generated))
+    stops: TokenLimits = {**(body.get("stop_conditions") or {})}
+    if (most := stops.get("max_tokens")) is not None:
+        stops["max_tokens"] = max(0, int(most) - len(generated))
+    if (least := stops.get("min_tokens")) is not None:
+        stops["min_tokens"] = max(0, int(least) - len(generated))
     return {**body, "stop_conditions": stops, "token_ids": [*prompt, *generated]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from dynamo.errors import DynamoException, WorkerUnavailable
 from dynamo.placement import Candidate, Placement, PlacementRequest, Policy, WorkerKey, eligible, place
@@ -30,7 +30,7 @@ class WorkerClient(Protocol):
 
     def named(self, instance_id: int) -> Instance: ...
 
-    async def open(self, instance: Instance, body: Any, context: Context) -> ResponseStream: ...
+    async def open(self, instance: Instance, body: object, context: Context) -> ResponseStream: ...
 
     def record_failure(self, instance: Instance, error: DynamoException) -> bool: ...
 
@@ -48,7 +48,7 @@ class ChosenWorker(NamedTuple):
     def key(self) -> WorkerKey:
         return self.placement.candidate.key
 
-    async def open(self, body: Any, context: Context) -> ResponseStream:
+    async def open(self, body: object, context: Context) -> ResponseStream:
         """Send `body` there and return its stream. Errors are those of the request plane."""
         return await self.client.open(self.instance, body, context)
 

@@ -13,7 +13,7 @@ import logging
 import random
 import uuid
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from dynamo.errors import (
     DynamoException,
@@ -27,6 +27,7 @@ from dynamo.errors import (
 from dynamo.placement import PlacementRequest, WorkerKey
 from dynamo.protocol.finish import LENGTH
 from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.protocol.worker_request import BootstrapInfo, WorkerRequest
 from dynamo.router.handoff import Handoff, PrefillAnswer, decode_request, prefill_request, read_reply
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.query_of_death import Suspect
@@ -83,7 +84,7 @@ class PrefillRouter:
 
     async def prefill(
         self,
-        body: Mapping[str, Any],
+        body: WorkerRequest,
         context: Context,
         timer: DispatchTimer,
         *,
@@ -159,7 +160,7 @@ class PrefillRouter:
                 failure,
             )
 
-    def _choose(self, body: Mapping[str, Any], pinned: Any, tried: list[WorkerKey]) -> ChosenWorker:
+    def _choose(self, body: WorkerRequest, pinned: int | None, tried: list[WorkerKey]) -> ChosenWorker:
         request = PlacementRequest(
             token_ids=body.get("token_ids") or (),
             pinned_instance_id=pinned,
@@ -175,7 +176,7 @@ class PrefillRouter:
             raise
 
     async def _on(
-        self, worker: ChosenWorker, body: Mapping[str, Any], context: Context, timer: DispatchTimer
+        self, worker: ChosenWorker, body: WorkerRequest, context: Context, timer: DispatchTimer
     ) -> Handoff | PrefillAnswer:
         instance = worker.instance
         request = prefill_request(body, instance.instance_id)
@@ -190,7 +191,7 @@ class PrefillRouter:
         if bootstrap is not None:
             # Awaited also where the decode's first items are read.
             task = self._start(self._drain(stream), f"prefill {context.id()}")
-            return Handoff(instance, decode_request(body, instance.instance_id, bootstrap_info=bootstrap), task)
+            return Handoff(instance, decode_request(body, instance.instance_id, {"bootstrap_info": bootstrap}), task)
         reply = await read_reply(stream, context)
         timer.arrived(failed=True)  # what was awaited is only the first half: the answer is still to come
         if reply.reason != LENGTH:
@@ -199,7 +200,7 @@ class PrefillRouter:
             return PrefillAnswer(instance, reply.items)  # it was done before it heard of that, and let the blocks go
         if reply.params is None:
             raise Unknown("No disaggregated params in prefill response")
-        return Handoff(instance, decode_request(body, instance.instance_id, **reply.handed_over()))
+        return Handoff(instance, decode_request(body, instance.instance_id, reply.handed_over()))
 
     async def _drain(self, stream: ResponseStream) -> None:
         try:
@@ -218,7 +219,7 @@ class PrefillRouter:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.info("%s failed: %s: %s", task.get_name(), type(error).__name__, error)
 
-    def _bootstrap(self, instance_id: int, body: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _bootstrap(self, instance_id: int, body: WorkerRequest) -> BootstrapInfo | None:
         """Return where the two workers of this request meet; None where this worker advertises no such place."""
         config = self._configs.get(instance_id)
         endpoint = (config.disaggregated_endpoint if config is not None else None) or {}

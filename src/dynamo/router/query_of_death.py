@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -71,7 +71,7 @@ class Suspect:
 
     __slots__ = ("_body", "_deaths", "_memory", "_request_id", "_seconds")
 
-    def __init__(self, body: Mapping[str, Any], request_id: str, memory: QueriesOfDeath) -> None:
+    def __init__(self, body: Mapping[str, object], request_id: str, memory: QueriesOfDeath) -> None:
         self._body, self._request_id, self._memory = body, request_id, memory
         self._deaths = 0
         self._seconds = 0.0  # from sending the request to the last death
@@ -122,7 +122,7 @@ def _are_alike(one: float, other: float) -> bool:
     return high <= max(ALIKE_SECONDS, ALIKE_FACTOR * low)
 
 
-def content_hash(body: Mapping[str, Any]) -> bytes:
+def content_hash(body: Mapping[str, object]) -> bytes:
     """Return a digest of what an engine computes from `body`: two requests of the same content have the same digest."""
     content = {name: value for name, value in body.items() if name not in _NOT_CONTENT}
     if isinstance(options := content.get("sampling_options"), Mapping) and "seed" in options:

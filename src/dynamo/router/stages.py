@@ -6,9 +6,10 @@ Today that is the prefill of disaggregated models. An encode stage for media tak
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from dynamo.errors import DynamoException, InvalidArgument, Unknown
+from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.handoff import PrefillAnswer
 from dynamo.router.pool import ModelPool
 from dynamo.router.prefill import DispatchTimer, PrefillRouter, can_fall_back_to_decode
@@ -23,7 +24,7 @@ __all__ = ["DispatchStage", "DispatchTimer", "PrefillStage", "Proceed", "StageJo
 class StageJob(NamedTuple):
     """A request on its way through the stages."""
 
-    body: dict[str, Any]
+    body: WorkerRequest
     context: Context
     record: DispatchRecord
     timer: DispatchTimer
@@ -32,7 +33,7 @@ class StageJob(NamedTuple):
     suspect: Suspect  # counts the workers that die on the request
 
 
-Proceed = Callable[[dict[str, Any]], Awaitable[list[StreamItem]]]
+Proceed = Callable[[WorkerRequest], Awaitable[list[StreamItem]]]
 """From the request of the next stage to the first items of the answer."""
 
 

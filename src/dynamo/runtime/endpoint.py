@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from dynamo.errors import DynamoException, EngineShutdown
 from dynamo.placement import RouterMode
 from dynamo.runtime.client import Client
-from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS
-from dynamo.runtime.endpoint_metrics import EndpointMetrics
 from dynamo.runtime.event_plane.base import EventPublisher, Scope
 from dynamo.runtime.handler import PythonHandler, serve_python, serve_python_stream
-from dynamo.runtime.health import Canary
 from dynamo.runtime.instances import encode_instance
 from dynamo.runtime.metrics import TypedFamily
-from dynamo.runtime.progress import Progress
-from dynamo.runtime.request_log import WorkerRequestLog
-from dynamo.runtime.request_plane.base import Handler, ResponseSink
+from dynamo.runtime.request_plane.base import Handler
+from dynamo.runtime.served_endpoint import ServedEndpoint
 
 if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
@@ -30,7 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCHEME: Final = "dyn://"
-QUEUE_LOOK_SECONDS: Final = 0.01  # how often `wait_idle` looks at requests that were admitted and not yet begun
 
 MetricsLabels = Iterable[tuple[str, str]] | Mapping[str, str]
 
@@ -176,7 +169,7 @@ class Endpoint:
         )
         server.register(served.route, served.handle)
         if takes_stream:
-            self.runtime.take_streams(served.route)
+            self.runtime.planes.take_streams(served.route)
         self.runtime.adopt(served)
         served.begin()
         if advertise:
@@ -288,199 +281,6 @@ class EndpointMetricsAccess:
     def register_prometheus_typed_callback(self, callback: Callable[[], Iterable[TypedFamily]]) -> None:
         """Append the families `callback()` returns to every scrape."""
         self._runtime.metrics.add_typed_callback(callback)
-
-
-class ServedEndpoint:
-    """An endpoint while it is served: its record, its requests in flight, its end."""
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        handler: Handler,
-        *,
-        labels: list[tuple[str, str]],
-        payload: Mapping[str, Any] | None,
-        graceful: bool,
-        progress: Progress | None,
-    ) -> None:
-        self.endpoint = endpoint
-        self.graceful = graceful
-        self._runtime = endpoint.runtime
-        self._handler = handler
-        self._payload = payload
-        self._instance_id = endpoint.connection_id()
-        self.route = endpoint.route
-        self._key = endpoint.instance_key
-        self._metrics = EndpointMetrics(
-            self._runtime.metrics,
-            namespace=endpoint.namespace,
-            component=endpoint.component,
-            endpoint=endpoint.name,
-            worker_id=f"{self._instance_id:x}",
-            user_labels=labels,
-        )
-        self._log_fields = {
-            "namespace": endpoint.namespace,
-            "component": endpoint.component,
-            "endpoint": endpoint.name,
-            "instance_id": f"{self._instance_id:x}",
-        }
-        self._canary: Canary | None = None
-        self._progress = progress
-        self._inflight: dict[ResponseSink, Context] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._ended = asyncio.Event()
-        self._closing = False
-        self._is_withdrawn = False
-        self._withdrawals = 0
-        self._cut_with: DynamoException | None = None  # why nothing may begin any more
-
-    def begin(self) -> None:
-        """Report readiness, and start the canary where there is one."""
-        path = self.endpoint.path
-        self._runtime.health.register(path, has_payload=self._payload is not None)
-        settings = self._runtime.canary_settings
-        if self._payload is not None and settings.enabled:
-            self._canary = Canary(path, self._handler, self._payload, self._runtime.health, settings)
-            self._canary.start()
-
-    # -- one request ---------------------------------------------------------------------------------------------
-
-    async def handle(self, body: Any, context: Context, sink: ResponseSink) -> None:
-        """Serve a request of the request plane with the user's handler, counted."""
-        if self._cut_with is not None:  # its turn in the queue has come, but the time is over
-            sink.end(self._cut_with)
-            return
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        log = WorkerRequestLog(self._log_fields, context, body)
-        failure: BaseException | None = None
-        metrics = self._metrics
-        metrics.started(sink.request_bytes)
-        self._inflight[sink] = context
-        self._idle.clear()
-        progress = self._progress
-        if progress is not None:
-            progress.entered(sink)
-        try:
-            await self._handler(body, context, sink)
-        except BaseException as error:
-            failure = error
-            metrics.error("generate")
-            raise
-        else:
-            failure = getattr(sink, "failure", None)  # a handler may also end its sink with an error and return
-            if failure is not None:
-                metrics.error("generate")
-            elif self._canary is not None and not context.is_stopped():
-                self._canary.activity()
-        finally:
-            if context.is_stopped():
-                metrics.cancelled()
-            metrics.response_bytes(getattr(sink, "response_bytes", 0))
-            seconds = loop.time() - began
-            metrics.finished(seconds)
-            log.completed(seconds, failure)
-            del self._inflight[sink]
-            if progress is not None:
-                progress.left(sink, is_answered=not context.is_stopped())
-            if not self._inflight:
-                self._idle.set()
-
-    @property
-    def inflight(self) -> int:
-        """Requests being handled now."""
-        return len(self._inflight)
-
-    # -- the record ----------------------------------------------------------------------------------------------
-
-    async def advertise(self) -> None:
-        """Put the instance record: from here on clients find this endpoint. Idempotent."""
-        server = await self._runtime.plane_server()
-        await server.start()  # it is there; a path that was just registered may take a moment
-        endpoint, withdrawals = self.endpoint, self._withdrawals
-        await self._runtime.discovery.put(self._key, await self.record())
-        if withdrawals != self._withdrawals:
-            return  # withdrawn while the store was writing
-        if self._is_withdrawn:  # an engine that slept is back: ready again, or as soon as the canary has seen it
-            self._is_withdrawn = False
-            self._runtime.health.register(endpoint.path, has_payload=self._payload is not None)
-
-    async def record(self) -> bytes:
-        """Return the instance record, as `advertise` puts it."""
-        return await self.endpoint.instance_record()
-
-    async def withdraw(self) -> None:
-        """Remove the instance record; what arrives all the same is served. Idempotent."""
-        self._is_withdrawn = True
-        self._withdrawals += 1
-        self._runtime.health.unregister(self.endpoint.path)
-        await self._runtime.discovery.delete(self._key)
-
-    # -- the end -------------------------------------------------------------------------------------------------
-
-    async def wait_idle(self, timeout: float) -> bool:
-        """Wait until no request is in flight, `timeout` seconds at most; whether that is so now."""
-        try:
-            async with asyncio.timeout(timeout):
-                while True:
-                    await self._idle.wait()
-                    if not self._runtime.queued_requests:
-                        return True
-                    await asyncio.sleep(QUEUE_LOOK_SECONDS)
-        except TimeoutError:
-            return not self._inflight and not self._runtime.queued_requests
-
-    def stop_accepting(self) -> None:
-        """Decline new requests from now on; those in flight go on. Idempotent."""
-        self._runtime.decline(self.route)
-
-    def cut(self, error: DynamoException) -> int:
-        """End every stream in flight with `error` and kill its request; how many there were.
-
-        A request that still waits in the queue gets the same error when its turn comes.
-        """
-        self._cut_with = error
-        victims = list(self._inflight.items())
-        for sink, context in victims:
-            sink.end(error)  # before the kill: what a sink gets after a kill is dropped
-            context.kill()
-        return len(victims)
-
-    async def drain(self, timeout: float) -> None:
-        """Leave discovery, let the streams in flight end (a graceful endpoint: for `timeout` seconds), cut the rest."""
-        try:
-            await self.withdraw()
-        except (DynamoException, OSError) as error:
-            logger.warning("could not withdraw %s: %s; its record expires by itself", self.endpoint.path, error)
-        if self.graceful:
-            await self.wait_idle(timeout)
-        self.stop_accepting()
-        cut = self.cut(EngineShutdown("the worker is shutting down"))
-        if cut:
-            logger.warning("%d streams of %s were cut", cut, self.endpoint.path)
-        await self.close()
-
-    async def wait_closed(self) -> None:
-        """Return when the endpoint is no longer served."""
-        await self._ended.wait()
-
-    async def close(self) -> None:
-        """Stop serving at once: leave discovery, decline new requests. Streams in flight go on. Idempotent."""
-        if self._closing:
-            return
-        self._closing = True
-        self.stop_accepting()
-        self._runtime.release(self)
-        try:
-            if self._canary is not None:
-                await self._canary.close()
-            await self.withdraw()
-        except (DynamoException, OSError, RuntimeError) as error:
-            logger.warning("could not withdraw %s: %s; its record expires by itself", self.endpoint.path, error)
-        finally:
-            self._ended.set()
 
 
 def _label_pairs(labels: MetricsLabels | None) -> list[tuple[str, str]]:

@@ -278,6 +278,10 @@ class _ProbeSink:
             self._fail(f"the engine answered with finish reason {finish_reason!r}")
         self._move(item=True)
 
+    def send_token(self, token_id: int) -> bool:
+        self._move(item=True)
+        return not self._ended
+
     def send_object(self, envelope: dict[str, Any]) -> None:
         if envelope.get("event") == "error":
             self._fail(f"the engine answered with an error: {envelope.get('comment') or envelope.get('data')}")

@@ -11,22 +11,23 @@ connections and idle time are bounded.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.addresses import LOOPBACK, WILDCARDS, detect_host, http_url, is_loopback
 from dynamo.runtime.blocked_probes import BlockedProbes
+from dynamo.runtime.engine_routes import ENGINE_PREFIX, LORA_PREFIX, EngineRoute, EngineRoutes
 from dynamo.runtime.health import HealthState
+from dynamo.runtime.metadata_files import METADATA_PREFIX, MetadataFiles
 from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.replies import NO_FILE, NOT_FOUND, Reply
 from dynamo.runtime.request_plane.metrics import REFUSALS, RefusalMetrics
 from dynamo.runtime.settings import SystemSettings
 
@@ -37,11 +38,6 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["EngineRoute", "Reply", "StatusServer"]
 
-EngineRoute = Callable[[Any], Awaitable[Any]]
-"""`await callback(body)`: the decoded JSON body (`{}` when empty) in, a JSON value out."""
-
-MAX_ROUTES: Final = 1024
-MAX_FILES: Final = 4096
 FILE_CHUNK_BYTES: Final = 256 * 1024
 
 _COUNTED_AS: Final = {"header_time": "request_time", "body_time": "request_time", "body_framing": "header_size"}
@@ -61,33 +57,7 @@ LIMITS: Final = (
 """The names under which refusals are counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """One answer. All bodies are `text/plain`, as in the native system, also those that are JSON."""
-
-    status: int
-    body: bytes = b""
-    file: Path | None = None  # instead of `body`
-    headers: Mapping[str, str] = field(default_factory=dict)
-    content_type: str = "text/plain; charset=utf-8"
-
-    @classmethod
-    def json(cls, status: int, value: Any) -> Reply:
-        """Raises TypeError or ValueError when `value` is no JSON."""
-        return cls(status, json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode())
-
-    @classmethod
-    def text(cls, status: int, text: str) -> Reply:
-        return cls(status, text.encode())
-
-
 Answer = Callable[[str, str, bytes], Awaitable[Reply]]
-
-NOT_FOUND: Final = Reply(404, b"Route not found")
-NO_FILE: Final = Reply(404, b"Not found")
-ENGINE_PREFIX: Final = "/engine/"
-LORA_PREFIX: Final = "/v1/loras"
-METADATA_PREFIX: Final = "/v1/metadata/"
 
 
 class StatusServer:
@@ -114,8 +84,8 @@ class StatusServer:
         self._host = self._settings.host if self._settings.host is not None else default_host
         self._discovery_metadata = discovery_metadata
         self._advertised_host = advertised_host
-        self._routes: dict[str, EngineRoute] = {}
-        self._files: dict[str, Path] = {}
+        self._routes = EngineRoutes(depth_limit=self._settings.limits.json_depth_limit, refused=self.refused)
+        self._files = MetadataFiles()
         self._http: HttpService | None = None
         self._admin_http: HttpService | None = None  # None: the engine routes have no listener of their own
         self._refusals: RefusalMetrics | None = None
@@ -217,43 +187,27 @@ class StatusServer:
     # -- what is served ----------------------------------------------------------------------------------------------
 
     def register_route(self, name: str, callback: EngineRoute) -> None:
-        """Serve `/engine/{name}`, any method; a second registration replaces the first."""
-        name = name.strip("/")
-        if not name:
-            raise ValueError("an engine route needs a name")
-        if name not in self._routes and len(self._routes) >= MAX_ROUTES:
-            raise ValueError(f"more than {MAX_ROUTES} engine routes")
-        self._routes[name] = callback
+        """Serve `/engine/{name}`, any method; a second registration replaces the first. Raises ValueError."""
+        self._routes.register(name, callback)
 
     def unregister_route(self, name: str) -> None:
         """Remove a route; an absent one is fine. A call under way goes on."""
-        self._routes.pop(name.strip("/"), None)
+        self._routes.unregister(name)
 
     @property
     def route_names(self) -> list[str]:
         """The engine routes, sorted."""
-        return sorted(self._routes)
+        return self._routes.names
 
     def add_metadata_files(
         self, namespace: str, component: str, endpoint: str, slug: str, suffix: str, files: Mapping[str, Path]
     ) -> dict[str, str]:
-        """Serve a model card's files, by name, and return the path part of each one's URL.
-
-        `suffix` is `_base` or the LoRA's. Only these very files are reachable: a URL is looked up, never resolved.
-        """
-        folder = "/".join(quote(part, safe="") for part in (namespace, component, endpoint, slug, suffix))
-        paths = {name: f"{METADATA_PREFIX}{folder}/{quote(name, safe='')}" for name in files}
-        if len(self._files.keys() | set(paths.values())) > MAX_FILES:
-            raise ValueError(f"more than {MAX_FILES} model card files")
-        for name, file in files.items():
-            self._files[paths[name]] = Path(file)
-        return paths
+        """Serve a model card's files; see `MetadataFiles.add`."""
+        return self._files.add(namespace, component, endpoint, slug, suffix, files)
 
     def remove_metadata_files(self, namespace: str, component: str, endpoint: str, slug: str, suffix: str) -> None:
         """Withdraw a model card's files; absent is fine."""
-        folder = "/".join(quote(part, safe="") for part in (namespace, component, endpoint, slug, suffix))
-        for path in [path for path in self._files if path.startswith(f"{METADATA_PREFIX}{folder}/")]:
-            del self._files[path]
+        self._files.remove(namespace, component, endpoint, slug, suffix)
 
     async def answer(self, method: str, path: str, body: bytes) -> Reply:
         """Answer one request; `path` is still percent-encoded and has no query."""
@@ -274,9 +228,9 @@ class StatusServer:
     async def answer_admin(self, method: str, path: str, body: bytes) -> Reply:
         """Answer a request for what changes the engine; `path` as in `answer`."""
         if path.startswith(ENGINE_PREFIX):
-            return await self._engine(unquote(path[len(ENGINE_PREFIX) :]), body)
+            return await self._routes.call(unquote(path[len(ENGINE_PREFIX) :]), body)
         if path.startswith(LORA_PREFIX) and self._settings.lora_enabled:
-            return await self._loras(method, path, body)
+            return await self._routes.call_loras(method, path, body)
         return NOT_FOUND
 
     async def _read(self, path: str) -> Reply:
@@ -290,44 +244,9 @@ class StatusServer:
         if path == "/metadata" and self._discovery_metadata is not None:
             return Reply.json(200, self._discovery_metadata())
         if path.startswith(METADATA_PREFIX):
-            file = self._files.get(path) or self._files.get(_canonical(path))
+            file = self._files.find(path)
             return NO_FILE if file is None else Reply(200, file=file, content_type="application/octet-stream")
         return NOT_FOUND
-
-    async def _loras(self, method: str, path: str, body: bytes) -> Reply:
-        name = unquote(path.removeprefix(LORA_PREFIX).removeprefix("/"))
-        match method, bool(name):
-            case "GET", False:
-                return await self._engine("update/list_loras", b"")
-            case "POST", False:
-                return await self._engine("update/load_lora", body)
-            case "DELETE", True:
-                return await self._engine("update/unload_lora", json.dumps({"lora_name": name}).encode())
-        return NOT_FOUND
-
-    async def _engine(self, name: str, body: bytes) -> Reply:
-        callback = self._routes.get(name)
-        if callback is None:
-            return Reply.json(404, {"error": "Route not found", "message": f"Route {ENGINE_PREFIX}{name} not found"})
-        try:
-            request = json.loads(body) if body.strip() else {}
-        except RecursionError:
-            return self._too_deep()
-        except ValueError as error:  # also a UnicodeDecodeError
-            return Reply.json(400, {"error": "Invalid JSON", "message": str(error)})
-        if _is_deeper(request, self._settings.limits.json_depth_limit):
-            return self._too_deep()
-        try:
-            return Reply.json(200, await callback(request))
-        except Exception as error:  # the boundary: the operator gets the reason, the log the traceback
-            logger.exception("engine route %s failed", name)
-            message = f"Python callback failed: {type(error).__name__}: {error}"
-            return Reply.json(500, {"error": "Handler error", "message": message})
-
-    def _too_deep(self) -> Reply:
-        self.refused("json_depth")
-        text = f"nested deeper than {self._settings.limits.json_depth_limit} levels (DYN_SYSTEM_JSON_DEPTH_LIMIT)"
-        return Reply.json(400, {"error": "Invalid JSON", "message": text})
 
     # -- HTTP --------------------------------------------------------------------------------------------------------
 
@@ -363,7 +282,7 @@ class StatusServer:
                 logger.exception("%s %s failed", method, scope["path"])
                 reply = Reply(500, b"Internal server error")
         if reply.file is not None:
-            await self._send_file(reply, reply.file, scope, send)
+            await _send_file(reply, reply.file, scope, send)
         else:
             await _send_head(reply, len(reply.body), send)
             await send({"type": "http.response.body", "body": reply.body})
@@ -390,28 +309,6 @@ class StatusServer:
         text = f"The body exceeds {limit} bytes (DYN_SYSTEM_BODY_LIMIT_MB)"
         return Reply(413, text.encode(), headers={"connection": "close"})
 
-    async def _send_file(self, reply: Reply, path: Path, scope: Any, send: Any) -> None:
-        try:
-            file = await asyncio.to_thread(path.open, "rb")
-        except OSError as error:
-            logger.warning("model card file %s cannot be read: %s; answering 404", path, error)
-            await _send_head(NO_FILE, len(NO_FILE.body), send)
-            await send({"type": "http.response.body", "body": NO_FILE.body})
-            return
-        with file:
-            size = (await asyncio.to_thread(path.stat)).st_size
-            await _send_head(reply, size, send)
-            if scope["method"] == "HEAD" or size == 0:
-                await send({"type": "http.response.body"})
-                return
-            # The extensions leave the scope when the client leaves.
-            while size > 0 and "extensions" in scope:
-                chunk = await asyncio.to_thread(file.read, min(size, FILE_CHUNK_BYTES))
-                if not chunk:
-                    raise OSError(f"model card file {path} became shorter while it was sent")
-                size -= len(chunk)
-                await send({"type": "http.response.body", "body": chunk, "more_body": size > 0})
-
 
 def _elsewhere(way: str) -> Reply:
     return Reply.json(404, {"error": "Route not found", "message": f"this route is not here: {way}"})
@@ -430,20 +327,24 @@ def _render(rejection: Rejection, request_headers: Any) -> tuple[dict[bytes, byt
     return {b"content-type": b"text/plain; charset=utf-8"}, rejection.text.encode()
 
 
-def _is_deeper(value: Any, limit: int) -> bool:
-    """Return whether arrays and objects nest deeper than `limit`; level by level, without recursion."""
-    level = [value]
-    for _ in range(limit):
-        level = [
-            child
-            for parent in level
-            if isinstance(parent, dict | list)
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-        ]
-        if not level:
-            return False
-    return any(isinstance(value, dict | list) for value in level)
-
-
-def _canonical(path: str) -> str:
-    return "/".join(quote(unquote(part), safe="") for part in path.split("/"))
+async def _send_file(reply: Reply, path: Path, scope: Any, send: Any) -> None:
+    try:
+        file = await asyncio.to_thread(path.open, "rb")
+    except OSError as error:
+        logger.warning("model card file %s cannot be read: %s; answering 404", path, error)
+        await _send_head(NO_FILE, len(NO_FILE.body), send)
+        await send({"type": "http.response.body", "body": NO_FILE.body})
+        return
+    with file:
+        size = (await asyncio.to_thread(path.stat)).st_size
+        await _send_head(reply, size, send)
+        if scope["method"] == "HEAD" or size == 0:
+            await send({"type": "http.response.body"})
+            return
+        # The extensions leave the scope when the client leaves.
+        while size > 0 and "extensions" in scope:
+            chunk = await asyncio.to_thread(file.read, min(size, FILE_CHUNK_BYTES))
+            if not chunk:
+                raise OSError(f"model card file {path} became shorter while it was sent")
+            size -= len(chunk)
+            await send({"type": "http.response.body", "body": chunk, "more_body": size > 0})

@@ -172,6 +172,10 @@ class SingleFlight(Generic[Key, T]):
         """Cancel every attempt and begin no other; idempotent."""
         self._work.cancel()
 
+    async def close(self) -> None:
+        """Do so, and wait until the attempts have ended."""
+        await self._work.close()
+
 
 def is_being_cancelled() -> bool:
     """Return whether the running task itself was cancelled.

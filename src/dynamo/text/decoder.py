@@ -7,10 +7,11 @@ token. Every token up to and including the one that stopped is counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dynamo.text.detokenizer import Detokenizer
+from dynamo.text.pieces import EncodedPieces
 from dynamo.text.stops import StopStrings
 from dynamo.text.tokenizer import Tokenizer
 
@@ -82,6 +83,17 @@ class ChoiceDecoder:
                     return text
             return self._detokenize(token_ids)
         return None
+
+    def plain_pieces(self, encode: Callable[[str], bytes]) -> EncodedPieces | None:
+        """Return the texts of single tokens, encoded, while `push_plain` would show just these for ids that are not in
+        `stop_ids`; None while it would not. Whoever takes them adds to `generated`, and asks again after any `push_plain`."""
+        table = self._detokenizer.whole
+        return table.encoded(encode) if table is not None and self._unchecked else None
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Return the ids at which the choice may end."""
+        return self._stop_ids
 
     def push(self, token_ids: Sequence[int], text: str | None = None) -> str:
         """Return the text to show for these ids. `text`, where the engine supplies it, is shown instead of decoding them."""

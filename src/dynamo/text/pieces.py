@@ -15,7 +15,16 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer as HfTokenizer
 
-__all__ = ["MAX_ID", "PER_BYTE", "PieceTable", "byte_level_bytes", "flatten_steps", "table_for", "vocabulary_size"]
+__all__ = [
+    "MAX_ID",
+    "PER_BYTE",
+    "EncodedPieces",
+    "PieceTable",
+    "byte_level_bytes",
+    "flatten_steps",
+    "table_for",
+    "vocabulary_size",
+]
 
 MAX_ID: Final = 2**32 - 1  # the library's id type; anything else would raise OverflowError
 PER_BYTE: Final = "dynamo.text.per_byte"  # error handler: one U+FFFD for every byte that is not text
@@ -40,7 +49,7 @@ class PieceTable(dict[int, str | None]):
     the decoder removes from the start of a text. `errors` names the handler for bytes that are not UTF-8.
     """
 
-    __slots__ = ("_partial", "errors", "first", "raw", "size", "strip")
+    __slots__ = ("_encoded", "_partial", "errors", "first", "raw", "size", "strip")
 
     def __init__(
         self,
@@ -54,6 +63,14 @@ class PieceTable(dict[int, str | None]):
         super().__init__()
         self.raw, self.first, self.strip, self.errors, self.size = raw, first, strip, errors, size
         self._partial: dict[int, bytes] = {}
+        self._encoded: dict[Callable[[str], bytes], EncodedPieces] = {}
+
+    def encoded(self, encode: Callable[[str], bytes]) -> EncodedPieces:
+        """Return the same table with every text encoded, shared by all that ask with the same function (one of few)."""
+        found = self._encoded.get(encode)
+        if found is None:
+            found = self._encoded[encode] = EncodedPieces(self, encode)
+        return found
 
     def __missing__(self, token_id: int) -> str | None:
         data = self.raw(token_id) or b""
@@ -79,6 +96,23 @@ class PieceTable(dict[int, str | None]):
     def seen(self, token_id: int) -> bool:
         """Return whether the decoder handles this token."""
         return bool(self[token_id]) or self.raw(token_id) is not None
+
+
+class EncodedPieces(dict[int, bytes | None]):
+    """id -> its text, encoded once; b"" for no text, None where `PieceTable` has None. Filled on demand, like that one."""
+
+    __slots__ = ("_encode", "_table")
+
+    def __init__(self, table: PieceTable, encode: Callable[[str], bytes]) -> None:
+        super().__init__()
+        self._table, self._encode = table, encode
+
+    def __missing__(self, token_id: int) -> bytes | None:
+        text = self._table[token_id]
+        piece = self._encode(text) if text else None if text is None else b""
+        if 0 <= token_id < self._table.size:
+            self[token_id] = piece
+        return piece
 
 
 def _byte_level_alphabet() -> dict[str, int]:

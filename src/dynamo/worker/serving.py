@@ -128,67 +128,89 @@ class TokenServing:
 
     async def _pump(self, stream: AsyncGenerator[Any, None], choices: int, call: _Call) -> None:
         context, sink, watch, span, running = call.context, call.sink, call.watch, call.span, call.running
-        send = sink.send_tokens
+        send, send_token = sink.send_tokens, sink.send_token
         awaiting_first = True
         now = asyncio.get_running_loop().time
         began = first_at = now()
         open_choices = choices
         burst = tokens = 0
         link = span.worker_trace_link() if span is not None else None
+        is_plain = False  # whether only the sink has a use for each single token
         async for chunk in stream:
-            if link is not None and isinstance(chunk, Mapping) and (chunk.get("token_ids") or "finish_reason" in chunk):
-                chunk, link = {**chunk, "worker_trace_link": link}, None
-            try:
-                ids = chunk["token_ids"]
-                index = chunk.get("index") or 0
-                # One new token, in a list: nearly every chunk. It is copied because an engine may reuse its list.
-                if len(ids) == 1 and type(ids) is list and type(ids[0]) is int and 0 <= ids[0] <= MAX_TOKEN_ID:
-                    ids = [ids[0]]
-                else:
-                    ids = checked_ids(ids)
-                keys = len(chunk)
-            except (TypeError, KeyError, AttributeError) as error:
-                raise invalid_chunk(chunk, error) from error
-            if type(index) is not int or not 0 <= index < choices:
-                raise Unknown(f"invalid choice index {index!r}: this request has {choices} choice(s)")
-            tokens += len(ids)
-            if awaiting_first and ids:
-                awaiting_first = False
-                first_at = now()
-                self._on_first_token(call)
-            if running is not None:
-                running.tokens = tokens
-            if span is not None and ids:
-                span.on_chunk(now(), len(ids))
-            if keys == 1 or (keys == 2 and "index" in chunk):
-                send(ids, index)
+            if (
+                is_plain
+                and type(chunk) is dict
+                and type(ids := chunk.get("token_ids")) is list
+                and len(ids) == 1
+                and type(token_id := ids[0]) is int
+                and 0 <= token_id <= MAX_TOKEN_ID
+                and (len(chunk) == 1 or (len(chunk) == 2 and type(index := chunk.get("index")) is int and index == 0))
+            ):  # one new token of the first choice and nothing else: nearly every chunk, past all the rest
+                tokens += 1
+                if running is not None:
+                    running.tokens = tokens
+                if send_token(token_id) and burst < CHUNKS_PER_TURN - 1:
+                    burst += 1
+                    continue
             else:
-                extra = {k: v for k, v in chunk.items() if v is not None and k in CHUNK_KEYS} or None
-                reason = chunk.get("finish_reason")
-                if reason is None:
-                    send(ids, index, None, extra)
+                if (
+                    link is not None
+                    and isinstance(chunk, Mapping)
+                    and (chunk.get("token_ids") or "finish_reason" in chunk)
+                ):
+                    chunk, link = {**chunk, "worker_trace_link": link}, None
+                try:
+                    ids = chunk["token_ids"]
+                    index = chunk.get("index") or 0
+                    # One new token, in a list: nearly every chunk. It is copied because an engine may reuse its list.
+                    if len(ids) == 1 and type(ids) is list and type(ids[0]) is int and 0 <= ids[0] <= MAX_TOKEN_ID:
+                        ids = [ids[0]]
+                    else:
+                        ids = checked_ids(ids)
+                    keys = len(chunk)
+                except (TypeError, KeyError, AttributeError) as error:
+                    raise invalid_chunk(chunk, error) from error
+                if type(index) is not int or not 0 <= index < choices:
+                    raise Unknown(f"invalid choice index {index!r}: this request has {choices} choice(s)")
+                tokens += len(ids)
+                if awaiting_first and ids:
+                    awaiting_first = False
+                    is_plain = span is None
+                    first_at = now()
+                    self._on_first_token(call)
+                if running is not None:
+                    running.tokens = tokens
+                if span is not None and ids:
+                    span.on_chunk(now(), len(ids))
+                if keys == 1 or (keys == 2 and "index" in chunk):
+                    send(ids, index)
                 else:
-                    try:
-                        word = normalise(reason)
-                    except TypeError as error:
-                        raise InvalidChunk(f"the engine's chunk is invalid: {error}") from error
-                    except EngineFailed as error:
-                        if ids:
-                            send(ids, index, None, extra)
-                        raise Unknown(str(error)) from error
-                    if word == CANCELLED and not context.is_stopped():
-                        raise EngineShutdown("the engine cancelled a request that nobody had cancelled")
-                    if self._validate:
-                        await check_silence(stream, chunk, word, self._mode, last=open_choices == 1)
-                    send(ids, index, word, extra)
-                    open_choices -= 1
-                    if open_choices == 0:
-                        sink.end()
-                        watch.finished()
-                        _note_stream(tokens, word, first_at - began, now() - first_at)
-                        if span is not None:
-                            span.finish(tokens, word, word == CANCELLED)
-                        return
+                    extra = {k: v for k, v in chunk.items() if v is not None and k in CHUNK_KEYS} or None
+                    reason = chunk.get("finish_reason")
+                    if reason is None:
+                        send(ids, index, None, extra)
+                    else:
+                        try:
+                            word = normalise(reason)
+                        except TypeError as error:
+                            raise InvalidChunk(f"the engine's chunk is invalid: {error}") from error
+                        except EngineFailed as error:
+                            if ids:
+                                send(ids, index, None, extra)
+                            raise Unknown(str(error)) from error
+                        if word == CANCELLED and not context.is_stopped():
+                            raise EngineShutdown("the engine cancelled a request that nobody had cancelled")
+                        if self._validate:
+                            await check_silence(stream, chunk, word, self._mode, last=open_choices == 1)
+                        send(ids, index, word, extra)
+                        open_choices -= 1
+                        if open_choices == 0:
+                            sink.end()
+                            watch.finished()
+                            _note_stream(tokens, word, first_at - began, now() - first_at)
+                            if span is not None:
+                                span.finish(tokens, word, word == CANCELLED)
+                            return
             if sink.ended and not watch.deferring:  # killed, lost or cut, and the watch knows of it
                 _note_stream(tokens, None, first_at - began, now() - first_at)
                 if span is not None:

@@ -104,6 +104,7 @@ def test_blocks_that_contradict_themselves_become_an_empty_removal(members: dict
         (MAP | {"block_hashes": [-(2**63)], "block_size": 0}, "block_size"),
         (MAP | {"token_ids": [-1]}, "token id"),
         (MAP | {"token_ids": [[1, 2], 3]}, "mix"),
+        (MAP | {"lora_name": 7}, "lora_name must be a text"),
     ],
 )
 def test_an_event_that_cannot_be_read_is_named_and_the_others_count(event: Any, said: str) -> None:

@@ -31,6 +31,7 @@ from dynamo.runtime.request_plane.mux.frames import (
     Kind,
     Open,
     decode_items,
+    decode_step,
     frame,
     items_frames,
     pack,
@@ -135,6 +136,39 @@ async def test_everything_of_one_loop_turn_leaves_in_one_frame(rig: Build) -> No
     assert kinds == [Kind.HELLO, Kind.ITEMS]
     writer.close()
     await writer.wait_closed()
+
+
+@pytest.mark.parametrize("capabilities", [[], ["steps"]])
+async def test_a_caller_that_reads_steps_gets_single_tokens_in_one_frame_before_all_else(
+    rig: Build, capabilities: list[str]
+) -> None:
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        assert sink.send_token(5)
+        assert sink.send_token(6)  # the second of this turn: an item, behind the step
+        sink.send_tokens([7], finish_reason="stop")
+
+    built = await rig(handler)
+    reader, writer = await asyncio.open_connection("127.0.0.1", built.port)
+    writer.write(MAGIC + frame(Kind.HELLO, pack(Hello(version=1, capabilities=capabilities))))
+    for stream_id in (1, 3):
+        writer.write(frame(Kind.OPEN, pack((Open(path="p", id=str(stream_id)), pack(None))), stream_id=stream_id))
+    tokens: list[tuple[int, int, int]] = []
+    kinds: list[int] = []
+    ended = 0
+    while ended < 2:
+        head = await asyncio.wait_for(reader.readexactly(HEADER.size), PATIENCE_SECONDS)
+        length, kind, _, _, _ = HEADER.unpack(head)
+        payload = await reader.readexactly(length)
+        kinds.append(kind)
+        if kind == Kind.STEP:
+            tokens += zip(*decode_step(payload), strict=True)
+        elif kind == Kind.ITEMS:
+            for item in decode_items(payload):
+                ended += item.index == -2
+                tokens += [(item.stream_id, item.offset, token) for token in item.token_ids]
+    writer.close()
+    assert sorted(tokens) == [(1, 0, 5), (1, 1, 6), (1, 2, 7), (3, 0, 5), (3, 1, 6), (3, 2, 7)]
+    assert (Kind.STEP in kinds) is bool(capabilities)
 
 
 async def test_objects_of_any_shape_and_size_survive(rig: Build) -> None:

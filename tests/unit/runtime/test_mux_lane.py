@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,9 @@ from dynamo.router.failover import DispatchLimits, DispatchRequest
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import END_INDEX, INITIAL_CREDITS, StreamItem
 from dynamo.runtime.request_plane.mux.connection import MuxConnection
-from dynamo.runtime.request_plane.mux.frames import Kind, frame, pack
+from dynamo.runtime.request_plane.mux.frames import Kind, frame, pack, step_frames
 from dynamo.runtime.request_plane.mux.stream import MuxStream
+from support.properties import examples
 
 
 class Wire:
@@ -46,6 +48,24 @@ class Wire:
         self.connection.data_received(frame(Kind.ITEMS, pack(list(items))))
 
 
+def step(*tokens: StreamItem) -> bytes:
+    """Return the frame of a step that brings the tokens of these items."""
+    (encoded,) = step_frames(
+        [item.stream_id for item in tokens], [item.offset for item in tokens], [item.token_ids[0] for item in tokens]
+    )
+    return encoded
+
+
+class Lane:
+    """Hands every id on to `take_tokens`."""
+
+    def __init__(self, take_tokens: Callable[[list[int]], bool]) -> None:
+        self.take_tokens = take_tokens
+
+    def take_token(self, token_id: int, now: float) -> bool:
+        return self.take_tokens([token_id])
+
+
 class Reader:
     """Takes through the lane, and beside it; remembers in which order what came."""
 
@@ -55,7 +75,7 @@ class Reader:
         self.calls = 0
         self.closed: list[BaseException | None] = []
         stream.listen(self.arrived)
-        stream.open_lane(self.tokens, self.closed.append)
+        stream.open_lane(Lane(self.tokens), self.closed.append)
 
     def tokens(self, ids: list[int]) -> bool:
         self.calls += 1
@@ -111,6 +131,85 @@ def test_the_order_is_that_of_the_wire_however_items_are_mixed_and_framed(kinds:
     asyncio.run(run())
 
 
+@given(
+    steps=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=8),
+    joined=st.booleans(),
+    leaves_at=st.none() | st.integers(0, 8),
+)
+@examples(100)
+def test_steps_and_items_bring_the_same_tokens_whether_they_are_read_together_or_not(
+    steps: list[tuple[bool, bool, bool]], joined: bool, leaves_at: int | None
+) -> None:
+    """For each step: whether each of two streams has a token in it, and whether it comes as a step or as items."""
+
+    async def run() -> None:
+        wire = Wire()
+        streams = [wire.open(), wire.open()]
+        readers = [Reader(stream) for stream in streams]
+        sent = [0, 0]
+        data: list[bytes] = []
+        for number, (*has_token, is_step) in enumerate(steps):
+            if number == leaves_at and not joined:
+                streams[0].listen(readers[0].arrived)  # from now on without a lane
+            tokens = []
+            for position in (0, 1):
+                if has_token[position]:
+                    tokens.append(token(streams[position], sent[position]))
+                    sent[position] += 1
+            if tokens:
+                data.append(step(*tokens) if is_step else frame(Kind.ITEMS, pack(tokens)))
+                if not joined:
+                    wire.connection.data_received(data[-1])
+        if joined and data:
+            wire.connection.data_received(b"".join(data))
+        wire.say(
+            *[StreamItem(stream.stream_id, END_INDEX, count, []) for stream, count in zip(streams, sent, strict=True)]
+        )
+        await asyncio.sleep(0)
+        assert [reader.seen for reader in readers] == [list(range(count)) for count in sent]
+        assert [stream.take() for stream in streams] == [None, None]  # clean ends: every token was counted
+
+    asyncio.run(run())
+
+
+async def test_a_reader_that_is_behind_gets_the_tokens_of_several_steps_at_once() -> None:
+    wire = Wire()
+    stream = wire.open()
+    reader = Reader(stream)
+    wire.connection.data_received(step(token(stream, 0)) + step(token(stream, 1)))
+    assert (reader.seen, reader.calls) == ([0, 1], 1)
+
+
+async def test_a_jump_in_a_step_is_found() -> None:
+    wire = Wire()
+    stream = wire.open()
+    Reader(stream)
+    stream.listener = None
+    wire.connection.data_received(step(token(stream, 0)))
+    wire.connection.data_received(step(token(stream, 2)))
+    with pytest.raises(StreamIncomplete, match="jumped to token 2"):
+        await stream.next_batch()
+
+
+async def test_in_a_step_too_a_reader_that_fails_or_refuses_costs_no_other_stream_anything() -> None:
+    wire = Wire()
+    streams = [wire.open(), wire.open(), wire.open()]
+    failing, refusing, well = Reader(streams[0], fails_at=0), Reader(streams[1], refuses_at=0), Reader(streams[2])
+    for offset in range(2):
+        wire.connection.data_received(step(*[token(stream, offset) for stream in streams]))
+    assert [str(error) for error in failing.closed] == ["the reader failed"]
+    assert (refusing.seen[:1], refusing.closed) == ([0], [None])
+    assert (well.seen, well.closed) == ([0, 1], [])
+
+
+async def test_a_step_whose_columns_differ_in_length_breaks_the_wire() -> None:
+    wire = Wire()
+    wire.open()
+    wire.connection.data_received(frame(Kind.STEP, pack(([1], [0, 1], [5]))))
+    assert b"columns" in wire.written[-1]
+    assert not wire.connection.usable
+
+
 async def test_a_reader_that_refuses_has_the_rest_in_its_buffer() -> None:
     wire = Wire()
     stream = wire.open()
@@ -136,7 +235,7 @@ async def test_a_reader_that_left_while_its_frame_was_handed_out_finds_the_token
     wire = Wire()
     one, two = wire.open(), wire.open()
     second = Reader(two)
-    Reader(one).stream.open_lane(lambda ids: bool(two.listen(None)) or True, lambda error: None)
+    Reader(one).stream.open_lane(Lane(lambda ids: bool(two.listen(None)) or True), lambda error: None)
     wire.say(token(one, 0), token(two, 0), token(two, 1))
     assert second.seen == []
     assert [(item.offset, item.token_ids) for item in await two.next_batch()] == [(0, [0, 1])]
@@ -155,14 +254,18 @@ async def test_a_jump_is_found_on_the_lane_too() -> None:
         await stream.next_batch()
 
 
-async def test_the_worker_gets_its_credits_back() -> None:
+@pytest.mark.parametrize("in_steps", [False, True])
+async def test_the_worker_gets_its_credits_back(in_steps: bool) -> None:
     wire = Wire()
     stream = wire.open()
     Reader(stream)
     await asyncio.sleep(0)
     before = len(wire.written)
     for offset in range(INITIAL_CREDITS):
-        wire.say(token(stream, offset))
+        if in_steps:
+            wire.connection.data_received(step(token(stream, offset)))
+        else:
+            wire.say(token(stream, offset))
     await asyncio.sleep(0)
     assert any(data[4] == Kind.CREDIT for data in wire.written[before:])
 
@@ -182,7 +285,7 @@ async def test_a_routed_stream_opens_the_lane_of_its_worker_s_stream() -> None:
         seen.append(ids)
         return len(seen) < 2
 
-    reading = asyncio.create_task(routed.push(lambda batch: bool(items.append(batch)) or True, take_tokens))
+    reading = asyncio.create_task(routed.push(lambda batch: bool(items.append(batch)) or True, Lane(take_tokens)))
     await asyncio.sleep(0)
     wire.say(token(stream, 0), token(stream, 1))
     wire.say(token(stream, 2, extra={"n": 1}))

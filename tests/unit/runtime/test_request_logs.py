@@ -54,6 +54,9 @@ class NoSink:
     def send_tokens(self, *_: Any) -> None:
         return
 
+    def send_token(self, token_id: int) -> bool:
+        return not self.ended
+
     def has_credit(self) -> bool:
         return True
 

@@ -44,6 +44,10 @@ class RecordingSink:
         if not self.ended:
             self.items.append(token_ids)
 
+    def send_token(self, token_id: int) -> bool:
+        self.send_tokens([token_id])
+        return not self.ended
+
     def send_object(self, envelope: dict[str, Any]) -> None:
         if not self.ended:
             self.items.append(envelope)

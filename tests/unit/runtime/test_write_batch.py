@@ -32,6 +32,20 @@ class Socket:
         return False
 
 
+class Lane:
+    """Pushes each id to a client."""
+
+    def __init__(self, log: list[Any], cycle: Cycle) -> None:
+        self._log, self._cycle = log, cycle
+
+    def take_token(self, token_id: int, now: float) -> bool:
+        self._log.append("read")
+        return self._cycle.push(b"%d" % token_id)
+
+    def take_tokens(self, ids: list[int]) -> bool:
+        return self.take_token(ids[0], 0.0)
+
+
 async def answer(socket: Socket) -> Cycle:
     """Return an answer whose head is written."""
     http = SimpleNamespace(transport=socket, default_headers=(), answered=lambda: None)
@@ -49,12 +63,7 @@ async def frame_of_two(log: list[Any], sockets: list[Socket]) -> None:
     streams = [connection.open("e", b"\x80", Context(str(number))) for number in range(2)]
     log.clear()
     for cycle, stream in zip(answers, streams, strict=True):
-
-        def take(ids: list[int], cycle: Cycle = cycle) -> bool:
-            log.append("read")
-            return cycle.push(b"%d" % ids[0])
-
-        stream.open_lane(take, lambda error: None)
+        stream.open_lane(Lane(log, cycle), lambda error: None)
     items = [StreamItem(stream.stream_id, 0, 0, [number]) for number, stream in enumerate(streams)]
     connection.data_received(frame(Kind.ITEMS, pack(items)))
 

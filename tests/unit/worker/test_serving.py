@@ -51,6 +51,10 @@ class ListSink:
             if self.credit is not None:
                 self.credit -= 1
 
+    def send_token(self, token_id: int) -> bool:
+        self.send_tokens([token_id])
+        return not self.ended and self.has_credit()
+
     def send_object(self, envelope: dict[str, Any]) -> None:
         if not self.ended:
             self.objects.append(envelope)

@@ -855,7 +855,7 @@ async def test_the_canary_comes_from_operator_environment_or_engine_in_that_orde
         async with mem_runtime() as runtime, running(make(engine, runtime=runtime, **members)):
             served = runtime.served("ns.backend.generate")
             assert served is not None
-            return served._payload, engine.calls
+            return served.health_check_payload, engine.calls
 
     marked = {"_HEALTH_CHECK": True}
     payload, calls = await probe_of()

@@ -11,15 +11,18 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from dynamo.frontend.http.asgi import Send
+from dynamo.frontend.pipeline.sink import SplicedEvents
 from dynamo.protocol.openai.sse import KEEP_ALIVE
-from dynamo.runtime.http.cycle import PUSH_EXTENSION
+from dynamo.runtime.http.cycle import PUSH_EXTENSION, SPLICE_EXTENSION
 
-__all__ = ["PUSH_EXTENSION", "EventStream", "Push"]
+__all__ = ["PUSH_EXTENSION", "SPLICE_EXTENSION", "EventStream", "Push", "Splice"]
 
 Push = Callable[[bytes], bool]
 """The ASGI extension `dynamo.push` of our listener: write one body chunk now, or return False without writing anything.
 """
 
+Splice = Callable[[bytes, bytes], SplicedEvents]
+"""The ASGI extension `dynamo.splice` of our listener: (opening, closing) to what pushes chunks with these ends."""
 
 _HEADERS: Final = (
     (b"content-type", b"text/event-stream"),
@@ -40,6 +43,8 @@ class EventStream:
         "_push",
         "_send",
         "_sending",
+        "_splice",
+        "_spliced",
         "_timer",
         "is_committed",
     )
@@ -49,6 +54,7 @@ class EventStream:
         send: Send,
         *,
         push: Push | None = None,
+        splice: Splice | None = None,
         extra: tuple[tuple[bytes, bytes], ...] = (),
         late_headers: Callable[[], Sequence[tuple[bytes, bytes]]] = tuple,
         peek_seconds: float,
@@ -56,6 +62,8 @@ class EventStream:
     ) -> None:
         """`late_headers` is called when the headers are sent."""
         self._push = push
+        self._splice = splice
+        self._spliced: SplicedEvents | None = None
         self._late_headers = late_headers
         self._send, self._extra, self._keep_alive_seconds = send, extra, keep_alive_seconds
         self._loop = asyncio.get_running_loop()
@@ -89,6 +97,13 @@ class EventStream:
             return False
         self._last_write = now
         return self._push(data)
+
+    def splicer(self, opening: bytes, closing: bytes) -> SplicedEvents | None:
+        """Return what pushes events that differ only in their middle; None where `push` is all there is."""
+        if self._splice is None or not self.can_push:
+            return None
+        spliced = self._spliced = self._splice(opening, closing)
+        return spliced
 
     async def end(self, data: bytes) -> None:
         """Send the last bytes and end the response."""
@@ -126,7 +141,8 @@ class EventStream:
     def _tick(self) -> None:
         first = not self.is_committed
         if not first and self._keep_alive_seconds is not None:
-            silent = self._loop.time() - self._last_write
+            last = self._last_write if self._spliced is None else max(self._last_write, self._spliced.pushed_at)
+            silent = self._loop.time() - last
             if silent < self._keep_alive_seconds:  # data went out meanwhile: look again when it could be due
                 self._timer = self._loop.call_later(self._keep_alive_seconds - silent, self._tick)
                 return

@@ -19,7 +19,7 @@ from dynamo.frontend.http.asgi import (
     reply,
     reply_rejected,
 )
-from dynamo.frontend.http.event_stream import PUSH_EXTENSION, EventStream
+from dynamo.frontend.http.event_stream import PUSH_EXTENSION, SPLICE_EXTENSION, EventStream
 from dynamo.frontend.http.request_id import HEADER, client_request_id, request_id_note
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
 from dynamo.frontend.pipeline.inference import Call
@@ -52,6 +52,7 @@ class AsgiSink:
         return EventStream(
             self._send,
             push=self._extensions.get(PUSH_EXTENSION),
+            splice=self._extensions.get(SPLICE_EXTENSION),
             extra=self._extra,
             late_headers=late_headers,
             peek_seconds=peek_seconds,

@@ -6,11 +6,13 @@ A reader wakes once for everything that has arrived and gets one `Delta` per cho
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from dynamo.errors import Unknown, revive
+from dynamo.frontend.apis.plain import PlainOutput, PlainTokens
 from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest
 from dynamo.protocol.finish import EngineFailed, normalise
+from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.failover import DispatchRequest
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import StreamItem
@@ -78,10 +80,13 @@ class Choice:
         self._is_over = True
         return None
 
-    async def push(self, accept: Callable[[list[Delta]], bool], plain: Callable[[str, int], bool] | None) -> None:
+    async def push(self, accept: Callable[[list[Delta]], bool], plain: PlainOutput | None) -> None:
         """Call `accept` or `plain` with what arrives. See `SingleGeneration.push`."""
         if not self._is_over:
-            await self.stream.push(lambda items: accept([self._absorb(items)]) and not self._is_over)
+            await self.stream.push(self._otherwise(accept))
+
+    def _otherwise(self, accept: Callable[[list[Delta]], bool]) -> Callable[[list[StreamItem]], bool]:
+        return lambda items: accept([self._absorb(items)]) and not self._is_over
 
     def close(self) -> None:
         """Leave the stream; a worker that has not ended the stream receives a kill. Idempotent."""
@@ -107,7 +112,7 @@ class TokenChoice(Choice):
     ) -> None:
         body = {**_for_choice(work.plan.body, index % work.plan.choices), "token_ids": prompt}
         request = DispatchRequest(
-            body,
+            cast(WorkerRequest, body),
             prompt,
             record=work.tally,
             timer=work.timer,
@@ -125,36 +130,16 @@ class TokenChoice(Choice):
         )
         super().__init__(model, work, context, index, request)
 
-    async def push(self, accept: Callable[[list[Delta]], bool], plain: Callable[[str, int], bool] | None) -> None:
+    async def push(self, accept: Callable[[list[Delta]], bool], plain: PlainOutput | None) -> None:
         """Call `accept` or `plain` with what arrives. See `SingleGeneration.push`."""
         if plain is None or self._is_over:
             await super().push(accept, plain)
             return
-        tally, generated, push_plain = self._work.tally, self._generated, self._decoder.push_plain
-
-        def take(items: list[StreamItem]) -> bool:
-            # The hot path: nearly every batch is tokens and nothing else.
-            ids: list[int] = []
-            for item in items:
-                if item.index < 0 or item.finish_reason is not None or item.extra is not None:
-                    break
-                ids += item.token_ids  # all in one go: a burst brings dozens of chunks at once
-            else:
-                if (text := push_plain(ids)) is not None:
-                    generated.extend(ids)
-                    tally.completion_tokens += len(ids)
-                    return plain(text, len(ids))
-            return accept([self._absorb(items)]) and not self._is_over
-
-        def take_tokens(ids: list[int]) -> bool:
-            # The same for ids that come alone.
-            if (text := push_plain(ids)) is not None:
-                generated.extend(ids)
-                tally.completion_tokens += len(ids)
-                return plain(text, len(ids))
-            return accept([self._absorb([StreamItem(0, 0, 0, ids)])]) and not self._is_over
-
-        await self.stream.push(take, take_tokens)
+        tokens = PlainTokens(self._decoder, self._generated, self._work.tally, plain, self._otherwise(accept))
+        try:
+            await self.stream.push(tokens.take_items, tokens)
+        finally:
+            tokens.settle()
 
     def _absorb(self, items: list[StreamItem]) -> Delta:
         """Decode a batch."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 
 from dynamo.frontend.apis.base import Answer, Renderer
+from dynamo.frontend.apis.plain import PlainOutput
 from dynamo.frontend.http.asgi import ClientGone
 from dynamo.frontend.pipeline.choice import Delta
 from dynamo.frontend.pipeline.collector import CollectedAnswer
@@ -18,7 +19,6 @@ from dynamo.frontend.pipeline.parsing_stage import ParsingStage
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
 from dynamo.frontend.pipeline.stage_timer import PARSE
 from dynamo.frontend.pipeline.text_generation import TextSource, TextTally
-from dynamo.protocol.openai.escaping import ascii_json_text, json_text
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.openai.sse import annotation_event
 
@@ -130,37 +130,16 @@ class StreamDelivery(_Delivery):
                     exchange.timer.answering()
                 while stream.can_push:
                     ends = self._renderer.splice()
-                    plain = None if ends is None else self._splicer(ends, stream, refused)
+                    plain = None if ends is None else self._plain(ends, stream, refused)
                     await single.push(accept, plain)
                     if not refused:
                         break
                     await stream.write(refused.pop())
         return head
 
-    def _splicer(
-        self, ends: tuple[bytes, bytes], stream: AnswerStream, refused: list[bytes]
-    ) -> Callable[[str, int], bool]:
-        """Return what is called for every plain token: the hot path. Everything it needs is bound here."""
-        opening, closing = ends
-        idle = self._idle
+    def _plain(self, ends: tuple[bytes, bytes], stream: AnswerStream, refused: list[bytes]) -> PlainOutput:
         assert self._exchange.counters is not None
-        count_tokens, push = self._exchange.counters.tokens, stream.push
-        loop_time = asyncio.get_running_loop().time
-
-        def plain(text: str, count: int) -> bool:
-            now = loop_time()
-            if idle is not None:
-                idle.last = now
-            count_tokens(count, now)
-            if not text:
-                return True
-            data = opening + (ascii_json_text(text) if text.isascii() else json_text(text)) + closing
-            if push(data, now):
-                return True
-            refused.append(data)
-            return False
-
-        return plain
+        return PlainOutput(ends, stream, refused, self._exchange.counters, self._idle)
 
 
 class UnaryDelivery(_Delivery):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
+from dynamo.frontend.apis.plain import PlainOutput
 from dynamo.frontend.pipeline.choice import Choice, Delta, TokenChoice
 from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest
 from dynamo.frontend.pipeline.text_generation import TextPlan, TextStream
@@ -57,16 +58,14 @@ class SingleGeneration:
         delta = await self._choice.next()
         return None if delta is None else [delta]
 
-    async def push(
-        self, accept: Callable[[list[Delta]], bool], plain: Callable[[str, int], bool] | None = None
-    ) -> None:
+    async def push(self, accept: Callable[[list[Delta]], bool], plain: PlainOutput | None = None) -> None:
         """Call `accept` with what arrives, at once and without waking a task for it.
 
-        `plain`, where given, gets (text, number of tokens) instead for tokens with nothing else to report: no stop, no end,
-        no log probabilities. Text may be "". That is nearly every token, and saves a `Delta` for each.
+        `plain`, where given, gets instead what comes of tokens with nothing else to report: no stop, no end, no log
+        probabilities. That is nearly every token, and saves a `Delta` for each.
 
-        Returns when one of them returned False (go on with `next`) or the choice has ended; raises as `generate`, and what
-        they raise. To be called after `next` has returned something.
+        Returns when `accept` returned False or `plain` could not send (go on with `next`), or when the choice has ended; raises
+        as `generate`, and what they raise. To be called after `next` has returned something.
         """
         await self._choice.push(accept, plain)
 

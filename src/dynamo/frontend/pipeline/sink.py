@@ -7,9 +7,19 @@ from typing import Protocol
 
 from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["AnswerSink", "AnswerStream", "HeaderPairs"]
+__all__ = ["AnswerSink", "AnswerStream", "HeaderPairs", "SplicedEvents"]
 
 HeaderPairs = Sequence[tuple[bytes, bytes]]
+
+
+class SplicedEvents(Protocol):
+    """Pushes events that differ only in their middle, and share what stands before and behind it."""
+
+    pushed_at: float
+    """Loop time of the last push; 0: there was none."""
+
+    def push(self, middle: bytes, now: float) -> bool:
+        """Do what `AnswerStream.push` does for `opening + middle + closing`."""
 
 
 class AnswerStream(Protocol):
@@ -30,6 +40,9 @@ class AnswerStream(Protocol):
 
     def push(self, data: bytes, now: float) -> bool:
         """Send `data` without waiting; False, and nothing sent, when that is not possible now. `now` is loop time."""
+
+    def splicer(self, opening: bytes, closing: bytes) -> SplicedEvents | None:
+        """Return the short way for events with these ends; None where there is only `push`."""
 
     async def settle(self) -> None:
         """Let what was begun to be sent get out, before an error is sent in place of the stream."""

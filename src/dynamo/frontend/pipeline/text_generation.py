@@ -9,11 +9,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
 from dynamo.errors import DynamoException, Unknown, revive
+from dynamo.frontend.apis.plain import PlainOutput
 from dynamo.frontend.pipeline.choice import Choice, Delta
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
 from dynamo.frontend.pipeline.plan import GenerationModel, Plan, Tally, WorkRequest
@@ -21,6 +22,7 @@ from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.plain_text import TextChunk, TextDelta, count, prompt_tokens, read_chunk
 from dynamo.protocol.openai.requests import ChatRequest, CompletionRequest
+from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.failover import DispatchRequest
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import StreamItem
@@ -217,7 +219,7 @@ class TextStream(Choice):
         assert isinstance(work.tally, TextTally)
         self._tally = work.tally
         request = DispatchRequest(
-            plan.bodies[index // plan.choices],
+            cast(WorkerRequest, plan.bodies[index // plan.choices]),  # the client's own: no member of it is the way's
             (),
             record=work.tally,
             timer=work.timer,
@@ -243,7 +245,7 @@ class TextStream(Choice):
             self._is_over = True
             return None
 
-    async def push(self, accept: Callable[[list[Delta]], bool], plain: Callable[[str, int], bool] | None) -> None:
+    async def push(self, accept: Callable[[list[Delta]], bool], plain: PlainOutput | None) -> None:
         """Call `accept` with what arrives. See `SingleGeneration.push`."""
         try:
             await super().push(accept, plain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from enum import Enum, StrEnum, nonmember
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from dynamo.errors import InvalidArgument
 from dynamo.placement.candidates import Policy
@@ -48,7 +48,7 @@ class RouterMode(StrEnum):
         KV = nonmember("kv")  # comparable, but not a mode of this version: `of` rejects it
 
     @classmethod
-    def of(cls, value: Any) -> RouterMode:
+    def of(cls, value: object) -> RouterMode:
         """Return a mode, its value in any spelling ("round_robin", "RoundRobin"), or another enum's member of that name.
 
         Raises InvalidArgument naming the modes there are.

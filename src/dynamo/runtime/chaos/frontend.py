@@ -11,7 +11,7 @@ from dynamo.runtime.chaos.actions import crash, drain, freeze
 from dynamo.runtime.chaos.fault_plan import FaultPlan, Visit
 from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, Kind
 from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import Instance, RequestPlaneClient, ResponseStream, StreamItem
+from dynamo.runtime.request_plane.base import Instance, RequestPlaneClient, ResponseStream, StreamItem, TokenLane
 
 __all__ = ["FrontendChaos"]
 
@@ -88,9 +88,7 @@ class _Stream:
     def listen(self, arrived: Callable[[], None] | None) -> None:
         self._stream.listen(arrived)
 
-    def open_lane(
-        self, take_tokens: Callable[[list[int]], bool], closed: Callable[[BaseException | None], None]
-    ) -> bool:
+    def open_lane(self, lane: TokenLane, closed: Callable[[BaseException | None], None]) -> bool:
         return False  # a fault comes after a number of items, and a lane passes on tokens of several at a time
 
     def book(

@@ -180,6 +180,10 @@ class _Sink:
         self._sink.send_tokens(token_ids, index, finish_reason, extra)
         self._sent(before)
 
+    def send_token(self, token_id: int) -> bool:
+        self.send_tokens([token_id])
+        return not self._sink.ended and self._sink.has_credit()
+
     def send_object(self, envelope: dict[str, Any]) -> None:
         before = self._length
         self._sink.send_object(envelope)

@@ -66,12 +66,8 @@ class NatsEventPlane:
         self._rng = rng or random.Random()
         self._wall = wall
         self._capacity = capacity
-        self._max_outbox = max_outbox
         self._announcer = Announcer(discovery)
-        self._outbox: deque[tuple[str, str, bytes]] = deque()  # subject, topic, envelope
-        self._outbox_bytes = 0
-        self._waiting = asyncio.Event()
-        self._work = Background()
+        self.outbox = _Outbox(connection, self._counts, max_outbox)
         self._publishers: set[_Publisher] = set()
         self._inboxes: set[Inbox] = set()
         self._closed = False
@@ -142,8 +138,7 @@ class NatsEventPlane:
         await self._announcer.close()
         for inbox in self._inboxes:
             inbox.close()
-        await self._work.close()
-        self._outbox.clear()
+        await self.outbox.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -151,12 +146,24 @@ class NatsEventPlane:
         if self._closed:
             raise RuntimeError("this event plane is closed")
 
-    def _put(self, subject: str, topic: str, envelope: bytes) -> None:
-        if len(self._outbox) >= self._max_outbox or self._outbox_bytes + len(envelope) > MAX_OUTBOX_BYTES:
+
+class _Outbox:
+    """Events on their way to the server: bounded in count and bytes, sent by one task in their order."""
+
+    def __init__(self, connection: NatsConnection, counts: EventCounts, max_events: int) -> None:
+        self._connection, self._counts, self._max_events = connection, counts, max_events
+        self._events: deque[tuple[str, str, bytes]] = deque()  # subject, topic, envelope
+        self._bytes = 0
+        self._waiting = asyncio.Event()
+        self._work = Background()
+
+    def put(self, subject: str, topic: str, envelope: bytes) -> None:
+        """Send an event as soon as there is a server, or count it as dropped where there is no room."""
+        if len(self._events) >= self._max_events or self._bytes + len(envelope) > MAX_OUTBOX_BYTES:
             self._counts.dropped(topic)
             return
-        self._outbox.append((subject, topic, envelope))
-        self._outbox_bytes += len(envelope)
+        self._events.append((subject, topic, envelope))
+        self._bytes += len(envelope)
         self._waiting.set()
         if not self._work:
             self._work.start(self._send_all(), "event plane: nats sender")
@@ -165,11 +172,11 @@ class NatsEventPlane:
         while True:
             await self._waiting.wait()
             await self._connection.wait_connected()
-            for _ in range(min(BURST, len(self._outbox))):
-                subject, topic, envelope = self._outbox.popleft()
-                self._outbox_bytes -= len(envelope)
+            for _ in range(min(BURST, len(self._events))):
+                subject, topic, envelope = self._events.popleft()
+                self._bytes -= len(envelope)
                 await self._send(subject, topic, envelope)
-            if not self._outbox:
+            if not self._events:
                 self._waiting.clear()
             else:
                 await asyncio.sleep(0)
@@ -186,6 +193,11 @@ class NatsEventPlane:
         except Exception as error:  # too large, or the server went this very moment: the next one may get through
             self._counts.dropped(topic)
             logger.debug("an event of %s was not sent: %s: %s", topic, type(error).__name__, error)
+
+    async def close(self) -> None:
+        """Stop sending; what is left is dropped."""
+        await self._work.close()
+        self._events.clear()
 
 
 class _Publisher:
@@ -214,7 +226,7 @@ class _Publisher:
         self._sequence += 1
         now = int(self._plane._wall() * 1000)
         envelope = encode_envelope(Event(self._topic, self.publisher_id, sequence, now, payload))
-        self._plane._put(self._subject, self._topic, envelope)
+        self._plane.outbox.put(self._subject, self._topic, envelope)
         return sequence
 
     async def close(self) -> None:

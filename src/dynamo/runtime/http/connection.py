@@ -17,7 +17,15 @@ from urllib.parse import unquote
 
 import httptools
 
-from dynamo.runtime.http.cycle import PUSH_EXTENSION, RESPOND_EXTENSION, Application, Cycle, Gate, status_line
+from dynamo.runtime.http.cycle import (
+    PUSH_EXTENSION,
+    RESPOND_EXTENSION,
+    SPLICE_EXTENSION,
+    Application,
+    Cycle,
+    Gate,
+    status_line,
+)
 from dynamo.runtime.http.limits import SPARE_CONNECTIONS
 from dynamo.runtime.http.watch import ConnectionPhase, Watch
 from dynamo.runtime.http_limits import HttpLimits, Rejection
@@ -193,7 +201,11 @@ class HttpConnection(asyncio.Protocol):
             keep_alive=self._parser.should_keep_alive(),
             expects_continue=request.expects_continue,
         )
-        cycle.scope["extensions"] = {PUSH_EXTENSION: cycle.push, RESPOND_EXTENSION: cycle.respond}
+        cycle.scope["extensions"] = {
+            PUSH_EXTENSION: cycle.push,
+            SPLICE_EXTENSION: cycle.splicer,
+            RESPOND_EXTENSION: cycle.respond,
+        }
         if is_behind:
             self._gate.pause_reading()
             self._waiting.append((cycle, self._service.app))

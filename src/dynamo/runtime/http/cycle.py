@@ -14,12 +14,22 @@ from dynamo.runtime.write_batch import WriteBatch
 if TYPE_CHECKING:
     from dynamo.runtime.http.connection import HttpConnection
 
-__all__ = ["PUSH_EXTENSION", "RESPOND_EXTENSION", "Application", "Cycle", "Gate", "status_line"]
+__all__ = [
+    "PUSH_EXTENSION",
+    "RESPOND_EXTENSION",
+    "SPLICE_EXTENSION",
+    "Application",
+    "Cycle",
+    "Gate",
+    "Splicer",
+    "status_line",
+]
 
 logger = logging.getLogger(__name__)
 
 PUSH_EXTENSION: Final = "dynamo.push"
 RESPOND_EXTENSION: Final = "dynamo.respond"
+SPLICE_EXTENSION: Final = "dynamo.splice"
 
 HIGH_WATER_BYTES: Final = 64 * 1024  # of a body that the application has not received yet; then the socket is not read
 
@@ -30,6 +40,7 @@ Application = Callable[[Scope, Callable[[], Awaitable[Message]], Callable[[Messa
 _BAD_NAME: Final = re.compile(rb"[^!#$%&'*+\-.^_`|~0-9A-Za-z]")
 _BAD_VALUE: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _CLOSE: Final = (b"connection", b"close")
+_CHUNK_HEADS: Final = tuple([b"%x\r\n" % size for size in range(1024)])  # of all chunks but few
 _status_lines: dict[int, bytes] = {}
 
 
@@ -85,10 +96,10 @@ class Cycle:
         "_changed",
         "_connection",
         "_gate",
-        "_is_pushable",
         "_left",
         "disconnected",
         "expects_continue",
+        "is_pushable",
         "keep_alive",
         "more_body",
         "response_complete",
@@ -104,7 +115,8 @@ class Cycle:
         self._body = b""
         self._changed = asyncio.Event()  # more of the body came, or the client left, or the answer is complete
         self._left: int | None = 0  # of the announced content; None: chunked
-        self._is_pushable = False  # between the head and the end of a chunked body whose client is there
+        self.is_pushable = False
+        """Whether a chunk may be pushed if the client keeps up: between the head and the end of a chunked body whose client is there."""
         self.scope = scope
         self.keep_alive, self.expects_continue = keep_alive, expects_continue
         self.more_body = True
@@ -194,7 +206,7 @@ class Cycle:
             self._left = -1
         else:
             self._left = None
-            self._is_pushable = True
+            self.is_pushable = True
             parts.append(b"transfer-encoding: chunked\r\n")
         if is_closing:
             self.keep_alive = False
@@ -226,7 +238,7 @@ class Cycle:
 
     def _complete(self) -> None:
         self.response_complete = True
-        self._is_pushable = False
+        self.is_pushable = False
         self._changed.set()
         self.scope.pop("extensions", None)  # else each request were a circle that only the collector could free
         if not self.keep_alive:
@@ -240,7 +252,7 @@ class Cycle:
 
         While a frame of many streams is handed out, the write waits for the end of the frame.
         """
-        if not self._is_pushable or self._gate.write_paused:
+        if not self.is_pushable or self._gate.write_paused:
             return False
         chunk = b"%x\r\n%b\r\n" % (len(data), data)
         if self._batch.is_open:
@@ -248,6 +260,10 @@ class Cycle:
         else:
             self._connection.transport.write(chunk)
         return True
+
+    def splicer(self, opening: bytes, closing: bytes) -> Splicer:
+        """Return what pushes body chunks that differ only in their middle; the extension `dynamo.splice`."""
+        return Splicer(self, self._connection.transport, self._gate, self._batch, opening, closing)
 
     def respond(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
         """Write a whole answer at once: the second of two writes would be another system call, and often another wake-up of
@@ -300,6 +316,42 @@ class Cycle:
         """Handle a client that is gone, or whose further data is not read any more."""
         if not self.response_complete:
             self.disconnected = True
-            self._is_pushable = False
+            self.is_pushable = False
             self.scope.pop("extensions", None)
         self._changed.set()
+
+
+class Splicer:
+    """Pushes body chunks that differ only in their middle, one for each token: what never changes is made once, and one object
+    has all that a push needs. Valid while its answer is under way."""
+
+    __slots__ = ("_batch", "_closing", "_cycle", "_gate", "_opening", "_size", "_transport", "pushed_at")
+
+    def __init__(
+        self,
+        cycle: Cycle,
+        transport: asyncio.Transport,
+        gate: Gate,
+        batch: WriteBatch,
+        opening: bytes,
+        closing: bytes,
+    ) -> None:
+        self._cycle, self._transport, self._gate, self._batch = cycle, transport, gate, batch
+        self._opening, self._closing = opening, closing + b"\r\n"
+        self._size = len(opening) + len(closing)
+        self.pushed_at = 0.0
+        """Loop time of the last push; 0: there was none."""
+
+    def push(self, middle: bytes, now: float) -> bool:
+        """Do what `Cycle.push` does for `opening + middle + closing`. `now` is loop time."""
+        if not self._cycle.is_pushable or self._gate.write_paused:
+            return False
+        self.pushed_at = now
+        size = self._size + len(middle)
+        head = _CHUNK_HEADS[size] if size < 1024 else b"%x\r\n" % size
+        chunk = b"".join((head, self._opening, middle, self._closing))
+        if self._batch.is_open:
+            self._batch.pending.append((self._transport, chunk))
+        else:
+            self._transport.write(chunk)
+        return True

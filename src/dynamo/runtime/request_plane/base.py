@@ -64,6 +64,10 @@ class ResponseSink(Protocol):
     ) -> None:
         """Queue one token chunk. The offset is counted here. Silently ignored after `end` or a kill."""
 
+    def send_token(self, token_id: int) -> bool:
+        """Queue one token (a u32) of choice 0 and nothing else, as nearly every chunk is; return `has_credit`, and False after
+        `end` or a kill. `send_tokens` does the same, and costs more."""
+
     def send_object(self, envelope: dict[str, Any]) -> None:
         """Queue one object chunk: {"data": ..., "event": ..., "comment": [...], "id": ...}, absent keys omitted."""
 
@@ -99,6 +103,16 @@ Handler = Callable[[Any, Context, ResponseSink], Awaitable[None]]
 error. The server runs one task per request and cancels it only when the process shuts down or the handler asked for it."""
 
 
+class TokenLane(Protocol):
+    """Takes token ids that came with nothing else. Called on the event loop; must not wait."""
+
+    def take_token(self, token_id: int, now: float) -> bool:
+        """Take one id. `now` is the loop time of the frame it came with. False: the lane is to be closed."""
+
+    def take_tokens(self, ids: list[int]) -> bool:
+        """Do the same for ids that came together."""
+
+
 class ResponseStream(Protocol):
     """The caller's end of one response stream."""
 
@@ -122,13 +136,11 @@ class ResponseStream(Protocol):
         and may be called without need; not while a reader waits in `next_batch`.
         """
 
-    def open_lane(
-        self, take_tokens: Callable[[list[int]], bool], closed: Callable[[BaseException | None], None]
-    ) -> bool:
-        """Pass the token ids of items that hold nothing else straight to `take_tokens`, in their order among the other items,
+    def open_lane(self, lane: TokenLane, closed: Callable[[BaseException | None], None]) -> bool:
+        """Pass the token ids of items that hold nothing else straight to `lane`, in their order among the other items,
         which go the way of `listen`. Return whether this stream does so; where it does not, everything goes that way.
 
-        Call it after `listen`; the next `listen` closes the lane. `closed` is called once: with None after `take_tokens` has
+        Call it after `listen`; the next `listen` closes the lane. `closed` is called once: with None after `lane` has
         returned False, or with what it raised; not by `listen`.
         """
 

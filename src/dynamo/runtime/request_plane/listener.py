@@ -71,20 +71,17 @@ class Listener:
         """`security`: None: from the settings, read in `start`. `refused` counts what the limits decline. `host` and
         `port` win over the settings; no host anywhere means the detected address of this machine.
         """
-        self._settings = settings or RequestPlaneSettings.from_env()
-        self._host = host or self._settings.rpc_host or detect_host()
-        self._port = port or self._settings.rpc_port
-        self.core = core or ServerCore(self._settings)
+        self.settings = own = settings or RequestPlaneSettings.from_env()
+        self._host = host or own.rpc_host or detect_host()
+        self._port = port or own.rpc_port
+        self.core = core or ServerCore(own)
         self.refused = refused
-        self.settings = self._settings
-        own = self._settings
-        self.pending = PendingBytes(own.pending_bytes, own.largest_connection_pending_bytes)
-        self._native = NativeServer(self.core, own, pending=self.pending, refused=refused)
+        pending = PendingBytes(own.pending_bytes, own.largest_connection_pending_bytes)
+        self._native = NativeServer(self.core, own, pending=pending, refused=refused)
         # The other half is for the answers of the native wire, which are connections of their own.
         spare = SPARE_DESCRIPTORS + SPARE_CONNECTIONS
-        self.max_connections = within_descriptors(self._settings.max_connections, spare=spare, share=0.5)
-        self._log = LogRate(logger)
-        self._mux = MuxHost(self.core, own, self.pending, refused, log=self._log)  # `start` adds the secret
+        self.max_connections = within_descriptors(own.max_connections, spare=spare, share=0.5)
+        self._mux = MuxHost(self.core, own, pending, refused, log=LogRate(logger))  # `start` adds the secret
         self._sniffing: set[_Sniffer] = set()
         self._security = security
         self._server: asyncio.Server | TlsGate | None = None
@@ -96,6 +93,11 @@ class Listener:
         if self._address is None:
             raise RuntimeError("the request plane listens nowhere yet; await start() first")
         return self._address
+
+    @property
+    def pending(self) -> PendingBytes:
+        """What the bodies that are still arriving hold, over all connections."""
+        return self._native.pending
 
     @property
     def connections(self) -> int:
@@ -111,7 +113,7 @@ class Listener:
         if self._server is not None:
             return
         if self._security is None:
-            self._security = PlaneSecurity.of(self._settings)
+            self._security = PlaneSecurity.of(self.settings)
         self._native.security = self._security
         self._mux = replace(self._mux, secret=self._security.secret)
         try:
@@ -125,7 +127,7 @@ class Listener:
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def _listen(self, tls: ServerTls | None) -> asyncio.Server | TlsGate:
-        settings = self._settings
+        settings = self.settings
         if tls is None:
             return await asyncio.get_running_loop().create_server(
                 lambda: _Sniffer(self), self._host, self._port, backlog=settings.listen_backlog
@@ -145,7 +147,7 @@ class Listener:
         """Whether one more caller that has proven nothing may stay; always, where no proof is required."""
         if self._security is None or self._security.secret is None:
             return True
-        return len(self._sniffing) + len(self._mux.strangers) <= self._settings.max_unauthenticated
+        return len(self._sniffing) + len(self._mux.strangers) <= self.settings.max_unauthenticated
 
     def register(self, path: str, handler: Handler) -> None:
         """Serve `path`. Raises ValueError if it is taken."""
@@ -196,7 +198,7 @@ class Listener:
         elif first_bytes.startswith(TLS_BEGINS):
             self.refused("handshake")
             text = "a caller began with TLS, and this worker has no certificate (DYN_TCP_TLS_CERT_PATH); closing its connection"
-            self._log.warn("a caller began with TLS", text)
+            self._mux.log.warn("a caller began with TLS", text)
             transport.close()
         elif self._security is not None and self._security.secret is not None and not self._security.knows_callers:
             self.refused("secret")

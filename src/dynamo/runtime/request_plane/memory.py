@@ -34,6 +34,7 @@ from dynamo.runtime.request_plane.base import (
     StreamItem,
 )
 from dynamo.runtime.request_plane.core import ServerCore
+from dynamo.runtime.request_plane.sink_record import SinkRecord
 from dynamo.runtime.request_plane.stream import StreamBuffer, StreamEvent, StreamState
 from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.runtime.tracing import TraceContext
@@ -202,28 +203,16 @@ class MemoryStream(StreamBuffer):
         self.sink.grant(credits)
 
 
-class MemorySink:
+class MemorySink(SinkRecord):
     """The worker's end; implements `ResponseSink`."""
 
-    __slots__ = (
-        "_credit",
-        "_object_bytes",
-        "_offsets",
-        "_waiter",
-        "context",
-        "failure",
-        "request_bytes",
-        "stream",
-    )
+    __slots__ = ("_credit", "_offsets", "_waiter", "stream")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, context: Context, request_bytes: int) -> None:
+        super().__init__(context, request_bytes)
         self._credit = INITIAL_CREDITS
         self._offsets = OffsetCounter()
         self._waiter: asyncio.Future[None] | None = None
-        self.context = context
-        self.failure: BaseException | None = None  # what `end` was given
-        self.request_bytes = request_bytes
-        self._object_bytes = 0
         self.stream: MemoryStream | None = MemoryStream(
             loop, self
         )  # None: ended, so that the two do not keep each other
@@ -245,6 +234,10 @@ class MemorySink:
         offset = self._offsets.advance(index, count)
         # stream_id 0: there is nothing to tell streams apart by. The ids are copied, as a wire would.
         stream.deliver(StreamItem(0, index, offset, list(token_ids), finish_reason, extra))
+
+    def send_token(self, token_id: int) -> bool:
+        self.send_tokens([token_id])
+        return self.stream is not None and self.has_credit()
 
     def send_object(self, envelope: dict[str, Any]) -> None:
         stream = self.stream

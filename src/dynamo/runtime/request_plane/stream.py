@@ -14,7 +14,14 @@ from typing import ClassVar, Final
 
 from dynamo.errors import DynamoException, StreamIncomplete, revive
 from dynamo.runtime.context import Context, on_loop
-from dynamo.runtime.request_plane.base import END_INDEX, FINISH_SECONDS, INITIAL_CREDITS, OffsetCounter, StreamItem
+from dynamo.runtime.request_plane.base import (
+    END_INDEX,
+    FINISH_SECONDS,
+    INITIAL_CREDITS,
+    OffsetCounter,
+    StreamItem,
+    TokenLane,
+)
 
 __all__ = ["TRANSITIONS", "StreamBuffer", "StreamEvent", "StreamState"]
 
@@ -152,9 +159,7 @@ class StreamBuffer(ABC):
         if arrived is not None and (self.items or self.state is not StreamState.OPEN):
             self._call_soon()
 
-    def open_lane(
-        self, take_tokens: Callable[[list[int]], bool], closed: Callable[[BaseException | None], None]
-    ) -> bool:
+    def open_lane(self, lane: TokenLane, closed: Callable[[BaseException | None], None]) -> bool:
         return False
 
     def stop(self) -> None:

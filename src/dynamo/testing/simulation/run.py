@@ -623,11 +623,11 @@ class _Run(logging.Handler):
                 self._zero(frontend.name, "waiting requests", model.admission.waiting)
             for client in frontend.runtime._clients:
                 self._zero(frontend.name, "bookings", client._set.loads.total)
-            for plane in frontend.runtime._plane_clients.values():
+            for plane in frontend.runtime.planes.clients.values():
                 self._zero(frontend.name, "open streams", len(plane._streams))  # type: ignore[attr-defined]
         for worker in self._cluster.living_workers:
             self._zero(worker.name, "generators", worker.engine.running)
-            core = worker.runtime._core
+            core = worker.runtime.planes.core
             if core is not None:
                 self._zero(worker.name, "running requests", core.running)
                 self._zero(worker.name, "queued requests", core.queued)

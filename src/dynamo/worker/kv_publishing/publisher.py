@@ -11,10 +11,11 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, assert_never
+from typing import TYPE_CHECKING, Any, Final, assert_never, cast
 
 from dynamo.contract.kv_events import ComponentSnapshot, KvEventSource, PushSource, ZmqSource
 from dynamo.errors import InvalidArgument
+from dynamo.kv.changes import BlockChange, BlockRecord, MediaInfo, PublishedEvent
 from dynamo.kv.engine_events import Cleared, EngineEvent, Removed, Stored
 from dynamo.kv.hashing import block_hashes as hash_blocks
 from dynamo.kv.hashing import to_unsigned
@@ -196,7 +197,7 @@ class KvEventPublisher:
             self._engine.close()
         self._outbox.close()
 
-    def _checked(self, number: int, event: Mapping[str, Any]) -> list[Any]:
+    def _checked(self, number: int, event: Mapping[str, Any]) -> list[BlockChange]:
         arguments = {key: value for key, value in event.items() if key != "type"}
         arguments["is_eagle"] = bool(arguments.get("is_eagle"))
         try:
@@ -210,7 +211,7 @@ class KvEventPublisher:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"events[{number}]: {error}") from error
 
-    def _stored(self, blocks: _StoredBlocks) -> list[Any]:
+    def _stored(self, blocks: _StoredBlocks) -> list[BlockChange]:
         token_ids, num_block_tokens, is_eagle = blocks.token_ids, blocks.num_block_tokens, blocks.is_eagle
         block_mm_infos, count = blocks.block_mm_infos, len(blocks.block_hashes)
         if len(num_block_tokens) != count:
@@ -231,10 +232,11 @@ class KvEventPublisher:
             eagle=is_eagle,
             mm_hashes={n: [entry["mm_hash"] for entry in info["mm_objects"]] for n, info in media.items()},
         )
-        entries = [
-            {"block_hash": names[n], "tokens_hash": local[n], "mm_extra_info": media.get(n)} for n in range(whole)
+        entries: list[BlockRecord] = [
+            {"block_hash": names[n], "tokens_hash": local[n], "mm_extra_info": cast("MediaInfo | None", media.get(n))}
+            for n in range(whole)
         ]
-        pieces = []
+        pieces: list[BlockChange] = []
         for start in range(0, whole, MAX_BLOCKS_PER_EVENT):
             piece = entries[start : start + MAX_BLOCKS_PER_EVENT]
             pieces.append({"stored": {"parent_hash": parent, "start_position": None, "blocks": piece}})
@@ -257,13 +259,13 @@ class KvEventPublisher:
                 return number
         return len(num_block_tokens)
 
-    def _send(self, changes: list[Any], tier: str = "device") -> None:
+    def _send(self, changes: Sequence[BlockChange], tier: str = "device") -> None:
         with self._lock:
             events = [event for data in changes if (event := self._ledger.add(tier, data)) is not None]
             for start in range(0, len(events), MAX_EVENTS_PER_MESSAGE):
                 self._outbox.put(events[start : start + MAX_EVENTS_PER_MESSAGE])
 
-    def _envelope(self, event_id: int, tier: str, data: Any) -> dict[str, Any]:
+    def _envelope(self, event_id: int, tier: str, data: BlockChange) -> PublishedEvent:
         return {
             "worker_id": self._worker_id,
             "storage_tier": tier,
@@ -272,7 +274,7 @@ class KvEventPublisher:
         }
 
 
-def _removed(block_hashes: Sequence[int]) -> list[Any]:
+def _removed(block_hashes: Sequence[int]) -> list[BlockChange]:
     names = [to_unsigned(name) for name in block_hashes]
     return [
         {"removed": {"block_hashes": names[start : start + MAX_BLOCKS_PER_EVENT]}}

@@ -17,7 +17,8 @@ from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.worker.kv_publishing.publisher import KV_EVENTS_TOPIC, KvEventPublisher
 
 if TYPE_CHECKING:
-    from dynamo.runtime.endpoint import Endpoint, ServedEndpoint
+    from dynamo.runtime.endpoint import Endpoint
+    from dynamo.runtime.served_endpoint import ServedEndpoint
 
 __all__ = ["KvQuery", "KvRecovery", "query_endpoint_name"]
 

@@ -41,10 +41,15 @@ class Kind(enum.IntEnum):
     ITEMS = 9  # W: msgpack [item, ...] on stream 0: every item of every stream since the last loop turn
     ITEM_PART = 10  # W: a piece of one item too large for a frame; flag END on the last
     ERROR = 11  # both: msgpack {"message": str}; the connection is closed after it
+    STEP = (
+        13  # W: msgpack [[stream id, ...], [offset, ...], [token id, ...]] on stream 0; only where HELLO asked for it
+    )
     AUTH = 12  # C: the caller's proof that it knows the shared secret, in hex; only where the worker asked for one
 
 
 END_FLAG: Final = 1
+STEP_CAPABILITY: Final = "steps"
+STEP_TOKENS: Final = 4000  # of one frame: 15 bytes each, at most
 
 
 class ProtocolError(Exception):
@@ -81,6 +86,7 @@ decode_open: Final = msgspec.msgpack.Decoder(tuple[Open, bytes | None]).decode
 decode_body: Final = msgspec.msgpack.Decoder().decode
 decode_credits: Final = msgspec.msgpack.Decoder(list[tuple[int, int]]).decode
 decode_items: Final = msgspec.msgpack.Decoder(list[StreamItem]).decode
+decode_step: Final = msgspec.msgpack.Decoder(tuple[list[int], list[int], list[int]]).decode
 decode_item: Final = msgspec.msgpack.Decoder(StreamItem).decode
 decode_message: Final = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
@@ -164,3 +170,12 @@ def items_frames(items: Sequence[tuple[Any, ...]]) -> list[bytes]:
         return fragments(Kind.ITEM_PART, pack(items[0]), items[0][0])
     half = len(items) // 2
     return items_frames(items[:half]) + items_frames(items[half:])
+
+
+def step_frames(stream_ids: list[int], offsets: list[int], token_ids: list[int]) -> list[bytes]:
+    """Encode single tokens of choice 0 of many streams, at most one of each stream: a step of continuous batching."""
+    return [
+        frame(Kind.STEP, pack((stream_ids[at:end], offsets[at:end], token_ids[at:end])))
+        for at in range(0, len(stream_ids), STEP_TOKENS)
+        for end in (at + STEP_TOKENS,)
+    ]

@@ -8,7 +8,16 @@ from typing import Final
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.request_plane.base import INITIAL_CREDITS
-from dynamo.runtime.request_plane.mux.frames import MAGIC, VERSION, Hello, Kind, ProtocolError, frame, pack
+from dynamo.runtime.request_plane.mux.frames import (
+    MAGIC,
+    STEP_CAPABILITY,
+    VERSION,
+    Hello,
+    Kind,
+    ProtocolError,
+    frame,
+    pack,
+)
 from dynamo.runtime.request_plane.secret import (
     SECRET_CAPABILITY,
     SECRET_SETTING,
@@ -40,9 +49,15 @@ class Greeting:
 
     def first_bytes(self) -> bytes:
         """Return the first bytes of a connection."""
-        hello = Hello(version=VERSION, credits=INITIAL_CREDITS, agent=f"dynamo-unified pid {os.getpid()}")
+        hello = Hello(
+            version=VERSION,
+            capabilities=[STEP_CAPABILITY],
+            credits=INITIAL_CREDITS,
+            agent=f"dynamo-unified pid {os.getpid()}",
+        )
         if self._secret is not None:
-            hello.capabilities, hello.auth = [SECRET_CAPABILITY], self._nonce
+            hello.capabilities.append(SECRET_CAPABILITY)
+            hello.auth = self._nonce
         return MAGIC + frame(Kind.HELLO, pack(hello))
 
     def answered(self, hello: Hello) -> bytes | None:

@@ -20,6 +20,7 @@ from dynamo.runtime.request_plane.expansion import exceeds_when_decoded
 from dynamo.runtime.request_plane.mux.bodies import HalfSentRequests
 from dynamo.runtime.request_plane.mux.frames import (
     MAGIC,
+    STEP_CAPABILITY,
     VERSION,
     Frame,
     FrameDecoder,
@@ -51,7 +52,7 @@ __all__ = ["MuxHost", "MuxServerProtocol"]
 
 logger = logging.getLogger(__name__)
 
-CAPABILITIES: Final = ["deadline", "credits", "fragments"]
+CAPABILITIES: Final = ["deadline", "credits", "fragments", STEP_CAPABILITY]
 MAX_CREDIT: Final = 1 << 20  # a caller may not make one stream buffer more than a million tokens
 GOODBYE_SECONDS: Final = 1.0  # how long the last bytes of a closing connection may take to leave
 
@@ -245,6 +246,7 @@ class MuxServerProtocol(asyncio.Protocol):
         if hello.version < 1:
             raise ProtocolError(f"mux version {hello.version} is not spoken here; versions 1 to {VERSION} are")
         self._hello = hello
+        self.outbox.step.is_read = STEP_CAPABILITY in hello.capabilities
         reply = Hello(version=min(hello.version, VERSION), capabilities=CAPABILITIES, agent="dynamo-unified")
         secret = self._host.secret
         if secret is not None:

@@ -12,6 +12,7 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import END_INDEX, OBJECT_CREDIT_BYTES, OBJECT_INDEX
 from dynamo.runtime.request_plane.mux.frames import pack
 from dynamo.runtime.request_plane.mux.outbox import ItemOutbox
+from dynamo.runtime.request_plane.sink_record import SinkRecord
 
 if TYPE_CHECKING:
     from dynamo.runtime.request_plane.mux.server import MuxServerProtocol
@@ -21,39 +22,34 @@ __all__ = ["MuxSink"]
 TOKEN_BYTES: Final = 10  # of a one-token chunk in a batch
 
 
-class MuxSink:
+class MuxSink(SinkRecord):
     """One response stream at the worker; implements `ResponseSink`."""
 
     __slots__ = (
-        "_object_bytes",
         "_others",
         "_stream_id",
+        "_turn",
         "_waiter",
         "connection",
-        "context",
         "credit",
         "ended",
-        "failure",
         "offset",
         "outbox",
-        "request_bytes",
     )
 
     def __init__(
         self, connection: MuxServerProtocol, outbox: ItemOutbox, stream_id: int, context: Context, credit: int
     ) -> None:
         """`connection` forgets this stream when it ends; `outbox` sends its items."""
+        super().__init__(context)
         self.connection = connection
         self.outbox = outbox
         self._stream_id = stream_id
+        self._turn = -1  # that of the outbox when this stream last had something in it
         self._waiter: asyncio.Future[None] | None = None
         self._others: dict[int, int] | None = None  # offsets of the choices other than 0
-        self.context = context
         self.credit = credit
-        self.failure: BaseException | None = None  # what `end` was given
         self.offset = 0  # of choice 0, nearly always the only one
-        self.request_bytes = 0
-        self._object_bytes = 0
         self.ended = False
 
     def send_tokens(
@@ -73,6 +69,7 @@ class MuxSink:
             offset = self._advance(index, count)
         self.credit -= count or 1
         outbox = self.outbox
+        self._turn = outbox.step.turn
         # A plain tuple: encoding it costs half of what a Struct instance would, and no code keeps it.
         if finish_reason is None and extra is None:
             outbox.items.append((self._stream_id, index, offset, token_ids))
@@ -80,6 +77,24 @@ class MuxSink:
             outbox.items.append((self._stream_id, index, offset, token_ids, finish_reason, extra))
         if not outbox.flush_scheduled:
             outbox.schedule_flush()
+
+    def send_token(self, token_id: int) -> bool:
+        outbox = self.outbox
+        step = outbox.step
+        if self._turn == step.turn or self.ended or not step.is_read:
+            # What this stream has sent since the last flush must come first, and a step has one token of each stream.
+            self.send_tokens([token_id])
+            return not self.ended and self.has_credit()
+        self._turn = step.turn
+        offset = self.offset
+        self.offset = offset + 1
+        self.credit -= 1
+        step.stream_ids.append(self._stream_id)
+        step.offsets.append(offset)
+        step.token_ids.append(token_id)
+        if not outbox.flush_scheduled:
+            outbox.schedule_flush()
+        return self.credit > 0 and not outbox.paused
 
     def _advance(self, index: int, count: int) -> int:
         if self._others is None:
@@ -101,6 +116,7 @@ class MuxSink:
         cost = len(encoded) // OBJECT_CREDIT_BYTES + 1
         self.credit -= cost
         self._object_bytes += len(encoded)
+        self._turn = self.outbox.step.turn
         self.outbox.add((self._stream_id, OBJECT_INDEX, cost, (), None, encoded))
 
     def has_credit(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from dynamo.runtime.request_plane.base import INITIAL_CREDITS, StreamItem
+from dynamo.runtime.request_plane.base import INITIAL_CREDITS, StreamItem, TokenLane
 from dynamo.runtime.request_plane.expansion import exceeds_when_decoded
 from dynamo.runtime.request_plane.mux.frames import ProtocolError, decode_item
 from dynamo.runtime.request_plane.stream import StreamBuffer, StreamState
@@ -32,15 +32,13 @@ class MuxStream(StreamBuffer):
         self._parts: list[bytes] | None = None
         self._parts_bytes = 0
         self.stream_id = stream_id
-        self.lane: Callable[[list[int]], bool] | None = None
+        self.lane: TokenLane | None = None
         self.lane_ids: list[int] | None = None  # arrived in this frame, about to be passed on
         self._lane_closed: Callable[[BaseException | None], None] | None = None
 
-    def open_lane(
-        self, take_tokens: Callable[[list[int]], bool], closed: Callable[[BaseException | None], None]
-    ) -> bool:
+    def open_lane(self, lane: TokenLane, closed: Callable[[BaseException | None], None]) -> bool:
         """Pass token ids on past the buffer, once per frame."""
-        self.lane, self._lane_closed = take_tokens, closed
+        self.lane, self._lane_closed = lane, closed
         return True
 
     def listen(self, arrived: Callable[[], None] | None) -> None:
@@ -53,20 +51,24 @@ class MuxStream(StreamBuffer):
         if ids is None:
             return
         if self.consumed >= self.GRANT_AT:
-            used, self.consumed = self.consumed, 0
-            self._grant(used)
+            self.renew_credit()
         lane = self.lane
         if lane is None:  # the reader has left since they arrived; it may come back and take them
             if self.state is StreamState.OPEN or self.state is StreamState.ENDED:
                 self.give_back(ids)
             return
         try:
-            if lane(ids):
+            if lane.take_tokens(ids):
                 return
         except BaseException as error:
-            self._close_lane(error)
+            self.close_lane(error)
         else:
-            self._close_lane(None)
+            self.close_lane(None)
+
+    def renew_credit(self) -> None:
+        """Grant the producer what the lane has taken since the last grant."""
+        used, self.consumed = self.consumed, 0
+        self._grant(used)
 
     def give_back(self, ids: list[int]) -> None:
         """Put tokens that were counted as passed on into the buffer again, as if they had just arrived."""
@@ -75,7 +77,8 @@ class MuxStream(StreamBuffer):
         self.items.insert(0, StreamItem(self.stream_id, 0, self.next_offset, ids))
         self._wake()
 
-    def _close_lane(self, error: BaseException | None) -> None:
+    def close_lane(self, error: BaseException | None) -> None:
+        """Close the lane: its reader takes no more there, or has failed with `error`."""
         closed, self.lane, self._lane_closed = self._lane_closed, None, None
         if closed is not None:
             closed(error)

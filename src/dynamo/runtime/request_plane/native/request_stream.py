@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from functools import partial
 from typing import Any, Final, cast
 
 import msgspec
@@ -40,10 +41,9 @@ class NativeRequestStream(RequestStream, asyncio.Protocol):
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._greeting = handshake(subject, "request")
-        self._codec: Codec = codec
+        self._decode_request = partial(_decode_request, codec, max_decoded_bytes)
         self._context = context
         self._log = log or LogRate(logger)
-        self._max_decoded_bytes = max_decoded_bytes
         self._decoder = TwoPartDecoder(max_data_bytes=MAX_MESSAGE_BYTES)
         self._requests: deque[Any] = deque()
         self._has_ended = False
@@ -120,11 +120,7 @@ class NativeRequestStream(RequestStream, asyncio.Protocol):
 
     def _on_frame(self, frame: TwoPart) -> None:
         if not frame.header:
-            if exceeds_when_decoded(frame.data, self._max_decoded_bytes, self._codec):
-                raise MalformedFrame(
-                    f"a request of {len(frame.data)} bytes exceeds DYN_TCP_MAX_DECODED_MB once decoded"
-                )
-            self._requests.append(decode_body(frame.data, self._codec))
+            self._requests.append(self._decode_request(frame.data))
             return
         match None if frame.data else _word(frame.header):
             case "sentinel":
@@ -173,6 +169,12 @@ class NativeRequestStream(RequestStream, asyncio.Protocol):
             self._transport.abort()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _decode_request(codec: Codec, max_decoded_bytes: int, data: bytes) -> Any:
+    if exceeds_when_decoded(data, max_decoded_bytes, codec):
+        raise MalformedFrame(f"a request of {len(data)} bytes exceeds DYN_TCP_MAX_DECODED_MB once decoded")
+    return decode_body(data, codec)
 
 
 def _word(header: bytes) -> Any:

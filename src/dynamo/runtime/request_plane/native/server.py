@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -56,6 +57,28 @@ NO_ROOM: Final = (
 )
 
 
+class _OpenSinks(set[NativeSink]):
+    """Response streams whose connection is open or being opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_empty: asyncio.Event | None = None  # while `wait_empty` waits
+
+    def discard(self, sink: object) -> None:
+        super().discard(sink)
+        if not self and self._is_empty is not None:
+            self._is_empty.set()
+
+    async def wait_empty(self, seconds: float) -> None:
+        """Return when there is none, or after `seconds`."""
+        if not self:
+            return
+        self._is_empty = asyncio.Event()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._is_empty.wait()
+
+
 class NativeServer:
     """All native connections of one listener. It accepts none itself: the listener hands them over."""
 
@@ -76,11 +99,10 @@ class NativeServer:
         self._policy = CallHomePolicy(settings.call_home_networks)
         self._max_streams = within_descriptors(settings.max_streams, spare=SPARE_DESCRIPTORS, share=0.5)
         self._connections: set[RequestConnection] = set()
-        self._sinks: set[NativeSink] = set()
+        self._sinks = _OpenSinks()
         self._dials = Background()
         self.security = PlaneSecurity()  # set by the listener when it starts
         self._nats_dials = asyncio.Semaphore(DIALS_AT_ONCE)
-        self._no_streams: asyncio.Future[None] | None = None  # awaited by `close`
 
     @property
     def connections(self) -> int:
@@ -106,9 +128,7 @@ class NativeServer:
         await self._dials.wait(GOODBYE_SECONDS)
         for sink in list(self._sinks):
             sink.close()
-        if self._sinks:
-            self._no_streams = asyncio.get_running_loop().create_future()
-            await asyncio.wait([self._no_streams], timeout=GOODBYE_SECONDS)
+        await self._sinks.wait_empty(GOODBYE_SECONDS)
         await self._dials.close()
         for sink in list(self._sinks):
             sink.abort()
@@ -206,7 +226,7 @@ class NativeServer:
             codec,
             context,
             request_bytes=call.body_bytes,
-            on_closed=self._stream_closed,
+            on_closed=self._sinks.discard,
             write_stall_seconds=self.settings.write_stall_seconds,
             refused=self.refused,
             log=self.log,
@@ -236,11 +256,6 @@ class NativeServer:
             stream.not_connected()
             return
         self._dials.start(self._dial(stream, home, slots), f"call-home {request_id}")
-
-    def _stream_closed(self, sink: NativeSink) -> None:
-        self._sinks.discard(sink)
-        if not self._sinks and self._no_streams is not None and not self._no_streams.done():
-            self._no_streams.set_result(None)
 
     async def _dial(self, stream: NativeSink | NativeRequestStream, home: CallHome, slots: asyncio.Semaphore) -> None:
         host, port = home.host_and_port()
@@ -275,7 +290,6 @@ class RequestConnection(asyncio.Protocol):
 
     def __init__(self, server: NativeServer) -> None:
         self._server = server
-        self._settings = server.settings
         self._loop = asyncio.get_running_loop()
         self._decoder = RequestDecoder(server.settings.max_message_bytes)
         self._transport: asyncio.Transport | None = None
@@ -362,7 +376,7 @@ class RequestConnection(asyncio.Protocol):
             self._loop.call_later(GOODBYE_SECONDS, self._transport.abort)  # of what it does not read
 
     def _due(self) -> float:
-        settings = self._settings
+        settings = self._server.settings
         due = self._heard_at + settings.idle_seconds
         if self._held_bytes:
             due = min(due, self._frame_began + settings.message_timeout_seconds)
@@ -389,7 +403,7 @@ class RequestConnection(asyncio.Protocol):
             self._server.refused("write_stall")
             transport.abort()
         elif self._held_bytes:
-            limit = self._settings.message_timeout_seconds
+            limit = self._server.settings.message_timeout_seconds
             text = f"{UNAVAILABLE} the request did not arrive within {limit:g} s (DYN_TCP_MESSAGE_TIMEOUT_SECS)"
             self._leave("message_time", text)
         else:

@@ -129,6 +129,11 @@ class NativeSink(asyncio.Protocol):
             data = {**extra, **data}
         self._append({"data": data})
 
+    def send_token(self, token_id: int) -> bool:
+        """Queue one token of choice 0; return whether there is room for more."""
+        self.send_tokens([token_id])
+        return not self.ended and self.has_credit()
+
     def send_object(self, envelope: dict[str, Any]) -> None:
         """Queue one annotated envelope as it is."""
         if not (self._has_ended or self._gone):
