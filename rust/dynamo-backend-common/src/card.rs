@@ -260,8 +260,6 @@ fn needs(config: &WorkerConfig) -> Value {
 fn runtime_config(config: &WorkerConfig, engine: &EngineConfig) -> Value {
     let mode = config.disaggregation_mode;
     let is_prefill = mode == DisaggregationMode::Prefill;
-    let has_indexer =
-        config.enable_local_indexer && matches!(mode, DisaggregationMode::Aggregated | DisaggregationMode::Prefill);
     let mut record = Map::new();
     let mut set = |name: &str, value: Value| {
         if !value.is_null() {
@@ -300,7 +298,7 @@ fn runtime_config(config: &WorkerConfig, engine: &EngineConfig) -> Value {
     set("exclude_tools_when_tool_choice_none", json!(config.exclude_tools_when_tool_choice_none));
     set("data_parallel_start_rank", json!(engine.data_parallel_start_rank.unwrap_or(0)));
     set("data_parallel_size", json!(engine.data_parallel_size.unwrap_or(1)));
-    set("enable_local_indexer", json!(has_indexer));
+    set("enable_local_indexer", json!(false)); // there are no KV events to ask for
     set("enable_eagle", json!(false));
     let mut data: Map<String, Value> =
         engine.runtime_data.iter().map(|(name, value)| (name.clone(), value.clone())).collect();

@@ -216,9 +216,9 @@ pub struct WorkerConfig {
     pub reasoning_parser: Option<String>,
     /// Whether tools are left out of the prompt for `tool_choice: none`.
     pub exclude_tools_when_tool_choice_none: bool,
-    /// Whether routers may ask this worker which blocks it holds.
+    /// Whether routers may ask this worker which blocks it holds; without effect until KV events are built.
     pub enable_local_indexer: bool,
-    /// Whether KV events and loads are published.
+    /// Whether loads are published.
     pub enable_kv_routing: bool,
     /// Labels that every metric of the endpoint gets.
     pub metrics_labels: Vec<(String, String)>,

@@ -53,7 +53,7 @@
 //!
 //! # What is not built
 //!
-//! Discovery other than `file`, the native 1.6 wire, TLS, KV events and load reports to routers, LoRA adapters, export of
+//! Discovery other than `file`, the native 1.6 wire, TLS, KV events to routers, LoRA adapters, export of
 //! traces over OTLP. A setting that asks for one of these ends the start with an error that says so.
 
 /// The page for writers of engines: its snippets are compiled and run as they stand there.
@@ -68,10 +68,12 @@ mod context;
 mod discovery;
 pub mod engine;
 mod error;
+mod events;
 mod flag;
 mod hash;
 mod health;
 mod instance;
+mod load;
 mod logging;
 mod metrics;
 mod output;

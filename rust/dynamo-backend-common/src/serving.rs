@@ -17,6 +17,7 @@ use crate::config::DisaggregationMode;
 use crate::context::{AsyncEngineContext, GenerateContext};
 use crate::engine::LLMEngine;
 use crate::error::{BackendError, DynamoError, ErrorType};
+use crate::load::{Load, RunningRequest};
 use crate::metrics::RequestMetrics;
 use crate::output::{FinishReason, LLMEngineOutput};
 use crate::plane::{Call, Handler, Server, Sink};
@@ -42,6 +43,8 @@ pub(crate) struct TokenServing {
     pub(crate) mode: DisaggregationMode,
     pub(crate) metrics: Arc<RequestMetrics>,
     pub(crate) server: Arc<Server>,
+    /// The book of what runs; `None` for an engine without KV blocks.
+    pub(crate) load: Option<Arc<Load>>,
     /// Hears of every request that was answered without an error.
     pub(crate) answered: Arc<dyn Fn() + Send + Sync>,
 }
@@ -176,11 +179,12 @@ impl TokenServing {
 
     async fn pump(&self, request: PreprocessedRequest, context: &GenerateContext, sink: &mut Sink) -> End {
         let choices = u32::from(request.sampling_options.n.unwrap_or(1)).max(1);
+        let running = self.load.as_ref().map(|load| load.begin(&request));
         let mut stream = match self.engine.generate(request, context.clone()).await {
             Ok(stream) => stream,
             Err(error) => return End::Failed(error),
         };
-        match self.relay(&mut stream, choices, context, sink).await {
+        match self.relay(&mut stream, choices, context, sink, running.as_ref()).await {
             Ok(end) => end,
             Err(error) => End::Failed(error),
         }
@@ -193,6 +197,7 @@ impl TokenServing {
         choices: u32,
         context: &GenerateContext,
         sink: &mut Sink,
+        running: Option<&RunningRequest>,
     ) -> Result<End, DynamoError> {
         let patience = self.server.settings.credit_stall;
         let (mut open_choices, mut burst) = (choices, 0);
@@ -211,6 +216,9 @@ impl TokenServing {
             }
             if !chunk.token_ids.is_empty() && !context.has_first_token() {
                 context.notify_first_token();
+            }
+            if let Some(running) = running {
+                running.add(chunk.token_ids.len());
             }
             match &chunk.finish_reason {
                 None => sink.send(&chunk, index, None)?,

@@ -19,9 +19,11 @@ use crate::config::{DisaggregationMode, EngineConfig, WorkerConfig};
 use crate::discovery::{self, Discovery};
 use crate::engine::{LLMEngine, MetricsCtx};
 use crate::error::{BackendError, DynamoError, ErrorType};
+use crate::events::EventPublisher;
 use crate::flag::Flag;
 use crate::health::{self, Health};
 use crate::instance::{self, Instance};
+use crate::load::{self, Load};
 use crate::metrics::EngineMetrics;
 use crate::plane::{Server, lock};
 use crate::publishing::SnapshotPublisher;
@@ -96,6 +98,7 @@ struct Parts {
     server: Option<Arc<Server>>,
     instance: Option<Arc<Instance>>,
     model_key: Option<String>,
+    load: Option<Arc<Load>>,
     tasks: Vec<JoinHandle<()>>,
 }
 
@@ -223,7 +226,8 @@ impl Worker {
     ) -> Result<(), DynamoError> {
         let config = &self.config;
         let served_name = card::served_name(config, engine);
-        self.set_up_metrics(worker_id, engine, &served_name, load_seconds).await?;
+        self.set_up_load(worker_id, engine, discovery, parts).await?;
+        self.set_up_metrics(worker_id, engine, &served_name, load_seconds, parts.load.clone()).await?;
         let server = Server::new(ListenerSettings::from_env(), self.metrics.listener().clone())?;
         let (listener, address) = server.bind(LOOPBACK).await?;
         let host = advertised(&address.ip().to_string(), address.port());
@@ -264,12 +268,51 @@ impl Worker {
         Ok(())
     }
 
+    /// Begins to report the load of an engine with KV blocks.
+    async fn set_up_load(
+        &self,
+        worker_id: u64,
+        engine: &EngineConfig,
+        discovery: &Arc<dyn Discovery>,
+        parts: &mut Parts,
+    ) -> Result<(), DynamoError> {
+        let (config, mode) = (&self.config, self.config.disaggregation_mode);
+        let Some(block_size) = engine.kv_cache_block_size else { return Ok(()) };
+        if !config.enable_kv_routing || mode == DisaggregationMode::Encode {
+            return Ok(());
+        }
+        let first = engine.data_parallel_start_rank.unwrap_or(0);
+        let ranks = first..first.saturating_add(engine.data_parallel_size.unwrap_or(1));
+        let load = Load::new(block_size, engine.total_kv_blocks, ranks, mode != DisaggregationMode::Decode);
+        let host = settings::text("DYN_EVENT_PLANE_HOST").unwrap_or_else(|| LOOPBACK.to_owned());
+        let (publisher, address) = EventPublisher::listen(&host, load::TOPIC).await?;
+        let (namespace, component, name) = (&config.namespace, &config.component, &config.endpoint);
+        let endpoint = format!("tcp://{}", advertised(&address.ip().to_string(), address.port()));
+        let record = json!({
+            "type": "EventChannel",
+            "scope": {
+                "kind": "endpoint", "endpoint": {"namespace": namespace, "component": component, "name": name},
+            },
+            "topic": load::TOPIC, "instance_id": publisher.id(),
+            "transport": {"kind": "Zmq", "config": {"endpoint": endpoint}},
+        });
+        let scope = ["namespace", namespace, "component", component, "endpoint", name, "topic", load::TOPIC];
+        let scope: Vec<String> =
+            scope.iter().map(|part| encode_path(part).replace('.', "%2E").replace('~', "%7E")).collect();
+        let key = format!("v1/event_channels/{}/{:x}", scope.join("/"), publisher.id());
+        put(discovery, &key, &record)?;
+        parts.tasks.push(tokio::spawn(Arc::clone(&load).report(worker_id, publisher)));
+        parts.load = Some(load);
+        Ok(())
+    }
+
     async fn set_up_metrics(
         &self,
         worker_id: u64,
         engine: &EngineConfig,
         served_name: &str,
         load_seconds: f64,
+        load: Option<Arc<Load>>,
     ) -> Result<(), DynamoError> {
         let config = &self.config;
         let id = format!("{worker_id:x}");
@@ -297,7 +340,7 @@ impl Worker {
         if let (Some(on_ready), false, true) =
             (bindings.on_publisher_ready, bindings.dp_ranks.is_empty(), config.enable_kv_routing)
         {
-            on_ready(SnapshotPublisher::new(self.metrics.clone()));
+            on_ready(SnapshotPublisher::new(self.metrics.clone(), load));
         }
         Ok(())
     }
@@ -349,6 +392,7 @@ impl Worker {
                 mode: self.config.disaggregation_mode,
                 metrics: Arc::clone(self.metrics.requests()),
                 server: Arc::clone(&server),
+                load: parts.load.clone(),
                 answered: Arc::new(move || answered.answered()),
             }),
         );

@@ -85,6 +85,8 @@ impl LLMEngine for SampleEngine {
         Ok(EngineConfig {
             model: self.model.clone(),
             context_length: Some(2048),
+            kv_cache_block_size: Some(16),
+            total_kv_blocks: Some(1000),
             max_num_seqs: Some(64),
             max_num_batched_tokens: Some(2048),
             ..Default::default()

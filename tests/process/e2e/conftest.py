@@ -4,10 +4,34 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from support.processes import Cluster, Stack
+from support.processes import RUST_ENGINE, Cluster, Stack
+
+NOT_IN_RUST = {
+    "test_an_engine_that_yields_rubbish_harms_only_its_own_stream": "chunks have a type in Rust",
+    "test_unknown_keys_of_a_chunk_are_nobodys_business": "chunks have a type in Rust",
+    "test_a_worker_whose_requests_all_stand_still_is_not_ready_and_says_why": "that watchdog is not built in Rust",
+}
+"""Tests that the workers in Rust are not meant to pass, and why."""
+NOT_FOR_RUST = frozenset(
+    {"blocked_loop", "chaos", "etcd", "events", "group", "kubernetes", "tls"}
+)  # files about parts that only Python workers have
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not RUST_ENGINE:
+        return
+    for item in items:
+        if item.path.parent != Path(__file__).parent:
+            continue
+        reason = NOT_IN_RUST.get(getattr(item, "originalname", item.name))
+        if item.path.stem.removeprefix("test_e2e_") in NOT_FOR_RUST:
+            reason = "about a part that only Python workers have"
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=f"workers in Rust: {reason}"))
 
 
 @pytest.fixture(scope="session")

@@ -9,12 +9,13 @@ import random
 import signal
 import socket
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import zmq.asyncio
 
 from dynamo.errors import (
     Disconnected,
@@ -25,6 +26,7 @@ from dynamo.errors import (
     WorkerUnavailable,
 )
 from dynamo.runtime.context import Context
+from dynamo.runtime.event_plane.envelope import decode_parts, zmq_endpoint
 from dynamo.runtime.request_plane.base import INITIAL_CREDITS, Instance, StreamItem
 from dynamo.runtime.request_plane.mux.client import MuxClient, MuxStream
 from dynamo.runtime.request_plane.mux.frames import MAGIC, Kind, frame, pack
@@ -106,7 +108,8 @@ def body(tokens: int, prompt: int = 3) -> dict[str, Any]:
 
 async def test_its_records_are_named_by_their_key(worker: Worker) -> None:
     encoded = worker.instance().key.replace("/", "%2F")
-    assert worker.records() == [f"v1/instances/{encoded}", f"v1/mdc/{encoded}"]
+    instances, models = [name for name in worker.records() if "event_channels" not in name]
+    assert (instances, models) == (f"v1/instances/{encoded}", f"v1/mdc/{encoded}")
     card = json.loads((worker.store / "v1" / "mdc" / encoded).read_text())["card_json"]
     assert (card["display_name"], card["model_type"], card["worker_type"]) == (
         "sample-model",
@@ -216,6 +219,44 @@ async def test_probes_and_metrics(worker: Worker, client: MuxClient) -> None:
     assert 'dynamo_component_requests_total{dynamo_namespace="dynamo",dynamo_component="backend"' in page
     assert worker.get("/nowhere") == (404, "Route not found")
     assert worker.get("/engine/control/sleep")[0] == 404
+
+
+async def test_its_load_reaches_subscribers(worker: Worker, client: MuxClient) -> None:
+    """Over ZeroMQ's own library: the publisher in Rust speaks its wire without it."""
+    instance = worker.instance()
+    (channel,) = [name for name in worker.records() if name.startswith("v1/event_channels/")]
+    record = (worker.store / channel).read_bytes()
+    assert json.loads(record)["topic"] == "kv_metrics"
+    endpoint = zmq_endpoint(record)
+    assert endpoint is not None
+    with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as subscriber:
+        subscriber.setsockopt(zmq.HEARTBEAT_IVL, 50)
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"kv_metrics")
+        subscriber.connect(endpoint)
+
+        async def report(wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while True:
+                    event = decode_parts(await subscriber.recv_multipart())
+                    load = msgspec.msgpack.decode(event.payload)
+                    assert set(load) == {
+                        "worker_id",
+                        "dp_rank",
+                        "active_decode_blocks",
+                        "active_prefill_tokens",
+                        "kv_used_blocks",
+                    }
+                    assert load["worker_id"] == instance.instance_id
+                    if wanted(load):
+                        return load
+
+        request = Context()
+        stream = await client.open(instance, body(10**6, prompt=100), request)
+        busy = await report(lambda load: load["active_decode_blocks"] > 8)  # 7 of the prompt, the others of the answer
+        assert busy["active_prefill_tokens"] == 0
+        request.kill()
+        assert await drain(stream) == []
+        await report(lambda load: load["active_decode_blocks"] == 0)
 
 
 async def test_the_health_check_sees_an_engine_that_does_not_answer(tmp_path: Path) -> None:

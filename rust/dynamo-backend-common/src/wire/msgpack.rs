@@ -48,6 +48,21 @@ pub(crate) fn put_str(out: &mut Vec<u8>, text: &str) {
     out.extend_from_slice(text.as_bytes());
 }
 
+/// Appends bytes.
+pub(crate) fn put_bin(out: &mut Vec<u8>, bytes: &[u8]) {
+    let length = bytes.len();
+    if length <= 0xff {
+        out.extend_from_slice(&[0xc4, length as u8]);
+    } else if length <= 0xffff {
+        out.push(0xc5);
+        out.extend_from_slice(&(length as u16).to_be_bytes());
+    } else {
+        out.push(0xc6);
+        out.extend_from_slice(&(length as u32).to_be_bytes());
+    }
+    out.extend_from_slice(bytes);
+}
+
 /// Appends nil.
 pub(crate) fn put_nil(out: &mut Vec<u8>) {
     out.push(0xc0);
