@@ -24,6 +24,8 @@ from dynamo.runtime import settings as runtime
 from dynamo.runtime.settings import RuntimeSettings
 from dynamo.settings.table import Setting, Status, settings_of
 from dynamo.text.template_sandbox import BudgetSpec
+from dynamo.worker import settings as variables
+from dynamo.worker.lifecycle import ShutdownTimes
 
 PAGE: Final = Path(__file__).parent.parent / "docs" / "settings.md"
 LOADING: Final = frozenset({"max_models", "concurrent_model_loads"})  # beside the files that models are loaded from
@@ -52,7 +54,10 @@ DISCOVERY: Final = frozenset({"DYN_FILE_KV"})
 
 SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "worker": (*own(WorkerConfig), ENABLE_STRUCTURAL_TAG, HEALTH_CHECK_PAYLOAD, worker.DUMP_CONFIG_TO, *worker.KEPT),
-    "namespace": (NAMESPACE_SUFFIX,),
+    "worker-variables": (
+        NAMESPACE_SUFFIX, *own(ShutdownTimes), variables.VALIDATE, variables.MAP_BUILTIN_ERRORS,
+        variables.SELF_HOST_METADATA, variables.RL_ENDPOINT,
+    ),
     "runtime-flags": tuple(of_runtime()),
     "status": (*own(*STATUS_TABLES), *runtime.IGNORED),
     "frontend": (*own(FrontendSettings, flags=True), *ONE_VALUE, frontend.DUMP_CONFIG_TO),

@@ -18,10 +18,10 @@ from typing import Any, Final, Protocol
 from dynamo.errors import InvalidArgument
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
-from dynamo.runtime.settings import env_str
 from dynamo.runtime.tasks import Background, is_being_cancelled
 from dynamo.worker.lifecycle import AdminGate
 from dynamo.worker.registration import checked_taints
+from dynamo.worker.settings import RL_ENDPOINT
 
 __all__ = [
     "MODEL_TAINTS",
@@ -265,7 +265,7 @@ def rl_endpoint_name(serving_endpoint: str, *, env: Mapping[str, str] | None = N
     """Return the name of the auxiliary endpoint (`DYN_RL_ENDPOINT`, default `rl`). Raises InvalidArgument naming the
     variable.
     """
-    name = env_str("DYN_RL_ENDPOINT", "rl", env=os.environ if env is None else env) or "rl"
+    name: str = RL_ENDPOINT.value(os.environ if env is None else env)
     if re.fullmatch(r"[A-Za-z0-9_-]+", name) is None:
         raise InvalidArgument(f"DYN_RL_ENDPOINT={name!r}: use letters, digits, _ and - only")
     if name == serving_endpoint:

@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from dynamo.runtime.settings import env_float
 from dynamo.runtime.tasks import Background, is_being_cancelled
+from dynamo.worker.shutdown import shutdown_times
 
 if TYPE_CHECKING:
     from dynamo.runtime import DistributedRuntime, Endpoint
@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["get_grace_period_seconds", "graceful_shutdown_with_discovery", "install_signal_handlers"]
 
-DEFAULT_GRACE_SECONDS: Final = 5.0  # how long routers may take to see that an instance left
 CALLBACK_SECONDS: Final = 30.0  # for the drain and the pre-shutdown callback, each
 
 Callback = Callable[[], Any]  # sync or async
@@ -34,7 +33,7 @@ _under_way: weakref.WeakSet[DistributedRuntime] = weakref.WeakSet()
 
 def get_grace_period_seconds() -> float:
     """Read `DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS`: unset, empty or unreadable is 5 s, negative is 0."""
-    return env_float("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", DEFAULT_GRACE_SECONDS, minimum=0.0)
+    return shutdown_times().grace_seconds
 
 
 async def graceful_shutdown_with_discovery(

@@ -22,6 +22,8 @@ from enum import Enum
 from typing import Final
 
 from dynamo.contract.modes import DisaggregationMode
+from dynamo.settings.readers import integer, seconds
+from dynamo.settings.table import setting
 
 __all__ = [
     "CLEANUP_RESERVE_SECONDS",
@@ -143,9 +145,16 @@ FORCED_EXIT_STATUS: Final = FORCED_EXIT_CODE & 0xFF  # 143: what the process rea
 class ShutdownTimes:
     """How long the phases of the end may last, in seconds. All offsets count from the request to stop."""
 
-    grace_seconds: float = 5.0  # unregistered, still serving: routers need time to learn of it
-    timeout_seconds: int = 30
-    prefill_drain_seconds: float = 30.0
+    # fmt: off
+    # Routers need time to learn that the instance left.
+    grace_seconds: float = setting(5.0, "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", seconds(),
+        "After SIGTERM: how long the worker, already out of discovery, still takes requests")
+    timeout_seconds: int = setting(30, "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", integer(0, unit="s"),
+        "Then, how long until the process ends by force. The last 5 s are kept for `drain()` and `cleanup()`: streams "
+        "that still run are cut")
+    prefill_drain_seconds: float = setting(30.0, "DYN_PREFILL_DRAIN_TIMEOUT_S", seconds(),
+        "How long a prefill worker's `is_quiescent()` is polled")
+    # fmt: on
 
     @property
     def deadline_seconds(self) -> float:

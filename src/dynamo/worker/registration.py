@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ from dynamo.protocol.records import (
 )
 from dynamo.runtime.settings import env_bool
 from dynamo.worker.hub import HUB_PREFIX, cached_copy, fetch_model, local_path
+from dynamo.worker.settings import SELF_HOST_METADATA
 
 __all__ = [
     "RESERVED_TAINT_PREFIX",
@@ -446,7 +448,7 @@ async def publish_card(
     """
     host = _file_host(endpoint)
     if self_host is None:
-        self_host = host is not None and env_bool("DYN_SELF_HOST_METADATA", True)
+        self_host = host is not None and bool(SELF_HOST_METADATA.value(os.environ))
     elif self_host and host is None:
         raise InvalidArgument("self_host_metadata needs the status server: set DYN_SYSTEM_PORT (0 for any free port)")
     record = card.to_json()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -37,6 +38,7 @@ from dynamo.worker.registration import (
 )
 from dynamo.worker.running_requests import RunningRequests
 from dynamo.worker.serving import RawServing, TokenServing
+from dynamo.worker.settings import MAP_BUILTIN_ERRORS, VALIDATE
 
 if TYPE_CHECKING:
     from dynamo.runtime.chaos.worker import WorkerChaos
@@ -189,7 +191,7 @@ class Setup:
 
     def handler(self, chaos: WorkerChaos | None) -> Handler:
         engine = self._engine
-        map_errors = env_bool("DYN_BACKEND_MAP_BUILTIN_ERRORS")
+        map_errors = bool(MAP_BUILTIN_ERRORS.value(os.environ))
         if chaos is not None:
             return chaos.handler(self._plain_handler(chaos.engine(engine), map_errors))
         return self._plain_handler(engine, map_errors)
@@ -214,7 +216,7 @@ class Setup:
         return TokenServing(
             cast(LLMEngine, engine),
             mode=config.disaggregation_mode,
-            validate=env_bool("DYN_BACKEND_VALIDATE"),
+            validate=bool(VALIDATE.value(os.environ)),
             map_builtin_errors=map_errors,
             start_span=start_span,
             running=self.parts.running,

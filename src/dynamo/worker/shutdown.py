@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Mapping
 from typing import Final
@@ -13,8 +14,8 @@ from dynamo.contract.engine import BaseEngine
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import EngineShutdown
 from dynamo.runtime.distributed import Endpoint
-from dynamo.runtime.settings import env_float, env_int
 from dynamo.runtime.tasks import first_of
+from dynamo.settings.table import read_settings
 from dynamo.worker.hooks import await_hook
 from dynamo.worker.lifecycle import Event, Lifecycle, ShutdownTimes
 from dynamo.worker.registration import unregister_model
@@ -224,11 +225,4 @@ class Shutdown:
 
 def shutdown_times(env: Mapping[str, str] | None = None) -> ShutdownTimes:
     """Read the times of this process's end from the environment."""
-    default = ShutdownTimes()
-    return ShutdownTimes(
-        grace_seconds=env_float("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", default.grace_seconds, minimum=0.0, env=env),
-        timeout_seconds=env_int("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", default.timeout_seconds, minimum=0, env=env),
-        prefill_drain_seconds=env_float(
-            "DYN_PREFILL_DRAIN_TIMEOUT_S", default.prefill_drain_seconds, minimum=0.0, env=env
-        ),
-    )
+    return read_settings(ShutdownTimes, os.environ if env is None else env)
