@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dynamo.runtime.event_plane.base import Scope
+from dynamo.runtime.event_plane.base import EventScope
 from support.event_planes import KINDS, WALL, Counted, World, heard, world
 from support.nats_server import NatsServer, shared_nats
 from support.patience import PATIENCE_SECONDS
 
 __all__ = ["shared_nats"]
 
-SCOPE = Scope("ns", "c", "e")
+SCOPE = EventScope("ns", "c", "e")
 
 
 @pytest.fixture(params=[pytest.param(kind, marks=[pytest.mark.process] if kind == "nats" else []) for kind in KINDS])
@@ -44,9 +44,9 @@ async def test_scopes_and_topics_are_apart_and_each_publisher_counts_for_itself(
             (SCOPE, "kv-events"),
             (SCOPE, "kv-events"),
             (SCOPE, "kv-events-more"),  # begins the same: a ZMQ filter alone would let it through
-            (Scope("ns", "c"), "kv-events"),
-            (Scope("ns", "c", "e2"), "kv-events"),
-            (Scope("other", "c", "e"), "kv-events"),
+            (EventScope("ns", "c"), "kv-events"),
+            (EventScope("ns", "c", "e2"), "kv-events"),
+            (EventScope("other", "c", "e"), "kv-events"),
         )
     ]
     assert len({publisher.publisher_id for publisher in publishers}) == len(publishers)

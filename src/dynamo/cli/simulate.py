@@ -59,15 +59,15 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"--jobs must be from 1 to {MAX_JOBS}, got {options.jobs}")
 
     from dynamo.runtime.chaos.plan import plan_text
-    from dynamo.testing.simulation import ALL_KINDS, Kind, Outcome, draw, run_scenario, simulate
+    from dynamo.testing.simulation import ALL_KINDS, FaultKind, Outcome, draw, run_scenario, simulate
 
     kinds = ALL_KINDS
     if options.faults is not None:
         names = [] if options.faults == "none" else options.faults.split(",")
-        unknown = sorted(set(names) - {str(kind) for kind in Kind})
+        unknown = sorted(set(names) - {str(kind) for kind in FaultKind})
         if unknown:
-            raise UsageError(f"--faults: there is no kind {unknown[0]!r}; use {', '.join(sorted(Kind))}, or none")
-        kinds = frozenset(map(Kind, names))
+            raise UsageError(f"--faults: there is no kind {unknown[0]!r}; use {', '.join(sorted(FaultKind))}, or none")
+        kinds = frozenset(map(FaultKind, names))
     if options.print_plan:
         print(f"# {_again(options.seed, options.faults)} --plan FILE")
         print(plan_text(draw(options.seed, kinds).faults), end="")

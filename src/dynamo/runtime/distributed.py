@@ -27,7 +27,7 @@ from dynamo.runtime.planes import (
     choose_planes,
     make_discovery,
 )
-from dynamo.runtime.progress import Progress
+from dynamo.runtime.progress import ServingProgress
 from dynamo.runtime.request_plane.base import Instance, RequestPlaneClient, RequestPlaneServer
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.memory import MemoryPlane, shared_plane
@@ -234,7 +234,7 @@ class DistributedRuntime:
         return self.observability.health
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> ServingProgress:
         return self.observability.progress
 
     @property

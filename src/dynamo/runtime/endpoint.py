@@ -11,7 +11,7 @@ import msgspec
 from dynamo.placement import RouterMode
 from dynamo.runtime.client import Client
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS
-from dynamo.runtime.event_plane.base import EventPublisher, Scope
+from dynamo.runtime.event_plane.base import EventPublisher, EventScope
 from dynamo.runtime.handler import PythonHandler, serve_python, serve_python_stream
 from dynamo.runtime.instances import encode_instance
 from dynamo.runtime.metrics import TypedFamily
@@ -84,9 +84,9 @@ class Endpoint:
         return EndpointEvents(self.runtime.events.new_publisher(self.event_scope, topic))
 
     @property
-    def event_scope(self) -> Scope:
+    def event_scope(self) -> EventScope:
         """Whose events this endpoint's are."""
-        return Scope(self.namespace, self.component, self.name)
+        return EventScope(self.namespace, self.component, self.name)
 
     # -- serving -------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from dynamo.runtime.metrics import Family, MetricsRegistry
 
-__all__ = ["Block", "LogLimit", "LoopBlockMetrics", "LoopWatchdog", "place_of"]
+__all__ = ["LogLimit", "LoopBlock", "LoopBlockMetrics", "LoopWatchdog", "place_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ AnswerProbes = Callable[[Callable[[], bool], float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class LoopBlock:
     """One time during which the event loop ran nothing but one callback."""
 
     seconds: float
@@ -126,7 +126,7 @@ class LoopWatchdog:
         self._ticked_at = 0.0
         self._ticked_cpu = 0.0
         self._seen: tuple[float, str] | None = None  # the tick that a block followed, and where the block stands
-        self.last_block: Block | None = None
+        self.last_block: LoopBlock | None = None
         self._log = LogLimit(clock)
         self._timer: asyncio.TimerHandle | None = None
         self._stop = threading.Event()
@@ -156,7 +156,7 @@ class LoopWatchdog:
         seen, ticked_at = self._seen, self._ticked_at
         if seen is None or seen[0] != ticked_at:
             return None
-        return f"the event loop has been blocked for {Block(self._clock() - ticked_at, seen[1])}"
+        return f"the event loop has been blocked for {LoopBlock(self._clock() - ticked_at, seen[1])}"
 
     def describe_last_block(self) -> dict[str, Any] | None:
         """Describe the last block for `/health`; None: there was none."""
@@ -171,13 +171,15 @@ class LoopWatchdog:
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         now, cpu, ticked_at, seen = self._clock(), time.process_time(), self._ticked_at, self._seen
         if seen is not None and seen[0] == ticked_at:
-            self._end_block(Block(now - ticked_at, seen[1]))
+            self._end_block(LoopBlock(now - ticked_at, seen[1]))
         elif now - ticked_at >= self._threshold_seconds and cpu - self._ticked_cpu > (now - ticked_at) / 2:
-            self._end_block(Block(now - ticked_at, None))  # it held the interpreter's lock: the thread could not look
+            self._end_block(
+                LoopBlock(now - ticked_at, None)
+            )  # it held the interpreter's lock: the thread could not look
         self._ticked_at, self._ticked_cpu = now, cpu
         self._tick_later(loop)
 
-    def _end_block(self, block: Block) -> None:
+    def _end_block(self, block: LoopBlock) -> None:
         self.last_block = block
         metrics = LoopBlockMetrics(self._registry)
         metrics.blocks.inc()
@@ -206,7 +208,7 @@ class LoopWatchdog:
         """Report a block, and answer probes until it is over."""
         self._seen = (ticked_at, place)
         subject = "the engine" if is_engine else "a callback"
-        block = Block(self._clock() - ticked_at, place)
+        block = LoopBlock(self._clock() - ticked_at, place)
         self._log.warning("%s blocked the event loop for %s; no request of this process goes on", subject, block)
         while self._ticked_at == ticked_at and not self._stop.is_set():
             self._answer_probes(lambda: self._ticked_at == ticked_at, LOOK_SECONDS)

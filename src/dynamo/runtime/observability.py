@@ -7,7 +7,7 @@ from dynamo.runtime.health import HealthState
 from dynamo.runtime.loop_watchdog import LoopWatchdog
 from dynamo.runtime.metrics import MetricsRegistry
 from dynamo.runtime.process_metrics import register_process, register_uptime
-from dynamo.runtime.progress import Progress
+from dynamo.runtime.progress import ServingProgress
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.metrics import WorkHandlerMetrics
 from dynamo.runtime.settings import RequestPlaneSettings, RuntimeSettings, WatchdogSettings
@@ -28,7 +28,7 @@ class Observability:
         self.health = HealthState(
             starting_ready=self._system.starting_ready, canary_enabled=self.canary_settings.enabled
         )
-        self.progress = Progress(settings.progress.limit_seconds)
+        self.progress = ServingProgress(settings.progress.limit_seconds)
         host = bind_host(store, None, "0.0.0.0")
         self.status_server = StatusServer(self.health, self.metrics, settings=self._system, default_host=host)
         self.core: ServerCore | None = None  # of the requests that are served, once there is a listener
@@ -88,7 +88,9 @@ class Observability:
         }
 
 
-def _expose(core: ServerCore, registry: MetricsRegistry, settings: RequestPlaneSettings, progress: Progress) -> None:
+def _expose(
+    core: ServerCore, registry: MetricsRegistry, settings: RequestPlaneSettings, progress: ServingProgress
+) -> None:
     """Let the gauges of admission read the core at every scrape, and let the core report what only the core knows."""
     metrics = WorkHandlerMetrics(registry)
     limited = settings.engine_request_limit is not None

@@ -11,7 +11,7 @@ from typing import Final
 
 from dynamo.runtime.request_plane.base import ResponseSink
 
-__all__ = ["BEAT_SECONDS", "Progress"]
+__all__ = ["BEAT_SECONDS", "ServingProgress"]
 
 BEAT_SECONDS: Final = 1.0
 
@@ -26,7 +26,7 @@ class _Mark:
         self.beats = 0  # since it grew
 
 
-class Progress:
+class ServingProgress:
     """Watches the requests of the endpoints that requested it. Use it on the event loop; only reading is for other
     threads.
 

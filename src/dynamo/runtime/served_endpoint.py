@@ -11,7 +11,7 @@ from dynamo.errors import DynamoException, EngineShutdown
 from dynamo.runtime.context import Context
 from dynamo.runtime.endpoint_metrics import EndpointMetrics
 from dynamo.runtime.health import Canary
-from dynamo.runtime.progress import Progress
+from dynamo.runtime.progress import ServingProgress
 from dynamo.runtime.request_log import WorkerRequestLog
 from dynamo.runtime.request_plane.base import Handler, ResponseSink
 
@@ -121,7 +121,7 @@ class ServedEndpoint:
         labels: list[tuple[str, str]],
         payload: Mapping[str, Any] | None,
         graceful: bool,
-        progress: Progress | None,
+        progress: ServingProgress | None,
     ) -> None:
         """`payload`: of the canary's requests, where there is one. `labels` are further ones of its metrics.
 

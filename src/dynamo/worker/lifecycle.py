@@ -31,11 +31,11 @@ __all__ = [
     "FORCED_EXIT_STATUS",
     "TRANSITIONS",
     "AdminGate",
-    "Event",
     "IllegalTransition",
     "Lifecycle",
     "ShutdownTimes",
     "State",
+    "WorkerEvent",
 ]
 
 
@@ -53,7 +53,7 @@ class State(Enum):
     CLOSED = "closed"
 
 
-class Event(Enum):
+class WorkerEvent(Enum):
     """What moves a worker."""
 
     START = "start"  # about to call start()
@@ -65,23 +65,31 @@ class Event(Enum):
     CLEANED = "cleaned"  # cleanup() returned or raised: either way it is not called again
 
 
-TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
-    State.INIT: {Event.START: State.STARTING, Event.STOP: State.CLOSED, Event.FAILED: State.CLOSED},
-    State.STARTING: {Event.STARTED: State.PREPARING, Event.FAILED: State.CLEANING, Event.STOP: State.STOPPING_START},
-    State.PREPARING: {Event.PREPARED: State.SERVING, Event.FAILED: State.CLEANING, Event.STOP: State.STOPPING_SETUP},
+TRANSITIONS: Final[Mapping[State, Mapping[WorkerEvent, State]]] = {
+    State.INIT: {WorkerEvent.START: State.STARTING, WorkerEvent.STOP: State.CLOSED, WorkerEvent.FAILED: State.CLOSED},
+    State.STARTING: {
+        WorkerEvent.STARTED: State.PREPARING,
+        WorkerEvent.FAILED: State.CLEANING,
+        WorkerEvent.STOP: State.STOPPING_START,
+    },
+    State.PREPARING: {
+        WorkerEvent.PREPARED: State.SERVING,
+        WorkerEvent.FAILED: State.CLEANING,
+        WorkerEvent.STOP: State.STOPPING_SETUP,
+    },
     State.STOPPING_START: {
-        Event.STARTED: State.DRAINING,
-        Event.FAILED: State.CLEANING,
-        Event.STOP: State.STOPPING_START,
+        WorkerEvent.STARTED: State.DRAINING,
+        WorkerEvent.FAILED: State.CLEANING,
+        WorkerEvent.STOP: State.STOPPING_START,
     },
     State.STOPPING_SETUP: {
-        Event.PREPARED: State.DRAINING,
-        Event.FAILED: State.CLEANING,
-        Event.STOP: State.STOPPING_SETUP,
+        WorkerEvent.PREPARED: State.DRAINING,
+        WorkerEvent.FAILED: State.CLEANING,
+        WorkerEvent.STOP: State.STOPPING_SETUP,
     },
-    State.SERVING: {Event.STOP: State.DRAINING, Event.FAILED: State.DRAINING},
-    State.DRAINING: {Event.DRAINED: State.CLEANING, Event.STOP: State.DRAINING},
-    State.CLEANING: {Event.CLEANED: State.CLOSED, Event.STOP: State.CLEANING},
+    State.SERVING: {WorkerEvent.STOP: State.DRAINING, WorkerEvent.FAILED: State.DRAINING},
+    State.DRAINING: {WorkerEvent.DRAINED: State.CLEANING, WorkerEvent.STOP: State.DRAINING},
+    State.CLEANING: {WorkerEvent.CLEANED: State.CLOSED, WorkerEvent.STOP: State.CLEANING},
 }  # CLOSED has no row: nothing leaves it
 
 
@@ -100,7 +108,7 @@ _BEFORE_SERVING: Final = frozenset({State.INIT, State.STARTING, State.PREPARING}
 class IllegalTransition(RuntimeError):
     """An event that has no place in a state: a programming error in the worker."""
 
-    def __init__(self, state: State, event: Event) -> None:
+    def __init__(self, state: State, event: WorkerEvent) -> None:
         super().__init__(f"worker is {state.name}: {event.name} has no place here")
         self.state, self.event = state, event
 
@@ -127,7 +135,7 @@ class Lifecycle:
             return AdminGate.STARTING
         return AdminGate.OPEN if self._state is State.SERVING else AdminGate.CLOSED
 
-    def apply(self, event: Event) -> State:
+    def apply(self, event: WorkerEvent) -> State:
         """Move, and return the new state. Raises IllegalTransition; the state is then unchanged."""
         following = TRANSITIONS.get(self._state, {}).get(event)
         if following is None:

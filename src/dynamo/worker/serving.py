@@ -33,14 +33,14 @@ from dynamo.worker.chunk_checks import (
 from dynamo.worker.engine_failures import end_failed, is_engine_failure, wrap_error
 from dynamo.worker.running_requests import RunningRequest, RunningRequests
 
-__all__ = ["CHUNKS_PER_TURN", "RawServing", "RequestSpan", "TokenServing", "wrap_error"]
+__all__ = ["CHUNKS_PER_TURN", "RawServing", "SpanRecorder", "TokenServing", "wrap_error"]
 
 logger = logging.getLogger(__name__)
 
 CHUNKS_PER_TURN: Final = 64  # an engine that never waits hands the loop to the others after this many chunks
 
 
-class RequestSpan(Protocol):
+class SpanRecorder(Protocol):
     """What a tracer records about one request (see `telemetry`)."""
 
     def on_chunk(self, now: float, tokens: int) -> None: ...
@@ -54,7 +54,7 @@ class RequestSpan(Protocol):
     def worker_trace_link(self) -> dict[str, str]: ...
 
 
-SpanFactory = Callable[[Context, Mapping[str, Any]], RequestSpan | None]
+SpanFactory = Callable[[Context, Mapping[str, Any]], SpanRecorder | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _Call:
     context: Context
     sink: ResponseSink
     watch: CancellationWatch
-    span: RequestSpan | None
+    span: SpanRecorder | None
     running: RunningRequest | None
 
 

@@ -17,7 +17,7 @@ from dynamo.runtime.distributed import Endpoint
 from dynamo.runtime.tasks import first_of
 from dynamo.settings.table import read_settings
 from dynamo.worker.hooks import await_hook
-from dynamo.worker.lifecycle import Event, Lifecycle, ShutdownTimes
+from dynamo.worker.lifecycle import Lifecycle, ShutdownTimes, WorkerEvent
 from dynamo.worker.registration import unregister_model
 from dynamo.worker.setup import Parts
 from dynamo.worker.signals import Deadline
@@ -198,7 +198,7 @@ class Shutdown:
             logger.error("engine cleanup was cancelled before it had finished")
             raise
         finally:
-            self._life.apply(Event.CLEANED)
+            self._life.apply(WorkerEvent.CLEANED)
             if self.parts.metrics is not None:
                 self.parts.metrics.cleanup_time_seconds.set(time.perf_counter() - began)
             if self.parts.publishing is not None:  # engines may publish until cleanup() returns

@@ -35,7 +35,7 @@ from dynamo.runtime.logging import configure_dynamo_logging
 from dynamo.runtime.settings import RuntimeSettings
 from dynamo.worker.engine_failures import wrap_error
 from dynamo.worker.hooks import await_hook
-from dynamo.worker.lifecycle import Event, Lifecycle, ShutdownTimes, State
+from dynamo.worker.lifecycle import Lifecycle, ShutdownTimes, State, WorkerEvent
 from dynamo.worker.registration import check_encoder_route
 from dynamo.worker.setup import Setup
 from dynamo.worker.shutdown import Shutdown, StopRequest, shutdown_times
@@ -94,7 +94,7 @@ class Worker:
             return
         self._stop.request()
         if self._life.state is not State.CLOSED:
-            self._life.apply(Event.STOP)
+            self._life.apply(WorkerEvent.STOP)
 
     async def run(self) -> None:
         """Serve until a signal, `request_stop`, or the end of the endpoint.
@@ -173,7 +173,7 @@ class Worker:
                 connected = await self._stop.unless_stopped(runtime.start())
             except Exception as error:
                 if not self._stop.is_set:
-                    self._life.apply(Event.FAILED)
+                    self._life.apply(WorkerEvent.FAILED)
                     raise _connection_failure(error) from error
                 logger.warning("not connected, and no longer needed: %s", error)
                 connected = False
@@ -203,7 +203,7 @@ class Worker:
         down.skip_waiting = down.skip_waiting or isinstance(failure, asyncio.CancelledError)
         if self._life.state is State.DRAINING:
             await down.drain(owns_runtime=self._shared_runtime is None)
-            self._life.apply(Event.DRAINED)
+            self._life.apply(WorkerEvent.DRAINED)
         await down.finish()
         if failure is not None:
             raise failure
@@ -215,13 +215,13 @@ class Worker:
     async def _start_up(self, setup: Setup) -> BaseException | None:
         """Start the engine and set everything up; afterwards the worker is SERVING, DRAINING or CLEANING."""
         try:
-            self._life.apply(Event.START)
+            self._life.apply(WorkerEvent.START)
             engine_config, seconds = await self._start_engine(setup)
-            if self._life.apply(Event.STARTED) is State.PREPARING:
+            if self._life.apply(WorkerEvent.STARTED) is State.PREPARING:
                 await setup.prepare(engine_config, seconds)
-                self._life.apply(Event.PREPARED)
+                self._life.apply(WorkerEvent.PREPARED)
         except BaseException as error:  # also a cancellation: an engine that was started must be cleaned up
-            self._life.apply(Event.FAILED)
+            self._life.apply(WorkerEvent.FAILED)
             failure = _typed(error)
             # A mistake of the operator is one sentence, and `run` prints it.
             level = logging.DEBUG if isinstance(failure, InvalidArgument) else logging.ERROR
@@ -277,7 +277,7 @@ class Worker:
         except BaseException as error:
             if self._life.state is State.SERVING:  # else a stop came meanwhile and the way down is decided
                 self._stop.begin()
-                self._life.apply(Event.FAILED)
+                self._life.apply(WorkerEvent.FAILED)
             if isinstance(error, asyncio.CancelledError | InvalidArgument):
                 return error
             failure = Unknown(f"serve: {error}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.cli.main import main
-from dynamo.runtime.chaos.plan import Fault, Kind, parse_plan, plan_text
+from dynamo.runtime.chaos.plan import Fault, FaultKind, parse_plan, plan_text
 from dynamo.testing.simulation import draw, run_scenario
 
 SEEDS = range(40, 52)
@@ -22,7 +22,7 @@ def test_a_plan_of_a_seed_is_the_run_of_the_seed() -> None:
 
 @pytest.mark.parametrize(("process", "fires"), [("worker 0", True), (0, True), ("worker 9", False), (9, False)])
 def test_a_planned_fault_finds_its_process(process: str | int, fires: bool) -> None:
-    fault = Fault(Kind.ENGINE_ERROR, process=process)  # of any request
+    fault = Fault(FaultKind.ENGINE_ERROR, process=process)  # of any request
     alone = next(seed for seed in range(100) if draw(seed).workers == 1)
     outcome = run_scenario(draw(alone, faults=[fault]))
     assert outcome.fired == ((fault,) if fires else ())

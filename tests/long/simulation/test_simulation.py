@@ -15,7 +15,7 @@ from dynamo.frontend.admission.model import ModelAdmission, Urgency
 from dynamo.frontend.http import inference_route
 from dynamo.frontend.pipeline.delivery import StreamDelivery
 from dynamo.runtime.request_plane.memory import MemorySink
-from dynamo.testing.simulation import ALL_KINDS, Kind, continuation, draw, run_scenario, shrink, simulate
+from dynamo.testing.simulation import ALL_KINDS, FaultKind, continuation, draw, run_scenario, shrink, simulate
 
 SEEDS = 150
 REPLAYED = range(700, 712)
@@ -145,6 +145,6 @@ def test_a_failing_seed_is_shrunk_to_what_matters(monkeypatch: pytest.MonkeyPatc
     lose_cancels(monkeypatch)
     report = simulate(200, max_failures=1)
     (failure,) = report.failures
-    assert [fault.kind for fault in failure.smallest.scenario.faults] == [Kind.VANISH]
+    assert [fault.kind for fault in failure.smallest.scenario.faults] == [FaultKind.VANISH]
     assert len(failure.smallest.scenario.requests) == 1
     assert shrink(failure.smallest).scenario == failure.smallest.scenario

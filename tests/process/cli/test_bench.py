@@ -29,7 +29,7 @@ from dynamo.cli.bench.options import read_options
 from dynamo.cli.bench.progress import progress_text
 from dynamo.cli.bench.prompts import GeneratedPrompts, Length, ListedPrompts, WordCost
 from dynamo.cli.bench.results import results_of
-from dynamo.cli.bench.samples import BUCKETS, MAX_FAILURE_KINDS, MAX_INTERVALS, Histogram, Recorder, Timeline
+from dynamo.cli.bench.samples import BUCKETS, MAX_FAILURE_KINDS, MAX_INTERVALS, Recorder, SampleHistogram, Timeline
 from dynamo.cli.bench.table import latency_rows, remarks
 from dynamo.cli.bench.targets import Target
 from dynamo.cli.main import main
@@ -422,7 +422,7 @@ def test_text_is_seen_in_every_spelling(key: str, space: str) -> None:
 
 @given(st.lists(st.floats(1e-6, 5000), min_size=1, max_size=200), st.sampled_from([0.5, 0.9, 0.99]))
 def test_a_quantile_is_within_half_a_percent(samples: list[float], q: float) -> None:
-    found = Histogram()
+    found = SampleHistogram()
     for sample in samples:
         found.add(sample)
     exact = sorted(samples)[max(1, -int(-q * len(samples) // 1)) - 1]
@@ -431,7 +431,7 @@ def test_a_quantile_is_within_half_a_percent(samples: list[float], q: float) -> 
 
 
 def test_a_histogram_takes_anything_and_stays_as_large_as_it_is() -> None:
-    found = Histogram()
+    found = SampleHistogram()
     for sample in (0.0, -1.0, 1e-9, 1e9):
         found.add(sample)
     assert (found.count, len(found._counts), found.quantile(1.0)) == (4, BUCKETS, pytest.approx(5600, rel=0.01))

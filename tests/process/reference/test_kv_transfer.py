@@ -34,7 +34,7 @@ from dynamo.reference.kv_transfer import (
     offers,
     tcp,
 )
-from dynamo.reference.kv_transfer.frames import HEADER_BYTES, LIMITS, Kind, Pull, check, frame, read_header
+from dynamo.reference.kv_transfer.frames import HEADER_BYTES, LIMITS, Pull, TransferKind, check, frame, read_header
 
 LAYOUT = Layout(layers=2, kv_heads=3, block_size=4, head_dim=5)
 BLOCKS = 6
@@ -261,7 +261,7 @@ async def test_an_address_that_is_taken_is_named() -> None:
 
 def asked(ticket: Ticket, **more: Any) -> bytes:
     pull = {"first": 0, "count": 3, "layout": LAYOUT, **more}
-    return frame(Kind.PULL, msgspec.msgpack.encode(Pull(ticket.transfer_id, ticket.secret, **pull)))
+    return frame(TransferKind.PULL, msgspec.msgpack.encode(Pull(ticket.transfer_id, ticket.secret, **pull)))
 
 
 async def said(port: int, data: bytes, *, eof: bool = True) -> bytes:
@@ -284,7 +284,7 @@ async def test_every_truncation_of_a_request_leaves_the_offer_as_it_was() -> Non
         whole = asked(ticket)
         for cut in range(len(whole)):
             answer = await said(ticket.port, whole[:cut])
-            assert answer == b"" or Kind(answer[5]) is Kind.REFUSED
+            assert answer == b"" or TransferKind(answer[5]) is TransferKind.REFUSED
         assert (sender.offers, got.reasons) == (1, [])
         await receiver.pull(ticket, 0, 3, got.page)
         assert len(got.pages) == 3
@@ -298,7 +298,7 @@ async def test_every_flipped_bit_of_a_request_is_refused() -> None:
             damaged = bytearray(whole)
             damaged[bit // 8] ^= 1 << bit % 8
             answer = await said(ticket.port, bytes(damaged))
-            assert answer == b"" or Kind(answer[5]) is Kind.REFUSED, bit
+            assert answer == b"" or TransferKind(answer[5]) is TransferKind.REFUSED, bit
         assert (sender.offers, got.reasons) == (1, [])
 
 
@@ -320,12 +320,12 @@ async def test_more_connections_than_there_are_places_are_closed(monkeypatch: py
     [
         (b"", Disconnected, "left before its PAGE"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", StreamIncomplete, "does not speak"),
-        (frame(Kind.PAGE, b"short"), StreamIncomplete, "a page of 5 bytes came where 960 belong"),
-        (frame(Kind.PAGE, bytes(LAYOUT.page_bytes), 1), StreamIncomplete, "PAGE frame 1 came where PAGE 0"),
-        (frame(Kind.FREED), StreamIncomplete, "FREED frame 0 came"),
-        (frame(Kind.REFUSED, b"no"), StreamIncomplete, "the peer refused: no"),
-        (frame(Kind.PAGE, bytes(960))[:-1] + b"\1", StreamIncomplete, "damaged"),
-        (frame(Kind.PAGE, bytes(960)) + frame(Kind.PAGE, bytes(960), 1)[:99], Disconnected, "left"),
+        (frame(TransferKind.PAGE, b"short"), StreamIncomplete, "a page of 5 bytes came where 960 belong"),
+        (frame(TransferKind.PAGE, bytes(LAYOUT.page_bytes), 1), StreamIncomplete, "PAGE frame 1 came where PAGE 0"),
+        (frame(TransferKind.FREED), StreamIncomplete, "FREED frame 0 came"),
+        (frame(TransferKind.REFUSED, b"no"), StreamIncomplete, "the peer refused: no"),
+        (frame(TransferKind.PAGE, bytes(960))[:-1] + b"\1", StreamIncomplete, "damaged"),
+        (frame(TransferKind.PAGE, bytes(960)) + frame(TransferKind.PAGE, bytes(960), 1)[:99], Disconnected, "left"),
     ],
 )
 async def test_a_peer_that_breaks_the_conversation_is_a_typed_error(
@@ -349,10 +349,10 @@ async def test_a_peer_that_breaks_the_conversation_is_a_typed_error(
 # -- values --------------------------------------------------------------------------------------------------------------
 
 
-@given(st.sampled_from(Kind), st.binary(max_size=64), st.integers(0, 2**32 - 1))
-def test_a_frame_is_what_was_framed(kind: Kind, payload: bytes, number: int) -> None:
+@given(st.sampled_from(TransferKind), st.binary(max_size=64), st.integers(0, 2**32 - 1))
+def test_a_frame_is_what_was_framed(kind: TransferKind, payload: bytes, number: int) -> None:
     data = frame(kind, payload, number)
-    if kind is Kind.PAGE or len(payload) <= LIMITS[kind]:
+    if kind is TransferKind.PAGE or len(payload) <= LIMITS[kind]:
         header = read_header(data[:HEADER_BYTES], page_bytes=len(payload))
         check(header, data[HEADER_BYTES:])
         assert (header.kind, header.number, header.length) == (kind, number, len(payload))

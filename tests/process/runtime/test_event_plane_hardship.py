@@ -16,7 +16,7 @@ from dynamo.runtime.discovery.base import EVENT_CHANNELS
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.event_plane.base import Scope
+from dynamo.runtime.event_plane.base import EventScope
 from dynamo.runtime.event_plane.envelope import channel_record
 from dynamo.runtime.event_plane.nats import NatsEventPlane
 from dynamo.runtime.event_plane.zmq import ZmqEventPlane
@@ -28,7 +28,7 @@ from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
 
 __all__ = ["shared_nats"]
 
-SCOPE = Scope("ns", "c", "e")
+SCOPE = EventScope("ns", "c", "e")
 
 
 def free_port() -> int:
@@ -257,7 +257,7 @@ async def test_a_broker_can_be_found_in_discovery() -> None:
         announcing = MemoryDiscovery(hub)
         await announcing.start()
         sides = {"xsub_endpoints": list(broker.xsub), "xpub_endpoints": list(broker.xpub)}
-        scope = Scope("ns", "zmq_broker")
+        scope = EventScope("ns", "zmq_broker")
         record = channel_record(scope, "broker", 1, {"kind": "ZmqBroker", "config": sides})
         await announcing.put(f"{EVENT_CHANNELS}/{scope.channel_key('broker', 1)}", record)
         discovery = MemoryDiscovery(hub)

@@ -13,7 +13,7 @@ from dynamo.cli.usage import UsageError
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.conformance import run_conformance, run_raw_conformance
 from dynamo.engines.callable.engine import CallableEngine, engine_class
-from dynamo.engines.callable.signature import Kind, Source, plan_call
+from dynamo.engines.callable.signature import CallableKind, Source, plan_call
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.openai.plain_text import conversation_text, cut, read_chunk
 from dynamo.worker.worker import Worker
@@ -71,16 +71,16 @@ def said(answer: Exchange) -> str:
 @pytest.mark.parametrize(
     ("function", "source", "kind"),
     [
-        (callables.shout, Source.MESSAGES, Kind.ASYNC_GENERATOR),
-        (callables.echo, Source.PROMPT, Kind.ASYNC_GENERATOR),
-        (callables.whole, Source.PROMPT, Kind.COROUTINE),
-        (callables.in_thread, Source.PROMPT, Kind.SYNC),
-        (callables.ids, Source.TOKEN_IDS, Kind.ASYNC_GENERATOR),
-        (callables.id_lists, Source.TOKEN_IDS, Kind.ASYNC_GENERATOR),  # by its annotation
-        (functools.partial(callables.echo, temperature=1.0), Source.PROMPT, Kind.ASYNC_GENERATOR),
+        (callables.shout, Source.MESSAGES, CallableKind.ASYNC_GENERATOR),
+        (callables.echo, Source.PROMPT, CallableKind.ASYNC_GENERATOR),
+        (callables.whole, Source.PROMPT, CallableKind.COROUTINE),
+        (callables.in_thread, Source.PROMPT, CallableKind.SYNC),
+        (callables.ids, Source.TOKEN_IDS, CallableKind.ASYNC_GENERATOR),
+        (callables.id_lists, Source.TOKEN_IDS, CallableKind.ASYNC_GENERATOR),  # by its annotation
+        (functools.partial(callables.echo, temperature=1.0), Source.PROMPT, CallableKind.ASYNC_GENERATOR),
     ],
 )
-def test_the_signature_says_how_it_is_called(function: Any, source: Source, kind: Kind) -> None:
+def test_the_signature_says_how_it_is_called(function: Any, source: Source, kind: CallableKind) -> None:
     call = plan_call(function, "f")
     assert (call.source, call.kind) == (source, kind)
 

@@ -22,8 +22,8 @@ from dynamo.runtime.chaos.plan import (
     _LASTING,
     _ONLY_OF,
     Fault,
+    FaultKind,
     InvalidPlan,
-    Kind,
     parse_plan,
     plan_text,
     read_plan,
@@ -37,7 +37,7 @@ TEXTS = st.text(min_size=1, max_size=12)
 @st.composite
 def faults(draw: st.DrawFn) -> Fault:
     """Faults without fields that their kind has no use for."""
-    kind = draw(st.sampled_from(Kind))
+    kind = draw(st.sampled_from(FaultKind))
     seconds = st.floats(0.001 if kind in _LASTING else 0, 86_400)
     return Fault(
         kind,
@@ -126,22 +126,34 @@ def test_a_plan_needs_permission(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(CRASH)
     assert admitted(None, False) is None
-    assert admitted(str(path), True) == (Fault(Kind.CRASH),)
+    assert admitted(str(path), True) == (Fault(FaultKind.CRASH),)
     with pytest.raises(InvalidArgument, match=r"add --allow-chaos \(DYN_ALLOW_CHAOS=1\) as well"):
         admitted(str(path), False)
 
 
 @pytest.mark.parametrize(
-    "kind", [Kind.STORE_CUT, Kind.STORE_STOP, Kind.STORE_WIPE, Kind.CLOCK_JUMP, Kind.SLOW_CLIENT, Kind.VANISH]
+    "kind",
+    [
+        FaultKind.STORE_CUT,
+        FaultKind.STORE_STOP,
+        FaultKind.STORE_WIPE,
+        FaultKind.CLOCK_JUMP,
+        FaultKind.SLOW_CLIENT,
+        FaultKind.VANISH,
+    ],
 )
-def test_what_a_process_cannot_have_is_refused_by_name(kind: Kind) -> None:
+def test_what_a_process_cannot_have_is_refused_by_name(kind: FaultKind) -> None:
     with pytest.raises(InvalidPlan, match=rf"fault 2: {kind} is for the simulation only: \w+"):
-        check_real([Fault(Kind.CRASH), Fault(kind)], "plan.toml")
+        check_real([Fault(FaultKind.CRASH), Fault(kind)], "plan.toml")
 
 
 def test_each_process_takes_its_own_faults() -> None:
-    anyone, first, other = Fault(Kind.CRASH), Fault(Kind.CRASH, process=1), Fault(Kind.CRASH, process="worker-2")
-    frontend, frozen = Fault(Kind.FRONTEND_CRASH), Fault(Kind.FREEZE, process="frontend", seconds=1.0)
+    anyone, first, other = (
+        Fault(FaultKind.CRASH),
+        Fault(FaultKind.CRASH, process=1),
+        Fault(FaultKind.CRASH, process="worker-2"),
+    )
+    frontend, frozen = Fault(FaultKind.FRONTEND_CRASH), Fault(FaultKind.FREEZE, process="frontend", seconds=1.0)
     planned = (anyone, first, other, frontend, frozen)
     assert faults_of(Role.WORKER, "worker-1", planned) == (anyone, first)
     assert faults_of(Role.WORKER, "worker-2", planned) == (anyone, other)
@@ -150,19 +162,19 @@ def test_each_process_takes_its_own_faults() -> None:
 
 
 def test_a_fault_fires_for_the_requests_it_names_and_as_often_as_it_says() -> None:
-    second = Fault(Kind.CRASH, request=1)
-    named = Fault(Kind.DROP, request_id="me", point=2)
-    tagged = Fault(Kind.DRAIN, metadata=(("tag", "x"),), times=2)
+    second = Fault(FaultKind.CRASH, request=1)
+    named = Fault(FaultKind.DROP, request_id="me", point=2)
+    tagged = Fault(FaultKind.DRAIN, metadata=(("tag", "x"),), times=2)
     plan = FaultPlan([second, named, tagged], name="worker")
     first = plan.begin(Context("me"))
-    assert plan.due(first, 0, set(Kind)) == []
-    assert plan.due(first, 2, {Kind.CRASH}) == []
-    assert plan.due(first, 2, set(Kind)) == [named]
-    assert plan.due(first, 2, set(Kind)) == []
-    assert plan.due(plan.begin(Context("you")), 0, set(Kind)) == [second]
+    assert plan.due(first, 0, set(FaultKind)) == []
+    assert plan.due(first, 2, {FaultKind.CRASH}) == []
+    assert plan.due(first, 2, set(FaultKind)) == [named]
+    assert plan.due(first, 2, set(FaultKind)) == []
+    assert plan.due(plan.begin(Context("you")), 0, set(FaultKind)) == [second]
     for expected in ([tagged], [tagged], []):
-        assert plan.due(plan.begin(Context("3", {"tag": "x", "more": "y"})), 0, set(Kind)) == expected
-        assert plan.due(plan.begin(Context("4", {"tag": "y"})), 0, set(Kind)) == []
+        assert plan.due(plan.begin(Context("3", {"tag": "x", "more": "y"})), 0, set(FaultKind)) == expected
+        assert plan.due(plan.begin(Context("4", {"tag": "y"})), 0, set(FaultKind)) == []
     assert plan.pending == []
 
 

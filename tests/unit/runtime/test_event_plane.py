@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dynamo.runtime.event_plane import Event, MemoryEventPlane, Scope, SequenceWatch
+from dynamo.runtime.event_plane import Event, EventScope, MemoryEventPlane, SequenceWatch
 
-SCOPE = Scope("ns", "c", "e")
+SCOPE = EventScope("ns", "c", "e")
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ async def test_a_message_reaches_every_subscriber_of_its_scope_and_topic(plane: 
         plane.subscribe(SCOPE, "kv-events") as one,
         plane.subscribe(SCOPE, "kv-events") as two,
         plane.subscribe(SCOPE, "kv_metrics") as other_topic,
-        plane.subscribe(Scope("ns", "c"), "kv-events") as other_scope,
+        plane.subscribe(EventScope("ns", "c"), "kv-events") as other_scope,
     ):
         assert publisher.publish(b"a") == 0
         expected = Event("kv-events", publisher.publisher_id, 0, 1_700_000_000_500, b"a")
@@ -82,9 +82,9 @@ def test_a_sequence_tells_gaps_repeats_and_strangers() -> None:
 @pytest.mark.parametrize(
     ("scope", "path", "record"),
     [
-        (Scope("ns"), "namespace/ns", {"kind": "namespace", "name": "ns"}),
+        (EventScope("ns"), "namespace/ns", {"kind": "namespace", "name": "ns"}),
         (
-            Scope("ns", "c"),
+            EventScope("ns", "c"),
             "namespace/ns/component/c",
             {"kind": "component", "namespace": "ns", "component": "c"},
         ),
@@ -95,13 +95,15 @@ def test_a_sequence_tells_gaps_repeats_and_strangers() -> None:
         ),
     ],
 )
-def test_a_scope_is_written_as_the_native_system_writes_it(scope: Scope, path: str, record: object) -> None:
+def test_a_scope_is_written_as_the_native_system_writes_it(scope: EventScope, path: str, record: object) -> None:
     assert scope.path == path
     assert scope.subject == path.replace("/", ".")
     assert scope.to_json() == record
 
 
 def test_channel_keys_are_percent_encoded_by_segment() -> None:
-    assert Scope("a.b", "c d").channel_key("kv_metrics", 255) == ("namespace/a%2Eb/component/c%20d/topic/kv_metrics/ff")
+    assert EventScope("a.b", "c d").channel_key("kv_metrics", 255) == (
+        "namespace/a%2Eb/component/c%20d/topic/kv_metrics/ff"
+    )
     with pytest.raises(ValueError, match="component"):
-        Scope("ns", endpoint="e")
+        EventScope("ns", endpoint="e")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.errors import InvalidArgument
-from dynamo.runtime.event_plane.base import Event, Scope
+from dynamo.runtime.event_plane.base import Event, EventScope
 from dynamo.runtime.event_plane.envelope import (
     BadEvent,
     channel_record,
@@ -51,8 +51,8 @@ def test_a_zmq_message_is_the_native_one_byte_by_byte() -> None:
 def test_a_nats_message_is_the_bare_envelope() -> None:
     assert encode_envelope(SAMPLE) == encode_parts(b"x", SAMPLE)[3][5:]
     assert decode_envelope(encode_envelope(SAMPLE)) == SAMPLE
-    assert subject_of(Scope("ns", "c", "e"), "kv-events") == "namespace.ns.component.c.endpoint.e.kv-events"
-    assert subject_of(Scope("a b", "c*"), ">") == "namespace.a_b.component.c_._"
+    assert subject_of(EventScope("ns", "c", "e"), "kv-events") == "namespace.ns.component.c.endpoint.e.kv-events"
+    assert subject_of(EventScope("a b", "c*"), ">") == "namespace.a_b.component.c_._"
 
 
 @examples(50)
@@ -106,7 +106,7 @@ def test_members_of_a_later_version_are_ignored() -> None:
 
 def test_a_channel_record_is_the_native_one() -> None:
     record = channel_record(
-        Scope("ns", "c", "e"), "kv_metrics", 255, {"kind": "Zmq", "config": {"endpoint": "tcp://10.0.0.1:5"}}
+        EventScope("ns", "c", "e"), "kv_metrics", 255, {"kind": "Zmq", "config": {"endpoint": "tcp://10.0.0.1:5"}}
     )
     assert json.loads(record) == {
         "type": "EventChannel",
@@ -120,7 +120,7 @@ def test_a_channel_record_is_the_native_one() -> None:
 
 
 def test_records_of_other_transports_are_told_apart() -> None:
-    scope = Scope("ns")
+    scope = EventScope("ns")
     nats = channel_record(scope, "t", 1, {"kind": "Nats", "config": {"subject_prefix": "namespace.ns"}})
     sides = {"xsub_endpoints": ["tcp://a:1"], "xpub_endpoints": ["tcp://a:2", "tcp://b:2"]}
     broker = channel_record(scope, "t", 1, {"kind": "ZmqBroker", "config": sides})

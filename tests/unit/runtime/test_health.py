@@ -11,7 +11,7 @@ import pytest
 
 from dynamo.runtime.context import Context
 from dynamo.runtime.health import Canary, HealthState
-from dynamo.runtime.progress import Progress
+from dynamo.runtime.progress import ServingProgress
 from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.runtime.settings import CanarySettings
 
@@ -393,8 +393,8 @@ class Talker:
         self.response_bytes += 1
 
 
-def watched(limit: float, *talkers: Talker) -> Progress:
-    progress = Progress(limit)
+def watched(limit: float, *talkers: Talker) -> ServingProgress:
+    progress = ServingProgress(limit)
     for talker in talkers:
         progress.entered(talker)  # type: ignore[arg-type]
     return progress

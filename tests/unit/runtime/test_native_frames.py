@@ -45,7 +45,7 @@ from dynamo.runtime.request_plane.native.frames import (
 )
 from dynamo.runtime.request_plane.native.items import (
     FINAL_ITEM,
-    Annotated,
+    AnnotatedItem,
     append_item,
     bare_item,
     decode_item,
@@ -422,7 +422,7 @@ def test_an_asserted_status_travels_as_1_6_1_sends_it(status: int, kind: tuple[s
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 431, 500, 501, 502, 504, 511])
 def test_a_status_that_a_native_engine_asserts_is_read_whatever_its_type(status: int) -> None:
-    error = failure_of(Annotated(event="error", error=error_record(typed_error(HttpError(status, "words")))))
+    error = failure_of(AnnotatedItem(event="error", error=error_record(typed_error(HttpError(status, "words")))))
     assert error is not None
     assert http_assertion(error) == (status, "words")
     assert not rule_of(error).retryable

@@ -9,19 +9,19 @@ from dynamo.worker.lifecycle import (
     FORCED_EXIT_STATUS,
     TRANSITIONS,
     AdminGate,
-    Event,
     IllegalTransition,
     Lifecycle,
     ShutdownTimes,
     State,
+    WorkerEvent,
 )
 
-PAIRS = list(itertools.product(State, Event))
+PAIRS = list(itertools.product(State, WorkerEvent))
 
 
 def at(state: State) -> Lifecycle:
     """A lifecycle in `state`, reached by legal moves only."""
-    paths: dict[State, list[Event]] = {State.INIT: []}
+    paths: dict[State, list[WorkerEvent]] = {State.INIT: []}
     queue = [State.INIT]
     while queue:
         here = queue.pop(0)
@@ -37,7 +37,7 @@ def at(state: State) -> Lifecycle:
 
 
 @pytest.mark.parametrize(("state", "event"), PAIRS, ids=lambda value: value.name)
-def test_every_move_is_in_the_table_or_refused_by_name(state: State, event: Event) -> None:
+def test_every_move_is_in_the_table_or_refused_by_name(state: State, event: WorkerEvent) -> None:
     life = at(state)
     expected = TRANSITIONS.get(state, {}).get(event)
     if expected is not None:
@@ -54,7 +54,7 @@ def test_every_state_is_reached_and_nothing_leaves_closed() -> None:
     assert State.CLOSED not in TRANSITIONS
 
 
-def walks(state: State, seen: tuple[Event, ...] = ()) -> list[tuple[Event, ...]]:
+def walks(state: State, seen: tuple[WorkerEvent, ...] = ()) -> list[tuple[WorkerEvent, ...]]:
     """Every way to CLOSED, self-loops left out."""
     if state is State.CLOSED:
         return [seen]
@@ -70,34 +70,34 @@ def test_cleanup_happens_exactly_once_if_start_was_entered_and_never_otherwise()
     everything = walks(State.INIT)
     assert len(everything) > 5
     for walk in everything:
-        assert walk.count(Event.CLEANED) == (1 if Event.START in walk else 0), walk
+        assert walk.count(WorkerEvent.CLEANED) == (1 if WorkerEvent.START in walk else 0), walk
 
 
 def test_only_an_engine_that_started_is_drained() -> None:
     for walk in walks(State.INIT):
-        if Event.DRAINED in walk:
-            assert Event.STARTED in walk
+        if WorkerEvent.DRAINED in walk:
+            assert WorkerEvent.STARTED in walk
 
 
 def test_a_second_stop_changes_nothing_wherever_it_comes() -> None:
     for state in State:
-        first = TRANSITIONS.get(state, {}).get(Event.STOP)
+        first = TRANSITIONS.get(state, {}).get(WorkerEvent.STOP)
         if first is None or first is State.CLOSED:
             continue
-        assert TRANSITIONS[first][Event.STOP] is first
+        assert TRANSITIONS[first][WorkerEvent.STOP] is first
 
 
 def test_a_stop_during_start_lets_it_finish_and_then_drains() -> None:
     life = at(State.STARTING)
-    assert life.apply(Event.STOP) is State.STOPPING_START
+    assert life.apply(WorkerEvent.STOP) is State.STOPPING_START
     assert life.is_stopping
-    assert life.apply(Event.STARTED) is State.DRAINING
+    assert life.apply(WorkerEvent.STARTED) is State.DRAINING
 
 
 def test_a_start_that_fails_after_a_stop_is_cleaned_up_without_a_drain() -> None:
     life = at(State.STARTING)
-    life.apply(Event.STOP)
-    assert life.apply(Event.FAILED) is State.CLEANING
+    life.apply(WorkerEvent.STOP)
+    assert life.apply(WorkerEvent.FAILED) is State.CLEANING
 
 
 def test_the_admin_gate_is_open_only_while_serving() -> None:

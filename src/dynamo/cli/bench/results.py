@@ -6,7 +6,7 @@ import platform
 from typing import Any, Final, TypedDict
 
 from dynamo import __version__
-from dynamo.cli.bench.samples import Histogram, Recorder
+from dynamo.cli.bench.samples import Recorder, SampleHistogram
 
 __all__ = ["BUSY_SHARE", "LATENCIES", "Results", "results_of"]
 
@@ -119,7 +119,7 @@ def results_of(recorder: Recorder, settings: dict[str, Any], cpu_seconds: float,
     }
 
 
-def _latency(found: Histogram) -> Latency:
+def _latency(found: SampleHistogram) -> Latency:
     return {
         "mean": _ms(found.mean),
         "p50": _ms(found.quantile(0.5)),

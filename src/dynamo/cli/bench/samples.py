@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["Failure", "Histogram", "Interval", "Recorder", "Timeline"]
+__all__ = ["FailureSample", "Interval", "Recorder", "SampleHistogram", "Timeline"]
 
 GROWTH: Final = 1.005  # each bucket's width: a quantile is within half a percent
 LOWEST_SECONDS: Final = 1e-6
@@ -21,7 +21,7 @@ OTHER_FAILURES: Final = "other failures"
 _log = math.log
 
 
-class Histogram:
+class SampleHistogram:
     """Durations in seconds, in log-spaced buckets of one fixed array."""
 
     __slots__ = ("_counts", "count", "highest", "lowest", "total")
@@ -115,7 +115,7 @@ class Timeline:
 
 
 @dataclass(slots=True)
-class Failure:
+class FailureSample:
     """One kind of failure."""
 
     count: int = 0
@@ -138,12 +138,16 @@ class Recorder:
     text_events: int = 0
     received_bytes: int = 0
     connections: int = 0
-    first_token: Histogram = field(default_factory=Histogram)  # request written -> first text, streams only
-    gap: Histogram = field(default_factory=Histogram)  # between two reads of one stream that brought text
-    per_token: Histogram = field(default_factory=Histogram)  # of one stream: (last text - first text) / (tokens - 1)
-    whole: Histogram = field(default_factory=Histogram)  # request written -> answer complete
-    late: Histogram = field(default_factory=Histogram)  # open loop: how long after its time a request was sent
-    failures: dict[str, Failure] = field(default_factory=dict)
+    first_token: SampleHistogram = field(default_factory=SampleHistogram)  # request written -> first text, streams only
+    gap: SampleHistogram = field(default_factory=SampleHistogram)  # between two reads of one stream that brought text
+    per_token: SampleHistogram = field(
+        default_factory=SampleHistogram
+    )  # of one stream: (last text - first text) / (tokens - 1)
+    whole: SampleHistogram = field(default_factory=SampleHistogram)  # request written -> answer complete
+    late: SampleHistogram = field(
+        default_factory=SampleHistogram
+    )  # open loop: how long after its time a request was sent
+    failures: dict[str, FailureSample] = field(default_factory=dict)
     timeline: Timeline = field(default_factory=Timeline)
 
     @property
@@ -162,6 +166,6 @@ class Recorder:
         """
         if kind not in self.failures and len(self.failures) >= MAX_FAILURE_KINDS:
             kind = OTHER_FAILURES
-        failure = self.failures.setdefault(kind, Failure(example=example))
+        failure = self.failures.setdefault(kind, FailureSample(example=example))
         failure.count += 1
         self.timeline.at(now - self.begun).failed += 1

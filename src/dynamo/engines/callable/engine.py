@@ -31,7 +31,7 @@ from dynamo.contract.engine import (
     usage,
 )
 from dynamo.contract.requests.token_ids import normalize_request_token_ids
-from dynamo.engines.callable.signature import Call, Kind, Source, plan_call
+from dynamo.engines.callable.signature import Call, CallableKind, Source, plan_call
 from dynamo.errors import Unknown
 from dynamo.protocol.model_types import ModelInput
 from dynamo.protocol.openai.plain_text import TextPiece, count, cut, prompt_tokens, stream_piece
@@ -89,7 +89,7 @@ class CallableEngine(BaseEngine):
         return cls(args.model_name), config
 
     async def start(self, worker_id: int) -> EngineConfig:
-        if self.call.kind is Kind.SYNC:
+        if self.call.kind is CallableKind.SYNC:
             self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=self.call.name)
         return EngineConfig(model=self.model_name, served_model_name=self.model_name)
 
@@ -100,11 +100,11 @@ class CallableEngine(BaseEngine):
 
     def _items(self, arguments: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         """Yield what the callable yields. Closing the generator closes the callable's generator."""
-        if self.call.kind is Kind.SYNC:
+        if self.call.kind is CallableKind.SYNC:
             if self._threads is None:
                 raise Unknown("the engine is not started")
             return _in_thread(lambda: self.call.function(**arguments), self._threads)
-        if self.call.kind is Kind.COROUTINE:
+        if self.call.kind is CallableKind.COROUTINE:
             return _awaited(self.call.function(**arguments))
         return _closing(self.call.function(**arguments))
 

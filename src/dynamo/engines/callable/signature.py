@@ -19,7 +19,7 @@ from typing import Any, Final
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.openai.plain_text import conversation_text
 
-__all__ = ["OPTIONS", "Call", "Kind", "Source", "plan_call"]
+__all__ = ["OPTIONS", "Call", "CallableKind", "Source", "plan_call"]
 
 OPTIONS: Final = (
     "model",
@@ -56,7 +56,7 @@ class Source(Enum):
     TOKEN_IDS = "token_ids"
 
 
-class Kind(Enum):
+class CallableKind(Enum):
     """How it gives its answer."""
 
     ASYNC_GENERATOR = "async generator"
@@ -70,7 +70,7 @@ class Call:
 
     function: Callable[..., Any]
     name: str
-    kind: Kind
+    kind: CallableKind
     source: Source
     parameter: str  # the one that takes the prompt
     context: bool  # whether it takes `context`
@@ -202,11 +202,11 @@ def _hints(function: Callable[..., Any]) -> Mapping[str, Any]:
         return {}
 
 
-def _kind_of(function: Callable[..., Any]) -> Kind:
+def _kind_of(function: Callable[..., Any]) -> CallableKind:
     bare = inspect.unwrap(function)
     while isinstance(bare, functools.partial):
         bare = inspect.unwrap(bare.func)
     target = bare if inspect.isroutine(bare) else type(bare).__call__
     if inspect.isasyncgenfunction(target):
-        return Kind.ASYNC_GENERATOR
-    return Kind.COROUTINE if inspect.iscoroutinefunction(target) else Kind.SYNC
+        return CallableKind.ASYNC_GENERATOR
+    return CallableKind.COROUTINE if inspect.iscoroutinefunction(target) else CallableKind.SYNC

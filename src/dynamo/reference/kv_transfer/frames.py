@@ -27,8 +27,8 @@ __all__ = [
     "HEADER_BYTES",
     "LIMITS",
     "Header",
-    "Kind",
     "Pull",
+    "TransferKind",
     "check",
     "decode_pull",
     "frame",
@@ -40,7 +40,7 @@ _HEADER: Final = struct.Struct("!4sHHIIQ")
 HEADER_BYTES: Final = _HEADER.size
 
 
-class Kind(IntEnum):
+class TransferKind(IntEnum):
     PULL = 1
     PAGE = 2
     DIRECT = 3
@@ -50,16 +50,16 @@ class Kind(IntEnum):
 
 
 LIMITS: Final = {  # bytes of a payload; a page has exactly its size
-    Kind.PULL: 4096,  # a stranger may send it
-    Kind.DIRECT: 1024 * 1024,  # an agent's metadata, and five bytes a block
-    Kind.DONE: 0,
-    Kind.FREED: 0,
-    Kind.REFUSED: 4096,
+    TransferKind.PULL: 4096,  # a stranger may send it
+    TransferKind.DIRECT: 1024 * 1024,  # an agent's metadata, and five bytes a block
+    TransferKind.DONE: 0,
+    TransferKind.FREED: 0,
+    TransferKind.REFUSED: 4096,
 }
 
 
 class Header(NamedTuple):
-    kind: Kind
+    kind: TransferKind
     number: int
     length: int  # bytes of the payload
     checksum: int
@@ -79,7 +79,7 @@ class Pull(msgspec.Struct, frozen=True):
 _PULL: Final = msgspec.msgpack.Decoder(Pull)
 
 
-def frame(kind: Kind, payload: bytes = b"", number: int = 0) -> bytes:
+def frame(kind: TransferKind, payload: bytes = b"", number: int = 0) -> bytes:
     """Return the header and the payload of a frame."""
     return _HEADER.pack(MAGIC, kind, 0, number, len(payload), _checksum(kind, number, payload)) + payload
 
@@ -87,14 +87,14 @@ def frame(kind: Kind, payload: bytes = b"", number: int = 0) -> bytes:
 def read_header(data: bytes, *, page_bytes: int) -> Header:
     """Raises StreamIncomplete for what is no header, or announces more than a frame of its kind may hold."""
     magic, kind, zero, number, length, checksum = _HEADER.unpack(data)
-    if magic != MAGIC or zero != 0 or kind not in Kind._value2member_map_:
+    if magic != MAGIC or zero != 0 or kind not in TransferKind._value2member_map_:
         raise StreamIncomplete("the peer does not speak this version of the KV transfer")
-    if kind == Kind.PAGE and length != page_bytes:
+    if kind == TransferKind.PAGE and length != page_bytes:
         raise StreamIncomplete(f"a page of {length} bytes came where {page_bytes} belong")
-    if kind != Kind.PAGE and length > LIMITS[Kind(kind)]:
-        limit = LIMITS[Kind(kind)]
-        raise StreamIncomplete(f"a {Kind(kind).name} frame of {length} bytes came, at most {limit} are allowed")
-    return Header(Kind(kind), number, length, checksum)
+    if kind != TransferKind.PAGE and length > LIMITS[TransferKind(kind)]:
+        limit = LIMITS[TransferKind(kind)]
+        raise StreamIncomplete(f"a {TransferKind(kind).name} frame of {length} bytes came, at most {limit} are allowed")
+    return Header(TransferKind(kind), number, length, checksum)
 
 
 def check(header: Header, payload: bytes) -> None:

@@ -29,7 +29,7 @@ from dynamo.reference.kv_transfer.base import (
     Ticket,
     TransferOptions,
 )
-from dynamo.reference.kv_transfer.frames import Kind, Pull, frame
+from dynamo.reference.kv_transfer.frames import Pull, TransferKind, frame
 from dynamo.reference.kv_transfer.offers import Offer
 from dynamo.reference.kv_transfer.tcp import Peer, TcpReceiver, TcpSender
 
@@ -80,7 +80,7 @@ class NixlSender(TcpSender):
         keys, values = self._arrays["keys"], self._arrays["values"]
         blocks = list(offer.blocks[pull.first : pull.first + pull.count])
         placed = Placed(self._description, keys.ctypes.data, values.ctypes.data, keys.shape[2], blocks)
-        await peer.write(frame(Kind.DIRECT, msgspec.msgpack.encode(placed)))
+        await peer.write(frame(TransferKind.DIRECT, msgspec.msgpack.encode(placed)))
 
 
 class NixlReceiver(TcpReceiver):
@@ -102,7 +102,7 @@ class NixlReceiver(TcpReceiver):
             return
         await self._ask(peer, ticket, first, count, direct=True)
         try:
-            placed = _PLACED.decode(await peer.read(Kind.DIRECT))
+            placed = _PLACED.decode(await peer.read(TransferKind.DIRECT))
         except msgspec.MsgspecError as error:
             raise StreamIncomplete(
                 f"{ticket!r}: what the peer says about its memory is not readable: {error}"

@@ -23,8 +23,8 @@ from dynamo.reference.kv_transfer.base import BlockSource, Ended, Layout, PageSi
 from dynamo.reference.kv_transfer.frames import (
     HEADER_BYTES,
     Header,
-    Kind,
     Pull,
+    TransferKind,
     check,
     decode_pull,
     frame,
@@ -122,7 +122,7 @@ class TcpSender:
 
     async def _serve(self, peer: Peer, task: asyncio.Task[Any]) -> None:
         async with asyncio.timeout(ASK_SECONDS):
-            pull = decode_pull(await peer.read(Kind.PULL))
+            pull = decode_pull(await peer.read(TransferKind.PULL))
         if pull.count and pull.layout != self._layout:
             raise InvalidArgument(f"the decode worker's KV blocks are {pull.layout}, these are {self._layout}")
         claim = self._offers.claim(pull.transfer_id, pull.secret, task.cancel)
@@ -134,16 +134,16 @@ class TcpSender:
                 )
             async with asyncio.timeout(self._options.pull_seconds):
                 await self._send(peer, pull, offer)
-                await peer.read(Kind.DONE)
+                await peer.read(TransferKind.DONE)
                 self._offers.fetched(claim)
-                await peer.write(frame(Kind.FREED))
+                await peer.write(frame(TransferKind.FREED))
         finally:
             self._offers.unclaim(claim)
 
     async def _send(self, peer: Peer, pull: Pull, offer: Offer) -> None:
         """Hand over the requested blocks."""
         for number in range(pull.first, pull.first + pull.count):
-            await peer.write(frame(Kind.PAGE, self._source.page(offer.blocks[number]), number))
+            await peer.write(frame(TransferKind.PAGE, self._source.page(offer.blocks[number]), number))
 
 
 class TcpReceiver:
@@ -158,8 +158,8 @@ class TcpReceiver:
         try:
             async with asyncio.timeout(self._options.pull_seconds), self._connected(ticket) as peer:
                 await self._fetch(peer, ticket, first, count, sink)
-                await peer.write(frame(Kind.DONE))
-                await peer.read(Kind.FREED)
+                await peer.write(frame(TransferKind.DONE))
+                await peer.read(TransferKind.FREED)
         except TimeoutError as error:
             raise ConnectionTimeout(f"{ticket!r} was not fetched within {self._options.pull_seconds:g} s") from error
         except OSError as error:
@@ -171,11 +171,11 @@ class TcpReceiver:
     async def _fetch(self, peer: Peer, ticket: Ticket, first: int, count: int, sink: PageSink) -> None:
         await self._ask(peer, ticket, first, count)
         for number in range(first, first + count):
-            sink(number, memoryview(await peer.read(Kind.PAGE, number)))
+            sink(number, memoryview(await peer.read(TransferKind.PAGE, number)))
 
     async def _ask(self, peer: Peer, ticket: Ticket, first: int, count: int, *, direct: bool = False) -> None:
         pull = Pull(ticket.transfer_id, ticket.secret, first, count, self._layout, direct)
-        await peer.write(frame(Kind.PULL, msgspec.msgpack.encode(pull)))
+        await peer.write(frame(TransferKind.PULL, msgspec.msgpack.encode(pull)))
 
     @asynccontextmanager
     async def _connected(self, ticket: Ticket) -> AsyncIterator[Peer]:
@@ -204,7 +204,7 @@ class Peer:
         """Whether the other side has closed the connection, and everything it sent was read."""
         return self._reader.at_eof()
 
-    async def read(self, kind: Kind, number: int = 0) -> bytes:
+    async def read(self, kind: TransferKind, number: int = 0) -> bytes:
         """Return the payload of the next frame, of the expected kind. Raises StreamIncomplete or Disconnected."""
         try:
             header = read_header(await self._reader.readexactly(HEADER_BYTES), page_bytes=self._page_bytes)
@@ -215,8 +215,8 @@ class Peer:
         self._expect(header, payload, kind, number)
         return payload
 
-    def _expect(self, header: Header, payload: bytes, kind: Kind, number: int) -> None:
-        if header.kind is Kind.REFUSED:
+    def _expect(self, header: Header, payload: bytes, kind: TransferKind, number: int) -> None:
+        if header.kind is TransferKind.REFUSED:
             raise StreamIncomplete(f"the peer refused: {payload.decode(errors='replace')}")
         if header.kind is not kind or header.number != number:
             raise StreamIncomplete(
@@ -230,7 +230,7 @@ class Peer:
     def refuse(self, text: str) -> None:
         """Say why, as far as the peer still listens."""
         if not self._writer.is_closing():
-            self._writer.write(frame(Kind.REFUSED, text.encode()[:1024]))
+            self._writer.write(frame(TransferKind.REFUSED, text.encode()[:1024]))
 
     async def close(self) -> None:
         """Never raises: whatever is wrong with a connection that is given up is no news."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from dynamo.errors import InvalidArgument
-from dynamo.runtime.chaos.plan import Fault, InvalidPlan, Kind, read_plan
+from dynamo.runtime.chaos.plan import Fault, FaultKind, InvalidPlan, read_plan
 
 __all__ = ["Role", "admitted", "check_real", "faults_of"]
 
@@ -19,16 +19,18 @@ class Role(enum.StrEnum):
     FRONTEND = "frontend"
 
 
-_FRONTENDS: Final = frozenset({Kind.FRONTEND_CRASH, Kind.FRONTEND_DRAIN})
-_EITHERS: Final = frozenset({Kind.CRASH, Kind.FREEZE, Kind.DRAIN, Kind.LEASE})  # at a frontend only where one is named
+_FRONTENDS: Final = frozenset({FaultKind.FRONTEND_CRASH, FaultKind.FRONTEND_DRAIN})
+_EITHERS: Final = frozenset(
+    {FaultKind.CRASH, FaultKind.FREEZE, FaultKind.DRAIN, FaultKind.LEASE}
+)  # at a frontend only where one is named
 
-_NOT_REAL: Final[Mapping[Kind, str]] = {
-    Kind.STORE_CUT: "the way to the store is not in this process's hands; stop or freeze etcd itself",
-    Kind.STORE_STOP: "the store is another process; stop etcd itself",
-    Kind.STORE_WIPE: "the store is another process; stop etcd, remove its data and start it again",
-    Kind.CLOCK_JUMP: "the clock is the machine's; use freeze: to a frozen process all timers are late when it wakes",
-    Kind.SLOW_CLIENT: "the client is not one of these processes; let yours read slowly",
-    Kind.VANISH: "the client is not one of these processes; let yours leave",
+_NOT_REAL: Final[Mapping[FaultKind, str]] = {
+    FaultKind.STORE_CUT: "the way to the store is not in this process's hands; stop or freeze etcd itself",
+    FaultKind.STORE_STOP: "the store is another process; stop etcd itself",
+    FaultKind.STORE_WIPE: "the store is another process; stop etcd, remove its data and start it again",
+    FaultKind.CLOCK_JUMP: "the clock is the machine's; use freeze: to a frozen process all timers are late when it wakes",
+    FaultKind.SLOW_CLIENT: "the client is not one of these processes; let yours read slowly",
+    FaultKind.VANISH: "the client is not one of these processes; let yours leave",
 }
 
 

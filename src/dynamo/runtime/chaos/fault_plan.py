@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable
 
-from dynamo.runtime.chaos.plan import Fault, Kind
+from dynamo.runtime.chaos.plan import Fault, FaultKind
 from dynamo.runtime.context import Context
 
 __all__ = ["FaultPlan", "Visit"]
@@ -54,7 +54,7 @@ class FaultPlan:
         self._requests += 1
         return visit
 
-    def due(self, visit: Visit, point: int, kinds: Collection[Kind]) -> list[Fault]:
+    def due(self, visit: Visit, point: int, kinds: Collection[FaultKind]) -> list[Fault]:
         """Return the faults of these kinds that hit this request now."""
         if not self._left:
             return []

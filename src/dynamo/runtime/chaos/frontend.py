@@ -9,7 +9,7 @@ from typing import Any
 from dynamo.errors import DynamoException, InvalidArgument
 from dynamo.runtime.chaos.actions import crash, drain, freeze
 from dynamo.runtime.chaos.fault_plan import FaultPlan, Visit
-from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, Kind
+from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, FaultKind
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, RequestPlaneClient, ResponseStream, StreamItem, TokenLane
 
@@ -21,7 +21,7 @@ class FrontendChaos:
 
     def __init__(self, faults: Iterable[Fault], *, name: str) -> None:
         self._faults = FaultPlan(faults, name=name)
-        if any(fault.kind is Kind.LEASE for fault in self._faults.pending):
+        if any(fault.kind is FaultKind.LEASE for fault in self._faults.pending):
             raise InvalidArgument("chaos plan: lease: a frontend holds no records that it could lose; name a worker")
 
     def client(self, inner: RequestPlaneClient) -> RequestPlaneClient:
@@ -47,11 +47,11 @@ class FrontendChaos:
 
 def _inflict(fault: Fault) -> None:
     match fault.kind:
-        case Kind.CRASH | Kind.FRONTEND_CRASH:
+        case FaultKind.CRASH | FaultKind.FRONTEND_CRASH:
             crash()
-        case Kind.DRAIN | Kind.FRONTEND_DRAIN:
+        case FaultKind.DRAIN | FaultKind.FRONTEND_DRAIN:
             drain()
-        case Kind.FREEZE:
+        case FaultKind.FREEZE:
             freeze(fault.seconds)
         case _:
             raise AssertionError(fault)

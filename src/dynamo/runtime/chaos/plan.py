@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["ALL_KINDS", "Fault", "InvalidPlan", "Kind", "parse_plan", "plan_text", "read_plan"]
+__all__ = ["ALL_KINDS", "Fault", "FaultKind", "InvalidPlan", "parse_plan", "plan_text", "read_plan"]
 
 MAX_FAULTS: Final = 1000  # each request looks through all that have not fired
 MAX_NUMBER: Final = 2**31 - 1
@@ -26,7 +26,7 @@ MAX_SECONDS: Final = 86_400.0
 _LAST_NUMBER: Final = re.compile(r"\d+$")
 
 
-class Kind(enum.StrEnum):
+class FaultKind(enum.StrEnum):
     """The kinds of faults. Each happens at a logical point: an item of a worker's stream, or a chunk at the client."""
 
     DELAY = "delay"  # a connection holds everything back for a while
@@ -51,14 +51,14 @@ class Kind(enum.StrEnum):
     VANISH = "vanish"  # a client leaves
 
 
-ALL_KINDS: Final = frozenset(Kind)
+ALL_KINDS: Final = frozenset(FaultKind)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault. It fires when a request that it is meant for reaches `point`; one whose point is never reached does not."""
 
-    kind: Kind
+    kind: FaultKind
     request: int | None = None  # its number, from 0: of the scenario, or of those a process gets. None: any
     point: int = 0  # 0: the request was sent; n: the nth item (of the client's body, for client faults)
     seconds: float = 0.0
@@ -71,7 +71,7 @@ class Fault:
 
     def __str__(self) -> str:
         more = f" for {self.seconds:g} s" if self.seconds else ""
-        way = f" ({self.way})" if self.kind is Kind.PARTITION else ""
+        way = f" ({self.way})" if self.kind is FaultKind.PARTITION else ""
         where = f" at {self.process}" if self.process is not None else ""
         return f"{self.kind} at item {self.point} of {self._whose}{more}{way}{where}"
 
@@ -97,19 +97,20 @@ class InvalidPlan(InvalidArgument):
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 _FIELDS: Final = ("kind", "process", "request", "id", "metadata", "point", "seconds", "way", "patient", "times")
-_ITEM_KINDS: Final = frozenset({Kind.DUPLICATE, Kind.CUT, Kind.REORDER})
+_ITEM_KINDS: Final = frozenset({FaultKind.DUPLICATE, FaultKind.CUT, FaultKind.REORDER})
 _LASTING: Final = frozenset(
-    {Kind.DELAY, Kind.PARTITION, Kind.FREEZE, Kind.CLOCK_JUMP, Kind.SLOW_CLIENT}
-    | {Kind.STORE_CUT, Kind.STORE_STOP, Kind.STORE_WIPE}
+    {FaultKind.DELAY, FaultKind.PARTITION, FaultKind.FREEZE, FaultKind.CLOCK_JUMP, FaultKind.SLOW_CLIENT}
+    | {FaultKind.STORE_CUT, FaultKind.STORE_STOP, FaultKind.STORE_WIPE}
 )  # without a time these mean nothing
 
 # What belongs to some kinds only; for the others it is refused, as it would be ignored.
-_ONLY_OF: Final[Mapping[str, frozenset[Kind]]] = {
+_ONLY_OF: Final[Mapping[str, frozenset[FaultKind]]] = {
     # After a crash or a drain the time is what passes until the simulation starts a replacement; a stall without one has
     # no end.
-    "seconds": _LASTING | {Kind.STALL, Kind.CRASH, Kind.DRAIN, Kind.FRONTEND_CRASH, Kind.FRONTEND_DRAIN},
-    "way": frozenset({Kind.PARTITION, Kind.STORE_CUT}),
-    "patient": frozenset({Kind.STALL}),
+    "seconds": _LASTING
+    | {FaultKind.STALL, FaultKind.CRASH, FaultKind.DRAIN, FaultKind.FRONTEND_CRASH, FaultKind.FRONTEND_DRAIN},
+    "way": frozenset({FaultKind.PARTITION, FaultKind.STORE_CUT}),
+    "patient": frozenset({FaultKind.STALL}),
 }
 _WAYS: Final = ("up", "down", "both")
 
@@ -173,13 +174,13 @@ class _Reader:
     def _wrong(self, text: str) -> InvalidPlan:
         return InvalidPlan(f"{self._where}: {text}")
 
-    def _kind(self) -> Kind:
-        allowed = ", ".join(sorted(Kind))
+    def _kind(self) -> FaultKind:
+        allowed = ", ".join(sorted(FaultKind))
         if "kind" not in self._table:
             raise self._wrong(f"kind is missing; it is one of {allowed}")
         value = self._table["kind"]
         try:
-            return Kind(value)
+            return FaultKind(value)
         except ValueError:
             raise self._wrong(f"kind: there is no kind {value!r}; it is one of {allowed}") from None
 
@@ -193,7 +194,7 @@ class _Reader:
             raise self._wrong(f"{field} must be a whole number from {least}, got {value!r}")
         return value
 
-    def _seconds(self, kind: Kind) -> float:
+    def _seconds(self, kind: FaultKind) -> float:
         value = self._table.get("seconds", 0.0)
         least = "above 0" if kind in _LASTING else "from 0"
         is_number = type(value) in (int, float) and math.isfinite(value)

@@ -14,23 +14,23 @@ from dynamo.errors import InvalidArgument
 from dynamo.runtime.chaos.actions import LosesLease, crash, drain, freeze
 from dynamo.runtime.chaos.connection import hold, lose
 from dynamo.runtime.chaos.fault_plan import FaultPlan, Visit
-from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, Kind
+from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, FaultKind
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Handler, ResponseSink
 from dynamo.runtime.request_plane.mux.sink import MuxSink
 from dynamo.runtime.tasks import Background
 
-__all__ = ["EngineFailed", "WorkerChaos"]
+__all__ = ["InjectedFailure", "WorkerChaos"]
 
 logger = logging.getLogger(__name__)
 
-_ENGINE_KINDS: Final = frozenset({Kind.STALL, Kind.ENGINE_ERROR})
-_ITEM_KINDS: Final = frozenset({Kind.CUT, Kind.DUPLICATE, Kind.REORDER})
+_ENGINE_KINDS: Final = frozenset({FaultKind.STALL, FaultKind.ENGINE_ERROR})
+_ITEM_KINDS: Final = frozenset({FaultKind.CUT, FaultKind.DUPLICATE, FaultKind.REORDER})
 _OTHER_KINDS: Final = ALL_KINDS - _ENGINE_KINDS - _ITEM_KINDS
 _PROBE_ID: Final = "health-check-"  # requests of the canary are not counted
 
 
-class EngineFailed(RuntimeError):
+class InjectedFailure(RuntimeError):
     """The failure of an engine that a plan injects."""
 
 
@@ -43,7 +43,7 @@ class WorkerChaos:
         self._discovery = discovery
         self._visits: dict[Context, Visit] = {}
         self._work = Background()
-        if not isinstance(discovery, LosesLease) and any(f.kind is Kind.LEASE for f in self._faults.pending):
+        if not isinstance(discovery, LosesLease) and any(f.kind is FaultKind.LEASE for f in self._faults.pending):
             raise InvalidArgument("chaos plan: lease: this discovery store has no lease to lose; use file or etcd")
 
     async def close(self) -> None:
@@ -59,8 +59,8 @@ class WorkerChaos:
     async def before_chunk(self, visit: Visit) -> None:
         """Apply the faults due before a chunk; may take time, or raise."""
         for fault in self._faults.due(visit, visit.chunks, _ENGINE_KINDS):
-            if fault.kind is Kind.ENGINE_ERROR:
-                raise EngineFailed("the engine failed, as the chaos plan says")
+            if fault.kind is FaultKind.ENGINE_ERROR:
+                raise InjectedFailure("the engine failed, as the chaos plan says")
             try:
                 async with asyncio.timeout(fault.seconds or None):
                     if fault.is_patient:
@@ -89,7 +89,7 @@ class WorkerChaos:
 
         return handle
 
-    def item_faults(self, visit: Visit, sink: ResponseSink) -> list[Kind]:
+    def item_faults(self, visit: Visit, sink: ResponseSink) -> list[FaultKind]:
         """Return what happens to the item just sent; start the other faults that are due."""
         visit.items += 1
         loop = asyncio.get_running_loop()
@@ -104,22 +104,22 @@ class WorkerChaos:
 
     def _inflict(self, fault: Fault, sink: ResponseSink) -> None:
         match fault.kind:
-            case Kind.CRASH:
+            case FaultKind.CRASH:
                 crash()
-            case Kind.FREEZE:
+            case FaultKind.FREEZE:
                 freeze(fault.seconds)
-            case Kind.DRAIN:
+            case FaultKind.DRAIN:
                 drain()
-            case Kind.LEASE:
+            case FaultKind.LEASE:
                 if not self._work.is_closed:
                     self._work.start(self._lose_lease(), "chaos: lease")
             case _ if not isinstance(sink, MuxSink):
                 _cannot(fault.kind)
-            case Kind.DROP:
+            case FaultKind.DROP:
                 lose(sink.connection)
-            case Kind.DELAY:
+            case FaultKind.DELAY:
                 hold(sink.connection, fault.seconds)
-            case Kind.PARTITION:
+            case FaultKind.PARTITION:
                 hold(sink.connection, fault.seconds, fault.way)
             case _:
                 raise AssertionError(fault)
@@ -132,7 +132,7 @@ class WorkerChaos:
             logger.exception("CHAOS: the lease could not be lost")
 
 
-def _cannot(kind: Kind) -> None:
+def _cannot(kind: FaultKind) -> None:
     logger.error("CHAOS: %s cannot be done to this request: it did not come over mux", kind)
 
 
@@ -208,11 +208,11 @@ class _Sink:
         held = None
         for kind in kinds:
             match kind:
-                case Kind.CUT:
+                case FaultKind.CUT:
                     self._outbox.items.pop()
-                case Kind.DUPLICATE:
+                case FaultKind.DUPLICATE:
                     self._outbox.items.append(self._outbox.items[-1])
-                case Kind.REORDER:
+                case FaultKind.REORDER:
                     held = self._outbox.items.pop()
             break  # one thing at a time can happen to an item
         self._let_go()

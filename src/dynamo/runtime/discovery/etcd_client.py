@@ -68,7 +68,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class WatchEvent:
     """One change of one key."""
 
     key: str
@@ -192,7 +192,7 @@ class EtcdClient:
         return found, answer.header.revision
 
     @asynccontextmanager
-    async def watch(self, prefix: str, revision: int) -> AsyncIterator[AsyncIterator[list[Event]]]:
+    async def watch(self, prefix: str, revision: int) -> AsyncIterator[AsyncIterator[list[WatchEvent]]]:
         """Watch the changes below `prefix` from `revision` on, in order, without a gap, as long as the stream lasts.
 
         Iterating raises `CannotConnect` when the stream broke or its endpoint was given up, `Compacted`, or
@@ -222,7 +222,7 @@ class EtcdClient:
             self._give_up(endpoint)
             raise CannotConnect(f"the watch at etcd {where} ended: {_reason(error)}") from error
 
-    async def _events(self, response: aiohttp.ClientResponse) -> AsyncGenerator[list[Event], None]:
+    async def _events(self, response: aiohttp.ClientResponse) -> AsyncGenerator[list[WatchEvent], None]:
         lines = Lines()
         async for data in response.content.iter_any():
             for line in lines.feed(data):
@@ -427,12 +427,12 @@ def span(prefix: str) -> tuple[bytes, bytes]:
     return start, start[:-1] + bytes([start[-1] + 1])
 
 
-def _event(found: _Event) -> Event | None:
+def _event(found: _Event) -> WatchEvent | None:
     try:
         key = found.kv.key.decode()
     except UnicodeDecodeError:
         return None  # no key of ours
-    return Event(key, None if found.type == "DELETE" else found.kv.value, found.kv.mod_revision)
+    return WatchEvent(key, None if found.type == "DELETE" else found.kv.value, found.kv.mod_revision)
 
 
 def _is_stale(error: EtcdError) -> bool:

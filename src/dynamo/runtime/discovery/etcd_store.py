@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.discovery.base import INSTANCES, Change, Delete, Put
-from dynamo.runtime.discovery.etcd_client import NOT_FOUND, Compacted, EtcdClient, EtcdError, Event
+from dynamo.runtime.discovery.etcd_client import NOT_FOUND, Compacted, EtcdClient, EtcdError, WatchEvent
 from dynamo.runtime.discovery.keys import split_bucket, split_key
 from dynamo.runtime.discovery.last_view import LastView
 from dynamo.runtime.discovery.retry import Delays
@@ -408,7 +408,7 @@ class EtcdStore:
                 logger.exception("following %s in etcd failed; trying again", bucket.name)
             await asyncio.sleep(next(delays))
 
-    def _take(self, bucket: _Bucket, events: list[Event]) -> None:
+    def _take(self, bucket: _Bucket, events: list[WatchEvent]) -> None:
         now = self._now()
         if now - self._heard_at > self._ttl / 2:
             self._doubt(now)  # a frozen store thaws, and these may be the leases that ran out meanwhile

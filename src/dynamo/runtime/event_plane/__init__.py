@@ -1,6 +1,6 @@
 """Events: at most once, numbered, gaps that show. `base.py` holds the promises, one file each plane."""
 
-from dynamo.runtime.event_plane.base import Event, EventCounts, EventPlane, EventPublisher, Scope, SequenceWatch
+from dynamo.runtime.event_plane.base import Event, EventCounts, EventPlane, EventPublisher, EventScope, SequenceWatch
 from dynamo.runtime.event_plane.memory import MemoryEventPlane, shared_event_plane
 
 __all__ = [
@@ -8,8 +8,8 @@ __all__ = [
     "EventCounts",
     "EventPlane",
     "EventPublisher",
+    "EventScope",
     "MemoryEventPlane",
-    "Scope",
     "SequenceWatch",
     "shared_event_plane",
 ]

@@ -24,7 +24,7 @@ PUBLISHER_ID_BITS: Final = 53  # safe in JSON
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class EventScope:
     """Whose events: a namespace's, a component's or an endpoint's."""
 
     namespace: str
@@ -117,13 +117,13 @@ class EventPlane(Protocol):
     async def start(self) -> None:
         """Reach the service the plane needs; idempotent. Raises `CannotConnect` within 5 s, naming address and flag."""
 
-    async def publisher(self, scope: Scope, topic: str) -> EventPublisher:
+    async def publisher(self, scope: EventScope, topic: str) -> EventPublisher:
         """Make a publisher with an id and a sequence of its own; subscribers can find the publisher."""
 
-    def new_publisher(self, scope: Scope, topic: str) -> EventPublisher:
+    def new_publisher(self, scope: EventScope, topic: str) -> EventPublisher:
         """Make a publisher without waiting: it becomes known in the background."""
 
-    def subscribe(self, scope: Scope, topic: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+    def subscribe(self, scope: EventScope, topic: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
         """Subscribe: `async with plane.subscribe(s, t) as events: async for event in events: ...`"""
 
     async def close(self) -> None:

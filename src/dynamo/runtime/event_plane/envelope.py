@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dynamo.runtime.event_plane.base import Event, Scope
+from dynamo.runtime.event_plane.base import Event, EventScope
 
 __all__ = [
     "BadEvent",
@@ -88,7 +88,7 @@ def decode_parts(parts: Sequence[bytes]) -> Event:
     return decode_envelope(memoryview(frame)[_HEADER.size :])
 
 
-def channel_record(scope: Scope, topic: str, publisher_id: int, transport: Mapping[str, Any]) -> bytes:
+def channel_record(scope: EventScope, topic: str, publisher_id: int, transport: Mapping[str, Any]) -> bytes:
     """Build the `v1/event_channels` record of one publisher. `instance_id` holds the publisher's id, despite its
     name.
     """

@@ -16,12 +16,12 @@ from dynamo.runtime.event_plane.base import (
     Event,
     EventCounts,
     EventPublisher,
+    EventScope,
     NoCounts,
-    Scope,
 )
 from dynamo.runtime.event_plane.inbox import Inbox
 
-Channel = tuple[Scope, str]
+Channel = tuple[EventScope, str]
 
 
 class MemoryEventPlane:
@@ -45,15 +45,15 @@ class MemoryEventPlane:
     async def start(self) -> None:
         """Do nothing: there is nothing to connect to."""
 
-    async def publisher(self, scope: Scope, topic: str) -> EventPublisher:
+    async def publisher(self, scope: EventScope, topic: str) -> EventPublisher:
         return self.new_publisher(scope, topic)
 
-    def new_publisher(self, scope: Scope, topic: str) -> EventPublisher:
+    def new_publisher(self, scope: EventScope, topic: str) -> EventPublisher:
         self._check_open()
         return _Publisher(self, (scope, topic), self._rng.getrandbits(PUBLISHER_ID_BITS))
 
     @asynccontextmanager
-    async def subscribe(self, scope: Scope, topic: str) -> AsyncIterator[AsyncIterator[Event]]:
+    async def subscribe(self, scope: EventScope, topic: str) -> AsyncIterator[AsyncIterator[Event]]:
         self._check_open()
         queue = Inbox(self._max_queued, self._counts)
         channel = (scope, topic)

@@ -24,8 +24,8 @@ from dynamo.runtime.event_plane.base import (
     Event,
     EventCounts,
     EventPublisher,
+    EventScope,
     NoCounts,
-    Scope,
 )
 from dynamo.runtime.event_plane.envelope import BadEvent, channel_record, decode_envelope, encode_envelope
 from dynamo.runtime.event_plane.inbox import Inbox
@@ -75,16 +75,16 @@ class NatsEventPlane:
     async def start(self) -> None:
         await self._connection.start()
 
-    async def publisher(self, scope: Scope, topic: str) -> EventPublisher:
+    async def publisher(self, scope: EventScope, topic: str) -> EventPublisher:
         await self.start()
         made = self._publisher(scope, topic)
         await asyncio.shield(made.announced)
         return made
 
-    def new_publisher(self, scope: Scope, topic: str) -> EventPublisher:
+    def new_publisher(self, scope: EventScope, topic: str) -> EventPublisher:
         return self._publisher(scope, topic)
 
-    def _publisher(self, scope: Scope, topic: str) -> _Publisher:
+    def _publisher(self, scope: EventScope, topic: str) -> _Publisher:
         self._check_open()
         publisher_id = self._rng.getrandbits(PUBLISHER_ID_BITS)
         transport = {"kind": "Nats", "config": {"subject_prefix": scope.subject}}
@@ -96,7 +96,7 @@ class NatsEventPlane:
         return made
 
     @asynccontextmanager
-    async def subscribe(self, scope: Scope, topic: str) -> AsyncIterator[AsyncIterator[Event]]:
+    async def subscribe(self, scope: EventScope, topic: str) -> AsyncIterator[AsyncIterator[Event]]:
         self._check_open()
         await self.start()
         inbox = Inbox(self._capacity, self._counts)
@@ -204,7 +204,7 @@ class _Publisher:
     def __init__(
         self,
         plane: NatsEventPlane,
-        scope: Scope,
+        scope: EventScope,
         topic: str,
         publisher_id: int,
         key: str,
@@ -237,7 +237,7 @@ class _Publisher:
         await self._plane._announcer.withdraw(self._key)
 
 
-def subject_of(scope: Scope, topic: str) -> str:
+def subject_of(scope: EventScope, topic: str) -> str:
     """Return the NATS subject. Anything a subject cannot hold (blanks, wildcards, an empty token) becomes `_`."""
     parts = [*scope.subject.split("."), *topic.split(".")]
     return ".".join("".join("_" if c.isspace() or c in "*>" else c for c in part) or "_" for part in parts)

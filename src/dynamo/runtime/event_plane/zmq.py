@@ -25,8 +25,8 @@ from dynamo.runtime.event_plane.base import (
     Event,
     EventCounts,
     EventPublisher,
+    EventScope,
     NoCounts,
-    Scope,
     encode_segment,
 )
 from dynamo.runtime.event_plane.envelope import (
@@ -91,7 +91,7 @@ class ZmqEventPlane:
         for endpoint in (*broker.xsub, *broker.xpub) if broker is not None else ():
             await _probe(endpoint)
 
-    async def publisher(self, scope: Scope, topic: str) -> EventPublisher:
+    async def publisher(self, scope: EventScope, topic: str) -> EventPublisher:
         if self._settings.broker_enabled:
             await self.start()
         made = self._publisher(scope, topic)
@@ -99,10 +99,10 @@ class ZmqEventPlane:
             await asyncio.shield(made.announced)
         return made
 
-    def new_publisher(self, scope: Scope, topic: str) -> EventPublisher:
+    def new_publisher(self, scope: EventScope, topic: str) -> EventPublisher:
         return self._publisher(scope, topic)
 
-    def _publisher(self, scope: Scope, topic: str) -> _Publisher:
+    def _publisher(self, scope: EventScope, topic: str) -> _Publisher:
         import zmq
 
         socket = self._socket(zmq.PUB)
@@ -126,7 +126,7 @@ class ZmqEventPlane:
         return made
 
     @asynccontextmanager
-    async def subscribe(self, scope: Scope, topic: str) -> AsyncIterator[AsyncIterator[Event]]:
+    async def subscribe(self, scope: EventScope, topic: str) -> AsyncIterator[AsyncIterator[Event]]:
         import zmq
 
         if self._settings.broker_enabled:
@@ -219,7 +219,7 @@ class ZmqEventPlane:
             "DYN_ZMQ_BROKER_URL, or leave it out: the event plane needs no broker"
         )
 
-    async def _follow(self, scope: Scope, topic: str, reader: SocketReader, first: asyncio.Event) -> None:
+    async def _follow(self, scope: EventScope, topic: str, reader: SocketReader, first: asyncio.Event) -> None:
         """Keep connected to the publishers there are."""
         prefix = f"{EVENT_CHANNELS}/{scope.path_encoded}/topic/{encode_segment(topic)}"
         connected: dict[str, str] = {}  # by key
@@ -250,7 +250,7 @@ class ZmqEventPlane:
 
 class _Publisher:
     def __init__(
-        self, plane: ZmqEventPlane, scope: Scope, topic: str, publisher_id: int, socket: zmq.Socket[bytes]
+        self, plane: ZmqEventPlane, scope: EventScope, topic: str, publisher_id: int, socket: zmq.Socket[bytes]
     ) -> None:
         self.publisher_id = publisher_id
         self.key = scope.channel_key(topic, publisher_id)

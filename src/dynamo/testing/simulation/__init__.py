@@ -4,14 +4,14 @@ from dynamo.testing.simulation.campaign import Failure, Report, shrink, simulate
 from dynamo.testing.simulation.engine import PrefixEngine, continuation
 from dynamo.testing.simulation.loop import NothingWillHappen, OutsideWorld, VirtualLoop, run_virtual
 from dynamo.testing.simulation.run import Finding, Outcome, run_scenario
-from dynamo.testing.simulation.scenario import ALL_KINDS, Fault, Kind, RequestPlan, Scenario, draw
+from dynamo.testing.simulation.scenario import ALL_KINDS, Fault, FaultKind, RequestPlan, Scenario, draw
 
 __all__ = [
     "ALL_KINDS",
     "Failure",
     "Fault",
+    "FaultKind",
     "Finding",
-    "Kind",
     "NothingWillHappen",
     "Outcome",
     "OutsideWorld",

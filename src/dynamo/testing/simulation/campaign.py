@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from dynamo.testing.simulation.run import Outcome, run_scenario
-from dynamo.testing.simulation.scenario import ALL_KINDS, Fault, Kind, Scenario, draw
+from dynamo.testing.simulation.scenario import ALL_KINDS, Fault, FaultKind, Scenario, draw
 
 __all__ = ["Failure", "Report", "shrink", "simulate"]
 
@@ -74,7 +74,7 @@ class _Work:
     """What one process runs."""
 
     seeds: range
-    kinds: tuple[Kind, ...]
+    kinds: tuple[FaultKind, ...]
     faults: tuple[Fault, ...] | None
 
 
@@ -82,7 +82,7 @@ def simulate(
     runs: int,
     seed: int = 0,
     *,
-    kinds: Collection[Kind] = ALL_KINDS,
+    kinds: Collection[FaultKind] = ALL_KINDS,
     max_failures: int = 10,
     jobs: int = 1,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,

@@ -29,7 +29,7 @@ from dynamo.testing.simulation.cluster import (
 from dynamo.testing.simulation.engine import Step, continuation
 from dynamo.testing.simulation.loop import NothingWillHappen, VirtualLoop, run_virtual
 from dynamo.testing.simulation.network import ItemFault, Wire
-from dynamo.testing.simulation.scenario import Fault, Kind, RequestPlan, Scenario
+from dynamo.testing.simulation.scenario import Fault, FaultKind, RequestPlan, Scenario
 from dynamo.testing.simulation.store import wipe
 
 __all__ = ["Finding", "Outcome", "run_scenario"]
@@ -44,23 +44,41 @@ ERROR_STATUSES: Final = frozenset({404, 500, 503, 504, 529})
 
 # Each of these may take one worker from a request. While there are more workers than such faults, no request may notice.
 WORKER_KINDS: Final = frozenset(
-    {Kind.DROP, Kind.DUPLICATE, Kind.CUT, Kind.REORDER, Kind.PARTITION, Kind.CRASH, Kind.FREEZE, Kind.STALL}
+    {
+        FaultKind.DROP,
+        FaultKind.DUPLICATE,
+        FaultKind.CUT,
+        FaultKind.REORDER,
+        FaultKind.PARTITION,
+        FaultKind.CRASH,
+        FaultKind.FREEZE,
+        FaultKind.STALL,
+    }
 )
 LOST_CONNECTIONS: Final = frozenset(
-    {Kind.DROP, Kind.PARTITION, Kind.CRASH, Kind.FREEZE}
+    {FaultKind.DROP, FaultKind.PARTITION, FaultKind.CRASH, FaultKind.FREEZE}
 )  # a worker's death, as seen from afar
-HARMLESS: Final = frozenset({Kind.SLOW_CLIENT, Kind.VANISH, Kind.DRAIN, Kind.LEASE, Kind.DELAY})
+HARMLESS: Final = frozenset(
+    {FaultKind.SLOW_CLIENT, FaultKind.VANISH, FaultKind.DRAIN, FaultKind.LEASE, FaultKind.DELAY}
+)
 
 # Beyond that, these may end a request with a typed error: nobody is left, or the fault is not the worker's.
-LOSSY: Final = frozenset(Kind) - {Kind.SLOW_CLIENT, Kind.VANISH, Kind.DRAIN, Kind.LEASE, Kind.CLOCK_JUMP, Kind.DELAY}
+LOSSY: Final = frozenset(FaultKind) - {
+    FaultKind.SLOW_CLIENT,
+    FaultKind.VANISH,
+    FaultKind.DRAIN,
+    FaultKind.LEASE,
+    FaultKind.CLOCK_JUMP,
+    FaultKind.DELAY,
+}
 
 _ITEM_FAULTS: Final = {
-    Kind.DUPLICATE: ItemFault.DUPLICATE,
-    Kind.CUT: ItemFault.CUT,
-    Kind.REORDER: ItemFault.REORDER,
+    FaultKind.DUPLICATE: ItemFault.DUPLICATE,
+    FaultKind.CUT: ItemFault.CUT,
+    FaultKind.REORDER: ItemFault.REORDER,
 }
-_CLIENT_KINDS: Final = frozenset({Kind.SLOW_CLIENT, Kind.VANISH})
-_ENGINE_KINDS: Final = frozenset({Kind.STALL, Kind.ENGINE_ERROR})
+_CLIENT_KINDS: Final = frozenset({FaultKind.SLOW_CLIENT, FaultKind.VANISH})
+_ENGINE_KINDS: Final = frozenset({FaultKind.STALL, FaultKind.ENGINE_ERROR})
 _CHANCE_ID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _PROMPT: Final = re.compile(rb"<(\d+)>")
 
@@ -223,7 +241,7 @@ class _Run(logging.Handler):
                 return
 
     def _count_jumps(self) -> int:
-        return sum(fault.kind is Kind.CLOCK_JUMP for fault in self.fired)
+        return sum(fault.kind is FaultKind.CLOCK_JUMP for fault in self.fired)
 
     async def _ended(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         if not tasks:
@@ -304,7 +322,7 @@ class _Run(logging.Handler):
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
-    def _take(self, number: int, point: int, kinds: frozenset[Kind], *processes: str) -> list[Fault]:
+    def _take(self, number: int, point: int, kinds: frozenset[FaultKind], *processes: str) -> list[Fault]:
         """Return the faults that are due now, at one of these processes; each fires once."""
         if not self._pending:
             return []
@@ -346,30 +364,30 @@ class _Run(logging.Handler):
         worker = next(each for each in cluster.workers if each.name == wire.worker)
         frontend = next(each for each in cluster.frontends if each.name == wire.caller)
         match fault.kind:
-            case Kind.DELAY:
+            case FaultKind.DELAY:
                 wire.link.hold(fault.seconds)
-            case Kind.PARTITION:
+            case FaultKind.PARTITION:
                 wire.link.hold(fault.seconds, fault.way)
-            case Kind.DROP:
+            case FaultKind.DROP:
                 wire.link.lose("the connection was reset")
-            case Kind.FREEZE:
+            case FaultKind.FREEZE:
                 worker.freeze(fault.seconds)
-            case Kind.LEASE:
+            case FaultKind.LEASE:
                 cluster.hub.expire(worker.discovery.lease_id)
-            case Kind.STORE_CUT:
+            case FaultKind.STORE_CUT:
                 cluster.cut_store(worker if fault.way == "up" else frontend, fault.seconds)
-            case Kind.STORE_STOP | Kind.STORE_WIPE:
+            case FaultKind.STORE_STOP | FaultKind.STORE_WIPE:
                 loop.call_later(fault.seconds, self._store_is_back, fault, cluster.stop_store())
-            case Kind.CLOCK_JUMP:
+            case FaultKind.CLOCK_JUMP:
                 assert isinstance(loop, VirtualLoop)
                 loop.jump(fault.seconds)
-            case Kind.CRASH:
+            case FaultKind.CRASH:
                 self._crash(worker, fault)
-            case Kind.DRAIN:
+            case FaultKind.DRAIN:
                 self._chore(self._drain(worker, fault))
-            case Kind.FRONTEND_CRASH:
+            case FaultKind.FRONTEND_CRASH:
                 self._crash_frontend(frontend, fault)
-            case Kind.FRONTEND_DRAIN:
+            case FaultKind.FRONTEND_DRAIN:
                 self._chore(self._frontend_drain(frontend, fault))
             case _:
                 raise AssertionError(fault)
@@ -377,7 +395,7 @@ class _Run(logging.Handler):
     def _store_is_back(self, fault: Fault, processes: list[Process]) -> None:
         outages = self._cluster.outages
         outages[:] = [outage for outage in outages if outage is not processes]
-        if fault.kind is Kind.STORE_WIPE:
+        if fault.kind is FaultKind.STORE_WIPE:
             wipe(self._cluster.hub)
         order = random.Random(f"{self.scenario.seed} {fault}")
         order.shuffle(processes)
@@ -432,7 +450,7 @@ class _Run(logging.Handler):
     async def _pace(self, worker: WorkerProcess, step: Step) -> None:
         plan = self._plan_of(bytes(step.prompt))
         for fault in self._take(plan.number, step.tokens // plan.tokens_per_chunk, _ENGINE_KINDS, worker.name):
-            if fault.kind is Kind.ENGINE_ERROR:
+            if fault.kind is FaultKind.ENGINE_ERROR:
                 raise EngineFailure("the engine failed, as planned")
             if fault.is_patient:
                 try:
@@ -450,7 +468,7 @@ class _Run(logging.Handler):
 
     def _reach_client(self, visit: Visit, point: int) -> None:
         for fault in self._take(visit.plan.number, point, _CLIENT_KINDS, visit.frontend):
-            if fault.kind is Kind.SLOW_CLIENT:
+            if fault.kind is FaultKind.SLOW_CLIENT:
                 visit.read_seconds = fault.seconds
             else:
                 asyncio.get_running_loop().call_soon(visit.leave)
@@ -498,7 +516,7 @@ class _Run(logging.Handler):
                     "error", f"request {visit.plan.number} was blamed for deaths that were none: {answer.error}"
                 )
             return
-        if status == 500 and Kind.ENGINE_ERROR not in kinds:
+        if status == 500 and FaultKind.ENGINE_ERROR not in kinds:
             self.breach("error", f"request {visit.plan.number} failed with 500 though no engine did: {answer.error}")
         elif status == 504 and self._silent_seconds() >= STREAM_TIMEOUT_SECONDS:
             return
@@ -544,9 +562,9 @@ class _Run(logging.Handler):
 
     def _silent_seconds(self) -> float:
         """Return how long a frontend may have received nothing, by its clock: it recovers from a jump, not from a later delay."""
-        if not any(fault.kind is Kind.DELAY for fault in self.fired):
+        if not any(fault.kind is FaultKind.DELAY for fault in self.fired):
             return 0.0
-        return sum(fault.seconds for fault in self.fired if fault.kind in (Kind.DELAY, Kind.CLOCK_JUMP))
+        return sum(fault.seconds for fault in self.fired if fault.kind in (FaultKind.DELAY, FaultKind.CLOCK_JUMP))
 
     def _check_text(self, visit: Visit, answer: Answer) -> None:
         plan = visit.plan
@@ -591,7 +609,7 @@ class _Run(logging.Handler):
 
     def _check_conduct(self) -> None:
         """Aborts, and engines that ran on for nobody."""
-        slack = CANCEL_SECONDS + sum(fault.seconds for fault in self.fired if fault.kind is not Kind.VANISH)
+        slack = CANCEL_SECONDS + sum(fault.seconds for fault in self.fired if fault.kind is not FaultKind.VANISH)
         for conduct in self._cluster.conducts:
             if conduct.is_void:
                 continue
@@ -658,7 +676,7 @@ class _Run(logging.Handler):
             self.breach("leak", f"{key} is left in the store")
 
 
-_CLUSTER_KINDS: Final = frozenset(Kind) - _CLIENT_KINDS - _ENGINE_KINDS
+_CLUSTER_KINDS: Final = frozenset(FaultKind) - _CLIENT_KINDS - _ENGINE_KINDS
 
 
 def _value(gauge: Any) -> float:

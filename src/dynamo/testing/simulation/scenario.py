@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, Kind
+from dynamo.runtime.chaos.plan import ALL_KINDS, Fault, FaultKind
 
-__all__ = ["ALL_KINDS", "Fault", "Kind", "RequestPlan", "Scenario", "draw"]
+__all__ = ["ALL_KINDS", "Fault", "FaultKind", "RequestPlan", "Scenario", "draw"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Scenario:
     queue_age_seconds: float | None = None  # above it a frontend takes no more
 
 
-_ITEM_FAULTS: Final = frozenset({Kind.DUPLICATE, Kind.CUT, Kind.REORDER})
+_ITEM_FAULTS: Final = frozenset({FaultKind.DUPLICATE, FaultKind.CUT, FaultKind.REORDER})
 _LONG_SECONDS: Final = (0.5, 4.0, 30.0)  # shorter than every limit; longer than some; longer than all of them
 CROWDED_PART: Final = 0.25
 _MODES: Final = ("round-robin", "random", "least-loaded", "power-of-two")
@@ -57,7 +57,7 @@ _MODES: Final = ("round-robin", "random", "least-loaded", "power-of-two")
 
 def draw(
     seed: int,
-    kinds: Collection[Kind] = ALL_KINDS,
+    kinds: Collection[FaultKind] = ALL_KINDS,
     *,
     faults: Sequence[Fault] | None = None,
     crowds: bool = True,
@@ -118,24 +118,24 @@ def _request(rng: random.Random, number: int, frontends: int) -> RequestPlan:
     )
 
 
-def _fault(rng: random.Random, kind: Kind, requests: Sequence[RequestPlan]) -> Fault:
+def _fault(rng: random.Random, kind: FaultKind, requests: Sequence[RequestPlan]) -> Fault:
     # Faults go where something happens: a point is drawn among the items the request really has.
     request = rng.choice(requests)
     items = max(1, request.max_tokens // request.tokens_per_chunk)
     point = rng.choice((0, 1, rng.randint(0, items), rng.randint(1, items)))
     seconds = 0.0
     match kind:
-        case Kind.DELAY:
+        case FaultKind.DELAY:
             seconds = rng.choice((0.05, 0.5, 4.0))
-        case Kind.PARTITION | Kind.FREEZE | Kind.STORE_CUT | Kind.STORE_STOP | Kind.STORE_WIPE:
+        case FaultKind.PARTITION | FaultKind.FREEZE | FaultKind.STORE_CUT | FaultKind.STORE_STOP | FaultKind.STORE_WIPE:
             seconds = rng.choice(_LONG_SECONDS)
-        case Kind.STALL:
+        case FaultKind.STALL:
             seconds = rng.choice((1.0, 20.0, 500.0))  # the last is longer than a frontend waits
-        case Kind.CRASH | Kind.FRONTEND_CRASH | Kind.DRAIN | Kind.FRONTEND_DRAIN:
+        case FaultKind.CRASH | FaultKind.FRONTEND_CRASH | FaultKind.DRAIN | FaultKind.FRONTEND_DRAIN:
             seconds = rng.choice((0.0, 1.0, 15.0))  # until the replacement starts
-        case Kind.CLOCK_JUMP:
+        case FaultKind.CLOCK_JUMP:
             seconds = rng.choice((0.5, 6.0, 60.0))
-        case Kind.SLOW_CLIENT:
+        case FaultKind.SLOW_CLIENT:
             seconds = rng.choice((0.05, 0.5))
     if kind in _ITEM_FAULTS:
         point = max(1, point)

@@ -61,7 +61,7 @@ FINAL_ITEM: Final[Mapping[Codec, bytes]] = {
 }
 
 
-class Annotated(msgspec.Struct, omit_defaults=True, gc=False):
+class AnnotatedItem(msgspec.Struct, omit_defaults=True, gc=False):
     """What travels in one item; an absent member is UNSET, so that a null stays one."""
 
     data: Any = msgspec.UNSET
@@ -74,7 +74,7 @@ class Annotated(msgspec.Struct, omit_defaults=True, gc=False):
 class ResponseFrame(msgspec.Struct, gc=False):
     """One data frame of a response stream."""
 
-    data: Annotated | None = None
+    data: AnnotatedItem | None = None
     complete_final: bool = False
 
 
@@ -103,7 +103,7 @@ def bare_item(data: bytes | bytearray, codec: Codec) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"data": found}
 
 
-def failure_of(annotated: Annotated) -> DynamoException | None:
+def failure_of(annotated: AnnotatedItem) -> DynamoException | None:
     """Return the error that an item carries, which ends its stream; None for any other item."""
     if annotated.event != "error":
         return None
@@ -134,7 +134,7 @@ def _asserted_in(error: DynamoException) -> DynamoException | None:
     return claim
 
 
-def stream_item(annotated: Annotated) -> StreamItem:
+def stream_item(annotated: AnnotatedItem) -> StreamItem:
     """Return an item as the planes see it; the caller fills in the item's offset (or cost).
 
     The wire does not say what is a chunk of tokens: it is one when it is nothing but data with `token_ids` and `index`, as
