@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
+import subprocess
 import sys
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SOURCE: Final = ROOT / "src" / "dynamo"
@@ -247,6 +249,29 @@ def room_sizes(house: Iterable[Module]) -> Figure:
     )  # fmt: skip
 
 
+def stays_of_a_request(house: Iterable[Module]) -> Figure:
+    """Count the stays of a chat request on its way to the worker. `tools/way.py` says what a stay is."""
+    found = tuple(Finding(stay["module"], ", ".join(stay["functions"])) for stay in _way())
+    return Figure("stays of a chat request on its way to the worker", len(found), "<= 14", found)
+
+
+def climbs_of_a_request(house: Iterable[Module]) -> Figure:
+    """Count the stays that lead back into a higher room."""
+    found = tuple(Finding(stay["module"], ", ".join(stay["functions"])) for stay in _way() if stay["is_climb"])
+    return Figure("climbs of a chat request on its way to the worker", len(found), "<= 3", found)
+
+
+@cache
+def _way() -> list[dict[str, Any]]:
+    # In a process of its own: tracing slows everything in it down, and a frontend leaves much behind.
+    command = [sys.executable, str(Path(__file__).with_name("way.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    way: list[dict[str, Any]] = json.loads(done.stdout)
+    return way
+
+
 FIGURES: Final[tuple[tuple[str, Callable[[list[Module]], Figure]], ...]] = (
     ("parameters", long_parameter_lists),
     ("classes", large_classes),
@@ -256,6 +281,8 @@ FIGURES: Final[tuple[tuple[str, Callable[[list[Module]], Figure]], ...]] = (
     ("nouns", nouns_used_twice),
     ("docstrings", docstrings_without_verb),
     ("pipeline", room_sizes),
+    ("way", stays_of_a_request),
+    ("climbs", climbs_of_a_request),
 )
 
 

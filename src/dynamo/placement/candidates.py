@@ -115,12 +115,17 @@ def eligible(request: PlacementRequest, candidates: Sequence[Candidate], *, scop
     """
     excluded = request.excluded
     left = [each for each in candidates if each.key not in excluded] if excluded else candidates
-    healthy = [each for each in left if not each.is_circuit_open]
+    found = [each for each in left if not (each.is_circuit_open or each.is_busy)]
+    return found or _second_choice(request, left, scope)
+
+
+def _second_choice(request: PlacementRequest, left: Sequence[Candidate], scope: str) -> Sequence[Candidate]:
+    """Return the candidates that may take a request although no worker is both healthy and free."""
     if request.healthy_only:
-        left = healthy
+        left = [each for each in left if not each.is_circuit_open]
     if not left:
         raise WorkerUnavailable(f"No workers available for {scope}")
-    found = [each for each in healthy if not each.is_busy] or [each for each in left if not each.is_busy]
+    found = [each for each in left if not each.is_busy]
     if not found:
         raise Overloaded
     return found

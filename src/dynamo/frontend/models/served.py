@@ -46,6 +46,7 @@ class ServedModel(ModelPool):
         "mdc_sum",
         "namespace",
         "ranks",
+        "surfaces",
         "takes_text",
         "text",
     )
@@ -76,6 +77,7 @@ class ServedModel(ModelPool):
         self.card: ModelCard = card
         self.runtime_config = card.runtime_config
         self.mdc_sum = group.fingerprint
+        self.surfaces: ModelType = card.surfaces  # what it can be called by
         self.takes_text = card.model_input == str(ModelInput.Text)  # it gets the client's own body, and says text
         # Tokens of prompt and answer together; None when the worker did not say.
         self.context_length = (
@@ -84,11 +86,6 @@ class ServedModel(ModelPool):
         self.ranks = _ranks(group)
         self.set_members((entry.endpoint, entry.instance_id) for entry in group.accepted)
         self.admission.set_capacity(_capacity(group))
-
-    @property
-    def surfaces(self) -> ModelType:
-        """What it can be called by."""
-        return self.card.surfaces
 
     @property
     def lora_name(self) -> str | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -84,8 +84,11 @@ class Preprocessor:
             else:
                 prompt = RenderedPrompt(text)
             ids = await self._encode(model, prompt, overhead, is_chat=True)
+        limits = _LengthLimits.of(model)
+        limits.check([ids], is_chat=True)
         plan = await self._worked_out(request, partial(self._plan, request, effects, model, [ids]))
-        self._check_length(plan, model, is_chat=True)
+        if limits.combined is not None:
+            limits.fill_in(plan, is_chat=True)
         plan = replace(plan, options=options, parsing=self._parsing(options, model, plan, text))
         self._metrics.preprocess_seconds.observe(perf_counter() - began)
         return plan, text
@@ -105,8 +108,11 @@ class Preprocessor:
             else prompt
             for prompt in sources
         ]
+        limits = _LengthLimits.of(model)
+        limits.check(prompts, is_chat=False)
         plan = await self._worked_out(request, partial(self._plan, request, effects, model, prompts))
-        self._check_length(plan, model, is_chat=False)
+        if limits.combined is not None:
+            limits.fill_in(plan, is_chat=False)
         self._metrics.preprocess_seconds.observe(perf_counter() - began)
         only = sources[0] if len(sources) == 1 else None
         return plan, only if isinstance(only, str) else None
@@ -246,25 +252,42 @@ class Preprocessor:
             400, f"Validation: guided decoding: `{excess.member}` {excess.detail}", param=f"guided_{excess.member}"
         )
 
-    def _check_length(self, plan: Plan, model: ServedModel, *, is_chat: bool) -> None:
-        """Refuse what cannot fit before a worker is bothered; fill in the token limit where a budget defines it."""
+
+class _LengthLimits(NamedTuple):
+    """How long the prompt and the answer of a model may be, in tokens."""
+
+    prompt: int | None  # a prompt has fewer; None: the worker did not say
+    combined: int | None = None  # of prompt and answer together, where a budget of the worker's says so
+    rejects_total: bool = False  # what is asked for beyond `combined` is refused, and not cut by the engine
+
+    @classmethod
+    def of(cls, model: ServedModel) -> _LengthLimits:
+        """Read the limits from the model's card."""
         budget = model.card.runtime_config.runtime_data.get("token_budget")
-        budget = budget if isinstance(budget, dict) else {}
+        combined = budget.get("combined_limit") if isinstance(budget, dict) else None
+        if not isinstance(budget, dict) or not isinstance(combined, int):
+            return cls(model.context_length)
         limit = model.context_length
-        combined = budget.get("combined_limit")
-        if isinstance(combined, int):
-            limit = combined if limit is None or budget.get("reject_prompt_overflow") else min(limit, combined)
+        limit = combined if limit is None or budget.get("reject_prompt_overflow") else min(limit, combined)
+        return cls(limit, combined, bool(budget.get("reject_total_overflow")))
+
+    def check(self, prompts: Sequence[list[int]], *, is_chat: bool) -> None:
+        """Refuse a prompt that cannot fit, before a worker is bothered."""
+        longest = max(map(len, prompts), default=0)
+        if self.prompt is not None and longest >= self.prompt:
+            raise _too_long(self.prompt, str(longest), is_chat=is_chat)
+
+    def fill_in(self, plan: Plan, *, is_chat: bool) -> None:
+        """Check or set the token limit of a request to a model with a budget."""
+        combined = self.combined
+        assert combined is not None
         longest = max(map(len, plan.prompts), default=0)
-        if limit is not None and longest >= limit:
-            raise _too_long(limit, str(longest), is_chat=is_chat)
-        if not isinstance(combined, int):
-            return
         stops = plan.body["stop_conditions"]
         asked = stops["max_tokens"]
         if asked is None:
             if not is_chat:
                 stops["max_tokens"] = max(1, combined - longest)
-        elif budget.get("reject_total_overflow") and longest + asked > combined:
+        elif self.rejects_total and longest + asked > combined:
             raise RequestRejected(
                 400,
                 f"This model configuration accepts at most {combined} combined input and output tokens. However, your "

@@ -7,6 +7,7 @@ A request is owned by the one HTTP request it came in; only header overrides wri
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from msgspec import Meta, Struct, field
@@ -292,7 +293,7 @@ class CommonRequest(Struct, kw_only=True, dict=True):
             *((structured.json, structured.structural_tag) if structured is not None else ()),
         )
 
-    @property
+    @cached_property
     def guidance(self) -> dict[str, tuple[str, Any]]:
         """The explicitly requested guidance: the engine's name of each kind -> (the client's field, its value)."""
         asked: dict[str, tuple[str, Any]] = {}
