@@ -4,7 +4,7 @@
     ├── InvalidArgument                the caller's fault: do not retry          400
     ├── Cancelled                      the client or operator wanted it         499
     ├── Unknown                        the engine's fault: do not retry          500
-    ├── RequestKillsWorkers            workers died on the request: refuse it    500
+    ├── RequestKillsWorkers            workers died on the request: refuse it    422
     ├── CannotConnect                  nothing was sent: try another worker      503
     ├── Disconnected                   the peer was lost mid-way: migrate        503
     ├── EngineShutdown                 this worker is going away: migrate        503
@@ -188,10 +188,11 @@ RULES: Final[dict[type[BaseException], Rule]] = {
     InvalidArgument: Rule(400, "Bad Request", "invalid_request_error", None, "InvalidRequest"),
     Cancelled: Rule(499, "Client Closed Request", "request_cancelled", "Request cancelled", "Cancelled"),
     Unknown: Rule(500, "Internal Server Error", "internal_server_error", "Internal server error", "Internal"),
+    # Not a 5xx: official clients send a request again after each of those, and this one would end more workers.
     RequestKillsWorkers: Rule(
-        500,
-        "Internal Server Error",
-        "internal_server_error",
+        422,
+        "Unprocessable Entity",
+        "invalid_request_error",
         "The request is refused because workers died while they served it",
         "Internal",
     ),

@@ -128,6 +128,12 @@ class ModelRuntimeConfig(msgspec.Struct, kw_only=True):
         super().__setattr__(name, value if check is None else check(name, value))
 
     @property
+    def ranks(self) -> range:
+        """Its data-parallel ranks."""
+        start = self.data_parallel_start_rank
+        return range(start, start + max(1, self.data_parallel_size))
+
+    @property
     def bootstrap_host(self) -> str | None:
         """Where decode peers bootstrap, or None."""
         return (self.disaggregated_endpoint or {}).get("bootstrap_host")

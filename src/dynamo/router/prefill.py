@@ -78,6 +78,11 @@ class PrefillRouter:
         self.workers.set_members(members)
         self._configs = {instance_id: config for (_, instance_id), config in members.items()}
 
+    @property
+    def ranks(self) -> frozenset[range]:
+        """The data-parallel ranks of the prefill workers."""
+        return frozenset(config.ranks for config in self._configs.values())
+
     async def aclose(self) -> None:
         """End the prefills that still run in the background."""
         await self._running.close()

@@ -142,12 +142,12 @@ async def test_a_request_that_kills_its_workers_is_moved_once_and_then_refused(
     lethal = chat(name, messages=[{"role": "user", "content": "die"}])
     reply = await ask(frontend.port, CHAT, lethal, headers=script(["perish", "SIGKILL"], tag=tag))
     assert (reply.status, reply.json()["message"]) == (
-        500,
+        422,
         "The request is refused because workers died while they served it",
     )
     assert sum(worker.count("die", tag) for worker in workers) == 2
     again = await ask(frontend.port, CHAT, lethal, headers=script(["perish", "SIGKILL"], tag=tag))
-    assert again.status == 500
+    assert again.status == 422
     assert sum(worker.count("generate", tag) for worker in workers) == 2
     for other in await asyncio.gather(*others):
         assert (other.status, other.text) == (200, SENTENCE)

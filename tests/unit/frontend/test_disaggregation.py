@@ -306,6 +306,16 @@ async def test_workers_that_meet_by_themselves_run_at_once(house: Cluster) -> No
     assert first["routing"]["dp_rank"] == 3
 
 
+async def test_a_rank_that_no_prefill_worker_has_is_refused_and_reaches_none(house: Cluster) -> None:
+    prefill = await add_prefill(house, data_parallel_size=4)
+    decode = await add_decode(house)
+    for fields in ({"nvext": {"prefill_dp_rank": 4}}, {"headers": {"x-dynamo-prefill-dp-rank": "4"}}):
+        answer = await house.client.chat("hi", **fields)
+        assert (answer.status, answer.json["error"]["param"]) == (400, "nvext.prefill_dp_rank")
+    assert (prefill.requests, decode.requests) == ([], [])
+    assert (await house.client.chat("hi", nvext={"prefill_dp_rank": 3})).status == 200
+
+
 async def test_a_prefill_that_fails_ends_the_decode_beside_it(house: Cluster) -> None:
     await add_prefill(house, fail(EngineShutdown("lost")), **BOOTSTRAP)
     decode = await add_decode(house)

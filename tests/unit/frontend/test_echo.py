@@ -109,3 +109,48 @@ async def test_an_engine_that_does_not_score_prompts_is_a_clear_refusal(house: C
     assert answer.status == 400
     assert "does not report log probabilities of prompt tokens" in answer.json["message"]
     assert answer.json["error"]["param"] == "echo"
+
+
+async def two_steps(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+    """Report on the prompt in the middle: `!`, the scores, `?`."""
+    prompt = body["token_ids"]
+    sink.send_tokens([ord("!")], extra={"log_probs": [-0.125]})
+    await asyncio.sleep(0)
+    entries = [{str(one): {"logprob": -0.5, "rank": 1}} for one in prompt[1:]]
+    sink.send_tokens([], extra={"engine_data": {"prompt_logprobs": [None, *entries]}})
+    await asyncio.sleep(0)
+    sink.send_tokens([ord("?")], finish_reason="length", extra={"log_probs": [-0.25]})
+
+
+@pytest.mark.parametrize("script", [scores, two_steps])
+async def test_a_stream_waits_for_what_is_known_of_the_prompt(house: Cluster, script: Any) -> None:
+    await house.worker(script)
+    fields = {"echo": True, "logprobs": 1, "max_tokens": 2}
+    (whole,) = (await house.client.completion("abc", **fields)).json["choices"]
+    answer = await house.client.completion("abc", stream=True, **fields)
+    assert answer.status == 200
+    pieces = [choice for chunk in answer.chunks for choice in chunk["choices"]]
+    assert "".join(piece["text"] for piece in pieces) == whole["text"]
+    assert pieces[0]["text"] == "abc!"
+    assert pieces[-1]["finish_reason"] == whole["finish_reason"]
+    for member in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        joined = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"][member]]
+        assert joined == whole["logprobs"][member], member
+
+
+async def test_a_stream_of_nothing_but_the_prompt_has_its_log_probabilities(house: Cluster) -> None:
+    await house.worker(scores)
+    usage = {"stream_options": {"include_usage": True}}
+    answer = await house.client.completion("abc", echo=True, logprobs=1, max_tokens=0, stream=True, **usage)
+    *chunks, last = answer.chunks
+    (choice,) = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
+    assert last["usage"]["completion_tokens"] == 0
+
+
+async def test_a_stream_of_an_engine_that_does_not_score_prompts_is_a_clear_refusal(house: Cluster) -> None:
+    await house.worker(say("!"))
+    answer = await house.client.completion("abc", echo=True, logprobs=1, stream=True)
+    assert answer.status == 400
+    assert answer.json["error"]["param"] == "echo"

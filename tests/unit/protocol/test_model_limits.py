@@ -57,6 +57,18 @@ def test_a_rank_that_no_worker_has_is_refused(rank: int | None, fits: bool) -> N
         assert caught.value.param == "nvext.dp_rank"
 
 
+@pytest.mark.parametrize(("rank", "fits"), [(None, True), (3, True), (4, False)])
+def test_a_prefill_rank_that_no_prefill_worker_has_is_refused(rank: int | None, fits: bool) -> None:
+    request = completion(nvext={"prefill_dp_rank": rank})
+    check_ranks(request, [range(2)])  # no prefill worker: nothing looks at it
+    if fits:
+        check_ranks(request, [range(2)], [range(4)])
+    else:
+        with pytest.raises(RequestRejected, match=r"nvext.prefill_dp_rank 4 does not exist.*0 to 3") as caught:
+            check_ranks(request, [range(2)], [range(4)])
+        assert caught.value.param == "nvext.prefill_dp_rank"
+
+
 CLOSED = {"type": "object", "additionalProperties": False}
 STRICT = {**CLOSED, "properties": {"a": {"type": "string"}}, "required": ["a"]}
 

@@ -443,7 +443,7 @@ def test_no_output_is_allowed_only_where_the_prompt_is_the_answer() -> None:
     parse_completion(completion(max_tokens=0, echo=True, logprobs=1))
     for body in (completion(max_tokens=0), completion(max_tokens=0, echo=False), completion(max_tokens=-1, echo=True)):
         assert refusal(parse_completion, body).param == "max_tokens"
-    assert refusal(parse_completion, completion(echo=True, logprobs=1, stream=True)).param == "stream"
+    parse_completion(completion(echo=True, logprobs=1, stream=True))
 
 
 def test_current_parameters_of_openai_and_vllm_are_accepted() -> None:

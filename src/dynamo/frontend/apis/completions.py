@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynamo.frontend.apis.base import Answer, Api, Renderer, RenderOptions
-from dynamo.frontend.apis.echo import EchoedPrompts
+from dynamo.frontend.apis.echo import PROMPT_LOGPROBS, EchoedPrompts
 from dynamo.frontend.models.served import ServedModel
-from dynamo.frontend.pipeline.collector import CollectedAnswer
+from dynamo.frontend.pipeline.collector import CollectedAnswer, CollectedChoice
 from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
 from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.preprocess import Preprocessor
@@ -65,9 +65,13 @@ class _CompletionRenderer(Renderer):
         if isinstance(request, CompletionRequest) and request.echo and not answer.model.takes_text:
             self._echo = EchoedPrompts(answer, request)
         self._echoed: set[int] = set()  # choices whose prompt has gone out
+        # What came before the log probabilities of the prompt, by choice; bounded by the length of the answer.
+        self._unscored: dict[int, CollectedChoice] = {}
         self._text_offsets: dict[int, int] = {}
 
     def stream(self, output: ChoiceOutput) -> bytes:
+        if self._echo is not None and self._answer.wants_logprobs and output.choice not in self._echoed:
+            return self._scored(self._echo, output)
         text, logprobs = "", None
         finished: Finished | None = None
         for event in output.events:
@@ -81,6 +85,7 @@ class _CompletionRenderer(Renderer):
         if self._echo is not None:
             if self._echo.drops_answer:
                 text, reason = "", None if reason is None else "length"
+                logprobs = None
             if output.choice not in self._echoed:
                 self._echoed.add(output.choice)
                 text = self._echo.text(output.choice) + text
@@ -89,6 +94,28 @@ class _CompletionRenderer(Renderer):
         if not text and finished is None and logprobs is None:
             self._hold(output)
             return b""
+        return self._chunk(output, text, finished, reason, logprobs)
+
+    def _scored(self, echo: EchoedPrompts, output: ChoiceOutput) -> bytes:
+        """Return the first chunk of a choice, with the log probabilities of its prompt; b"" until they are known."""
+        choice = output.choice
+        found = self._unscored.setdefault(choice, CollectedChoice())
+        found.add(output)
+        if found.finished is None and PROMPT_LOGPROBS not in (found.engine_data or {}):
+            self._hold(output)
+            return b""
+        items = [item for each in found.logprobs for item in self._answer.logprob_items(each)]
+        logprobs, self._text_offsets[choice] = echo.logprobs(choice, found.engine_data, items)
+        del self._unscored[choice]
+        self._echoed.add(choice)
+        text = echo.text(choice) + ("" if echo.drops_answer else found.joined().content)
+        reason = None if found.finished is None else "length" if echo.drops_answer else found.finished.reason
+        return self._chunk(output, text, found.finished, reason, logprobs)
+
+    def _chunk(
+        self, output: ChoiceOutput, text: str, finished: Finished | None, reason: str | None, logprobs: bytes | None
+    ) -> bytes:
+        """Return a chunk with the members that its client wants."""
         answer, output = self._answer, self._with_held(output)
         nvext = None
         if answer.wants_nvext:
@@ -124,7 +151,7 @@ class _CompletionRenderer(Renderer):
                 text = echo.text(index) + ("" if echo.drops_answer else text)
                 reason = "length" if echo.drops_answer else reason
                 items = [item for each in choice.logprobs for item in answer.logprob_items(each)]
-                logprobs = echo.logprobs(index, choice.engine_data, items) if answer.wants_logprobs else None
+                logprobs = echo.logprobs(index, choice.engine_data, items)[0] if answer.wants_logprobs else None
             choices.append(Choice(index, text, reason, logprobs=logprobs))
         nvext = self._collected_nvext(collected)
         return completion_body(answer.id, answer.created, answer.model_name, choices, self._usage(), nvext=nvext)

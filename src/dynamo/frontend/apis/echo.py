@@ -42,8 +42,10 @@ class EchoedPrompts:
             return source
         return self._answer.model.text.tokenizer.decode(source, skip_special_tokens=False)
 
-    def logprobs(self, choice: int, engine_data: Mapping[str, Any] | None, generated: Sequence[TokenLogprob]) -> bytes:
-        """Return the log probabilities of the prompt and of what was generated behind it.
+    def logprobs(
+        self, choice: int, engine_data: Mapping[str, Any] | None, generated: Sequence[TokenLogprob]
+    ) -> tuple[bytes, int]:
+        """Return the log probabilities of the prompt and of what was generated behind it, and where their texts end.
 
         Raises RequestRejected (400: another try would end alike) when the engine did not report those of the prompt.
         """
@@ -74,14 +76,13 @@ class EchoedPrompts:
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
-        return json_line(
-            {
-                "tokens": tokens,
-                "token_logprobs": token_logprobs,
-                "top_logprobs": top_logprobs,
-                "text_offset": offsets,
-            }
-        )
+        members = {
+            "tokens": tokens,
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs,
+            "text_offset": offsets,
+        }
+        return json_line(members), offset
 
     def _alternatives(self, found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
         # Two ids may have one text (parts of a character): the more likely one is kept.

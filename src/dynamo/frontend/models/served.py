@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -17,6 +17,7 @@ from dynamo.protocol.records import ModelCard
 from dynamo.router.dispatch import Dispatcher
 from dynamo.router.pool import ModelPool, WorkerClient
 from dynamo.router.query_of_death import QueriesOfDeath
+from dynamo.router.stages import PrefillStage
 from dynamo.text.model import TextModel
 
 __all__ = ["ServedModel", "ServedModels", "ServingRules"]
@@ -88,6 +89,12 @@ class ServedModel(ModelPool):
         self.admission.set_capacity(_capacity(group))
 
     @property
+    def prefill_ranks(self) -> Sequence[range]:
+        """The data-parallel ranks of the workers that compute its prompts; none where it does so itself."""
+        stages = self.dispatcher.stages
+        return [ranks for stage in stages if isinstance(stage, PrefillStage) for ranks in stage.router.ranks]
+
+    @property
     def lora_name(self) -> str | None:
         """The adapter that it is; None for a base model."""
         return self.card.lora.name if self.card.lora else None
@@ -154,9 +161,8 @@ class ServedModels(Mapping[GroupKey, ServedModel]):
 
 def _ranks(group: Group) -> tuple[range, ...]:
     """Return the data-parallel ranks of the members, each range once."""
-    configs = [entry.card.runtime_config for entry in group.accepted]
-    starts = {(config.data_parallel_start_rank, max(1, config.data_parallel_size)) for config in configs}
-    return tuple(range(start, start + size) for start, size in sorted(starts))
+    found = {entry.card.runtime_config.ranks for entry in group.accepted}
+    return tuple(sorted(found, key=lambda ranks: (ranks.start, ranks.stop)))
 
 
 def _capacity(group: Group) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from dynamo.errors import DynamoException, NoReplacement, describe, http_assertion, rule_of
+from dynamo.errors import DynamoException, NoReplacement, RequestKillsWorkers, describe, http_assertion, rule_of
 from dynamo.frontend.admission.process import NotReady
 from dynamo.protocol.openai.errors import NOT_BUILT_CODE, RequestRejected, model_not_ready, not_ready, rejection_for
 
@@ -47,6 +47,8 @@ def classify(error: BaseException, rejected: RequestRejected) -> Failure:
         found = _BY_STATUS.get(status)
         return found or (_BY_STATUS[400] if 400 <= status < 500 else _INTERNAL)
     record = describe(error)
+    if isinstance(error, RequestKillsWorkers):  # a 4xx, as clients must not send it again; but no client's mistake
+        return Failure("internal", record["class"], record["reason"])
     if rule_of(error).status == 529:
         error_type = "overload"
     elif status == 499:

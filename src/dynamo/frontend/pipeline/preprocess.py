@@ -214,7 +214,7 @@ class Preprocessor:
         for annotation in request.annotations:
             if annotation.startswith(_QUERY):
                 raise not_built("The annotation `query_instance_id:` is not in this version", "nvext.annotations")
-        check_ranks(request, model.ranks)
+        check_ranks(request, model.ranks, model.prefill_ranks)
         if model.text.vocabulary_size is not None and not model.takes_text:
             check_token_ids(request, model.text.vocabulary_size)
         body = finish_preprocessing(to_worker_fields(request), model.text.eos_token_ids)

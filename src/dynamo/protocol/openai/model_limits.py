@@ -35,17 +35,27 @@ def check_token_ids(request: CommonRequest, vocabulary_size: int) -> None:
     _check("logit_bias", map(int, request.logit_bias or ()), vocabulary_size)
 
 
-def check_ranks(request: CommonRequest, ranks: Sequence[range]) -> None:
-    """Refuse a data-parallel rank that no worker has. `ranks` are those of the workers that may answer.
+def check_ranks(request: CommonRequest, ranks: Sequence[range], prefill_ranks: Sequence[range] = ()) -> None:
+    """Refuse a data-parallel rank that no worker has.
+
+    `ranks` are those of the workers that may answer, `prefill_ranks` those of the workers that compute prompts for them;
+    where there are none of the latter, nothing looks at the prefill rank.
 
     Raises:
         RequestRejected: 400 naming the field.
     """
-    rank = request.nvext.dp_rank if request.nvext is not None else None
+    if request.nvext is None:
+        return
+    _check_rank("nvext.dp_rank", request.nvext.dp_rank, ranks, "workers")
+    if prefill_ranks:
+        _check_rank("nvext.prefill_dp_rank", request.nvext.prefill_dp_rank, prefill_ranks, "prefill workers")
+
+
+def _check_rank(field: str, rank: int | None, ranks: Sequence[range], workers: str) -> None:
     if rank is None or any(rank in known for known in ranks):
         return
     known = ", ".join(sorted({str(one[0]) if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in ranks if one}))
-    _refuse(f"nvext.dp_rank {rank} does not exist: the workers of this model have {known or 'none'}", "nvext.dp_rank")
+    _refuse(f"{field} {rank} does not exist: the {workers} of this model have {known or 'none'}", field)
 
 
 def _check(field: str, ids: Iterable[int] | None, vocabulary_size: int) -> None:

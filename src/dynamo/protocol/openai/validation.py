@@ -108,8 +108,6 @@ def validate_completion(request: CompletionRequest) -> None:
     prompts = _check_prompt(request)
     if not (request.max_tokens == 0 and request.echo):  # then the prompt is the answer
         _check_output_limit(request.max_tokens, "max_tokens")
-    if request.echo and request.logprobs is not None and request.stream:
-        _invalid("`echo` with `logprobs` cannot be streamed: what is known of the prompt comes at the end", "stream")
     _check_sampling(request)
     if prompts * request.choices_per_prompt > MAX_CHOICES:
         _invalid(

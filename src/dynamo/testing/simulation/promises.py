@@ -16,7 +16,7 @@ from dynamo.testing.simulation.scenario import FaultKind
 __all__ = ["Promises"]
 
 CANCEL_SECONDS: Final = 0.5  # a vanished client's engine stops within this and one token, faults aside
-ERROR_STATUSES: Final = frozenset({404, 500, 503, 504, 529})
+ERROR_STATUSES: Final = frozenset({404, 422, 500, 503, 504, 529})
 # Each of these may take one worker from a request. While there are more workers than such faults, no request may notice.
 WORKER_KINDS: Final = frozenset(
     {
@@ -89,7 +89,7 @@ class Promises:
             return
         if status == 529 and visit.plan.number not in self._record.dispatched and self._was_crowded(visit):
             return
-        if status == 500 and answer.error and "workers died while they served it" in str(answer.error):
+        if status == 422 and answer.error and "workers died while they served it" in str(answer.error):
             # A request that was unlucky twice, before its first token, looks like a query of death.
             if sum(fault.kind in LOST_CONNECTIONS for fault in self._record.fired) < MAX_DEATHS:
                 self._record.breach(
