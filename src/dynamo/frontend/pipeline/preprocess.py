@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.models.length_limits import LengthLimits, too_long
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.parsing import OutputPlan, plan_output, tell_worker, think_marks
 from dynamo.frontend.pipeline.plan import Plan
@@ -84,11 +85,11 @@ class Preprocessor:
             else:
                 prompt = RenderedPrompt(text)
             ids = await self._encode(model, prompt, overhead, is_chat=True)
-        limits = _LengthLimits.of(model)
+        limits = LengthLimits.of(model)
         limits.check([ids], is_chat=True)
         plan = await self._worked_out(request, partial(self._plan, request, effects, model, [ids]))
         if limits.combined is not None:
-            limits.fill_in(plan, is_chat=True)
+            limits.fill_in(plan.body["stop_conditions"], plan.prompts, is_chat=True)
         plan = replace(plan, options=options, parsing=self._parsing(options, model, plan, text))
         self._metrics.preprocess_seconds.observe(perf_counter() - began)
         return plan, text
@@ -108,11 +109,11 @@ class Preprocessor:
             else prompt
             for prompt in sources
         ]
-        limits = _LengthLimits.of(model)
+        limits = LengthLimits.of(model)
         limits.check(prompts, is_chat=False)
         plan = await self._worked_out(request, partial(self._plan, request, effects, model, prompts))
         if limits.combined is not None:
-            limits.fill_in(plan, is_chat=False)
+            limits.fill_in(plan.body["stop_conditions"], plan.prompts, is_chat=False)
         self._metrics.preprocess_seconds.observe(perf_counter() - began)
         only = sources[0] if len(sources) == 1 else None
         return plan, only if isinstance(only, str) else None
@@ -191,7 +192,7 @@ class Preprocessor:
             # Ids of a text of megabytes are hundreds of megabytes, made while no other thread may run.
             least = await self._offload(partial(_least_tokens, model.text.tokenizer, prompt.text, limit))
             if least >= limit:
-                raise _too_long(limit, f"at least {least}", is_chat=is_chat)
+                raise too_long(limit, f"at least {least}", is_chat=is_chat)
         encode = _encoder(model, prompt)
         if len(prompt.text) <= self._settings.inline_tokenize_characters:
             ids = encode()
@@ -253,67 +254,12 @@ class Preprocessor:
         )
 
 
-class _LengthLimits(NamedTuple):
-    """How long the prompt and the answer of a model may be, in tokens."""
-
-    prompt: int | None  # a prompt has fewer; None: the worker did not say
-    combined: int | None = None  # of prompt and answer together, where a budget of the worker's says so
-    rejects_total: bool = False  # what is asked for beyond `combined` is refused, and not cut by the engine
-
-    @classmethod
-    def of(cls, model: ServedModel) -> _LengthLimits:
-        """Read the limits from the model's card."""
-        budget = model.card.runtime_config.runtime_data.get("token_budget")
-        combined = budget.get("combined_limit") if isinstance(budget, dict) else None
-        if not isinstance(budget, dict) or not isinstance(combined, int):
-            return cls(model.context_length)
-        limit = model.context_length
-        limit = combined if limit is None or budget.get("reject_prompt_overflow") else min(limit, combined)
-        return cls(limit, combined, bool(budget.get("reject_total_overflow")))
-
-    def check(self, prompts: Sequence[list[int]], *, is_chat: bool) -> None:
-        """Refuse a prompt that cannot fit, before a worker is bothered."""
-        longest = max(map(len, prompts), default=0)
-        if self.prompt is not None and longest >= self.prompt:
-            raise _too_long(self.prompt, str(longest), is_chat=is_chat)
-
-    def fill_in(self, plan: Plan, *, is_chat: bool) -> None:
-        """Check or set the token limit of a request to a model with a budget."""
-        combined = self.combined
-        assert combined is not None
-        longest = max(map(len, plan.prompts), default=0)
-        stops = plan.body["stop_conditions"]
-        asked = stops["max_tokens"]
-        if asked is None:
-            if not is_chat:
-                stops["max_tokens"] = max(1, combined - longest)
-        elif self.rejects_total and longest + asked > combined:
-            raise RequestRejected(
-                400,
-                f"This model configuration accepts at most {combined} combined input and output tokens. However, your "
-                f"request has {longest} input tokens and asks for {asked} output tokens ({longest + asked} tokens "
-                "total). Please reduce the input length or requested output length.",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-
-
 def _encoder(model: ServedModel, prompt: RenderedPrompt) -> Callable[[], list[int]]:
     """Return the work of tokenising this prompt."""
     tokenizer, control = model.text.tokenizer, model.text.control_tokens
     if prompt.cuts and control is not None:
         return partial(control.encode, tokenizer, prompt)
     return partial(tokenizer.encode_unlocked, prompt.text.replace("\0", "") if "\0" in prompt.text else prompt.text)
-
-
-def _too_long(limit: int, found: str, *, is_chat: bool) -> RequestRejected:
-    return RequestRejected(
-        400,
-        f"This model's maximum context length is {limit} tokens. However, your messages resulted in {found} "
-        "tokens. Please reduce the length of the messages.",
-        param="messages" if is_chat else "prompt",
-        code="context_length_exceeded",
-    )
 
 
 def _least_tokens(tokenizer: Tokenizer, text: str, limit: int) -> int:

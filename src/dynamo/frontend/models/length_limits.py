@@ -1,0 +1,66 @@
+"""How long the prompts and answers of a model may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from dynamo.frontend.models.served import ServedModel
+from dynamo.protocol.openai.errors import RequestRejected
+
+__all__ = ["LengthLimits", "too_long"]
+
+
+class LengthLimits(NamedTuple):
+    """How long the prompt and the answer of a model may be, in tokens."""
+
+    prompt: int | None  # a prompt has fewer; None: the worker did not say
+    combined: int | None = None  # of prompt and answer together, where a budget of the worker's says so
+    rejects_total: bool = False  # what is asked for beyond `combined` is refused, and not cut by the engine
+
+    @classmethod
+    def of(cls, model: ServedModel) -> LengthLimits:
+        """Read the limits from the model's card."""
+        budget = model.card.runtime_config.runtime_data.get("token_budget")
+        combined = budget.get("combined_limit") if isinstance(budget, dict) else None
+        if not isinstance(budget, dict) or not isinstance(combined, int):
+            return cls(model.context_length)
+        limit = model.context_length
+        limit = combined if limit is None or budget.get("reject_prompt_overflow") else min(limit, combined)
+        return cls(limit, combined, bool(budget.get("reject_total_overflow")))
+
+    def check(self, prompts: Sequence[list[int]], *, is_chat: bool) -> None:
+        """Refuse a prompt that cannot fit, before a worker is bothered."""
+        longest = max(map(len, prompts), default=0)
+        if self.prompt is not None and longest >= self.prompt:
+            raise too_long(self.prompt, str(longest), is_chat=is_chat)
+
+    def fill_in(self, stops: dict[str, Any], prompts: Sequence[list[int]], *, is_chat: bool) -> None:
+        """Check or set the token limit of a request to a model with a budget."""
+        combined = self.combined
+        assert combined is not None
+        longest = max(map(len, prompts), default=0)
+        asked = stops["max_tokens"]
+        if asked is None:
+            if not is_chat:
+                stops["max_tokens"] = max(1, combined - longest)
+        elif self.rejects_total and longest + asked > combined:
+            raise RequestRejected(
+                400,
+                f"This model configuration accepts at most {combined} combined input and output tokens. However, your "
+                f"request has {longest} input tokens and asks for {asked} output tokens ({longest + asked} tokens "
+                "total). Please reduce the input length or requested output length.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+
+def too_long(limit: int, found: str, *, is_chat: bool) -> RequestRejected:
+    """Return the rejection of a prompt of `found` tokens."""
+    return RequestRejected(
+        400,
+        f"This model's maximum context length is {limit} tokens. However, your messages resulted in {found} "
+        "tokens. Please reduce the length of the messages.",
+        param="messages" if is_chat else "prompt",
+        code="context_length_exceeded",
+    )
