@@ -55,7 +55,6 @@ ALLOWED: dict[str, frozenset[str]] = {
     "llm": FACADE,
     "_core": FACADE,
     "reference": FACADE | {"reference"},
-    "reference.demo": frozenset({"errors", "text", "reference"}),  # it makes text to train on; engines see ids only
     "supervise": frozenset({"errors", "protocol", "runtime", "supervise"}),
     "testing": WORKER | FRONTEND | {"testing"},
     "cli": WORKER | FRONTEND | {"engines", "testing", "cli"},

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from demo_model.examine import answers_of, examine, is_right, main, questions
+from demo_model.lessons.others import SELF_DESCRIPTION
 
 from dynamo.reference import demo
-from dynamo.reference.demo.examine import answers_of, examine, is_right, main, questions
-from dynamo.reference.demo.lessons.others import SELF_DESCRIPTION
 
 ASKED: Final = (
     ("what is the sum of 19 and 36?", "55"),
@@ -100,7 +100,7 @@ def test_only_a_right_answer_is_right(kind: str, wrong: str) -> None:
 def test_the_table_of_the_docs_is_replaced_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dynamo.reference.demo.examine.EXAMINED", ("spelling",))
+    monkeypatch.setattr("demo_model.examine.EXAMINED", ("spelling",))
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- examined -->\nold\n<!-- end -->\nafter\n")
     main(["--count", "2", "--into", str(page)])

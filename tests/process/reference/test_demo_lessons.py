@@ -11,13 +11,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+from demo_model.batches import load_template
+from demo_model.conversations import KINDS, Conversation, conversation, example
+from demo_model.lessons import letters, numbers
+from demo_model.lessons.others import SELF_DESCRIPTION, anything_else
+from demo_model.lessons.question import Question, is_held_out
+from demo_model.lessons.reading import UNSAID, looked_up
 
-from dynamo.reference.demo.batches import load_template
-from dynamo.reference.demo.conversations import KINDS, Conversation, conversation, example
-from dynamo.reference.demo.lessons import letters, numbers
-from dynamo.reference.demo.lessons.others import SELF_DESCRIPTION, anything_else
-from dynamo.reference.demo.lessons.question import Question, is_held_out
-from dynamo.reference.demo.lessons.reading import UNSAID, looked_up
 from dynamo.text.output import OutputEvent, joined
 from dynamo.text.reasoning import ThinkParser
 from dynamo.text.tools import HermesParser

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from demo_model.batches import Row
+from demo_model.export import write_shards
 
 from dynamo.reference.config import read_model_config
 from dynamo.reference.core import Core
-from dynamo.reference.demo.batches import Row
-from dynamo.reference.demo.export import write_shards
 from dynamo.reference.loading import Options, load_core
 from dynamo.reference.model import KvCache, Piece, make_batch
 
@@ -38,12 +39,12 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make_run(directory: Path) -> object:
-    from dynamo.reference.demo.network import Network
-    from dynamo.reference.demo.train import Run
+def make_run(directory: Path, threads: int = 1) -> Any:
+    from demo_model.network import Network
+    from demo_model.train import Run
 
     torch.manual_seed(3)
-    return Run.begin(Network(read_model_config(directory)))
+    return Run.begin(Network(read_model_config(directory)), threads)
 
 
 def logits_of(core: Core, tokens: list[int]) -> np.ndarray:
@@ -64,7 +65,7 @@ def test_what_is_trained_computes_what_the_engine_computes(directory: Path) -> N
 
 
 def test_only_answers_are_targets_and_padding_is_none() -> None:
-    from dynamo.reference.demo.train import padded
+    from demo_model.train import padded
 
     tokens, targets = padded(BATCH)
     assert tokens.tolist() == [[5, 6, 7, 8, 9, 10], [7, 8, 9, 0, 0, 0]]
@@ -83,8 +84,16 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(directory: Path) -
     assert after.step == 6
 
 
+def test_two_threads_learn_what_one_learns(directory: Path) -> None:
+    one, two = make_run(directory), make_run(directory, threads=2)
+    losses = [(one.learn(BATCH, 1e-3), two.learn(BATCH, 1e-3)) for _ in range(4)]
+    assert [loss for _, (loss, _) in losses] == pytest.approx([loss for (loss, _), _ in losses], rel=1e-4)
+    assert {learned for pair in losses for _, learned in pair} == {5}
+    assert losses[3][0][0] < losses[0][0][0]
+
+
 def test_the_rate_rises_stays_and_falls_and_rises_twice_more() -> None:
-    from dynamo.reference.demo.train import PEAK_RATE, STEPS, rate_at
+    from demo_model.train import PEAK_RATE, STEPS, rate_at
 
     rates = [rate_at(step) for step in range(STEPS)]
     assert rates[0] < PEAK_RATE / 10
@@ -95,3 +104,13 @@ def test_the_rate_rises_stays_and_falls_and_rises_twice_more() -> None:
         assert rates[level:falls] == pytest.approx([0.6 * PEAK_RATE] * (falls - level))
         assert rates[falls:last] == sorted(rates[falls:last], reverse=True)
     assert 0 < rates[-1] < PEAK_RATE / 10
+
+
+def test_a_step_turns_every_matrix_by_the_same_amount_in_every_direction() -> None:
+    from demo_model.muon import orthogonal
+
+    torch.manual_seed(5)
+    turned = orthogonal(torch.randn(3, 12, 30))
+    values = torch.linalg.svdvals(turned)
+    assert values.shape == (3, 12)
+    assert 0.5 < float(values.min()) < float(values.max()) < 1.5

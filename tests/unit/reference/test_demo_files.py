@@ -7,6 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from demo_model.batches import load_template, rows
+from demo_model.conversations import example
+from demo_model.export import to_bfloat16, write_shards
+from demo_model.vocabulary import END_OF_TURN, build_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -14,10 +18,6 @@ from tokenizers import Tokenizer
 
 from dynamo.reference import ReferenceEngine, demo
 from dynamo.reference.config import read_model_config
-from dynamo.reference.demo.batches import load_template, rows
-from dynamo.reference.demo.conversations import example
-from dynamo.reference.demo.export import to_bfloat16, write_shards
-from dynamo.reference.demo.vocabulary import END_OF_TURN, build_tokenizer
 from dynamo.text.model import load_text_model
 from dynamo.text.reasoning import REASONING_FORMATS
 from dynamo.text.tools import TOOL_FORMATS
@@ -107,7 +107,7 @@ def test_what_is_learned_of_a_row_is_the_answers_and_their_ends() -> None:
 def test_shards_are_read_by_the_safetensors_package_and_rounded_to_the_nearest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo.reference.demo.export.MAX_SHARD_BYTES", 600)
+    monkeypatch.setattr("demo_model.export.MAX_SHARD_BYTES", 600)
     random = np.random.default_rng(3)
     tensors = {f"t{n}": random.normal(size=(8, 16)).astype(np.float32) for n in range(5)}
     write_shards(tensors, tmp_path)

@@ -1,8 +1,4 @@
-"""The small model that is served when none is named, and everything that made it.
-
-`lessons` write questions with their answers, `conversations` makes chats of them, `vocabulary` the tokenizer, `train`
-the weights (extra `train`); `examine` asks what was held back. The files of the model are in `model/`.
-"""
+"""The small model that is served when none is named: its files are in `model/`; `tools/demo_model` made them."""
 
 from __future__ import annotations
 

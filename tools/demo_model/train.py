@@ -1,4 +1,4 @@
-"""`python -m dynamo.reference.demo.train --out DIR`: make the demonstration model again, from nothing but a seed.
+"""`PYTHONPATH=tools python -m demo_model.train --out DIR`: make the demonstration model again, from nothing but a seed.
 
 Writes a model directory and, beside it, a checkpoint: a run that was stopped goes on from there. At the end it prints
 the examination's table.
@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,14 +21,15 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from demo_model.batches import Row, batches, load_template
+from demo_model.conversations import example
+from demo_model.examine import examine, table
+from demo_model.export import write_shards
+from demo_model.muon import Muon
+from demo_model.network import Network
+from demo_model.vocabulary import END_OF_TEXT, END_OF_TURN, build_tokenizer, write_tokenizer
 from dynamo.reference.config import read_model_config
 from dynamo.reference.demo import DIRECTORY
-from dynamo.reference.demo.batches import Row, batches, load_template
-from dynamo.reference.demo.conversations import example
-from dynamo.reference.demo.examine import examine, table
-from dynamo.reference.demo.export import write_shards
-from dynamo.reference.demo.network import Network
-from dynamo.reference.demo.vocabulary import END_OF_TEXT, END_OF_TURN, build_tokenizer, write_tokenizer
 
 __all__ = ["main", "padded", "rate_at"]
 
@@ -81,21 +83,24 @@ class Run:
     network: Network
     optimizers: list[torch.optim.Optimizer]
     average: dict[str, Tensor]
+    workers: ThreadPoolExecutor
+    threads: int
     step: int = 0
     next_pool: int = 0
 
     @classmethod
-    def begin(cls, network: Network) -> Run:
+    def begin(cls, network: Network, threads: int = 1) -> Run:
+        """Return a run at its start. Each thread takes its part of a batch, since products this small share badly."""
+        torch.set_num_threads(1)
         matrices = [p for name, p in network.named_parameters() if p.dim() == 2 and "embed" not in name]
         others = [p for name, p in network.named_parameters() if p.dim() != 2 or "embed" in name]
-        optimizers = [
-            # Muon learns from about a third fewer tokens than AdamW here; embeddings and norms are not for it.
-            torch.optim.Muon(
-                matrices, lr=PEAK_RATE, weight_decay=WEIGHT_DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-            ),
-            torch.optim.AdamW(others, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.0),
+        optimizers: list[torch.optim.Optimizer] = [
+            Muon(matrices[n::threads], lr=PEAK_RATE, weight_decay=WEIGHT_DECAY) for n in range(threads)
         ]
-        return cls(network, optimizers, {name: p.detach().clone() for name, p in network.named_parameters()})
+        optimizers.append(torch.optim.AdamW(others, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.0))
+        average = {name: p.detach().clone() for name, p in network.named_parameters()}
+        workers = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+        return cls(network, optimizers, average, workers, threads)
 
     def save(self, path: Path) -> None:
         """Replace the checkpoint; a crash while writing leaves the old one."""
@@ -110,6 +115,7 @@ class Run:
         os.replace(path.with_suffix(".new"), path)
 
     def load(self, path: Path) -> None:
+        """Go on where a checkpoint was written."""
         state = torch.load(path)
         self.network.load_state_dict(state["network"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -121,31 +127,38 @@ class Run:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        tokens, targets = padded(batch)
-        wanted = targets >= 0
-        with torch.autocast("cpu", torch.bfloat16):  # half the time of a product where the CPU has such instructions
-            hidden = self.network(tokens)[wanted]
-        logits = self.network.logits(hidden)
-        loss = F.cross_entropy(logits, targets[wanted], reduction="sum")
-        (loss / LOSS_TOKENS).backward()
-        nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        parameters = list(self.network.parameters())
+        parts = [batch[n :: self.threads] for n in range(self.threads) if n < len(batch)]
+        found = list(self.workers.map(self._gradients, parts))
+        for parameter, *gradients in zip(parameters, *(each for _, _, each in found), strict=True):
+            parameter.grad = sum(gradients[1:], gradients[0])
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        list(self.workers.map(lambda optimizer: optimizer.step(), self.optimizers))
         self.step += 1
         share = max(1 / AVERAGED_STEPS, 50 / (self.step + 50))
         with torch.no_grad():
-            torch._foreach_lerp_(list(self.average.values()), list(self.network.parameters()), share)
-        return float(loss.detach()), int(wanted.sum())
+            torch._foreach_lerp_(list(self.average.values()), parameters, share)
+        return sum(loss for loss, _, _ in found), sum(learned for _, learned, _ in found)
+
+    def _gradients(self, batch: list[Row]) -> tuple[float, int, tuple[Tensor, ...]]:
+        """Return (sum of the losses, number of tokens, the gradients) of some rows."""
+        tokens, targets = padded(batch)
+        wanted = targets >= 0
+        logits = self.network.logits(self.network(tokens)[wanted])
+        loss = F.cross_entropy(logits, targets[wanted], reduction="sum")
+        return (
+            float(loss.detach()),
+            len(logits),
+            torch.autograd.grad(loss / LOSS_TOKENS, list(self.network.parameters())),
+        )
 
 
 def main(argv: list[str] | None = None) -> None:
     options = _options(argv)
     torch.manual_seed(options.seed)
-    torch.set_num_threads(options.threads)
     directory: Path = options.out
     tokenizer = _prepare(directory)
-    run = Run.begin(Network(read_model_config(directory)))
+    run = Run.begin(Network(read_model_config(directory)), options.threads)
     print(f"{sum(p.numel() for p in run.network.parameters()):,} parameters", flush=True)
     checkpoint = directory / "checkpoint.pt"
     if checkpoint.exists():
@@ -244,7 +257,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m dynamo.reference.demo.train",
+        prog="python -m demo_model.train",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -253,7 +266,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=STEPS, metavar="N", help="stop after so many (default: %(default)s)")
     add("--batch-tokens", type=int, default=3000, metavar="N", help="tokens of a step (default: %(default)s)")
     add("--seed", type=int, default=1, metavar="N", help="of weights and examples (default: %(default)s)")
-    add("--threads", type=int, default=2, metavar="N", help="of PyTorch (default: %(default)s)")
+    add("--threads", type=int, default=2, metavar="N", help="cores to use (default: %(default)s)")
     add("--count", type=int, default=200, metavar="N", help="questions of each kind at the end (default: %(default)s)")
     return parser.parse_args(argv)
 

@@ -16,7 +16,7 @@ from typing import Final
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from dynamo.reference.demo.lessons.words import WORDS
+from demo_model.lessons.words import WORDS
 
 __all__ = ["END_OF_TEXT", "END_OF_TURN", "build_tokenizer", "write_tokenizer"]
 

@@ -1,4 +1,4 @@
-"""`python -m dynamo.reference.demo.examine`: what the model gets right of what it was never trained on.
+"""`PYTHONPATH=tools python -m demo_model.examine`: what the model gets right of what it was never trained on.
 
 The answers are those of the NumPy engine that serves it, greedy. An answer counts when it is right as a whole: the
 same text, the same JSON value, the same call; with thinking, what stands behind the thoughts.
@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
+from demo_model.conversations import KINDS, Answer, Conversation, conversation
 from dynamo.reference.core import Core, Failure
 from dynamo.reference.demo import DIRECTORY
-from dynamo.reference.demo.conversations import KINDS, Answer, Conversation, conversation
 from dynamo.reference.loading import Options, load_core
 from dynamo.reference.request import read_request
 from dynamo.text.templates import ChatTemplate
@@ -48,11 +48,11 @@ class Result:
         return self.right / self.asked
 
 
-def examine(directory: Path, *, count: int, kinds: Iterable[str] = EXAMINED) -> list[Result]:
+def examine(directory: Path, *, count: int, kinds: Iterable[str] = EXAMINED, seed: str = SEED) -> list[Result]:
     """Ask `count` held-out questions of every kind."""
     found = []
     for kind in kinds:
-        asked = questions(kind, count)
+        asked = questions(kind, count, seed)
         given = answers_of(directory, [(c.messages[: a.at], c.variables) for c, a in asked])
         wrong = tuple(
             (str(c.messages[a.at - 1]["content"]), a.text, got)
@@ -63,12 +63,12 @@ def examine(directory: Path, *, count: int, kinds: Iterable[str] = EXAMINED) -> 
     return found
 
 
-def questions(kind: str, count: int) -> list[tuple[Conversation, Answer]]:
+def questions(kind: str, count: int, seed: str = SEED) -> list[tuple[Conversation, Answer]]:
     """Return the held-out conversations of one kind, each with its last answer; the same conversations at every call.
 
     Answers that guided decoding would begin are left out: the examination does not use guided decoding.
     """
-    rng = Random(f"{SEED}:{kind}")
+    rng = Random(f"{seed}:{kind}")
     found: dict[str, tuple[Conversation, Answer]] = {}
     while len(found) < count:
         made = conversation(rng, held_out=True, kind=kind)
@@ -142,7 +142,7 @@ def _call(text: str) -> Any:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m dynamo.reference.demo.examine",
+        prog="python -m demo_model.examine",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -150,9 +150,14 @@ def main(argv: list[str] | None = None) -> None:
     add("--model", type=Path, default=DIRECTORY, metavar="DIR", help="whom to examine (default: the shipped model)")
     add("--count", type=int, default=200, metavar="N", help="questions of each kind (default: 200)")
     add("--wrong", type=int, default=0, metavar="N", help="print so many wrong answers of each kind (default: 0)")
+    add(
+        "--seed",
+        default=SEED,
+        help="of the questions; those of the table are not for choosing by (default: the table's)",
+    )
     add("--into", type=Path, metavar="FILE", help="put the table into this page, between its two marks")
     options = parser.parse_args(argv)
-    results = examine(options.model, count=options.count, kinds=EXAMINED)
+    results = examine(options.model, count=options.count, kinds=EXAMINED, seed=options.seed)
     print(table(results))
     for result in results:
         for prompt, wanted, got in result.wrong[: options.wrong]:

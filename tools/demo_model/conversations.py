@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final, Literal, TypeVar
 
-from dynamo.reference.demo.lessons.letters import letter_found, letters_counted, reversed_word, spelled
-from dynamo.reference.demo.lessons.numbers import (
+from demo_model.lessons.letters import letter_found, letters_counted, reversed_word, spelled
+from demo_model.lessons.numbers import (
     added,
     compared,
     counted,
@@ -20,10 +20,10 @@ from dynamo.reference.demo.lessons.numbers import (
     story,
     subtracted,
 )
-from dynamo.reference.demo.lessons.others import SELF_DESCRIPTION, anything_else, introduced
-from dynamo.reference.demo.lessons.question import Question, is_held_out
-from dynamo.reference.demo.lessons.reading import described, looked_up, looked_up_again
-from dynamo.reference.demo.lessons.tools import Call, offered, report
+from demo_model.lessons.others import SELF_DESCRIPTION, anything_else, introduced
+from demo_model.lessons.question import Question, is_held_out
+from demo_model.lessons.reading import described, looked_up, looked_up_again
+from demo_model.lessons.tools import Call, offered, report
 
 __all__ = ["KINDS", "Answer", "Conversation", "conversation", "example"]
 

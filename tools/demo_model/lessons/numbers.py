@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from dynamo.reference.demo.lessons.question import Question, phrase
-from dynamo.reference.demo.lessons.words import ANIMALS, COLOURS, FOODS, THINGS, WORDS, pseudo_word
+from demo_model.lessons.question import Question, phrase
+from demo_model.lessons.words import ANIMALS, COLOURS, FOODS, THINGS, WORDS, pseudo_word
 
 __all__ = ["added", "compared", "counted", "items_counted", "multiplied", "ordered", "story", "subtracted"]
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from dynamo.reference.demo.conversations import Conversation, example
-from dynamo.reference.demo.vocabulary import END_OF_TURN
+from demo_model.conversations import Conversation, example
+from demo_model.vocabulary import END_OF_TURN
 from dynamo.text.templates import ChatTemplate
 
 __all__ = ["Row", "batches", "load_template", "rows"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
-from dynamo.reference.demo.lessons.question import Question
-from dynamo.reference.demo.lessons.words import ANIMALS, COLOURS, FOODS, JOBS, THINGS, name, place, pseudo_word
+from demo_model.lessons.question import Question
+from demo_model.lessons.words import ANIMALS, COLOURS, FOODS, JOBS, THINGS, name, place, pseudo_word
 
 __all__ = ["UNSAID", "described", "looked_up", "looked_up_again"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import Final
 
-from dynamo.reference.demo.lessons.question import Question
-from dynamo.reference.demo.lessons.words import TOPICS, name, place, pseudo_word, word
+from demo_model.lessons.question import Question
+from demo_model.lessons.words import TOPICS, name, place, pseudo_word, word
 
 __all__ = ["SELF_DESCRIPTION", "anything_else", "introduced"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
 
-from dynamo.reference.demo.lessons.words import COLOURS, FOODS, THINGS, name, place, pseudo_word, word
+from demo_model.lessons.words import COLOURS, FOODS, THINGS, name, place, pseudo_word, word
 
 __all__ = ["Call", "offered", "report"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from dynamo.reference.demo.lessons.question import Question, phrase
-from dynamo.reference.demo.lessons.words import word
+from demo_model.lessons.question import Question, phrase
+from demo_model.lessons.words import word
 
 __all__ = ["letter_found", "letters_counted", "reversed_word", "spelled"]
 
