@@ -38,9 +38,10 @@ async def hangups(*, restart: Callable[[], None], terminal_gone: Callable[[], No
 
     async def look() -> None:
         nonlocal has_terminal
-        while has_terminal:
+        while _has_terminal():
             await asyncio.sleep(LOOK_SECONDS)
-            has_terminal = _has_terminal()
+        await asyncio.sleep(LOOK_SECONDS)  # its own SIGHUP may not have been handled yet: a busy loop runs timers first
+        has_terminal = False
 
     loop.add_signal_handler(number, hear)
     try:

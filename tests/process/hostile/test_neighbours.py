@@ -21,6 +21,7 @@ from support.frontend_cluster import Cluster, cluster
 from support.patience import PATIENCE_SECONDS
 
 STEP_SECONDS = 0.005  # of the engine; what the listener adds to an answer of five steps is what is measured
+ROUNDS = 4
 SLACK_SECONDS = 0.02  # two shared cores: a bound on the ratio alone would measure the machine
 
 
@@ -114,18 +115,22 @@ async def test_the_latency_of_others_stays_within_twice(
         while True:
             await attack(server.port)
 
+    found: list[tuple[float, float]] = []
     async with served(tmp_path) as (_, server):
-        quiet = await median_latency(server.port)
-        tasks = [asyncio.create_task(again_and_again(), name=f"attacker {number}") for number in range(8)]
-        try:
-            busy = await median_latency(server.port)
-        finally:
-            for task in tasks:
-                task.cancel()
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes), outcomes
-    print(f"{attack.__name__}: median {quiet * 1000:.1f} -> {busy * 1000:.1f} ms")
-    assert busy <= 2 * quiet + SLACK_SECONDS
+        for _round in range(ROUNDS):  # another program on the machine spoils one round, an attack that works spoils all
+            quiet = await median_latency(server.port)
+            tasks = [asyncio.create_task(again_and_again(), name=f"attacker {number}") for number in range(8)]
+            try:
+                busy = await median_latency(server.port)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes), outcomes
+            found.append((quiet, busy))
+            if busy <= 2 * quiet + SLACK_SECONDS:
+                return
+    pytest.fail(f"{attack.__name__}: medians without and with it, in seconds: {found}")
 
 
 async def idle_connections(tmp_path: Path, wanted: int) -> None:

@@ -36,7 +36,7 @@ ROOMS = {
         "placement",
         "protocol",
     ),
-    *("runtime", "text", "worker"),
+    *("runtime", "settings", "text", "worker"),
 }
 """Rooms of this package in which a worker has business."""
 
