@@ -163,8 +163,8 @@ LISTENER = """
 import asyncio, fcntl, os, signal, sys, termios
 os.setsid()
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the terminal on standard input is ours now
-if "ignored" in sys.argv:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+# The suite itself may run under nohup, and its children inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_IGN if "ignored" in sys.argv else signal.SIG_DFL)
 from dynamo.cli.hangup import hangups
 say = lambda text: print(text, flush=True)
 async def main():

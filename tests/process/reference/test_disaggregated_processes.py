@@ -31,12 +31,12 @@ SIZES = ("--block-size", "4", "--kv-cache-mb", "4", "--max-num-seqs", "8")
 # The process is gone with the first frame of a transfer: nothing is flushed, nobody is told.
 DIES_IN_TRANSFER = """
 import os, signal
-from dynamo.reference.kv_transfer.frames import Kind
+from dynamo.reference.kv_transfer.frames import TransferKind
 from dynamo.reference.kv_transfer.tcp import Peer
 write = Peer.write
 async def last(self, data):
     await write(self, data)
-    if data[5] in (Kind.PAGE, Kind.DIRECT):
+    if data[5] in (TransferKind.PAGE, TransferKind.DIRECT):
         os.kill(os.getpid(), signal.SIGKILL)
 Peer.write = last
 """
