@@ -28,7 +28,7 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 serve: $(VENV)/.run ## a frontend and a worker on this machine (ARGS="--http-port 9000" and so on)
 	@$(BIN)/dynamo serve $(ARGS)
 
-test: $(VENV)/.dev ## units and contracts, a tenth of the examples of each property: a minute
+test: $(VENV)/.dev ## units and contracts, a tenth of the examples of each property: two to three minutes
 	@$(BIN)/python -m pytest -q -n 2 -m "not process" --hypothesis-profile=quick tests/unit tests/contract $(ARGS)
 
 test-all: $(VENV)/.dev ## the rest: every example of the properties, processes, real servers, simulated clusters, hostile peers
@@ -92,4 +92,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test test-all check house docs format bench bench-native soak test-fresh test-fuzz test-faults fault-table test-engines test-rust test-interop clean
+.PHONY: help serve test test-all coverage check house docs format bench bench-native soak test-fresh test-fuzz test-faults fault-table test-engines test-rust test-interop clean
