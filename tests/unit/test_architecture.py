@@ -38,7 +38,7 @@ FACADE = WORKER | {"engines", "common", "llm", "_core"}
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "settings": frozenset({"errors", "settings"}),
-    "placement": frozenset({"errors", "placement"}),
+    "placement": frozenset({"errors", "kv", "placement"}),
     "protocol": frozenset({"errors", "settings", "protocol"}),
     "text": frozenset({"errors", "settings", "protocol", "text"}),
     "kv": frozenset({"errors", "protocol", "kv"}),

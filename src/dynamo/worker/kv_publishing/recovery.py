@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from dynamo.runtime.endpoint import Endpoint
     from dynamo.runtime.served_endpoint import ServedEndpoint
 
-__all__ = ["KvQuery", "KvRecovery", "query_endpoint_name"]
+__all__ = ["KvRecovery", "RecoveryQuery", "query_endpoint_name"]
 
 logger = logging.getLogger(__name__)
 
 
-class KvQuery(msgspec.Struct):
+class RecoveryQuery(msgspec.Struct):
     """A router's query: everything of one rank from an event on, or (`start_event_id` null) all blocks held now."""
 
     worker_id: int
@@ -103,7 +103,7 @@ class KvRecovery:
 
     def _answer(self, body: Any) -> dict[str, Any]:
         try:
-            query = msgspec.convert(body, KvQuery)
+            query = msgspec.convert(body, RecoveryQuery)
         except msgspec.ValidationError as error:
             return {"Error": f"the query cannot be read: {error}"}
         worker_id, dp_rank = self._publisher.rank

@@ -1,0 +1,225 @@
+"""What a KV-aware choice is asked, what is known of each rank beforehand, and the filters that come before every cost.
+
+The filters are pure functions: ranks and a query in, the eligible ranks out, or the error that says why there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from dynamo.errors import InvalidArgument, Overloaded, Unknown, WorkerUnavailable
+from dynamo.kv.overlap import WorkerRank
+
+__all__ = [
+    "AllEligibleWorkersFiltered",
+    "AllEligibleWorkersOverloaded",
+    "KvOverrides",
+    "KvQuery",
+    "NoEndpoints",
+    "PinnedRankOutOfRange",
+    "PinnedWorkerNotAllowed",
+    "PinnedWorkerOverloaded",
+    "RankExclusion",
+    "RankInfo",
+    "Trust",
+    "eligible_ranks",
+    "is_unconstrained",
+    "preferred_weight",
+]
+
+
+class NoEndpoints(WorkerUnavailable):
+    """No rank is known, or the request has failed on every one of them."""
+
+
+class AllEligibleWorkersOverloaded(Overloaded):
+    """Every rank that may serve the request is over a busy threshold."""
+
+
+class PinnedWorkerOverloaded(Overloaded):
+    """The worker that the request names is over a busy threshold."""
+
+
+class PinnedWorkerNotAllowed(InvalidArgument):
+    """The worker that the request names is not among the workers that the request allows."""
+
+
+class PinnedRankOutOfRange(Unknown):
+    """No worker has the data-parallel rank that the request names."""
+
+
+class AllEligibleWorkersFiltered(Unknown):
+    """No rank has the taints or the topology that the request requires."""
+
+
+class Trust(StrEnum):
+    """How far the index of one rank's blocks can be believed."""
+
+    EXACT = "exact"  # every event of the rank was applied
+    DEGRADED = "degraded"  # events were lost or dropped, and the repair is not complete
+    PREDICTED = "predicted"  # no events: only what was routed there
+    NONE = "none"  # nothing is known
+
+
+class RankInfo(msgspec.Struct, frozen=True):
+    """What a model card and the load reports say of one rank. Everything may be unknown."""
+
+    total_kv_blocks: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    taints: frozenset[str] = frozenset()
+    topology: Mapping[str, str] = {}  # domain to value, such as {"zone": "a"}
+    is_busy: bool = False  # over a busy threshold
+    is_decode: bool = False  # the worker only decodes: prompts are computed elsewhere
+    trust: Trust = Trust.EXACT
+
+
+class KvOverrides(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, forbid_unknown_fields=True):
+    """What one request changes in the settings of the router (`router_config_override`). None keeps a setting."""
+
+    overlap_score_credit: float | None = None
+    prefill_load_scale: float | None = None
+    overlap_score_weight: float | None = None  # deprecated name of prefill_load_scale; 0 also sets the credit to 0
+    router_temperature: float | None = None
+    assume_kv_reuse: bool | None = None
+    track_prefill_tokens: bool | None = None
+    shared_cache_multiplier: float | None = None
+
+
+class KvQuery(msgspec.Struct):
+    """One request as the router sees it.
+
+    The prompt is `token_ids`, or `sequence` (chained sequence hashes of its complete blocks) with `prompt_tokens`.
+    """
+
+    token_ids: Sequence[int] = ()
+    sequence: Sequence[int] | None = None  # known already: nothing is hashed
+    prompt_tokens: int | None = None  # None: the number of token ids
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    mm_hashes: Mapping[int, Sequence[int]] | None = None  # media objects by block number
+    shared_hits: tuple[tuple[int, int], ...] = ()  # ranges [start, end) of blocks that a shared cache holds
+    priority: int = 0
+    policy_class: str | None = None
+    pinned_worker_id: int | None = None
+    pinned_dp_rank: int | None = None
+    allowed: Collection[int] | None = None  # worker ids; None: all
+    excluded: Collection[WorkerRank | int] = ()  # ranks or workers that the request has failed on
+    required_taints: Collection[str] = ()
+    preferred_taints: Mapping[str, float] = {}  # taint to weight
+    required_topology: Mapping[str, str] = {}
+    preferred_topology: Mapping[str, tuple[str, float]] = {}  # domain to (value, weight)
+    expected_output: int | None = None  # tokens
+    overrides: KvOverrides | None = None
+
+
+class RankExclusion(msgspec.Struct, frozen=True, gc=False):
+    """One rank that no cost was computed for, and the filter that excluded it."""
+
+    rank: WorkerRank
+    reason: str  # "not_allowed", "excluded", "not_pinned", "other_rank", "taints", "topology", "overloaded"
+
+
+_NOT_FOUND: Final = "Invalid request"  # the native text for an unknown worker id
+
+
+def is_unconstrained(query: KvQuery) -> bool:
+    """Return whether the query excludes no rank by itself."""
+    return not (
+        query.excluded
+        or query.required_taints
+        or query.required_topology
+        or query.allowed is not None
+        or query.pinned_worker_id is not None
+        or query.pinned_dp_rank is not None
+    )
+
+
+def eligible_ranks(
+    ranks: Mapping[WorkerRank, RankInfo], query: KvQuery
+) -> tuple[list[WorkerRank], tuple[RankExclusion, ...]]:
+    """Return the ranks that may serve the query, at least one, and the excluded ranks with the reason for each.
+
+    Raises:
+        NoEndpoints: no rank is known, or the request has failed on all of them.
+        InvalidArgument: the pinned worker does not exist.
+        PinnedWorkerNotAllowed: the pinned worker is not among the allowed workers.
+        PinnedRankOutOfRange: no eligible worker has the pinned rank.
+        AllEligibleWorkersFiltered: taints, topology or the allowed workers leave none.
+        PinnedWorkerOverloaded, AllEligibleWorkersOverloaded: every rank that is left is over a busy threshold.
+    """
+    if not ranks:
+        raise NoEndpoints("No endpoints are available")
+    _check_pin(ranks, query)
+    left: list[WorkerRank] = []
+    excluded: list[RankExclusion] = []
+    for rank, info in ranks.items():
+        reason = _exclusion(rank, info, query)
+        if reason is None:
+            left.append(rank)
+        else:
+            excluded.append(RankExclusion(rank, reason))
+    if not left:
+        raise _nothing_left(query, {each.reason for each in excluded})
+    return left, tuple(excluded)
+
+
+def preferred_weight(info: RankInfo, query: KvQuery) -> float:
+    """Return the sum of the preferred weights that a rank matches, by taint and by topology."""
+    total = 0.0
+    for taint, weight in query.preferred_taints.items():
+        if taint in info.taints:
+            total += weight
+    for domain, (value, weight) in query.preferred_topology.items():
+        if info.topology.get(domain) == value:
+            total += weight
+    return total
+
+
+def _check_pin(ranks: Mapping[WorkerRank, RankInfo], query: KvQuery) -> None:
+    worker_id, dp_rank = query.pinned_worker_id, query.pinned_dp_rank
+    if worker_id is not None:
+        own = [rank for rank in ranks if rank.worker_id == worker_id]
+        if not own:
+            raise InvalidArgument(_NOT_FOUND)
+        if query.allowed is not None and worker_id not in query.allowed:
+            raise PinnedWorkerNotAllowed(f"worker {worker_id} is not among the allowed workers")
+        if dp_rank is not None and WorkerRank(worker_id, dp_rank) not in ranks:
+            raise PinnedRankOutOfRange(f"worker {worker_id} has no rank {dp_rank}")
+    elif dp_rank is not None and all(rank.dp_rank != dp_rank for rank in ranks):
+        raise PinnedRankOutOfRange(f"no worker has a rank {dp_rank}")
+
+
+def _exclusion(rank: WorkerRank, info: RankInfo, query: KvQuery) -> str | None:
+    """Find the first filter that excludes a rank. None: the rank is eligible."""
+    worker_id = rank.worker_id
+    if query.pinned_worker_id is not None and worker_id != query.pinned_worker_id:
+        return "not_pinned"
+    if query.pinned_dp_rank is not None and rank.dp_rank != query.pinned_dp_rank:
+        return "other_rank"
+    if query.allowed is not None and worker_id not in query.allowed:
+        return "not_allowed"
+    if query.excluded and (rank in query.excluded or worker_id in query.excluded):
+        return "excluded"
+    if query.required_taints and not info.taints.issuperset(query.required_taints):
+        return "taints"
+    if any(info.topology.get(domain) != value for domain, value in query.required_topology.items()):
+        return "topology"
+    return "overloaded" if info.is_busy else None
+
+
+def _nothing_left(query: KvQuery, reasons: set[str]) -> Exception:
+    """Return the error of a query for which no rank is left."""
+    if "overloaded" in reasons:  # the last filter: those ranks passed all others
+        return PinnedWorkerOverloaded() if query.pinned_worker_id is not None else AllEligibleWorkersOverloaded()
+    if reasons & {"taints", "topology"}:
+        return AllEligibleWorkersFiltered("no eligible worker has the required taints and topology")
+    if "excluded" in reasons:
+        return NoEndpoints("the request has failed on every endpoint")
+    if reasons == {"other_rank"} or (query.pinned_dp_rank is not None and "not_allowed" not in reasons):
+        return PinnedRankOutOfRange(f"no eligible worker has a rank {query.pinned_dp_rank}")
+    return AllEligibleWorkersFiltered("no worker is among the allowed workers")

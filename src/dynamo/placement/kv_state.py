@@ -1,0 +1,151 @@
+"""Everything that a KV-aware choice is made from, and what comes out of it. Written as JSON, it gives the same choice again.
+
+A `KvState` holds one record per eligible rank. Such a record (`RankState`) does not depend on the prompt and is made anew
+only when the rank's load changes; what ranks hold of the prompt stands beside them, for those ranks only that hold any
+of it (`RankMatch`). So a choice among many ranks costs little more than its cost function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+import msgspec
+
+from dynamo.kv.overlap import Overlap, WorkerRank
+from dynamo.placement.kv_query import KvOverrides, RankExclusion, Trust
+from dynamo.placement.timing import DEFAULT_TIMING, RankTiming
+
+__all__ = [
+    "NO_MATCH",
+    "CandidateCost",
+    "CostTerm",
+    "KvChoice",
+    "KvPolicy",
+    "KvRequest",
+    "KvState",
+    "RankMatch",
+    "RankState",
+]
+
+
+class KvRequest(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """What a cost may look at of a request."""
+
+    prompt_tokens: int
+    complete_blocks: int  # of the prompt
+    expected_output: int | None = None  # tokens
+    is_pinned: bool = False
+    has_preferences: bool = False  # the request names preferred taints or a preferred topology
+    tracks_prefill: bool = True
+    shared_hits: tuple[tuple[int, int], ...] = ()  # ranges [start, end) of blocks in a shared cache
+    overrides: KvOverrides | None = None
+
+
+class RankState(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """One rank with its load, apart from the prompt. Times are seconds of the caller's clock."""
+
+    rank: WorkerRank
+    has_load: bool = True  # the rank is known to the account of loads
+    prefill_tokens: int = 0  # prompt tokens of requests without a first token, less the cached ones
+    decode_blocks: float = 0.0  # distinct blocks of all active requests
+    requests: int = 0  # active requests
+    streams: int = 0  # requests that have had their first token
+    context_tokens: int = 0  # prompt tokens and known output of those streams
+    output_left: float = 0.0  # tokens that those streams are expected to generate still
+    pass_started_at: float | None = None  # of the prefill that runs now; None: none runs
+    pass_tokens: int = 0  # uncached tokens of the requests that it computes
+    waiting_tokens: int = 0  # uncached tokens of the requests behind it
+    waiting_requests: int = 0
+    oldest_use_at: float | None = (
+        None  # when the block that would be evicted next was last used; None: nothing is evicted
+    )
+    held_blocks: int = 0  # blocks in the rank's cache, as far as the index knows
+    total_kv_blocks: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    is_decode: bool = False
+    trust: Trust = Trust.EXACT
+    timing: RankTiming = DEFAULT_TIMING
+
+
+class RankMatch(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """What one rank has of the prompt, in complete blocks from the first one on."""
+
+    overlap: Overlap = Overlap()
+    active_blocks: int = 0  # blocks of requests that are active there
+    coming_blocks: int = 0  # blocks that are there once the prefill that runs now is done
+    preferred_weight: float = 0.0  # sum of the preferred weights that the rank matches
+
+
+NO_MATCH: Final = RankMatch()
+
+
+class KvState(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """What one choice is made from. `matches` goes by position in `ranks`; a rank without an entry has nothing."""
+
+    block_size: int
+    request: KvRequest
+    ranks: tuple[RankState, ...]
+    matches: Mapping[int, RankMatch] = {}
+    now: float = 0.0
+    excluded: tuple[RankExclusion, ...] = ()
+
+    def to_json(self) -> bytes:
+        """Write the state as JSON."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> KvState:
+        """Read what `to_json` wrote. Raises `msgspec.ValidationError` that names the field."""
+        return _DECODER.decode(data)
+
+
+_DECODER: Final = msgspec.json.Decoder(KvState)
+
+
+class CostTerm(msgspec.Struct, frozen=True, gc=False):
+    """One part of a cost. The terms of one candidate add up to its total."""
+
+    name: str
+    value: float
+
+
+class CandidateCost(msgspec.Struct, frozen=True, gc=False):
+    """The cost of one candidate with all its terms."""
+
+    rank: WorkerRank
+    total: float
+    trust: Trust
+    terms: tuple[CostTerm, ...] = ()
+
+
+class KvChoice(msgspec.Struct, frozen=True, gc=False):
+    """The rank that was chosen, and why."""
+
+    policy: str
+    unit: str  # of costs: "blocks", "ms" or "requests"
+    rank: WorkerRank
+    position: int  # in `KvState.ranks`
+    cost: float
+    tied: int = 1  # candidates with this same cost
+    draw: float = 0.0  # the chance that was given
+    reason: str = "lowest_cost"
+    candidates: tuple[CandidateCost, ...] = ()  # in the order of `KvState.ranks`; empty unless asked for
+
+
+class KvPolicy(Protocol):
+    """Chooses a rank from a recorded state. `dynamo.placement.policies` has one file for each."""
+
+    @property
+    def name(self) -> str:
+        """The name that settings and records know the policy by."""
+        ...
+
+    def choose(self, state: KvState, draw: float, *, with_terms: bool = False) -> KvChoice:
+        """Choose one of `state.ranks`, of which there is at least one.
+
+        A pure function: `draw` in [0, 1) is the only chance. `with_terms` adds every candidate's cost, term by term; the
+        choice is the same either way.
+        """
+        ...

@@ -1,0 +1,38 @@
+"""What a worker has shown of its speed: how long a prefill takes, and one step of its running streams. Pure.
+
+Both are curves of three parts, `base + linear x + square x²`. The x of a prefill is the uncached tokens that one pass
+computes; the x of a decode step is the share of the rank's cache that its streams' contexts fill.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+__all__ = ["DEFAULT_TIMING", "RankTiming", "TimeCurve"]
+
+
+class TimeCurve(msgspec.Struct, frozen=True, gc=False):
+    """Milliseconds as a function of some amount x of work."""
+
+    base: float
+    linear: float
+    square: float = 0.0
+
+    def at(self, x: float) -> float:
+        """Return the milliseconds of the amount `x`."""
+        return self.base + (self.linear + self.square * x) * x
+
+
+class RankTiming(msgspec.Struct, frozen=True, gc=False):
+    """The speed of one rank as it is believed to be."""
+
+    prefill: TimeCurve  # x: uncached tokens in one pass
+    decode: TimeCurve  # x: share of the cache that the contexts of the streams fill
+    output_tokens: float = 256.0  # that a request generates where nothing says otherwise
+
+
+# Before anything has been seen: the shape of a medium accelerator and model. A prefill has a fixed cost, a cost per token,
+# and a small one for attention; a decode step reads the weights and all contexts.
+DEFAULT_TIMING: Final = RankTiming(TimeCurve(15.0, 0.015, 4e-7), TimeCurve(6.0, 45.0, -18.0))

@@ -1,0 +1,60 @@
+"""The passes of a rank, as first tokens show them."""
+
+from __future__ import annotations
+
+from dynamo.placement.prefill_pass import FinishedPasses, PrefillPass
+
+
+def test_what_arrives_during_a_pass_waits_for_the_next() -> None:
+    rank = PrefillPass()
+    rank.join("a", 100, 0.0)
+    rank.join("b", 30, 0.01)
+    rank.join("c", 20, 0.02)
+    assert (rank.running_tokens, rank.waiting_tokens, rank.started_at) == (100, 50, 0.0)
+    rank.complete("a", 0.5)
+    assert rank.take_finished() == FinishedPasses(1, 100, 10_000.0, 0.5, True)
+    assert rank.take_finished() is None
+    assert (rank.running_tokens, rank.waiting_tokens, rank.started_at) == (50, 0, 0.5)
+    rank.complete("b", 0.75)
+    assert rank.take_finished() == FinishedPasses(1, 50, 2_500.0, 0.25, False)
+    rank.complete("c", 0.75)  # its token came in the same moment: the pass was seen to end already
+    assert rank.take_finished() is None
+    assert (rank.running, rank.running_tokens) == ({}, 0)
+
+
+def test_a_prompt_beyond_the_budget_goes_on_in_the_next_pass() -> None:
+    rank = PrefillPass()
+    rank.budget = 100
+    rank.join("first", 10, 0.0)
+    rank.join("long", 250, 0.0)
+    rank.join("last", 30, 0.0)
+    rank.complete("first", 1.0)
+    assert list(rank.running) == ["long", "last"]
+    rank.take_finished()
+    rank.complete("long", 4.0)  # 100, 100, 80 with the last one
+    assert rank.take_finished() == FinishedPasses(3, 280, 100.0**2 * 2 + 80.0**2, 3.0, False)
+    assert rank.running == {}
+
+
+def test_a_short_prompt_may_end_while_a_long_one_goes_on() -> None:
+    rank = PrefillPass()
+    rank.budget = 100
+    rank.join("short", 40, 0.0)
+    rank.join("next", 40, 0.0)
+    rank.join("long", 200, 0.0)
+    rank.complete("short", 1.0)
+    rank.complete("next", 2.0)
+    assert rank.running == {"long": 140}
+
+
+def test_a_request_that_is_given_up_leaves_room() -> None:
+    rank = PrefillPass()
+    rank.join("a", 100, 0.0)
+    rank.join("b", 50, 0.0)
+    rank.drop("b", 0.1)
+    assert rank.waiting_tokens == 0
+    rank.join("c", 10, 0.2)
+    rank.drop("a", 0.3)
+    assert (rank.running, rank.running_tokens, rank.started_at) == ({"c": 10}, 10, 0.3)
+    rank.drop("unknown", 0.4)
+    assert rank.running_tokens == 10
