@@ -39,7 +39,6 @@ __all__ = [
     "ModelCard",
     "ModelRecord",
     "ModelRuntimeConfig",
-    "RuntimeConfigRecord",
     "decode_card",
     "decode_model_record",
     "slugify",
@@ -172,9 +171,6 @@ class ModelRuntimeConfig(msgspec.Struct, kw_only=True):
         if self.taints:
             record["taints"] = sorted(self.taints)
         return record
-
-
-RuntimeConfigRecord = ModelRuntimeConfig
 
 
 def _check_tag(name: str, value: Any) -> Any:

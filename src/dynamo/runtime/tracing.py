@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -114,11 +113,6 @@ def check_status(status: str) -> None:
 
 
 NO_SPAN: Final = SpanProxy()
-
-
-def new_span_id() -> str:
-    """Return a random span id of 16 digits."""
-    return secrets.token_hex(8)
 
 
 # -- spans that are exported ----------------------------------------------------------------------------------------------

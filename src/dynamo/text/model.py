@@ -39,7 +39,6 @@ class TextModel:
     template: ChatTemplate
     eos_token_ids: tuple[int, ...]  # every id that ends an answer, in the order found
     context_length: int | None = None  # tokens; None: the files do not say
-    generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the author's sampling defaults
     vocabulary_size: int | None = None  # one more than the largest id; None: unknown
     control_tokens: ControlTokens | None = None  # None: the tokenizer has none
     has_chat_template: bool = False  # False: `template` is the plain one, because the model brings none
@@ -99,7 +98,6 @@ def load_text_model(
         ),
         eos_token_ids=_eos_token_ids(generation, config, loaded.eos_token, loaded),
         context_length=_context_length(config, tokenizer_config),
-        generation_config=generation,
         vocabulary_size=max(loaded.vocab_size, *_ints(_text_config(config).get("vocab_size")), 0),
         control_tokens=ControlTokens.of(loaded),
         has_chat_template=source is not None,

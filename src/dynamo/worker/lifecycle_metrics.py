@@ -91,10 +91,6 @@ class WorkerMetrics:
         self._hit_rates: dict[int, Gauge] = {}
         self._complained = False
 
-    def declares(self, dp_rank: int) -> bool:
-        """Return whether the engine declared this rank."""
-        return dp_rank in self._ranks
-
     def publish(self, dp_rank: int, snapshot: Any) -> bool:
         """Write one rank's gauges from a `ComponentSnapshot`; return whether the rank was declared (else: one WARNING).
 

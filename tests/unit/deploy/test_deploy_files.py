@@ -37,7 +37,6 @@ MODELS = {
     "PodDisruptionBudget": kubernetes.V1PodDisruptionBudget,
     "CustomResourceDefinition": kubernetes.V1CustomResourceDefinition,
 }
-SEALED = {"V1LabelSelector", "V1IntOrString", "datetime"}
 
 
 def of_kind(kind: str) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,6 @@ from dynamo.contract.args import add_backend_arguments
 from dynamo.contract.conformance import FAILURE_NAMES
 from dynamo.errors import RULES
 from dynamo.frontend.args import build_parser
-from dynamo.frontend.metrics import LOG_BUCKETS
 from dynamo.runtime.request_plane import metrics as plane_metrics
 from support.doc_pages import PAGES, READ, ROOT, code, rows
 
@@ -141,7 +140,6 @@ def test_every_family_of_the_code_is_on_the_page() -> None:
 # -- settings ------------------------------------------------------------------------------------------------------------
 
 _VARIABLE = re.compile(r"(DYN|OTEL|ETCD|NATS|HF|PROMETHEUS|CUDA|NVIDIA)_[A-Z0-9_]*[A-Z0-9]|NO_COLOR|TMPDIR")
-_PARTS = {f"DYN_HISTOGRAM_{name}" for name in LOG_BUCKETS}  # completed by _MIN, _MAX and _COUNT
 
 
 def variables_of_the_source() -> set[str]:

@@ -1,7 +1,7 @@
 """One request and its client as one object, and the register of those in flight.
 
 An `Exchange` is made at the door, once the body is complete, and passed alone from there on: what the request brought,
-its identity, its deadline, its slot, its times, and why it ended early. It knows no HTTP server and no ASGI.
+its deadline, its slot, its times, and why it ended early. It knows no HTTP server and no ASGI.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Arrival:
     client_request_id: str | None = None  # the client's `x-request-id`, if it may be repeated
     request_id_note: str = ""  # for the log, after our own id: the client's id, or what became of it
     client: str | None = None  # the peer's address; None: a caller in this process
-    identity: str | None = None  # the holder of the key; None: keys are off
     path: str = ""  # of the route
 
 

@@ -6,12 +6,9 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["ascii_json_text", "json_line", "json_text"]
+__all__ = ["json_line", "json_text"]
 
 _encode: Final = msgspec.json.Encoder().encode
-
-ascii_json_text: Final = _encode
-"""`json_text` for a text that is known to be ASCII: one call less where every token goes."""
 
 # JSON allows these raw, and the event-stream format does not end a line at them, but many clients split lines as
 # Python's `str.splitlines` does, which would cut the JSON in two.

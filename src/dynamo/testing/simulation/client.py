@@ -59,10 +59,6 @@ class Visit:
         # Awaited by the run, which owns this visit.
         self.task = asyncio.get_running_loop().create_task(self._run(), name=f"visit {plan.number}")
 
-    @property
-    def is_settled(self) -> bool:
-        return self.task.done()
-
     def leave(self) -> None:
         """Close the connection."""
         if self.left_at is None and self.ended_at is None:
