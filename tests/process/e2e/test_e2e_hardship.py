@@ -22,11 +22,17 @@ LARGE = chat("scripted", stream=True, logprobs=True, top_logprobs=10)
 
 
 async def settled(stack: Stack) -> float:
-    """The engine's token count once it has stopped growing."""
+    """Return the engine's token count once it has stopped growing.
+
+    Between two looks a request without a token passes through both processes: however slow the machine is, a stream that
+    could go on would have had its turn there.
+    """
     count, unchanged = stack.scripted.metric("scripted_tokens_total"), 0
     async with asyncio.timeout(PATIENCE_SECONDS):
         while unchanged < 5:  # a fast engine makes a whole window at once, then waits until its caller has read it
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)  # for the sockets: the kernel takes its time to report that a peer has taken data
+            reply = await ask(stack.port, CHAT, chat("scripted"), headers=script(["end", "stop"]))
+            assert (reply.status, reply.text) == (200, "")
             before, count = count, stack.scripted.metric("scripted_tokens_total")
             unchanged = unchanged + 1 if before == count else 0
     return count
@@ -92,7 +98,7 @@ async def test_a_client_that_never_reads_stops_its_engine_and_nobody_else(stack:
         left_at = time.monotonic()
         deaf.leave(politely=False)
         (abort,) = await stack.scripted.sees("abort", tag)
-        assert abort["at"] - left_at < 0.5
+        assert abort["at"] - left_at < PROMPT_SECONDS
         await stack.scripted.idle()
 
 

@@ -190,16 +190,15 @@ async def test_nothing_is_left_of_a_connection_that_ended(
 
 async def test_a_long_answer_is_no_idle_connection(tmp_path: Path) -> None:
     async def slow(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.25)
         sink.send_tokens([104, 105], finish_reason="stop")
 
-    async with (
-        served(tmp_path, idle_seconds=0.05) as (house, server),
-        connection(server.port) as client,
-    ):
-        await house.worker(slow)
-        client.send("POST", "/v1/completions", {"model": "m", "prompt": "x"})
-        assert (await client.answer())[0] == 200
+    async with served(tmp_path, idle_seconds=0.1) as (house, server):
+        await house.worker(slow)  # first: a connection that waited for it would be idle meanwhile
+        async with connection(server.port) as client:
+            client.send("POST", "/v1/completions", {"model": "m", "prompt": "x"})
+            assert (await client.answer())[0] == 200
+        assert house.metric("dynamo_frontend_refusals_total", limit="idle") == 0
 
 
 async def test_a_body_may_be_longer_than_the_headers(tmp_path: Path) -> None:
