@@ -8,21 +8,32 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Final
 
 import xxhash
 
-__all__ = ["block_hashes", "block_seed", "sequence_hashes", "to_unsigned"]
+__all__ = [
+    "block_hashes",
+    "block_seed",
+    "extend_sequence",
+    "media_by_block",
+    "media_pad_token",
+    "sequence_hashes",
+    "to_unsigned",
+    "with_pad_tokens",
+]
 
 SEED: Final = 1337
+_LORA_SEED: Final = 0
+_SALT_SEED: Final = 1
 _MASK: Final = 2**64 - 1
 _TOKEN_BYTES: Final = 4
 _TOKEN_CODE: Final = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
-
-# The native derivation for cache salts is not published. Publisher and router only have to agree, and both call this
-# function; length-framed, so that no salt can imitate a LoRA name or another pair.
-_SALT_DOMAIN: Final = b"dynamo-unified.cache-salt.v1\0"
+_PAIR: Final = struct.Struct("<QQ")
+_PAD_TOKENS_FROM: Final = 1_000_000  # above the vocabulary of the models of today
+_PAD_TOKEN_BITS: Final = 2**30 - 1
 
 _hash64 = xxhash.xxh3_64_intdigest
 
@@ -35,47 +46,62 @@ def block_hashes(
     cache_salt: str | None = None,
     eagle: bool = False,
     mm_hashes: Mapping[int, Sequence[int]] | None = None,
+    seed: int | None = None,
 ) -> list[int]:
     """Return one unsigned 64-bit hash per whole block of `block_size` tokens; a shorter tail has none.
 
     An empty `lora_name` or `cache_salt` is the same as none. `eagle` blocks also cover the first token after them.
-    `mm_hashes` gives, by block number, the media objects that touch a block.
+    `mm_hashes` gives, by block number, the media objects that touch a block. `seed` replaces the seed that `lora_name`
+    and `cache_salt` make.
     """
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
-    data = memoryview(_little_endian(token_ids))
+    data = _little_endian(token_ids)
     stride = block_size * _TOKEN_BYTES
     width = stride + (_TOKEN_BYTES if eagle else 0)
     count = max(len(token_ids) - 1, 0) // block_size if eagle else len(token_ids) // block_size
-    seed = block_seed(lora_name, cache_salt)
-    if not mm_hashes:
-        return [_hash64(data[at : at + width], seed) for at in range(0, count * stride, stride)]
-    return [
-        _hash64(bytes(data[number * stride : number * stride + width]) + _objects(mm_hashes.get(number, ())), seed)
-        for number in range(count)
-    ]
+    if seed is None:
+        seed = block_seed(lora_name, cache_salt)
+    if not eagle and not mm_hashes:  # the usual case runs without a step of Python per block
+        pieces = struct.iter_unpack(f"{stride}s", data[: count * stride])
+        return list(map(_hash64, chain.from_iterable(pieces), repeat(seed)))
+    media = mm_hashes or {}
+    return [_hash64(data[at * stride : at * stride + width] + _objects(media.get(at, ())), seed) for at in range(count)]
 
 
-def sequence_hashes(hashes: Sequence[int]) -> list[int]:
+def sequence_hashes(hashes: Sequence[int], *, seed: int = SEED) -> list[int]:
     """Chain block hashes: each result covers its block and all before it."""
+    return extend_sequence(None, hashes, seed=seed)
+
+
+def extend_sequence(parent: int | None, hashes: Sequence[int], *, seed: int = SEED) -> list[int]:
+    """Chain the hashes of blocks that follow the block with the sequence hash `parent`; None: they begin a sequence."""
+    if parent is None:
+        if not hashes:
+            return []
+        parent = to_unsigned(hashes[0])
+        return [parent, *extend_sequence(parent, hashes[1:], seed=seed)]
+    if hashes and min(hashes) < 0:
+        hashes = [to_unsigned(block_hash) for block_hash in hashes]
     chained: list[int] = []
+    append, pack, hash64 = chained.append, _PAIR.pack, _hash64
     for block_hash in hashes:
-        chained.append(
-            _hash64(struct.pack("<QQ", chained[-1], to_unsigned(block_hash)), SEED)
-            if chained
-            else to_unsigned(block_hash)
-        )
+        parent = hash64(pack(parent, block_hash), seed)
+        append(parent)
     return chained
 
 
 def block_seed(lora_name: str | None = None, cache_salt: str | None = None) -> int:
-    """Return the seed that keeps blocks of different adapters and tenants apart."""
-    lora = (lora_name or "").encode()
-    salt = (cache_salt or "").encode()
-    if salt:
-        framed = _SALT_DOMAIN + struct.pack("<I", len(salt)) + salt + struct.pack("<I", len(lora)) + lora
-        return (SEED + _hash64(framed, 0)) & _MASK
-    return (SEED + _hash64(lora, 0)) & _MASK if lora else SEED
+    """Return the seed that keeps blocks of different adapters and tenants apart.
+
+    Publisher and router must agree on both names; engines never compute this.
+    """
+    seed = SEED
+    if lora_name:
+        seed += _hash64(lora_name.encode(), _LORA_SEED)
+    if cache_salt:
+        seed += _hash64(cache_salt.encode(), _SALT_SEED)
+    return seed & _MASK
 
 
 def to_unsigned(value: int) -> int:
@@ -83,6 +109,48 @@ def to_unsigned(value: int) -> int:
     if not -(2**63) <= value <= _MASK:
         raise ValueError(f"{value} does not fit into 64 bits")
     return value & _MASK
+
+
+def media_by_block(objects: Iterable[tuple[int, int, int]], block_size: int) -> dict[int, list[int]]:
+    """Return the hashes of the media that touch each block, by block number.
+
+    An object is (mm_hash, start, end): the positions of its tokens in the prompt, `end` behind its last one.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    touched: dict[int, list[int]] = {}
+    for mm_hash, start, end in objects:
+        if not 0 <= start <= end:
+            raise ValueError(f"the tokens of a media object must be a range, got {start} to {end}")
+        for number in range(start // block_size, -(-end // block_size) if end > start else 0):
+            touched.setdefault(number, []).append(mm_hash)
+    return touched
+
+
+def media_pad_token(mm_hash: int) -> int:
+    """Return the token id that stands for a media object where a block is hashed by its tokens alone."""
+    return _PAD_TOKENS_FROM + (mm_hash & _PAD_TOKEN_BITS)
+
+
+def with_pad_tokens(token_ids: Sequence[int], image_token_id: int, mm_hashes: Sequence[int]) -> list[int]:
+    """Return the tokens of one block with each run of the image token replaced by the pad token of the next object.
+
+    Runs beyond the last object get the pad token of the last one. Without objects the tokens stay as they are.
+    """
+    if not mm_hashes:
+        return list(token_ids)
+    pads = [media_pad_token(mm_hash) for mm_hash in mm_hashes]
+    padded: list[int] = []
+    run = -1
+    previous: int | None = None
+    for token in token_ids:
+        if token == image_token_id:
+            run += previous != image_token_id
+            padded.append(pads[min(run, len(pads) - 1)])
+        else:
+            padded.append(token)
+        previous = token
+    return padded
 
 
 def _little_endian(token_ids: Sequence[int]) -> bytes:

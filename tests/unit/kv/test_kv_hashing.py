@@ -1,9 +1,11 @@
+import struct
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.kv import block_hashes, sequence_hashes, to_unsigned
-from dynamo.kv.hashing import block_seed
+from dynamo.kv.hashing import block_seed, extend_sequence, media_by_block, media_pad_token, with_pad_tokens
 
 TOKENS = list(range(1, 33))
 PLAIN = [16863443419780771464, 2287610619914608821]
@@ -15,6 +17,8 @@ PLAIN = [16863443419780771464, 2287610619914608821]
         ({}, PLAIN),
         ({"lora_name": "", "cache_salt": ""}, PLAIN),
         ({"lora_name": "a"}, [13989385890342586959, 2612645568696598570]),
+        ({"cache_salt": "a"}, [13141995645013051325, 14043154804904954999]),
+        ({"lora_name": "a", "cache_salt": "b"}, [13282007913120652853, 10936094188308344975]),
         ({"eagle": True}, [6752489653130089168]),
         ({"mm_hashes": {0: [7]}}, [5771247725381875071, 2287610619914608821]),
     ],
@@ -27,6 +31,7 @@ def test_a_salt_differs_from_no_salt_from_another_salt_and_from_an_adapter_of_th
     seeds = {block_seed(), block_seed("a"), block_seed(None, "a"), block_seed(None, "b"), block_seed("a", "b")}
     assert len(seeds) == 5
     assert block_seed("ab", "c") != block_seed("b", "ca")
+    assert block_seed("a", "b") != block_seed("b", "a")
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=70), st.integers(1, 20))
@@ -65,3 +70,32 @@ def test_a_hash_of_more_than_64_bits_is_refused(value: int) -> None:
 def test_a_block_size_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="block_size"):
         block_hashes([1], 0)
+
+
+@given(st.lists(st.integers(-(2**63), 2**64 - 1), max_size=20), st.integers(0, 20))
+def test_a_sequence_can_be_continued_from_any_of_its_blocks(hashes: list[int], cut: int) -> None:
+    whole = sequence_hashes(hashes)
+    head = whole[:cut]
+    assert head + extend_sequence(head[-1] if head else None, hashes[len(head) :]) == whole
+
+
+def test_a_hash_of_more_than_64_bits_has_no_place_in_a_sequence() -> None:
+    for wrong in ([2**64], [1, 2**64]):
+        with pytest.raises((ValueError, struct.error)):
+            sequence_hashes(wrong)
+
+
+def test_a_media_object_touches_every_block_of_its_range() -> None:
+    assert media_by_block([(7, 0, 16), (8, 15, 33), (9, 40, 40)], 16) == {0: [7, 8], 1: [8], 2: [8]}
+    for start, end in ((5, 3), (-1, 3)):
+        with pytest.raises(ValueError, match="range"):
+            media_by_block([(7, start, end)], 16)
+
+
+def test_a_pad_token_stands_for_each_run_of_image_tokens() -> None:
+    assert media_pad_token(2**64 - 1) == 1_000_000 + 2**30 - 1
+    assert media_pad_token(7) == 1_000_007
+    image = 99
+    assert with_pad_tokens([1, image, image, 2, image], image, [7, 8]) == [1, 1_000_007, 1_000_007, 2, 1_000_008]
+    assert with_pad_tokens([image, 1, image, 2, image], image, [7, 8]) == [1_000_007, 1, 1_000_008, 2, 1_000_008]
+    assert with_pad_tokens([1, image], image, []) == [1, image]
