@@ -1,0 +1,45 @@
+"""In which order the parked requests of one policy class are dispatched."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+__all__ = ["QueueOrder", "order_key"]
+
+OrderKey = tuple[int, float, int]
+"""What the heaps of parked requests compare: the smallest key goes first."""
+
+
+class QueueOrder(StrEnum):
+    """The order within a class; the values are those of `queue_policy` and `--router-queue-policy`."""
+
+    FCFS = "fcfs"
+    """First come, first served. A priority of n moves a request ahead by n seconds."""
+    WSPT = "wspt"
+    """Weighted shortest processing time first: the fewest uncached tokens for each point of priority."""
+    LCFS = "lcfs"
+    """Last come, first served. For comparisons through the library: no flag and no file can name it."""
+
+
+def order_key(
+    order: QueueOrder,
+    *,
+    strict_priority: int,
+    priority: int,
+    arrived_at: float,
+    uncached_tokens: int,
+    number: int,
+) -> OrderKey:
+    """Return the key of a request. `number` counts the arrivals: it decides between requests that are equal otherwise.
+
+    A higher `strict_priority` always goes first. A negative `priority` counts as 0.
+    """
+    jump = max(0, priority)
+    match order:
+        case QueueOrder.FCFS:
+            score = jump - arrived_at
+        case QueueOrder.LCFS:
+            score = jump + arrived_at
+        case QueueOrder.WSPT:
+            score = (1 + jump) / max(1, uncached_tokens)
+    return -strict_priority, -score, number
