@@ -65,7 +65,6 @@ class LoadOfRank:
         "prefill_tokens",
         "saved",
         "streams",
-        "version",
         "weights",
     )
 
@@ -80,7 +79,6 @@ class LoadOfRank:
         self.hinted = 0  # streams with an expected output
         self.expected_left = 0  # tokens that the hinted streams are expected to generate still
         self.prefill_pass = PrefillPass()
-        self.version = 0  # raised by every change
 
     @property
     def decode_blocks(self) -> float:
@@ -157,6 +155,7 @@ class ActiveLoad:
         "_output_serial",
         "_ranks",
         "_tracks_output",
+        "changed",
     )
 
     def __init__(
@@ -172,6 +171,7 @@ class ActiveLoad:
         self._block_size, self._tracks_output, self._expiry_seconds = block_size, tracks_output_blocks, expiry_seconds
         self._ranks: dict[WorkerRank, LoadOfRank] = {}
         self._booked: dict[str, Booked] = {}  # oldest first
+        self.changed: set[WorkerRank] = set()  # ranks whose account changed since somebody cleared this
         self._next_scan = 0.0
         self._output_serial = 0  # names of output blocks are negative, so no hash is ever one of them
 
@@ -213,7 +213,7 @@ class ActiveLoad:
             booked.prefill_tokens = max(0, prompt_tokens - cached_tokens)
             load.prefill_tokens += booked.prefill_tokens
             load.prefill_pass.join(request_id, booked.prefill_tokens, now)
-        load.version += 1
+        self.changed.add(booked.rank)
         return True
 
     def prefill_completed(self, request_id: str, now: float) -> Booked | None:
@@ -230,7 +230,7 @@ class ActiveLoad:
         if booked.expected_output is not None:
             load.hinted += 1
             load.expected_left += self._expected_left(booked)
-        load.version += 1
+        self.changed.add(booked.rank)
         return booked
 
     def output(self, request_id: str, tokens: int) -> None:
@@ -249,7 +249,7 @@ class ActiveLoad:
             load.expected_left += self._expected_left(booked)
         if self._tracks_output:
             self._grow(load, booked, -(-booked.context_tokens // self._block_size) - blocks_before)
-        load.version += 1
+        self.changed.add(booked.rank)
 
     def free(self, request_id: str, now: float, rank: WorkerRank | None = None) -> Booked | None:
         """End a request, however it ended; return it if it was booked.
@@ -274,7 +274,7 @@ class ActiveLoad:
         load.let_go(booked.sequence)
         if booked.output_blocks:
             load.let_go(booked.output_blocks)
-        load.version += 1
+        self.changed.add(booked.rank)
         return booked
 
     def output_block(self, request_id: str, decay_fraction: float | None = None) -> bool:
@@ -289,7 +289,7 @@ class ActiveLoad:
         if decay_fraction is not None:
             load.weigh_unshared(booked.output_blocks, decay_fraction)
             load.weigh_unshared(booked.sequence, decay_fraction)
-        load.version += 1
+        self.changed.add(booked.rank)
         return True
 
     # -- ranks
@@ -315,6 +315,7 @@ class ActiveLoad:
         for rank in gone:
             for request_id in self._ranks.pop(rank).booked:
                 del self._booked[request_id]
+            self.changed.add(rank)
 
     # -- what is read
 

@@ -99,6 +99,7 @@ class KvQuery(msgspec.Struct):
     token_ids: Sequence[int] = ()
     sequence: Sequence[int] | None = None  # known already: nothing is hashed
     prompt_tokens: int | None = None  # None: the number of token ids
+    tracking_sequence: Sequence[int] | None = None  # names of the same blocks in the account of loads; None: `sequence`
     lora_name: str | None = None
     cache_salt: str | None = None
     mm_hashes: Mapping[int, Sequence[int]] | None = None  # media objects by block number

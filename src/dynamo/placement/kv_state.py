@@ -117,6 +117,7 @@ class CandidateCost(msgspec.Struct, frozen=True, gc=False):
     rank: WorkerRank
     total: float
     trust: Trust
+    held_blocks: int  # of the prompt, on the device
     terms: tuple[CostTerm, ...] = ()
 
 

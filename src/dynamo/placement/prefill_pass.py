@@ -50,6 +50,10 @@ class PrefillPass:
         self.was_idle = False
         self._finished: FinishedPasses | None = None
 
+    def set_budget(self, tokens: int | None) -> None:
+        """Take how many tokens a pass computes at most; None or less than 1: not known."""
+        self.budget = tokens if tokens and tokens > 0 else DEFAULT_PASS_BUDGET
+
     def join(self, request_id: str, tokens: int, now: float) -> None:
         """Count a request with `tokens` uncached tokens that is sent to the rank at `now`."""
         if self.running:

@@ -1,0 +1,93 @@
+"""The records of all ranks, each made anew only when something about its rank has changed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from dynamo.kv.overlap import WorkerRank
+from dynamo.placement.active_load import ActiveLoad, LoadOfRank
+from dynamo.placement.kv_query import RankInfo
+from dynamo.placement.kv_state import RankState
+from dynamo.placement.timing import DEFAULT_TIMING
+
+__all__ = ["RankStates"]
+
+
+def _nothing_held(_: WorkerRank) -> int:
+    return 0
+
+
+class RankStates:
+    """One `RankState` per known rank, in the order of the ranks. Bounded by the ranks."""
+
+    __slots__ = ("_held", "_load", "_positions", "_states", "infos", "loads", "ranks", "some_are_busy")
+
+    def __init__(self, load: ActiveLoad, held: Callable[[WorkerRank], int] | None = None) -> None:
+        """`held`: how many blocks a rank's cache holds, as far as an index knows."""
+        self._load = load
+        self._held = held or _nothing_held
+        self.infos: dict[WorkerRank, RankInfo] = {}
+        self.ranks: tuple[WorkerRank, ...] = ()
+        self.loads: tuple[LoadOfRank, ...] = ()  # in the order of `ranks`
+        self.some_are_busy = False
+        self._positions: dict[WorkerRank, int] = {}
+        self._states: tuple[RankState, ...] = ()
+
+    def set(self, ranks: Mapping[WorkerRank, RankInfo]) -> None:
+        """Take the ranks there are and what is known of each; the load of a rank that is gone is forgotten."""
+        for gone in self.infos.keys() - ranks.keys():
+            self._load.forget(gone.worker_id, gone.dp_rank)
+        self.infos = {rank: ranks[rank] for rank in sorted(ranks)}
+        self.ranks = tuple(self.infos)
+        self.loads = tuple(self._load.of(rank) for rank in self.ranks)
+        for load, info in zip(self.loads, self.infos.values(), strict=True):
+            load.prefill_pass.set_budget(info.max_num_batched_tokens)
+        self.some_are_busy = any(info.is_busy for info in self.infos.values())
+        self._positions = {rank: at for at, rank in enumerate(self.ranks)}
+        self._states = tuple(map(self._state, self.ranks, self.loads))
+        self._load.changed.clear()
+
+    def position(self, rank: WorkerRank) -> int | None:
+        """Return where in `ranks` a rank is; None: it is not known."""
+        return self._positions.get(rank)
+
+    def current(self) -> tuple[RankState, ...]:
+        """Return the record of every rank as it is now."""
+        changed = self._load.changed
+        if changed:
+            states = list(self._states)
+            for rank in changed:
+                at = self._positions.get(rank)
+                if at is not None:
+                    states[at] = self._state(rank, self.loads[at])
+            changed.clear()
+            self._states = tuple(states)
+        return self._states
+
+    def of(self, ranks: Sequence[WorkerRank]) -> tuple[RankState, ...]:
+        """Return the records of some of the ranks."""
+        states, positions = self.current(), self._positions
+        return tuple(states[positions[rank]] for rank in ranks)
+
+    def _state(self, rank: WorkerRank, load: LoadOfRank) -> RankState:
+        info, prefill = self.infos[rank], load.prefill_pass
+        return RankState(
+            rank=rank,
+            prefill_tokens=load.prefill_tokens,
+            decode_blocks=load.decode_blocks,
+            requests=len(load.booked),
+            streams=load.streams,
+            context_tokens=load.context_tokens,
+            output_left=float(load.expected_left),
+            pass_started_at=prefill.started_at if prefill.running else None,
+            pass_tokens=prefill.running_tokens,
+            waiting_tokens=prefill.waiting_tokens,
+            waiting_requests=len(prefill.waiting),
+            held_blocks=self._held(rank),
+            total_kv_blocks=info.total_kv_blocks,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            max_num_seqs=info.max_num_seqs,
+            is_decode=info.is_decode,
+            trust=info.trust,
+            timing=DEFAULT_TIMING,
+        )

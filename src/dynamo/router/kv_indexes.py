@@ -1,0 +1,76 @@
+"""The indexes of one router taken together: the deeper answer counts, and what is booked is told to those that learn by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from dynamo.kv.overlap import Overlap, OverlapIndex, WorkerRank
+
+__all__ = ["KvIndexes", "LearningIndex", "SizedIndex"]
+
+_NONE: Mapping[WorkerRank, Overlap] = {}
+
+
+@runtime_checkable
+class LearningIndex(Protocol):
+    """An index that is told where prompts are sent."""
+
+    def add(self, rank: WorkerRank, sequence: Sequence[int], now: float) -> None:
+        """Take a prompt that is sent to a rank."""
+
+
+@runtime_checkable
+class SizedIndex(Protocol):
+    """An index that knows how much each rank holds."""
+
+    def blocks(self, rank: WorkerRank | None = None) -> int:
+        """Return the blocks of one rank, or of all."""
+        ...
+
+
+class KvIndexes:
+    """None, one or two indexes."""
+
+    __slots__ = ("_index", "_learning", "_predicted", "_sized")
+
+    def __init__(self, index: OverlapIndex | None, predicted: OverlapIndex | None) -> None:
+        self._index, self._predicted = index, predicted
+        both: tuple[object, object] = (index, predicted)
+        self._learning = [each for each in both if isinstance(each, LearningIndex)]
+        self._sized = index if isinstance(index, SizedIndex) else None
+
+    def find(self, sequence: Sequence[int], now: float) -> Mapping[WorkerRank, Overlap]:
+        """Return the overlap of each rank that holds some of the prompt."""
+        if not sequence:
+            return _NONE
+        known = self._index.find(sequence, now) if self._index is not None else _NONE
+        if self._predicted is None:
+            return known
+        guessed = self._predicted.find(sequence, now)
+        if not guessed:
+            return known
+        found = dict(known)
+        for rank, overlap in guessed.items():
+            exact = found.get(rank)
+            found[rank] = overlap if exact is None else _deeper(exact, overlap)
+        return found
+
+    def add(self, rank: WorkerRank, sequence: Sequence[int], now: float) -> None:
+        """Tell the indexes that learn by it where a prompt is sent."""
+        for index in self._learning:
+            index.add(rank, sequence, now)
+
+    def held(self, rank: WorkerRank) -> int:
+        """Return how many blocks a rank holds; 0 where no index knows."""
+        return 0 if self._sized is None else self._sized.blocks(rank)
+
+
+def _deeper(known: Overlap, guessed: Overlap) -> Overlap:
+    """Return the blocks by tier where two indexes answer: as deep as the deeper one on the device."""
+    if guessed.device <= known.device:
+        return known
+    beyond = guessed.device - known.device
+    host = max(0, known.host - beyond)
+    disk = max(0, known.disk - max(0, beyond - known.host))
+    return Overlap(guessed.device, host, disk)

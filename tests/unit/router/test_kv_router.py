@@ -1,0 +1,245 @@
+"""The KV-aware router as a library: it chooses, books, and degrades to a choice by load."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from dynamo.kv.hashing import block_hashes, sequence_hashes
+from dynamo.kv.overlap import Overlap, WorkerRank
+from dynamo.placement.active_load import common_blocks
+from dynamo.placement.kv_query import AllEligibleWorkersOverloaded, KvOverrides, NoEndpoints
+from dynamo.placement.policies.kv_policies import kv_policy
+from dynamo.router.kv_router import KvQuery, KvRouter, KvRouterOptions, RankInfo, Trust
+
+A, B, C = WorkerRank(1), WorkerRank(2), WorkerRank(3)
+BLOCK = 16
+PROMPT = list(range(160))
+
+
+class HeldPrompts:
+    """An index that remembers whole prompts of each rank."""
+
+    def __init__(self) -> None:
+        self.held: dict[WorkerRank, list[Sequence[int]]] = {}
+
+    def add(self, rank: WorkerRank, sequence: Sequence[int], now: float) -> None:
+        self.held.setdefault(rank, []).append(sequence)
+
+    def find(self, sequence: Sequence[int], now: float = 0.0) -> Mapping[WorkerRank, Overlap]:
+        depths = {rank: max(common_blocks(each, sequence) for each in held) for rank, held in self.held.items()}
+        return {rank: Overlap(depth) for rank, depth in depths.items() if depth}
+
+    def blocks(self, rank: WorkerRank | None = None) -> int:
+        return len({block for each in self.held.get(rank or A, []) for block in each})
+
+
+def make(index: HeldPrompts | None = None, policy: str = "default", **options: object) -> KvRouter:
+    router = KvRouter(
+        block_size=BLOCK,
+        policy=kv_policy(policy),
+        rng=random.Random(1),
+        index=index,
+        options=KvRouterOptions(**options),  # type: ignore[arg-type]
+    )
+    router.set_ranks({A: RankInfo(), B: RankInfo(), C: RankInfo()})
+    return router
+
+
+def test_a_prompt_goes_where_its_prefix_lies() -> None:
+    index = HeldPrompts()
+    index.add(B, sequence_hashes(block_hashes(PROMPT, BLOCK)), 0.0)
+    selection = make(index).select(KvQuery(token_ids=[*PROMPT, *range(500, 540)]), 0.0)
+    assert (selection.rank, selection.overlap, selection.cached_tokens) == (B, Overlap(10), 160)
+    assert selection.state.ranks[selection.choice.position].held_blocks == 10
+
+
+def test_the_same_prompt_again_goes_to_the_same_rank_and_its_load_is_given_back() -> None:
+    router = make(HeldPrompts())
+    seen = set()
+    for number in range(8):
+        selection = router.select(KvQuery(token_ids=PROMPT), 0.0)
+        assert router.book(f"r{number}", selection, 0.0)
+        router.first_token(f"r{number}", 0.0)
+        seen.add(selection.rank)
+        router.free(f"r{number}", 0.0)
+    assert len(seen) == 1
+    assert len(router.load) == 0
+    assert all(not each.blocks and not each.prefill_tokens for each in map(router.load.of, (A, B, C)))
+
+
+def test_without_an_index_the_load_decides() -> None:
+    router = make()
+    ranks = Counter()
+    for number in range(30):
+        selection = router.select(KvQuery(token_ids=range(number * 1000, number * 1000 + 160)), 0.0)
+        router.book(f"r{number}", selection, 0.0)
+        ranks[selection.rank] += 1
+    assert set(ranks.values()) == {10}
+
+
+def test_ties_spread() -> None:
+    router = make()
+    seen = Counter(router.select(KvQuery(token_ids=PROMPT), 0.0).rank for _ in range(300))
+    assert min(seen.values()) > 60
+
+
+def test_a_selection_books_nothing_and_a_second_booking_changes_nothing() -> None:
+    router = make()
+    selection = router.select(KvQuery(token_ids=PROMPT), 0.0)
+    assert len(router.load) == 0
+    assert router.book("r", selection, 0.0)
+    assert not router.book("r", selection, 0.0)
+    assert router.load.prefill_tokens(selection.rank) == 160
+    assert router.free("r", 1.0) is not None
+    assert router.free("r", 1.0) is None
+
+
+def test_hashes_that_are_known_are_not_made_again() -> None:
+    index = HeldPrompts()
+    sequence = sequence_hashes(block_hashes(PROMPT, BLOCK))
+    index.add(C, sequence, 0.0)
+    selection = make(index).select(KvQuery(sequence=sequence, prompt_tokens=165), 0.0)
+    assert (selection.rank, selection.state.request.prompt_tokens) == (C, 165)
+
+
+def test_lora_and_salt_keep_prompts_apart() -> None:
+    index = HeldPrompts()
+    router = make(index)
+    first = router.select(KvQuery(token_ids=PROMPT, lora_name="a"), 0.0)
+    router.book("r", first, 0.0)
+    assert router.look_up(KvQuery(token_ids=PROMPT, lora_name="a"), 0.0).overlaps == {first.rank: Overlap(10)}
+    for query in (KvQuery(token_ids=PROMPT), KvQuery(token_ids=PROMPT, lora_name="a", cache_salt="s")):
+        assert router.look_up(query, 0.0).overlaps == {}
+
+
+def test_the_unfinished_block_counts_in_the_potential_load_only() -> None:
+    router = make()
+    selection = router.select(KvQuery(token_ids=range(69)), 0.0)
+    assert selection.potential_decode_blocks == 5
+    router.book("r", selection, 0.0)
+    assert router.load.decode_blocks(selection.rank) == 4
+    loads = {each.rank: each for each in router.potential_loads(KvQuery(token_ids=range(69)), 0.0)}
+    assert loads[selection.rank].potential_decode_blocks == 5
+    assert loads[selection.rank].potential_prefill_tokens == 138
+    assert loads[selection.rank].active_requests == 1
+
+
+def test_lower_tiers_weigh_in_the_cached_tokens() -> None:
+    class Tiers(HeldPrompts):
+        def find(self, sequence: Sequence[int], now: float = 0.0) -> Mapping[WorkerRank, Overlap]:
+            return {A: Overlap(2, 2, 2)}
+
+    assert make(Tiers()).select(KvQuery(token_ids=PROMPT), 0.0).cached_tokens == round((2 + 1.5 + 0.5) * 16)
+
+
+def test_the_deeper_of_two_indexes_counts() -> None:
+    sequence = sequence_hashes(block_hashes(PROMPT, BLOCK))
+    index, predicted = HeldPrompts(), HeldPrompts()
+    index.add(A, sequence[:2], 0.0)
+    index.add(B, sequence[:4], 0.0)
+    predicted.add(A, sequence[:3], 0.0)
+    router = KvRouter(
+        block_size=BLOCK, policy=kv_policy("default"), rng=random.Random(1), index=index, predicted=predicted
+    )
+    router.set_ranks({A: RankInfo(), B: RankInfo()})
+    lookup = router.look_up(KvQuery(token_ids=PROMPT), 0.0)
+    assert lookup.overlaps == {A: Overlap(3), B: Overlap(4)}
+    assert router.best_cached_tokens(KvQuery(token_ids=PROMPT), lookup) == 64
+    assert router.best_cached_tokens(KvQuery(token_ids=PROMPT, allowed={1}), lookup) == 48
+
+
+def test_what_a_pass_computes_now_is_seen_as_coming() -> None:
+    router = make()
+    first = router.select(KvQuery(token_ids=PROMPT), 0.0)
+    router.book("first", first, 0.0)
+    again = router.select(KvQuery(token_ids=[*PROMPT, *range(700, 732)]), 0.01)
+    match = again.state.matches[
+        router.select(KvQuery(token_ids=PROMPT), 0.01).state.ranks.index(
+            next(each for each in again.state.ranks if each.rank == first.rank)
+        )
+    ]
+    assert (match.active_blocks, match.coming_blocks) == (10, 10)
+    router.first_token("first", 0.5)
+    later = router.select(KvQuery(token_ids=PROMPT), 0.5)
+    assert (
+        later.state.matches[
+            later.state.ranks.index(next(r for r in later.state.ranks if r.rank == first.rank))
+        ].coming_blocks
+        == 0
+    )
+
+
+def test_without_reuse_no_block_is_shared_in_the_account() -> None:
+    router = make(assumes_kv_reuse=False)
+    router.set_ranks({A: RankInfo()})
+    for name in "rs":
+        router.book(name, router.select(KvQuery(token_ids=PROMPT), 0.0), 0.0)
+    assert router.load.decode_blocks(A) == 20
+    shared = make()
+    shared.set_ranks({A: RankInfo()})
+    query = KvQuery(token_ids=PROMPT, overrides=KvOverrides(assume_kv_reuse=False))
+    for name in "rs":
+        shared.book(name, shared.select(query, 0.0), 0.0)
+    assert shared.load.decode_blocks(A) == 20
+    for name in "rs":
+        shared.free(name, 0.0)
+    assert shared.load.decode_blocks(A) == 0
+
+
+def test_tracking_can_be_switched_off_by_setting_and_by_request() -> None:
+    router = make(tracks_active_blocks=False)
+    selection = router.select(KvQuery(token_ids=PROMPT, overrides=KvOverrides(track_prefill_tokens=False)), 0.0)
+    router.book("r", selection, 0.0)
+    assert (router.load.prefill_tokens(selection.rank), router.load.decode_blocks(selection.rank)) == (0, 0)
+    assert router.load.requests(selection.rank) == 1
+
+
+def test_a_rank_that_leaves_takes_its_load_along() -> None:
+    router = make()
+    selection = router.select(KvQuery(token_ids=PROMPT, pinned_worker_id=1), 0.0)
+    router.book("r", selection, 0.0)
+    router.set_ranks({B: RankInfo(), C: RankInfo()})
+    assert len(router.load) == 0
+    assert router.select(KvQuery(token_ids=PROMPT), 0.0).rank != A
+    router.set_ranks({})
+    with pytest.raises(NoEndpoints):
+        router.select(KvQuery(token_ids=PROMPT), 0.0)
+
+
+def test_a_busy_rank_gets_nothing_until_all_are_busy() -> None:
+    router = make()
+    router.set_ranks({A: RankInfo(is_busy=True), B: RankInfo(trust=Trust.DEGRADED), C: RankInfo(is_busy=True)})
+    selection = router.select(KvQuery(token_ids=PROMPT), 0.0)
+    assert (selection.rank, selection.trust) == (B, Trust.DEGRADED)
+    assert [each.reason for each in selection.state.excluded] == ["overloaded", "overloaded"]
+    router.set_ranks({A: RankInfo(is_busy=True)})
+    with pytest.raises(AllEligibleWorkersOverloaded):
+        router.select(KvQuery(token_ids=PROMPT), 0.0)
+
+
+def test_preferred_taints_draw_requests() -> None:
+    router = make()
+    router.set_ranks({A: RankInfo(), B: RankInfo(taints=frozenset({"fast"})), C: RankInfo()})
+    query = KvQuery(token_ids=PROMPT, preferred_taints={"fast": 1.0})
+    assert {router.select(query, 0.0).rank for _ in range(20)} == {B}
+
+
+def test_an_explained_choice_names_every_candidate_and_its_terms() -> None:
+    index = HeldPrompts()
+    index.add(B, sequence_hashes(block_hashes(PROMPT, BLOCK)), 0.0)
+    choice = make(index).select(KvQuery(token_ids=PROMPT), 0.0, explain=True).choice
+    assert [(each.rank, each.total, each.held_blocks) for each in choice.candidates] == [
+        (A, 20, 0),
+        (B, 10, 10),
+        (C, 20, 0),
+    ]
+    assert {term.name: term.value for term in choice.candidates[1].terms}["device_overlap"] == -10
+
+
+def test_an_empty_prompt_is_placed_by_load() -> None:
+    router = make(HeldPrompts())
+    assert router.select(KvQuery(), 0.0).cached_tokens == 0
