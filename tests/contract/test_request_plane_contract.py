@@ -52,6 +52,7 @@ from dynamo.runtime.tracing import TraceContext
 from support.nats_server import NatsServer as NatsServerProcess
 from support.nats_server import shared_nats
 from support.patience import PATIENCE_SECONDS
+from support.streams import read_all
 
 __all__ = ["shared_nats"]
 
@@ -135,14 +136,6 @@ async def small_plane(request: pytest.FixtureRequest) -> AsyncIterator[Plane]:
     """Two requests run, one waits, a fourth is declined."""
     async with running(request, LIMITS) as opened:
         yield opened
-
-
-async def read_all(stream: ResponseStream) -> list[StreamItem]:
-    items: list[StreamItem] = []
-    while batch := await stream.next_batch():
-        items += batch
-    stream.close()
-    return items
 
 
 async def call(plane: Plane, body: Any = None, context: Context | None = None, path: str = PATH) -> list[StreamItem]:

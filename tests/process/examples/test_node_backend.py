@@ -17,8 +17,9 @@ import pytest
 
 from dynamo.errors import InvalidArgument, ResponseTimeout, WorkerUnavailable
 from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import INITIAL_CREDITS, Instance, StreamItem
-from dynamo.runtime.request_plane.mux.client import MuxClient, MuxStream
+from dynamo.runtime.request_plane.base import INITIAL_CREDITS, Instance
+from dynamo.runtime.request_plane.mux.client import MuxClient
+from support.streams import read_all
 
 SERVER = Path(__file__).parents[3] / "examples" / "node-backend" / "server.js"
 NODE = shutil.which("node")
@@ -59,16 +60,6 @@ async def client() -> AsyncIterator[MuxClient]:
     await client.close()
 
 
-async def drain(stream: MuxStream) -> list[StreamItem]:
-    items: list[StreamItem] = []
-    try:
-        while batch := await stream.next_batch():
-            items += batch
-    finally:
-        stream.close()
-    return items
-
-
 def body(tokens: int, prompt: int = 3) -> dict[str, Any]:
     return {"token_ids": list(range(prompt)), "stop_conditions": {"max_tokens": tokens}}
 
@@ -80,7 +71,7 @@ async def test_the_record_it_writes_is_named_by_its_key(worker: Worker) -> None:
 
 
 async def test_it_serves_the_sample_behaviour(worker: Worker, client: MuxClient) -> None:
-    items = await drain(await client.open(worker.instance, body(5), Context()))
+    items = await read_all(await client.open(worker.instance, body(5), Context()))
     assert [i for item in items for i in item.token_ids] == [1, 2, 3, 4, 5]
     assert items[-1].finish_reason == "length"
     assert items[-1].extra == {"completion_usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}}
@@ -89,7 +80,7 @@ async def test_it_serves_the_sample_behaviour(worker: Worker, client: MuxClient)
 async def test_it_obeys_credits_and_large_bodies_over_many_streams(worker: Worker, client: MuxClient) -> None:
     count = INITIAL_CREDITS + 50
     streams = [await client.open(worker.instance, body(count if n == 0 else 20, 60_000), Context()) for n in range(20)]
-    answers = await asyncio.gather(*map(drain, streams))
+    answers = await asyncio.gather(*map(read_all, streams))
     assert [sum(len(i.token_ids) for i in items) for items in answers] == [count] + [20] * 19
 
 
@@ -99,26 +90,26 @@ async def test_it_obeys_stop_and_kill(worker: Worker, client: MuxClient, kill: b
     stream = await client.open(worker.instance, body(10**6), context)
     await stream.next_batch()
     (context.kill if kill else context.stop_generating)()
-    rest = await drain(stream)
+    rest = await read_all(stream)
     assert (rest[-1].finish_reason == "cancelled") if not kill else rest == []
 
 
 async def test_its_errors_are_typed(worker: Worker, client: MuxClient) -> None:
     with pytest.raises(InvalidArgument, match="no token_ids"):
-        await drain(await client.open(worker.instance, {}, Context()))
+        await read_all(await client.open(worker.instance, {}, Context()))
     elsewhere = msgspec.structs.replace(worker.instance, transport={"tcp": worker.instance.transport["tcp"] + "x"})
     with pytest.raises(WorkerUnavailable, match="unknown endpoint"):
-        await drain(await client.open(elsewhere, body(1), Context()))
+        await read_all(await client.open(elsewhere, body(1), Context()))
     late = Context(deadline=asyncio.get_running_loop().time() + 0.05)
     with pytest.raises(ResponseTimeout):
-        await drain(await client.open(worker.instance, body(10**6), late))
+        await read_all(await client.open(worker.instance, body(10**6), late))
 
 
 async def test_it_leaves_politely(worker: Worker, client: MuxClient) -> None:
     stream = await client.open(worker.instance, body(100), Context())
     await stream.next_batch()
     worker.process.send_signal(signal.SIGTERM)
-    items = await drain(stream)
+    items = await read_all(stream)
     assert items[-1].finish_reason == "length"
     assert await worker.process.wait() == 0
     assert worker.records() == []

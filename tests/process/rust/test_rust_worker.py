@@ -27,13 +27,14 @@ from dynamo.errors import (
 )
 from dynamo.runtime.context import Context
 from dynamo.runtime.event_plane.envelope import decode_parts, zmq_endpoint
-from dynamo.runtime.request_plane.base import INITIAL_CREDITS, Instance, StreamItem
-from dynamo.runtime.request_plane.mux.client import MuxClient, MuxStream
+from dynamo.runtime.request_plane.base import INITIAL_CREDITS, Instance
+from dynamo.runtime.request_plane.mux.client import MuxClient
 from dynamo.runtime.request_plane.mux.frames import MAGIC, Kind, frame, pack
 from dynamo.runtime.request_plane.secret import SharedSecret
 from dynamo.runtime.request_plane.security import PlaneSecurity
 from support.patience import PATIENCE_SECONDS
 from support.processes import Process, get
+from support.streams import read_all
 
 ENGINE = os.environ.get("RUST_SAMPLE_ENGINE", "")
 pytestmark = pytest.mark.skipif(not ENGINE, reason="no Rust worker: `make test-rust` builds one (RUST_SAMPLE_ENGINE)")
@@ -92,16 +93,6 @@ async def client() -> AsyncIterator[MuxClient]:
     await client.close()
 
 
-async def drain(stream: MuxStream) -> list[StreamItem]:
-    items: list[StreamItem] = []
-    try:
-        while batch := await stream.next_batch():
-            items += batch
-    finally:
-        stream.close()
-    return items
-
-
 def body(tokens: int, prompt: int = 3) -> dict[str, Any]:
     return {"token_ids": list(range(prompt)), "stop_conditions": {"max_tokens": tokens}}
 
@@ -119,7 +110,7 @@ async def test_its_records_are_named_by_their_key(worker: Worker) -> None:
 
 
 async def test_it_serves_the_sample_behaviour(worker: Worker, client: MuxClient) -> None:
-    items = await drain(await client.open(worker.instance(), body(5), Context()))
+    items = await read_all(await client.open(worker.instance(), body(5), Context()))
     assert [i for item in items for i in item.token_ids] == [1, 2, 3, 4, 5]
     assert items[-1].finish_reason == "length"
     assert items[-1].extra == {"completion_usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}}
@@ -129,7 +120,7 @@ async def test_it_obeys_credits_and_large_bodies_over_many_streams(worker: Worke
     count = INITIAL_CREDITS + 50
     instance = worker.instance()
     streams = [await client.open(instance, body(count if n == 0 else 20, 60_000), Context()) for n in range(20)]
-    answers = await asyncio.gather(*map(drain, streams))
+    answers = await asyncio.gather(*map(read_all, streams))
     assert [sum(len(i.token_ids) for i in items) for items in answers] == [count] + [20] * 19
 
 
@@ -139,7 +130,7 @@ async def test_it_obeys_stop_and_kill(worker: Worker, client: MuxClient, kill: b
     stream = await client.open(worker.instance(), body(10**6), context)
     await stream.next_batch()
     (context.kill if kill else context.stop_generating)()
-    rest = await drain(stream)
+    rest = await read_all(stream)
     assert (rest[-1].finish_reason == "cancelled") if not kill else rest == []
 
 
@@ -147,15 +138,15 @@ async def test_its_errors_are_typed(worker: Worker, client: MuxClient) -> None:
     instance = worker.instance()
     for wrong in ({"token_ids": ["a"]}, {"token_ids": None}, {}):
         with pytest.raises(InvalidArgument, match=r"token_ids|valid"):
-            await drain(await client.open(instance, wrong, Context()))
+            await read_all(await client.open(instance, wrong, Context()))
     with pytest.raises(InvalidArgument, match="DYN_TCP_MAX_DECODED_MB"):
-        await drain(await client.open(instance, {"token_ids": [], "extra_args": [[]] * 4_000_000}, Context()))
+        await read_all(await client.open(instance, {"token_ids": [], "extra_args": [[]] * 4_000_000}, Context()))
     elsewhere = msgspec.structs.replace(instance, transport={"tcp": instance.transport["tcp"] + "x"})
     with pytest.raises(WorkerUnavailable, match="unknown endpoint"):
-        await drain(await client.open(elsewhere, body(1), Context()))
+        await read_all(await client.open(elsewhere, body(1), Context()))
     late = Context(deadline=asyncio.get_running_loop().time() + 0.05)
     with pytest.raises(ResponseTimeout):
-        await drain(await client.open(instance, body(10**6), late))
+        await read_all(await client.open(instance, body(10**6), late))
 
 
 async def test_a_full_worker_declines_and_serves_its_queue_in_order(tmp_path: Path, client: MuxClient) -> None:
@@ -165,11 +156,11 @@ async def test_a_full_worker_declines_and_serves_its_queue_in_order(tmp_path: Pa
         running = Context()
         first = await client.open(instance, body(10**6), running)
         await first.next_batch()
-        second = asyncio.create_task(drain(await client.open(instance, body(2), Context())))
+        second = asyncio.create_task(read_all(await client.open(instance, body(2), Context())))
         with pytest.raises(Overloaded):
-            await drain(await client.open(instance, body(1), Context()))
+            await read_all(await client.open(instance, body(1), Context()))
         running.stop_generating()
-        assert (await drain(first))[-1].finish_reason == "cancelled"
+        assert (await read_all(first))[-1].finish_reason == "cancelled"
         assert (await second)[-1].finish_reason == "length"
     finally:
         worker.close()
@@ -179,7 +170,7 @@ async def test_it_leaves_politely(worker: Worker, client: MuxClient) -> None:
     stream = await client.open(worker.instance(), body(1000), Context())
     await stream.next_batch()
     worker.signal(signal.SIGTERM)
-    items = await drain(stream)
+    items = await read_all(stream)
     assert items[-1].finish_reason == "length"
     assert await worker.ended() == 0
     assert worker.records() == []
@@ -195,7 +186,7 @@ async def test_what_does_not_end_in_time_is_cut(tmp_path: Path, client: MuxClien
         await stream.next_batch()
         worker.signal(signal.SIGINT)
         with pytest.raises(EngineShutdown):
-            await drain(stream)
+            await read_all(stream)
         assert await worker.ended() == 0
         assert "1 streams were still running and were cut" in worker.log
     finally:
@@ -207,11 +198,11 @@ async def test_a_killed_worker_is_a_lost_connection(worker: Worker, client: MuxC
     await stream.next_batch()
     worker.kill()
     with pytest.raises(Disconnected):
-        await drain(stream)
+        await read_all(stream)
 
 
 async def test_probes_and_metrics(worker: Worker, client: MuxClient) -> None:
-    await drain(await client.open(worker.instance(), body(5), Context()))
+    await read_all(await client.open(worker.instance(), body(5), Context()))
     status, health = worker.get("/health")
     assert (status, json.loads(health)["endpoints"]) == (200, {"generate": "ready"})
     status, page = worker.get("/metrics")
@@ -255,7 +246,7 @@ async def test_its_load_reaches_subscribers(worker: Worker, client: MuxClient) -
         busy = await report(lambda load: load["active_decode_blocks"] > 8)  # 7 of the prompt, the others of the answer
         assert busy["active_prefill_tokens"] == 0
         request.kill()
-        assert await drain(stream) == []
+        assert await read_all(stream) == []
         await report(lambda load: load["active_decode_blocks"] == 0)
 
 
@@ -284,9 +275,9 @@ async def test_the_shared_secret_is_asked_for(tmp_path: Path) -> None:
         instance = worker.instance()
         knowing, ignorant = MuxClient(security=PlaneSecurity(secret=SharedSecret(str(secret)))), MuxClient()
         try:
-            assert (await drain(await knowing.open(instance, body(2), Context())))[-1].finish_reason == "length"
+            assert (await read_all(await knowing.open(instance, body(2), Context())))[-1].finish_reason == "length"
             with pytest.raises(Exception, match=r"secret|lost|closed"):
-                await drain(await ignorant.open(instance, body(2), Context()))
+                await read_all(await ignorant.open(instance, body(2), Context()))
         finally:
             await knowing.close()
             await ignorant.close()
@@ -331,7 +322,7 @@ def test_log_lines_may_be_json(tmp_path: Path) -> None:
 async def test_fuzzed_frames_end_their_connection_and_nothing_else(worker: Worker, client: MuxClient) -> None:
     instance = worker.instance()
     address = worker.address()
-    await drain(await client.open(instance, body(1), Context()))
+    await read_all(await client.open(instance, body(1), Context()))
     before = worker.resident_bytes()
     chance = random.Random(14)
     hello = frame(Kind.HELLO, pack({"version": 1}))
@@ -347,6 +338,6 @@ async def test_fuzzed_frames_end_their_connection_and_nothing_else(worker: Worke
             connection.shutdown(socket.SHUT_WR)
             while connection.recv(65_536):
                 pass
-    assert (await drain(await client.open(instance, body(3), Context())))[-1].finish_reason == "length"
+    assert (await read_all(await client.open(instance, body(3), Context())))[-1].finish_reason == "length"
     assert "panicked" not in worker.log
     assert worker.resident_bytes() - before < 16 * 1024 * 1024

@@ -17,7 +17,6 @@ from dynamo.runtime.request_plane.base import (
     OBJECT_INDEX,
     Instance,
     ResponseSink,
-    StreamItem,
     split_tcp,
 )
 from dynamo.runtime.request_plane.core import ServerCore
@@ -39,6 +38,7 @@ from dynamo.runtime.request_plane.mux.frames import (
 from dynamo.runtime.request_plane.mux.server import MuxHost, MuxServerProtocol
 from dynamo.runtime.settings import RequestPlaneSettings
 from support.patience import PATIENCE_SECONDS
+from support.streams import read_all
 
 Handler = Callable[[Any, Context, ResponseSink], Awaitable[None]]
 
@@ -86,14 +86,6 @@ async def rig() -> AsyncIterator[Callable[[Handler], Awaitable[Rig]]]:
         yield build
 
 
-async def drain(stream: MuxStream) -> list[StreamItem]:
-    items: list[StreamItem] = []
-    while batch := await stream.next_batch():
-        items += batch
-    stream.close()
-    return items
-
-
 Build = Callable[[Handler], Awaitable[Rig]]
 
 
@@ -106,7 +98,7 @@ async def test_items_arrive_in_order_with_their_offsets_and_the_end_is_clean(rig
         sink.send_tokens([8], 0, "stop", {"completion_usage": {"total_tokens": 4}})
 
     stream = await (await rig(handler)).call({"token_ids": [1, 2]})
-    items = await drain(stream)
+    items = await read_all(stream)
     assert [(i.index, i.offset, i.token_ids, i.finish_reason) for i in items] == [
         (0, 0, [5], None),
         (1, 0, [6, 7], None),
@@ -180,7 +172,7 @@ async def test_objects_of_any_shape_and_size_survive(rig: Build) -> None:
                 await sink.wait_credit()
             sink.send_object({"data": value})
 
-    items = await drain(await (await rig(handler)).call())
+    items = await read_all(await (await rig(handler)).call())
     assert {i.index for i in items} == {OBJECT_INDEX}
     assert [(i.extra or {})["data"] for i in items] == values
 
@@ -196,8 +188,8 @@ async def test_a_body_larger_than_a_frame_arrives_whole_while_others_pass_it(rig
     large = list(range(200_000))
     first = await r.call(large)
     second = await r.call([1])
-    assert [(i.extra or {})["data"] for i in await drain(second)] == [1]
-    assert [(i.extra or {})["data"] for i in await drain(first)] == [sum(large)]
+    assert [(i.extra or {})["data"] for i in await read_all(second)] == [1]
+    assert [(i.extra or {})["data"] for i in await read_all(first)] == [sum(large)]
     assert order == [1, 200_000]
 
 
@@ -217,7 +209,7 @@ async def test_a_producer_stops_at_the_credit_and_goes_on_when_the_reader_reads(
     stream = await (await rig(handler)).call()
     await stalled.wait()
     assert sent == INITIAL_CREDITS
-    items = await drain(stream)
+    items = await read_all(stream)
     assert [i.token_ids[0] for i in items] == list(range(5 * INITIAL_CREDITS))
 
 
@@ -232,7 +224,7 @@ async def test_a_stalled_reader_does_not_hold_up_another_stream(rig: Build) -> N
 
     r = await rig(handler)
     stalled = await r.call("long")
-    assert len(await drain(await r.call("short"))) == 1
+    assert len(await read_all(await r.call("short"))) == 1
     stalled.close()
 
 
@@ -250,7 +242,7 @@ async def test_stop_and_kill_of_the_callers_context_reach_the_handler(rig: Build
     stream = await (await rig(handler)).call(None, context)
     await stream.next_batch()
     (context.kill if kill else context.stop_generating)()
-    rest = await drain(stream)
+    rest = await read_all(stream)
     assert await seen == (True, kill)
     assert [i.token_ids for i in rest] == ([] if kill else [[2]])
 
@@ -278,8 +270,8 @@ async def test_closing_a_finished_stream_is_no_kill(rig: Build) -> None:
         sink.send_tokens([1], 0, "stop")
 
     r = await rig(handler)
-    await drain(await r.call())
-    await drain(await r.call())  # a round trip later, whatever the first close sent has been seen
+    await read_all(await r.call())
+    await read_all(await r.call())  # a round trip later, whatever the first close sent has been seen
     assert [c.is_stopped() for c in contexts] == [False, False]
 
 
@@ -342,9 +334,9 @@ async def test_a_value_that_cannot_travel_fails_its_own_stream_only(rig: Build) 
 
     r = await rig(handler)
     good, bad = await r.call("good"), await r.call("bad")
-    assert [i.token_ids for i in await drain(good)] == [[2]]
+    assert [i.token_ids for i in await read_all(good)] == [[2]]
     with pytest.raises(InvalidArgument, match="cannot be encoded"):
-        await drain(bad)
+        await read_all(bad)
 
 
 HELLO = MAGIC + frame(Kind.HELLO, pack(Hello(version=1)))
@@ -390,7 +382,7 @@ async def test_a_peer_that_breaks_the_wire_is_told_why_and_closed_and_others_go_
     writer.close()
     with contextlib.suppress(ConnectionError):
         await writer.wait_closed()
-    assert len(await drain(await r.call())) == 1
+    assert len(await read_all(await r.call())) == 1
 
 
 @pytest.mark.parametrize("cut", range(0, 120, 7))
@@ -460,7 +452,7 @@ async def test_a_stream_with_a_gap_is_incomplete_and_never_a_clean_end(gap: str)
         client = MuxClient()
         stream = await client.open(instance, {}, Context())
         with pytest.raises(StreamIncomplete):
-            await asyncio.wait_for(drain(stream), PATIENCE_SECONDS)
+            await asyncio.wait_for(read_all(stream), PATIENCE_SECONDS)
         stream.close()
         await client.close()
 
@@ -480,7 +472,7 @@ async def test_a_caller_that_only_listens_is_not_silent(
         sink.send_tokens([2], finish_reason="stop")
 
     house = await rig(drip, handshake_timeout_seconds=silence, silence_seconds=silence)
-    items = await asyncio.wait_for(drain(await house.call()), PATIENCE_SECONDS)
+    items = await asyncio.wait_for(read_all(await house.call()), PATIENCE_SECONDS)
     assert items[-1].token_ids == [2]
 
 
@@ -509,7 +501,7 @@ async def test_a_process_that_stood_still_takes_nobody_for_silent(
         time.sleep(1.0)  # noqa: ASYNC251 - the loop stands still, as in a stopped process
         await asyncio.sleep(0.05)
     go_on.set()
-    items = await asyncio.wait_for(drain(stream), PATIENCE_SECONDS)
+    items = await asyncio.wait_for(read_all(stream), PATIENCE_SECONDS)
     assert items[-1].token_ids == [2]
 
 

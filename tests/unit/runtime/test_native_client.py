@@ -26,7 +26,7 @@ from dynamo.errors import (
     http_assertion,
 )
 from dynamo.runtime.context import Context
-from dynamo.runtime.request_plane.base import OBJECT_INDEX, Instance, StreamItem
+from dynamo.runtime.request_plane.base import OBJECT_INDEX, Instance
 from dynamo.runtime.request_plane.native import stream as native_stream
 from dynamo.runtime.request_plane.native.call_home import CallHomeListener
 from dynamo.runtime.request_plane.native.client import BUSY_REQUESTS, NativeClient
@@ -35,6 +35,7 @@ from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.runtime.tracing import TraceContext
 from support.native_worker import Home, NativeWorker, Request, native_worker
 from support.patience import PATIENCE_SECONDS
+from support.streams import read_all
 
 PATH = "1f/ns/c/e"
 SETTINGS = RequestPlaneSettings(response_host="127.0.0.1")
@@ -87,16 +88,6 @@ async def caller() -> AsyncIterator[Caller]:
     async with calling() as opened:
         yield opened
         assert opened.home.streams == 0 or opened.worker.requests.empty()
-
-
-async def read_all(stream: NativeStream) -> list[StreamItem]:
-    items: list[StreamItem] = []
-    try:
-        while batch := await stream.next_batch():
-            items += batch
-    finally:
-        stream.close()
-    return items
 
 
 async def test_a_request_says_what_the_wire_wants(caller: Caller) -> None:
