@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
 from dynamo.contract import telemetry
 from dynamo.contract.telemetry import MAX_GAPS, GenerateSpan, _Gaps, nearest_rank
 from dynamo.runtime.context import Context
-from dynamo.runtime.tracing import NO_SPAN, TraceContext, Tracing, install_tracing, reset_tracing
-
-
-@pytest.fixture
-def exported() -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    install_tracing(Tracing(provider))
-    yield exporter
-    reset_tracing()
+from dynamo.runtime.tracing import NO_SPAN, TraceContext, install_tracing, reset_tracing
 
 
 class SpyContext:

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
 from dynamo.errors import InvalidArgument, Unknown
-from dynamo.runtime.tracing import Tracing, install_tracing, reset_tracing
 from support.frontend_cluster import Cluster, cluster, fail, say
 from support.machine_log import MachineLog, machine_log
 from support.patience import PATIENCE_SECONDS
@@ -180,16 +177,6 @@ async def test_span_events_frame_every_request(
 
 
 # -- the trace
-
-
-@pytest.fixture
-def exported() -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    install_tracing(Tracing(provider))
-    yield exporter
-    reset_tracing()
 
 
 async def test_a_server_span_continues_the_callers_trace_and_has_its_parts(

@@ -1,5 +1,5 @@
-"""The servers that the tests of this folder share, started when the first test asks."""
+"""Fixtures of this folder."""
 
-from support.etcd_server import etcd_server
+from support.spans import exported
 
-__all__ = ["etcd_server"]
+__all__ = ["exported"]

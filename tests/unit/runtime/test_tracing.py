@@ -19,23 +19,12 @@ from dynamo.runtime.tracing import (
     TracingSettings,
     build_sampler,
     build_tracing,
-    install_tracing,
     reset_tracing,
     start_request_span,
     tracing,
 )
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-
-
-@pytest.fixture
-def exported() -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    install_tracing(Tracing(provider))
-    yield exporter
-    reset_tracing()
 
 
 @pytest.fixture
