@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Protocol
 
-from dynamo.runtime.discovery import Discovery, FileDiscovery, MemoryDiscovery, MemoryHub
+from dynamo.runtime.discovery import Change, Discovery, FileDiscovery, MemoryDiscovery, MemoryHub
 from dynamo.runtime.discovery.etcd import EtcdDiscovery
 from dynamo.runtime.discovery.keys import encode_name, split_key
 from dynamo.runtime.discovery.kubernetes import KubernetesDiscovery
 from dynamo.runtime.settings import EtcdSettings, KubernetesSettings
 from support.etcd_server import EtcdServer
 from support.fake_kubernetes import NAMESPACE, FakeKubernetes
+from support.patience import PATIENCE_SECONDS
 
 SHORT_TTL_SECONDS = 2.0
 
@@ -152,3 +154,12 @@ async def started(stack: AsyncExitStack, store: Discovery) -> Discovery:
     stack.push_async_callback(store.close)
     await store.start()
     return store
+
+
+async def collect(changes: AsyncIterator[list[Change]], *wanted: Change) -> list[Change]:
+    """Return everything that a watch reports until it has reported all of `wanted`."""
+    seen: list[Change] = []
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not set(wanted) <= set(seen):
+            seen += await anext(changes)
+    return seen

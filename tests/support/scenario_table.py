@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["TABLE_VARIABLE", "record"]
+__all__ = ["TABLE_VARIABLE", "Say", "record"]
+
+Say = Callable[[str], None]
+"""Prints a line of figures."""
 
 TABLE_VARIABLE = "FAULT_TABLE"
 DEFAULT_TABLE = Path(__file__).parents[2] / "build" / "fault-table.jsonl"

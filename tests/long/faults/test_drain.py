@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -23,7 +22,7 @@ from support.etcd_server import EtcdServer, free_ports
 from support.http_client import CHAT, ask, chat
 from support.load import ALPHABET, Load, load
 from support.processes import SUPPORT, Cluster, Worker, get, until
-from support.scenario_table import record
+from support.scenario_table import Say, record
 from support.serve_command import is_running, left_behind, serve_command
 
 pytestmark = [
@@ -40,25 +39,6 @@ HEARD_SECONDS = 0.5  # a worker that left the store may be asked for so long: th
 MARGIN_SECONDS = 3.0  # between the moment a worker should cut its streams and the moment it does, on a loaded machine
 CUT = "streams were still running and were cut"
 LEAVING = "Endpoint unregistered from discovery"
-
-Say = Callable[[str], None]
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    """Print a figure past pytest."""
-
-    def show(text: str) -> None:
-        with capsys.disabled():
-            print(f"\n  {text}", end="", flush=True)
-
-    return show
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    with EtcdServer(tmp_path / "etcd") as server:
-        yield server
 
 
 def recorded(scenario: str, found: Load, recovery_ms: list[float], note: str, say: Say) -> None:

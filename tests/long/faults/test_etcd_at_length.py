@@ -18,13 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.runtime.discovery import Change, Put
+from dynamo.runtime.discovery import Put
 from dynamo.runtime.discovery.etcd import EtcdDiscovery
 from dynamo.runtime.settings import EtcdSettings
+from support.discovery_rigs import collect
 from support.etcd_server import EtcdServer, three_members
 from support.http_client import CHAT, ask, chat
 from support.processes import Cluster, Frontend, Worker
-from support.scenario_table import record
+from support.scenario_table import Say, record
 
 pytestmark = [
     pytest.mark.faults,
@@ -38,25 +39,6 @@ FROZEN_SECONDS = 30.0
 DOWN_SECONDS = 120.0
 BLOCKED_SECONDS = 40.0
 TOKENS = 20
-
-Say = Callable[[str], None]
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    """Print a figure past pytest."""
-
-    def show(text: str) -> None:
-        with capsys.disabled():
-            print(f"\n  {text}", end="", flush=True)
-
-    return show
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    with EtcdServer(tmp_path / "etcd") as server:
-        yield server
 
 
 @contextmanager
@@ -324,15 +306,6 @@ def milli(values: Sequence[float], part: float) -> str:
 # -- a cluster of etcd ----------------------------------------------------------------------------------------------------
 
 KEY, OTHER = "v1/instances/ns/c/e/1f", "v1/instances/ns/c/e/2a"
-
-
-async def collect(changes: AsyncIterator[list[Change]], *wanted: Change) -> list[Change]:
-    """Everything that is told until all of `wanted` was."""
-    seen: list[Change] = []
-    async with asyncio.timeout(60):
-        while not set(wanted) <= set(seen):
-            seen += await anext(changes)
-    return seen
 
 
 async def elected(member: EtcdServer) -> None:

@@ -16,7 +16,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from support.http_client import CHAT, DONE, Reply, ask, chat, exchange, script
 from support.judged_load import ANSWER, PACE_SECONDS, Tally, load, one
 from support.nursery import Nursery
 from support.processes import Cluster, Frontend, Worker, until
-from support.scenario_table import record
+from support.scenario_table import Say, record
 
 pytestmark = [
     pytest.mark.faults,
@@ -39,19 +39,6 @@ pytestmark = [
 CHURN = int(os.environ.get("CHURN") or 200)
 SOAK_SECONDS = 60 * float(os.environ.get("SOAK_MINUTES") or 3)
 MODEL = "m"
-
-Say = Callable[[str], None]
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    """Print a figure past pytest."""
-
-    def show(text: str) -> None:
-        with capsys.disabled():
-            print(f"\n  {text}", end="", flush=True)
-
-    return show
 
 
 @contextmanager

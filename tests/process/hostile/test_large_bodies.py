@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from dynamo.protocol.openai.body import BodyLimits, check_size
 from dynamo.protocol.openai.errors import RequestRejected
 from support.frontend_cluster import cluster
 from support.http_client import CHAT, ask
+from support.loop_gaps import gaps_of_the_loop
 from support.patience import PATIENCE_SECONDS
 from support.processes import Cluster
 from support.tiny_model import write_tiny_model
@@ -51,16 +51,6 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
     "12 MB of line ends": (body(messages=[{"role": "user", "content": "a\n" * 4_000_000}]), "maximum context length"),
     "4 MB of prompt": (body(messages=[{"role": "user", "content": "x y " * 1_000_000}]), "maximum context length"),
 }
-
-
-async def gaps_of_the_loop(stop: asyncio.Event) -> list[float]:
-    found, last = [], time.perf_counter()
-    while not stop.is_set():
-        await asyncio.sleep(0.001)
-        now = time.perf_counter()
-        found.append(now - last - 0.001)
-        last = now
-    return found
 
 
 def resident_bytes(pid: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from dynamo.protocol.records import ModelCard, ModelRecord
 from dynamo.runtime.discovery.base import MODEL_CARDS, Delete, Put
 from dynamo.worker.registration import build_card, read_model_directory
 from support.frontend_cluster import cluster, memory_runtime
+from support.loop_gaps import gaps_of_the_loop
 from support.tiny_model import write_tiny_model
 
 CARDS = 300
@@ -27,17 +27,6 @@ def put(instance_id: int, model: str, card: ModelCard | None = None) -> Put:
         card_json=(card or build_card(model)).to_json(),
     )
     return Put(f"{MODEL_CARDS}/{record.key}", record.encode())
-
-
-async def gaps_of_the_loop(stop: asyncio.Event) -> list[float]:
-    """How long the loop was away each time, beyond a millisecond."""
-    found, last = [], time.perf_counter()
-    while not stop.is_set():
-        await asyncio.sleep(0.001)
-        now = time.perf_counter()
-        found.append(now - last - 0.001)
-        last = now
-    return found
 
 
 @pytest.mark.parametrize("with_files", [False, True], ids=["names", "files"])

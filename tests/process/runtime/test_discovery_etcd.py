@@ -27,6 +27,7 @@ from dynamo.runtime.discovery.http_stream import Lines
 from dynamo.runtime.discovery.last_view import LastView
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.settings import EtcdSettings, RuntimeSettings
+from support.discovery_rigs import collect
 from support.etcd_server import EtcdServer, free_ports
 from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
 from support.relay import Relay
@@ -67,15 +68,6 @@ async def open_store(server: EtcdServer) -> AsyncIterator[Open]:
             return store
 
         yield open_one
-
-
-async def collect(changes: AsyncIterator[list[Change]], *wanted: Change) -> list[Change]:
-    """Everything that is told until all of `wanted` was."""
-    seen: list[Change] = []
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not set(wanted) <= set(seen):
-            seen += await anext(changes)
-    return seen
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -5,7 +5,6 @@ Over a fake of the API server; the docstring there says how far it goes.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import subprocess
@@ -18,14 +17,14 @@ from typing import Any
 import pytest
 
 from dynamo.errors import CannotConnect, InvalidArgument
-from dynamo.runtime.discovery import Change, Delete, Put
+from dynamo.runtime.discovery import Delete, Put
 from dynamo.runtime.discovery.kubernetes import KubernetesDiscovery
 from dynamo.runtime.discovery.kubernetes_records import instance_id_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.settings import KubernetesSettings, RuntimeSettings
+from support.discovery_rigs import collect
 from support.etcd_server import free_ports
 from support.fake_kubernetes import NAMESPACE, SLICES, WORKERS, FakeKubernetes
-from support.patience import PATIENCE_SECONDS
 
 KEY = "v1/instances/ns/c/e/1f"
 OTHER = "v1/instances/ns/c/e/2a"
@@ -69,14 +68,6 @@ async def open_store(cluster: FakeKubernetes) -> AsyncIterator[Open]:
 def identity(pod: str, container: str | None = None) -> KubernetesSettings:
     mode = "pod" if container is None else "container"
     return KubernetesSettings(pod, NAMESPACE, f"uid-{pod}", container, mode)
-
-
-async def collect(changes: AsyncIterator[list[Change]], *wanted: Change) -> list[Change]:
-    seen: list[Change] = []
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not set(wanted) <= set(seen):
-            seen += await anext(changes)
-    return seen
 
 
 # -- the resource --------------------------------------------------------------------------------------------------------
