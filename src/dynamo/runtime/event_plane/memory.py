@@ -20,6 +20,7 @@ from dynamo.runtime.event_plane.base import (
     NoCounts,
 )
 from dynamo.runtime.event_plane.inbox import Inbox
+from dynamo.runtime.event_plane.publisher import NumberedPublisher
 
 Channel = tuple[EventScope, str]
 
@@ -73,9 +74,8 @@ class MemoryEventPlane:
                 queue.close()
         self._queues.clear()
 
-    def _send(self, channel: Channel, publisher_id: int, sequence: int, payload: bytes) -> None:
-        self._counts.published(channel[1])
-        event = Event(channel[1], publisher_id, sequence, int(self._wall() * 1000), payload)
+    def _send(self, channel: Channel, event: Event) -> None:
+        self._counts.published(event.topic)
         for queue in self._queues.get(channel, ()):
             queue.put(event)
 
@@ -95,21 +95,16 @@ def shared_event_plane(loop: asyncio.AbstractEventLoop) -> MemoryEventPlane:
     return plane
 
 
-class _Publisher:
+class _Publisher(NumberedPublisher):
     def __init__(self, plane: MemoryEventPlane, channel: Channel, publisher_id: int) -> None:
-        self._plane = plane
-        self._channel = channel
-        self._sequence = 0
-        self._closed = False
-        self.publisher_id = publisher_id
+        super().__init__(channel[1], publisher_id, plane._wall)
+        self._plane, self._channel = plane, channel
 
     def publish(self, payload: bytes) -> int:
-        if self._closed:
-            raise RuntimeError("this publisher is closed")
-        sequence = self._sequence
-        self._sequence += 1
-        self._plane._send(self._channel, self.publisher_id, sequence, bytes(payload))
-        return sequence
+        return super().publish(bytes(payload))  # the publisher's own buffer may be used again
 
-    async def close(self) -> None:
-        self._closed = True
+    def _send(self, event: Event) -> None:
+        self._plane._send(self._channel, event)
+
+    async def _leave(self) -> None:
+        """Do nothing: the plane keeps nothing of a publisher."""

@@ -29,6 +29,7 @@ from dynamo.runtime.event_plane.base import (
 )
 from dynamo.runtime.event_plane.envelope import BadEvent, channel_record, decode_envelope, encode_envelope
 from dynamo.runtime.event_plane.inbox import Inbox
+from dynamo.runtime.event_plane.publisher import NumberedPublisher
 from dynamo.runtime.nats_connection import NatsConnection
 from dynamo.runtime.tasks import Background
 
@@ -200,7 +201,7 @@ class _Outbox:
         self._events.clear()
 
 
-class _Publisher:
+class _Publisher(NumberedPublisher):
     def __init__(
         self,
         plane: NatsEventPlane,
@@ -210,29 +211,16 @@ class _Publisher:
         key: str,
         announced: asyncio.Task[None],
     ) -> None:
-        self.publisher_id = publisher_id
+        super().__init__(topic, publisher_id, plane._wall)
         self.announced = announced
         self._plane = plane
-        self._topic = topic
         self._subject = subject_of(scope, topic)
         self._key = key
-        self._sequence = 0
-        self._closed = False
 
-    def publish(self, payload: bytes) -> int:
-        if self._closed:
-            raise RuntimeError("this publisher is closed")
-        sequence = self._sequence
-        self._sequence += 1
-        now = int(self._plane._wall() * 1000)
-        envelope = encode_envelope(Event(self._topic, self.publisher_id, sequence, now, payload))
-        self._plane.outbox.put(self._subject, self._topic, envelope)
-        return sequence
+    def _send(self, event: Event) -> None:
+        self._plane.outbox.put(self._subject, event.topic, encode_envelope(event))
 
-    async def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    async def _leave(self) -> None:
         self._plane._publishers.discard(self)
         await self._plane._announcer.withdraw(self._key)
 

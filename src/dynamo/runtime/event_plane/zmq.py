@@ -38,6 +38,7 @@ from dynamo.runtime.event_plane.envelope import (
     zmq_endpoint,
 )
 from dynamo.runtime.event_plane.inbox import Inbox
+from dynamo.runtime.event_plane.publisher import NumberedPublisher
 from dynamo.runtime.settings import EventPlaneSettings, ZmqBroker
 
 if TYPE_CHECKING:
@@ -248,41 +249,29 @@ class ZmqEventPlane:
             connected[change.key] = endpoint
 
 
-class _Publisher:
+class _Publisher(NumberedPublisher):
     def __init__(
         self, plane: ZmqEventPlane, scope: EventScope, topic: str, publisher_id: int, socket: zmq.Socket[bytes]
     ) -> None:
-        self.publisher_id = publisher_id
+        super().__init__(topic, publisher_id, plane._wall)
         self.key = scope.channel_key(topic, publisher_id)
         self.announced: asyncio.Task[None] | None = None
         self._plane = plane
-        self._topic = topic
         self._filter = (topic if plane._broker is None else f"{scope.subject}.{topic}").encode()
         self._socket = socket
-        self._sequence = 0
-        self._closed = False
 
-    def publish(self, payload: bytes) -> int:
+    def _send(self, event: Event) -> None:
         import zmq
 
-        if self._closed:
-            raise RuntimeError("this publisher is closed")
-        sequence = self._sequence
-        self._sequence += 1
-        event = Event(self._topic, self.publisher_id, sequence, int(self._plane._wall() * 1000), payload)
         try:
             self._socket.send_multipart(encode_parts(self._filter, event), zmq.NOBLOCK)
         except zmq.ZMQError as error:  # a PUB socket never waits; what remains is a context that is being closed
-            self._plane._counts.dropped(self._topic)
-            logger.debug("an event of %s was not sent: %s", self._topic, error)
+            self._plane._counts.dropped(event.topic)
+            logger.debug("an event of %s was not sent: %s", event.topic, error)
         else:
-            self._plane._counts.published(self._topic)
-        return sequence
+            self._plane._counts.published(event.topic)
 
-    async def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    async def _leave(self) -> None:
         self._plane._publishers.discard(self)
         await self._plane._announcer.withdraw(self.key)
         self._socket.close(linger=0)
