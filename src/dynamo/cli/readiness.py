@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from dynamo.cli.console import Console
 from dynamo.cli.usage import PlainRefusal, UsageError
+from dynamo.runtime.addresses import bound_socket
 from dynamo.supervise.rolling import POLL_SECONDS, WorkerRefused
 
 __all__ = ["Address", "bind", "listed_models", "ready_text", "takes_requests", "wait_listed"]
@@ -58,22 +59,15 @@ def bind(host: str, port: int) -> socket.socket:
 
     This process keeps it, so that the port is ours while the frontend is started again. Raises UsageError.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listener.bind((host, port))
+        return bound_socket(host, port)
     except OSError as error:
-        listener.close()
         if error.errno == errno.EADDRINUSE:
-            from dynamo.frontend.http.server import (
-                PortInUse,
-            )  # it has the words; the import is slow and only needed here
+            # It has the words; the import is slow and only needed here.
+            from dynamo.frontend.http.server import PortInUse
 
             raise PlainRefusal(str(PortInUse(port))) from None
         raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    return listener
 
 
 async def listed_models(address: Address) -> list[str] | None:

@@ -16,7 +16,7 @@ from dynamo.frontend.app import Frontend
 from dynamo.frontend.http.admin import ADMIN_CONNECTIONS, AdminLimits
 from dynamo.frontend.http.connection import render_rejection
 from dynamo.frontend.settings import FrontendSettings
-from dynamo.runtime.addresses import http_url
+from dynamo.runtime.addresses import bound_socket, http_url
 from dynamo.runtime.http import HttpService
 from dynamo.runtime.http.limits import SPARE_CONNECTIONS
 from dynamo.runtime.limits import within_descriptors
@@ -59,19 +59,12 @@ def bind(host: str, port: int, *, flag: str = "--http-port") -> socket.socket:
     """Bind a socket that does not listen yet. Raises `PortInUse`, which names `flag`, or OSError when the host is not an
     address of this machine.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Inherited by accepted connections: without it the second small write of a stream waits 40 ms for an ACK.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listener.bind((host, port))
+        return bound_socket(host, port)
     except OSError as error:
-        listener.close()
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(port, flag) from None
         raise
-    return listener
 
 
 def bind_admin(settings: FrontendSettings) -> socket.socket | None:
