@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["MAX_FIELD_CHARACTERS", "MAX_MESSAGE_CHARACTERS", "one_line", "safe_lines", "without_colours"]
+__all__ = ["MAX_FIELD_CHARACTERS", "MAX_MESSAGE_CHARACTERS", "is_safe", "one_line", "safe_lines", "without_colours"]
 
 MAX_FIELD_CHARACTERS: Final = 512  # an id has 36 and a long path 200
 MAX_MESSAGE_CHARACTERS: Final = 4096  # an error text with a quoted request fits
@@ -24,6 +24,11 @@ _UNSAFE: Final = re.compile(
 )
 _NAMES: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _COLOUR: Final = re.compile("\x1b\\[[0-9;]*m")
+
+
+def is_safe(text: str) -> bool:
+    """Return whether a text has nothing to escape."""
+    return _UNSAFE.search(text) is None
 
 
 def one_line(text: str, limit: int = MAX_MESSAGE_CHARACTERS) -> str:

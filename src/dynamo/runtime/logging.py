@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import msgspec
 
-from dynamo.runtime.log_text import MAX_FIELD_CHARACTERS, one_line, safe_lines
+from dynamo.runtime.log_text import MAX_FIELD_CHARACTERS, is_safe, one_line, safe_lines
 from dynamo.runtime.settings import env_bool, env_str
 
 if TYPE_CHECKING:
@@ -358,6 +358,28 @@ def _bounded(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield one_line(key, MAX_NAME_CHARACTERS), value
 
 
+def _fields_text(fields: Mapping[str, Any]) -> str:
+    """Return the fields of a record as ` key=value`, each safe and of bounded length.
+
+    Nearly every record has short fields of plain words: then two searches through all of them together answer what would
+    else be three for each field.
+    """
+    if not fields:
+        return ""
+    values = [value if value.__class__ is str else str(value) for value in fields.values()]
+    together = "".join([*fields, *values])
+    if (
+        len(together) <= MAX_FIELD_CHARACTERS
+        and len(fields) <= MAX_FIELDS
+        and max(map(len, fields)) <= MAX_NAME_CHARACTERS
+        and all(values)
+        and _QUOTED.search(together) is None
+        and is_safe(together)
+    ):
+        return "".join([f" {key}={value}" for key, value in zip(fields, values, strict=True)])
+    return "".join([f" {key}={_text(value)}" for key, value in _bounded(fields)])
+
+
 def _trouble(record: logging.LogRecord) -> list[str]:
     """Return the lines of the traceback and stack of a record, safe and bounded."""
     parts: list[str] = []
@@ -387,7 +409,7 @@ def format_readable(
         padded = f"\x1b[{_COLORS[level]}m{padded}\x1b[0m"
     opened = f"{one_line(str(span), MAX_NAME_CHARACTERS)}: " if span else ""
     line = f"{moment} {padded} {opened}{target}: {one_line(prefix + record.getMessage())}"
-    line += "".join(f" {key}={_text(value)}" for key, value in _bounded(fields))
+    line += _fields_text(fields)
     return "\n    ".join([line, *_trouble(record)])
 
 

@@ -97,7 +97,8 @@ class _Budget:
     def __init__(self, spec: BudgetSpec, clock: Callable[[], float]) -> None:
         self._spec, self._clock = spec, clock
         self.steps, self.sizes = spec.steps, spec.sizes
-        self._deadline = clock() + spec.seconds
+        # Set at the first look: a clock of CPU time is a system call, and most renderings end before they need one.
+        self._deadline: float | None = None
         # By id: (the container, its size when written out, how deep it nests). Lists may hold one another twice, and so
         # be exponentially long when written out.
         self.weights: dict[int, tuple[Any, int, int]] = {}
@@ -112,7 +113,10 @@ class _Budget:
         """End the rendering when its steps or its time are over."""
         if self.steps <= 0:
             raise BudgetExceeded("steps", self._spec.steps)
-        if self._clock() > self._deadline:
+        now = self._clock()
+        if self._deadline is None:
+            self._deadline = now + self._spec.seconds
+        elif now > self._deadline:
             raise BudgetExceeded("seconds", self._spec.seconds)
 
     def spend(self, size: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dynamo.runtime.http import HttpLimits, HttpService, Rejection
-from dynamo.runtime.http.cycle import PUSH_EXTENSION, RESPOND_EXTENSION, status_line
+from dynamo.runtime.http.cycle import LEAVE_EXTENSION, PUSH_EXTENSION, RESPOND_EXTENSION, status_line
 from support.patience import PATIENCE_SECONDS
 
 LIMITS = HttpLimits(
@@ -272,3 +272,33 @@ async def test_answers_under_way_end_before_the_service_closes() -> None:
     go_on.set()
     await closing
     assert (await asking).endswith(b"5\r\nwhole\r\n0\r\n\r\n")
+
+
+async def test_a_client_that_leaves_before_its_answer_is_complete_is_reported_once() -> None:
+    left: list[str] = []
+    begun, gone = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        on_leave = scope["extensions"][LEAVE_EXTENSION]
+
+        def note() -> None:
+            left.append(scope["path"])
+            gone.set()
+
+        on_leave(note)
+        if scope["path"] == "/left":
+            begun.set()
+            await gone.wait()
+            on_leave(lambda: left.append("late"))  # it has left: called at once
+            return
+        await hello(scope, receive, send)
+
+    async with serving(app) as (service, _):
+        await ask(service, get("/answered", "1.1", "connection: close"))
+        _, writer = await asyncio.open_connection(*service.sockets[0].getsockname())
+        writer.write(get("/answered") + get("/left"))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await begun.wait()
+            writer.close()
+            await gone.wait()
+    assert left == ["/left", "late"]

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.properties import examples
 
 from dynamo.runtime.logging import (
     LogFilter,
@@ -265,6 +268,15 @@ def test_a_traceback_keeps_its_lines_and_nothing_else_that_is_not_printable(text
     assert after == "c"
     assert last.isprintable()
     assert line.isprintable()
+
+
+@examples(300)
+@given(st.dictionaries(st.sampled_from("abcdef"), st.text(max_size=40) | st.integers() | st.floats() | st.none()))
+def test_a_field_reads_the_same_whatever_stands_beside_it(fields: dict[str, Any]) -> None:
+    alone = [format_readable(record(**{f"x_{key}": value})).split(": ", 1)[1] for key, value in fields.items()]
+    together = format_readable(record(**{f"x_{key}": value for key, value in fields.items()})).split(": ", 1)[1]
+    message = format_readable(record()).split(": ", 1)[1]
+    assert together == message + "".join(line.removeprefix(message) for line in alone)
 
 
 def test_a_value_cannot_leave_its_quotes() -> None:

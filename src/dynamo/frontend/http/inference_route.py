@@ -25,6 +25,7 @@ from dynamo.frontend.pipeline.exchange import Arrival, Exchange
 from dynamo.frontend.pipeline.inference import Call
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.runtime.http.cycle import LEAVE_EXTENSION
 
 __all__ = ["AsgiSink", "InferenceRoute", "watch_client"]
 
@@ -38,6 +39,11 @@ class AsgiSink:
         self._send = send
         self._extensions: dict[str, Any] = scope.get("extensions") or {}
         self._extra = ((HEADER, request_id.encode("latin-1")),)
+
+    @property
+    def on_leave(self) -> Callable[[Callable[[], None]], None] | None:
+        """What calls back when the client leaves; None: the server below cannot."""
+        return self._extensions.get(LEAVE_EXTENSION)
 
     async def reply(self, status: int, body: bytes, headers: HeaderPairs = ()) -> None:
         respond = self._extensions.get(RESPOND_EXTENSION)
@@ -93,7 +99,12 @@ class InferenceRoute:
             path=scope["path"],
         )
         exchange = self._call.open(id, arrival)
-        # Cancelled below; it has nothing to clean up.
+        on_leave = sink.on_leave
+        if on_leave is not None:
+            on_leave(exchange.client_left)
+            await self._call.run(exchange, sink)
+            return
+        # Under another server a task has to wait for it. It is cancelled below, and has nothing to clean up.
         watcher = loop.create_task(watch_client(receive, exchange), name="frontend: client watch")
         try:
             await self._call.run(exchange, sink)

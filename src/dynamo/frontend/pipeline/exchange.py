@@ -43,11 +43,11 @@ _STAGE_PHASES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arrival:
-    """What came in, and when."""
+    """What came in, and when. Nothing changes it but the parser, which lets go of the body."""
 
-    body: bytes
+    body: bytes  # empty once it was parsed: it is not held for as long as the answer takes
     at: float  # loop time at which the body was complete
     headers: Mapping[bytes, bytes] = field(default_factory=dict)  # by lower-case name; of a repeated one the first
     header_pairs: Sequence[tuple[bytes, bytes]] = ()  # all of them, in order
@@ -118,7 +118,8 @@ class Exchange:
 
     def end(self) -> None:
         """Mark the request as ended. Idempotent."""
-        self.enter(Phase.ENDED, self.now())
+        if self.phase is not Phase.ENDED:
+            self.enter(Phase.ENDED, self.now())
 
     def end_with(self, reason: DynamoException) -> None:
         """Kill the work; the client reads `reason`. Does nothing once the request is over or has another reason."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -140,7 +140,7 @@ class Call:
             exchange.end()
             await sink.reject(error)
             return
-        exchange.arrival = replace(exchange.arrival, body=b"")  # not held for as long as the answer takes
+        exchange.arrival.body = b""
         request, model = resolved.request, resolved.model
         exchange.model = model.name
         kind: RequestType = "stream" if request.is_streaming else "unary"

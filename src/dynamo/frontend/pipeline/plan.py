@@ -84,6 +84,10 @@ class Plan:
     options: ChatOptions | None = None  # of a chat request
     parsing: OutputPlan | None = None  # how the text is read; None: it is shown as it comes
 
+    def reading(self, options: ChatOptions, parsing: OutputPlan | None) -> Plan:
+        """Return this plan with the options of a chat, and how the text of its answer is read."""
+        return Plan(self.body, self.prompts, self.choices, self.pinned_instance_id, self.limits, options, parsing)
+
     @property
     def streams_per_prompt(self) -> int:
         """How many requests to workers each prompt becomes."""

@@ -90,7 +90,7 @@ class Preprocessor:
         plan = await self._worked_out(request, partial(self._plan, request, effects, model, [ids]))
         if limits.combined is not None:
             limits.fill_in(plan.body["stop_conditions"], plan.prompts, is_chat=True)
-        plan = replace(plan, options=options, parsing=self._parsing(options, model, plan, text))
+        plan = plan.reading(options, self._parsing(options, model, plan, text))
         self._metrics.preprocess_seconds.observe(perf_counter() - began)
         return plan, text
 

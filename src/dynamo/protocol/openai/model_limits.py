@@ -25,14 +25,20 @@ def check_token_ids(request: CommonRequest, vocabulary_size: int) -> None:
                 break
             if not isinstance(item, str):
                 _check(f"prompt[{position}]", item, vocabulary_size)
-    _check("nvext.token_data", request.token_data, vocabulary_size)
-    stops = request.stop if isinstance(request.stop, list) else ()
-    _check("stop", [item for item in stops if isinstance(item, int)], vocabulary_size)
-    _check("stop_token_ids", request.stop_token_ids, vocabulary_size)
-    _check("allowed_token_ids", request.allowed_token_ids, vocabulary_size)
-    _check("logprob_token_ids", request.logprob_token_ids, vocabulary_size)
-    _check("bad_words_token_ids", chain.from_iterable(request.bad_words_token_ids or ()), vocabulary_size)
-    _check("logit_bias", map(int, request.logit_bias or ()), vocabulary_size)
+    if request.token_data:
+        _check("nvext.token_data", request.token_data, vocabulary_size)
+    if isinstance(request.stop, list):
+        _check("stop", [item for item in request.stop if isinstance(item, int)], vocabulary_size)
+    if request.stop_token_ids:
+        _check("stop_token_ids", request.stop_token_ids, vocabulary_size)
+    if request.allowed_token_ids:
+        _check("allowed_token_ids", request.allowed_token_ids, vocabulary_size)
+    if request.logprob_token_ids:
+        _check("logprob_token_ids", request.logprob_token_ids, vocabulary_size)
+    if request.bad_words_token_ids:
+        _check("bad_words_token_ids", chain.from_iterable(request.bad_words_token_ids), vocabulary_size)
+    if request.logit_bias:
+        _check("logit_bias", map(int, request.logit_bias), vocabulary_size)
 
 
 def check_ranks(request: CommonRequest, ranks: Sequence[range], prefill_ranks: Sequence[range] = ()) -> None:
@@ -58,8 +64,8 @@ def _check_rank(field: str, rank: int | None, ranks: Sequence[range], workers: s
     _refuse(f"{field} {rank} does not exist: the {workers} of this model have {known or 'none'}", field)
 
 
-def _check(field: str, ids: Iterable[int] | None, vocabulary_size: int) -> None:
-    largest = max(ids or (), default=0)
+def _check(field: str, ids: Iterable[int], vocabulary_size: int) -> None:
+    largest = max(ids, default=0)
     if largest >= vocabulary_size:
         _refuse(
             f"{field} holds the token id {largest}, but this model's ids end at {vocabulary_size - 1}",

@@ -12,12 +12,13 @@ import logging
 import socket
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 from urllib.parse import unquote
 
 import httptools
 
 from dynamo.runtime.http.cycle import (
+    LEAVE_EXTENSION,
     PUSH_EXTENSION,
     RESPOND_EXTENSION,
     SPLICE_EXTENSION,
@@ -41,6 +42,7 @@ FRAMING_FACTOR: Final = 8  # a chunked body of one-byte chunks takes six bytes o
 FEED_BYTES: Final = 16 * 1024
 """The parser gets this much of a head at once: it assembles one header of any length before it hands it over."""
 
+_Address: TypeAlias = tuple[str, int] | None
 _HOP: Final = frozenset({b"upgrade", b"connection", b"http2-settings"})
 _WAITING, _HEAD, _BODY, _ANSWERING, _LEAVING = ConnectionPhase  # an attribute less at each test
 
@@ -52,9 +54,10 @@ class _Stop(Exception):
 class _Request:
     """What the parser has handed over of the request that is arriving."""
 
-    __slots__ = ("body_bytes", "expects_continue", "head_bytes", "headers", "raw_bytes", "url")
+    __slots__ = ("body_bytes", "ends", "expects_continue", "head_bytes", "headers", "raw_bytes", "url")
 
     def __init__(self) -> None:
+        self.ends: tuple[str, _Address, _Address] = "http", None, None  # scheme, server, client: of the connection
         self.head_bytes = 0  # whatever arrived since the last request was complete
         self.begin()
 
@@ -88,7 +91,10 @@ class HttpConnection(asyncio.Protocol):
         # uvloop's transports implement `asyncio.Transport` without inheriting from it.
         self.transport = cast(asyncio.Transport, transport)
         self._gate = Gate(self.transport)
-        raw = transport.get_extra_info("socket")
+        get = transport.get_extra_info
+        scheme = "http" if get("sslcontext") is None else "https"
+        self._request.ends = scheme, _address(get("sockname")), _address(get("peername"))
+        raw = get("socket")
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._service.connections.add(self)
@@ -205,6 +211,7 @@ class HttpConnection(asyncio.Protocol):
             PUSH_EXTENSION: cycle.push,
             SPLICE_EXTENSION: cycle.splicer,
             RESPOND_EXTENSION: cycle.respond,
+            LEAVE_EXTENSION: cycle.on_leave,
         }
         if is_behind:
             self._gate.pause_reading()
@@ -231,14 +238,14 @@ class HttpConnection(asyncio.Protocol):
         url = httptools.parse_url(request.url)
         raw_path = url.path
         path = raw_path.decode("ascii")
-        get = self.transport.get_extra_info
+        scheme, server, client = request.ends
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": self._parser.get_http_version(),
-            "server": _address(get("sockname")),
-            "client": _address(get("peername")),
-            "scheme": "http" if get("sslcontext") is None else "https",
+            "server": server,
+            "client": client,
+            "scheme": scheme,
             "method": self._parser.get_method().decode("ascii"),
             "root_path": "",
             "path": unquote(path) if "%" in path else path,
@@ -367,7 +374,7 @@ class HttpConnection(asyncio.Protocol):
         self._watch.arm()
 
 
-def _address(found: Any) -> tuple[str, int] | None:
+def _address(found: Any) -> _Address:
     return (str(found[0]), int(found[1])) if isinstance(found, tuple) and len(found) >= 2 else None
 
 

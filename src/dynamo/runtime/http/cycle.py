@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dynamo.runtime.http.connection import HttpConnection
 
 __all__ = [
+    "LEAVE_EXTENSION",
     "PUSH_EXTENSION",
     "RESPOND_EXTENSION",
     "SPLICE_EXTENSION",
@@ -27,6 +28,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+LEAVE_EXTENSION: Final = "dynamo.on_leave"
 PUSH_EXTENSION: Final = "dynamo.push"
 RESPOND_EXTENSION: Final = "dynamo.respond"
 SPLICE_EXTENSION: Final = "dynamo.splice"
@@ -96,6 +98,7 @@ class Cycle:
         "_changed",
         "_connection",
         "_gate",
+        "_leave",
         "_left",
         "disconnected",
         "expects_continue",
@@ -114,6 +117,7 @@ class Cycle:
         self._batch = WriteBatch.of_this_loop()
         self._body = b""
         self._changed = asyncio.Event()  # more of the body came, or the client left, or the answer is complete
+        self._leave: Callable[[], None] | None = None  # called when the client leaves before its answer is complete
         self._left: int | None = 0  # of the announced content; None: chunked
         self.is_pushable = False
         """Whether a chunk may be pushed if the client keeps up: between the head and the end of a chunked body whose client is there."""
@@ -239,6 +243,7 @@ class Cycle:
     def _complete(self) -> None:
         self.response_complete = True
         self.is_pushable = False
+        self._leave = None
         self._changed.set()
         self.scope.pop("extensions", None)  # else each request were a circle that only the collector could free
         if not self.keep_alive:
@@ -312,12 +317,24 @@ class Cycle:
             self.more_body = False
             self._changed.set()
 
+    def on_leave(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once when the client leaves before its answer is complete, at once if it has left; the extension
+        `dynamo.on_leave`. It takes the place of a task that waits in `receive`: register it once the body is complete."""
+        if self.disconnected:
+            callback()
+        elif not self.response_complete:
+            self._leave = callback
+            self._gate.resume_reading()  # the end of the connection is read, too
+
     def disconnect(self) -> None:
         """Handle a client that is gone, or whose further data is not read any more."""
         if not self.response_complete:
             self.disconnected = True
             self.is_pushable = False
             self.scope.pop("extensions", None)
+            leave, self._leave = self._leave, None
+            if leave is not None:
+                leave()
         self._changed.set()
 
 
