@@ -18,10 +18,6 @@ from urllib.parse import unquote
 import httptools
 
 from dynamo.runtime.http.cycle import (
-    LEAVE_EXTENSION,
-    PUSH_EXTENSION,
-    RESPOND_EXTENSION,
-    SPLICE_EXTENSION,
     Application,
     Cycle,
     Gate,
@@ -91,10 +87,8 @@ class HttpConnection(asyncio.Protocol):
         # uvloop's transports implement `asyncio.Transport` without inheriting from it.
         self.transport = cast(asyncio.Transport, transport)
         self._gate = Gate(self.transport)
-        get = transport.get_extra_info
-        scheme = "http" if get("sslcontext") is None else "https"
-        self._request.ends = scheme, _address(get("sockname")), _address(get("peername"))
-        raw = get("socket")
+        self._request.ends = _ends(transport)
+        raw = transport.get_extra_info("socket")
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._service.connections.add(self)
@@ -207,12 +201,7 @@ class HttpConnection(asyncio.Protocol):
             keep_alive=self._parser.should_keep_alive(),
             expects_continue=request.expects_continue,
         )
-        cycle.scope["extensions"] = {
-            PUSH_EXTENSION: cycle.push,
-            SPLICE_EXTENSION: cycle.splicer,
-            RESPOND_EXTENSION: cycle.respond,
-            LEAVE_EXTENSION: cycle.on_leave,
-        }
+        cycle.scope["extensions"] = cycle.extensions()
         if is_behind:
             self._gate.pause_reading()
             self._waiting.append((cycle, self._service.app))
@@ -236,8 +225,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _scope(self, request: _Request) -> dict[str, Any]:
         url = httptools.parse_url(request.url)
-        raw_path = url.path
-        path = raw_path.decode("ascii")
+        path = url.path.decode("ascii")
         scheme, server, client = request.ends
         return {
             "type": "http",
@@ -249,7 +237,7 @@ class HttpConnection(asyncio.Protocol):
             "method": self._parser.get_method().decode("ascii"),
             "root_path": "",
             "path": unquote(path) if "%" in path else path,
-            "raw_path": raw_path,
+            "raw_path": url.path,
             "query_string": url.query or b"",
             "headers": request.headers,
             "state": {},
@@ -372,6 +360,11 @@ class HttpConnection(asyncio.Protocol):
         if transport.can_write_eof():
             transport.write_eof()
         self._watch.arm()
+
+
+def _ends(transport: asyncio.BaseTransport) -> tuple[str, _Address, _Address]:
+    get = transport.get_extra_info
+    return "http" if get("sslcontext") is None else "https", _address(get("sockname")), _address(get("peername"))
 
 
 def _address(found: Any) -> _Address:

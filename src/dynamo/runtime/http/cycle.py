@@ -252,6 +252,15 @@ class Cycle:
 
     # -- the short ways ------------------------------------------------------------------------------------------
 
+    def extensions(self) -> dict[str, Any]:
+        """Return the extensions of ASGI that this listener has beside its own."""
+        return {
+            PUSH_EXTENSION: self.push,
+            SPLICE_EXTENSION: self.splicer,
+            RESPOND_EXTENSION: self.respond,
+            LEAVE_EXTENSION: self.on_leave,
+        }
+
     def push(self, data: bytes) -> bool:
         """Do what `send` does for one more body chunk, where nothing has to be waited for; the extension `dynamo.push`.
 
