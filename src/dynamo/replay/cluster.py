@@ -1,0 +1,190 @@
+"""Replays a trace over simulated workers in virtual time: an event loop over a heap of times. Pure.
+
+Nothing waits: the loop jumps from the arrival of a request to the end of a pass and so on, and the same trace, setup and
+seed give the same figures to the last digit. Workers take their passes as the mock engine does. Frontends learn what
+production frontends learn, and when they learn it: KV events after the pass that brought them (and `kv_event_lag_ms`
+later), first tokens and ends with the answers, bookings of other frontends through replica sync.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from dynamo.errors import WorkerUnavailable
+from dynamo.replay.arrivals import Arrivals
+from dynamo.replay.entrances import Entrances
+from dynamo.replay.figures import GapCounts
+from dynamo.replay.fleet import Fleet
+from dynamo.replay.flight import Flight
+from dynamo.replay.frontend import MakeFrontend
+from dynamo.replay.setup import ReplaySetup, Restart
+from dynamo.replay.trace import StretchTree, Trace, TraceRequest
+from dynamo.replay.worker import MakeCore, ReplayWorker
+
+__all__ = ["ReplayCluster"]
+
+EXACTNESS_CHECK_MS: Final = 10.0
+# Of things that happen at one time, requests and ends of passes come first: a pass that begins then sees them all.
+_AT_ONCE, _PASS = 0, 1
+
+
+class ReplayCluster:
+    """One replay. Make it, `run` it once, read what its lists hold."""
+
+    def __init__(
+        self, trace: Trace, setup: ReplaySetup, tree: StretchTree, make_core: MakeCore, make_frontend: MakeFrontend
+    ) -> None:
+        """`tree` hashes the prompts; replays of one trace may share it."""
+        setup.check()
+        self.setup = setup
+        self.flights: list[Flight] = []  # in the order of arrival
+        self.gaps = GapCounts()
+        self.fleet = Fleet(setup, make_core)
+        self.entrances = Entrances(setup, make_frontend, self.schedule)
+        self._tree = tree
+        self._heap: list[tuple[float, int, int, Callable[[float], None]]] = []
+        self._serial = 0
+        self._now_ms = 0.0
+        self._arrivals = Arrivals(trace, setup)
+        self.exact_after_ms: float | None = None
+
+    def schedule(self, delay_ms: float, call: Callable[[float], None], order: int = _AT_ONCE) -> None:
+        """Call back after a time."""
+        self._serial += 1
+        heapq.heappush(self._heap, (self._now_ms + delay_ms, order, self._serial, call))
+
+    def run(self) -> None:
+        """Replay the whole trace. Afterwards every request has ended."""
+        for worker in self.fleet.workers:
+            self.entrances.join(worker)
+        self.entrances.set_workers(self.fleet.ids)
+        for restart in self.setup.restarts:
+            self.schedule(self._arrivals.time_of(restart.at), partial(self._restart, restart))
+        self._await_arrival()
+        heap = self._heap
+        while heap:
+            self._now_ms, _, _, call = heapq.heappop(heap)
+            call(self._now_ms)
+
+    # -- requests ----------------------------------------------------------------------------------------------------------
+
+    def _await_arrival(self) -> None:
+        """Schedule the next request whose time the trace tells."""
+        while (found := self._arrivals.next(self._now_ms)) is not None:
+            at_ms, request = found
+            self.schedule(at_ms - self._now_ms, partial(self._arrive, request))
+            if self.setup.concurrency is None:
+                return
+
+    def _arrive(self, request: TraceRequest, now_ms: float) -> None:
+        if self.setup.concurrency is None:
+            self._await_arrival()
+        number = len(self.flights)
+        flight = Flight(number, request, self._tree.blocks(request.prompt), number % self.setup.frontends, now_ms)
+        self.flights.append(flight)
+        self._dispatch(flight, now_ms)
+
+    def _dispatch(self, flight: Flight, now_ms: float) -> None:
+        try:
+            worker_id = self.entrances.route(flight, now_ms)
+        except WorkerUnavailable:
+            self._ended(flight, "failed", now_ms)
+            return
+        worker = self.fleet.by_id[worker_id]
+        flight.worker = worker.number
+        worker.submit(flight, now_ms)
+        if not worker.is_in_pass:
+            self._begin_soon(worker)
+
+    def _ended(self, flight: Flight, status: str, now_ms: float) -> None:
+        flight.status = status
+        for at_ms, request in self._arrivals.after(flight.request, now_ms):
+            self.schedule(at_ms - now_ms, partial(self._arrive, request))
+
+    # -- passes ------------------------------------------------------------------------------------------------------------
+
+    def _begin_soon(self, worker: ReplayWorker) -> None:
+        """Begin a pass once everything of this moment has happened."""
+        worker.is_in_pass = True
+        heap = self._heap
+        if heap and heap[0][0] <= self._now_ms:
+            self.schedule(0.0, partial(self._begin, worker), _PASS)
+        else:
+            self._begin(worker, self._now_ms)
+
+    def _begin(self, worker: ReplayWorker, now_ms: float) -> None:
+        duration_ms = worker.begin_pass(now_ms)
+        if duration_ms is None:
+            worker.is_in_pass = False
+        else:
+            self.schedule(duration_ms, partial(self._end, worker))
+
+    def _end(self, worker: ReplayWorker, now_ms: float) -> None:
+        if worker.worker_id not in self.fleet.by_id:
+            return  # it was lost in the middle of the pass
+        result = worker.end_pass()
+        gaps = self.gaps
+        for scheduled in result.emitted:
+            flight = scheduled.owner
+            assert isinstance(flight, Flight)
+            times = flight.times
+            if flight.tokens:
+                if times.second < 0:
+                    times.second = now_ms
+                gaps.add(now_ms - times.last)
+            else:
+                times.first = now_ms
+                times.admitted = scheduled.admitted_ms
+                flight.reused_tokens = scheduled.cached_tokens
+            times.last = now_ms
+            flight.tokens += scheduled.burst
+        entrances = self.entrances
+        if result.events and entrances.reads_events:
+            entrances.publish(worker, worker.router_events(result), now_ms)
+        for scheduled in result.first:
+            assert isinstance(scheduled.owner, Flight)
+            entrances.first_token(scheduled.owner, now_ms)
+        for status, ended in (("finished", result.finished), ("rejected", result.rejected)):
+            for scheduled in ended:
+                flight = scheduled.owner
+                assert isinstance(flight, Flight)
+                del worker.flights[flight]
+                entrances.end(flight, now_ms)
+                self._ended(flight, status, now_ms)
+        self._begin_soon(worker)
+
+    # -- restarts ------------------------------------------------------------------------------------------------------------
+
+    def _restart(self, restart: Restart, now_ms: float) -> None:
+        if restart.what == "worker":
+            self._lose_worker(self.fleet.workers[restart.number % self.setup.workers], restart, now_ms)
+        else:
+            self.entrances.restart(restart.number % self.setup.frontends, self.fleet)
+            self._watch_exactness(now_ms, now_ms)
+
+    def _lose_worker(self, worker: ReplayWorker, restart: Restart, now_ms: float) -> None:
+        """End a worker; its requests go on at others, and an empty one takes its place later."""
+        self.fleet.remove(worker)
+        self.entrances.leave(worker)
+        self.entrances.set_workers(self.fleet.ids)
+        for flight in list(worker.flights):
+            self.entrances.end(flight, now_ms)
+            flight.moves += 1
+            self._dispatch(flight, now_ms)
+        self.schedule(restart.down_ms, partial(self._replace, worker))
+
+    def _replace(self, lost: ReplayWorker, now_ms: float) -> None:
+        worker = self.fleet.replace(lost)
+        self.entrances.join(worker)
+        self.entrances.set_workers(self.fleet.ids)
+        self._watch_exactness(now_ms, now_ms)
+
+    def _watch_exactness(self, since_ms: float, now_ms: float) -> None:
+        """Look again and again whether every index is true, and keep the longest time that it took."""
+        if self.entrances.is_exact:
+            self.exact_after_ms = max(self.exact_after_ms or 0.0, now_ms - since_ms)
+        elif self._heap:
+            self.schedule(EXACTNESS_CHECK_MS, partial(self._watch_exactness, since_ms))

@@ -1,0 +1,106 @@
+"""What routes the requests of a replay: one frontend of the production system, less everything but its choice. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from dynamo.kv.events import RouterEvent
+from dynamo.placement.candidates import Candidate, PlacementRequest, Policy, place
+from dynamo.placement.load import Booking, LoadBook
+from dynamo.placement.policies import RouterMode, policy_for
+from dynamo.replay.flight import Flight
+
+__all__ = ["CountingFrontend", "MakeFrontend", "ReplayFrontend"]
+
+
+class ReplayFrontend(Protocol):
+    """Chooses workers, and is told what production frontends are told. Times are milliseconds."""
+
+    reads_events: bool
+    """Whether KV events change anything; where they do not, none are made."""
+
+    def set_workers(self, worker_ids: Sequence[int]) -> None:
+        """Take note of the workers that are there now."""
+        ...
+
+    def route(self, flight: Flight, now_ms: float) -> int:
+        """Choose the worker of a request and book it there. Raises `WorkerUnavailable` when there is none."""
+        ...
+
+    def would_choose(self, flight: Flight, now_ms: float) -> int | None:
+        """Return the worker that `route` would choose, without booking; None where asking would change the next choice."""
+        ...
+
+    def booked_elsewhere(self, flight: Flight, booking_id: str, worker_id: int, now_ms: float) -> None:
+        """Take note of a booking of another frontend."""
+        ...
+
+    def first_token(self, booking_id: str, now_ms: float) -> None:
+        """Take note of the first token of a request."""
+        ...
+
+    def end(self, booking_id: str, now_ms: float) -> None:
+        """Take note of the end of a request."""
+        ...
+
+    def apply(self, event: RouterEvent, now_ms: float) -> None:
+        """Take note of a change of a worker's cache."""
+        ...
+
+    def forget(self, worker_id: int) -> None:
+        """Drop what is known of a worker's cache."""
+        ...
+
+
+MakeFrontend = Callable[[int], ReplayFrontend]
+"""(seed) -> one frontend"""
+
+
+class CountingFrontend:
+    """Routes by a policy that counts open streams at most: round-robin, random, least-loaded, power-of-two."""
+
+    reads_events = False
+
+    def __init__(self, mode: RouterMode, rng: random.Random) -> None:
+        self._policy: Policy = policy_for(mode, rng=rng)
+        self._load = LoadBook()
+        self._worker_ids: Sequence[int] = ()
+        self._bookings: dict[str, Booking] = {}  # by booking id; bounded by the requests in flight
+
+    def set_workers(self, worker_ids: Sequence[int]) -> None:
+        """Take note of the workers that are there now."""
+        self._worker_ids = sorted(worker_ids)
+
+    def route(self, flight: Flight, now_ms: float) -> int:
+        """Choose the worker of a request and book it there."""
+        in_flight = self._load.in_flight
+        candidates = [Candidate(worker_id, in_flight=in_flight(worker_id)) for worker_id in self._worker_ids]
+        chosen = place(self._policy, _ANY, candidates, now_ms / 1000, scope="the replay").candidate.instance_id
+        self._bookings[flight.booking_id] = self._load.book(chosen)
+        return chosen
+
+    def would_choose(self, flight: Flight, now_ms: float) -> int | None:
+        """Return None: a choice counts as a turn."""
+        return None
+
+    def booked_elsewhere(self, flight: Flight, booking_id: str, worker_id: int, now_ms: float) -> None:
+        """Ignore it: these modes count the streams of their own frontend."""
+
+    def first_token(self, booking_id: str, now_ms: float) -> None:
+        """Ignore it: streams are counted until they end."""
+
+    def end(self, booking_id: str, now_ms: float) -> None:
+        """Release the booking."""
+        if (booking := self._bookings.pop(booking_id, None)) is not None:
+            booking.release()
+
+    def apply(self, event: RouterEvent, now_ms: float) -> None:
+        """Ignore it: nothing is known of caches."""
+
+    def forget(self, worker_id: int) -> None:
+        """Ignore it: nothing is known of caches."""
+
+
+_ANY = PlacementRequest()
