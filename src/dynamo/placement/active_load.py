@@ -181,6 +181,11 @@ class ActiveLoad:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._booked
 
+    def rank_of(self, request_id: str) -> WorkerRank | None:
+        """Return where a request is booked; None: nowhere."""
+        booked = self._booked.get(request_id)
+        return None if booked is None else booked.rank
+
     # -- steps of a request
 
     def add(

@@ -285,7 +285,7 @@ class SessionLease:
         return record.rank
 
     def bind(self, rank: WorkerRank, now: float, now_ns: int) -> AffinityRecord | None:
-        """Record that the request was dispatched to `rank`; return the record to report to the other routers.
+        """Bind the session to `rank`, where its request was dispatched; return the record to report to other routers.
 
         `now_ns` is the wall clock, by which routers compare bindings. A session that was lost meanwhile is bound anew,
         unless another request has done so or the table is full: then there is nothing to report.
@@ -301,7 +301,7 @@ class SessionLease:
         return affinity._bind(self.session_id, self._session, rank, now_ns)
 
     def fail(self) -> None:
-        """Record that the worker failed, which a cancellation is not: the session is bound no longer."""
+        """End the binding: the worker failed, which a cancellation is not."""
         if not self._has_ended and self._affinity._is_current(self.session_id, self._session):
             self._affinity._drop(self.session_id)
 

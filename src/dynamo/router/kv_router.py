@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -36,6 +36,7 @@ from dynamo.placement.rank_states import RankStates
 from dynamo.router.kv_indexes import KvIndexes
 
 __all__ = [
+    "BookingObserver",
     "KvOverrides",
     "KvQuery",
     "KvRouter",
@@ -94,10 +95,23 @@ class PotentialLoad(msgspec.Struct, frozen=True, gc=False):
     active_requests: int
 
 
+class BookingObserver(Protocol):
+    """What is told of the bookings of a router, such as `ReplicaSync`, which reports them to other routers."""
+
+    def booked(self, request_id: str, selection: Selection) -> None:
+        """Take a request that was booked."""
+
+    def prefill_completed(self, request_id: str, rank: WorkerRank) -> None:
+        """Take the first token of a request that is booked."""
+
+    def freed(self, request_id: str, rank: WorkerRank) -> None:
+        """Take the end of a request that was booked."""
+
+
 class KvRouter:
     """Chooses ranks, and keeps account of what it chose. Bounded by the ranks, the active requests and its indexes."""
 
-    __slots__ = ("_block_size", "_indexes", "_options", "_own_blocks", "_policy", "_rng", "_states", "load")
+    __slots__ = ("_block_size", "_indexes", "_options", "_own_blocks", "_policy", "_rng", "_states", "load", "observer")
 
     def __init__(
         self,
@@ -125,6 +139,7 @@ class KvRouter:
             expiry_seconds=self._options.expiry_seconds,
         )
         self._states = RankStates(self.load, self._indexes.held)
+        self.observer: BookingObserver | None = None
         self._own_blocks = _OWN_BLOCKS  # the last name of a block that is not shared
 
     @property
@@ -184,11 +199,15 @@ class KvRouter:
         )
         if is_new:
             self._indexes.add(selection.rank, selection.lookup.sequence, now)
+            if self.observer is not None:
+                self.observer.booked(request_id, selection)
         return is_new
 
     def first_token(self, request_id: str, now: float) -> None:
         """Count the first token of a request: its prompt is computed. Unknown ids and second calls change nothing."""
         self.load.prefill_completed(request_id, now)
+        if self.observer is not None and (rank := self.load.rank_of(request_id)) is not None:
+            self.observer.prefill_completed(request_id, rank)
 
     def output(self, request_id: str, tokens: int, now: float) -> None:
         """Count `tokens` more tokens of an answer. May be called once for many."""
@@ -196,7 +215,10 @@ class KvRouter:
 
     def free(self, request_id: str, now: float) -> Booked | None:
         """End a request, however it ended. Return what was booked; None: nothing was."""
-        return self.load.free(request_id, now)
+        booked = self.load.free(request_id, now)
+        if booked is not None and self.observer is not None:
+            self.observer.freed(request_id, booked.rank)
+        return booked
 
     # -- what is told about loads
 

@@ -1,0 +1,166 @@
+"""What routers report to each other, as bytes: bookings of requests, and bindings of sessions. The native forms. Pure.
+
+The members stand in the native order. A message of bookings is `{"events": [event, ...]}` over ZMQ and one bare event over
+NATS; both are read, whichever way they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import msgspec
+
+from dynamo.placement.session_affinity import AffinityRecord
+
+__all__ = [
+    "MAX_BATCH",
+    "BadReplicaEvents",
+    "BookedPrompt",
+    "BookedWorker",
+    "BookingEvent",
+    "PrefillHint",
+    "RequestStep",
+    "decode_binding",
+    "decode_bookings",
+    "encode_binding",
+    "encode_booking",
+    "encode_bookings",
+]
+
+MAX_BATCH: Final = 256  # events of one message over ZMQ
+_U64: Final = 2**64 - 1
+
+RequestStep = Literal["MarkPrefillCompleted", "Free"]
+"""What happens to a request that is booked."""
+
+
+class BadReplicaEvents(ValueError):
+    """A message of another router cannot be read; holds the reason."""
+
+
+class BookedWorker(msgspec.Struct, frozen=True, gc=False):
+    """The rank that a booking is about."""
+
+    worker_id: int
+    dp_rank: int = 0
+
+
+class PrefillHint(msgspec.Struct, frozen=True, gc=False):
+    """How much of a prompt is to be computed."""
+
+    initial_effective_prefill_tokens: int
+    expected_prefill_duration: object = None  # of a load model that this router has not
+
+
+class BookedPrompt(msgspec.Struct, frozen=True, gc=False):
+    """A request that was sent to a rank."""
+
+    token_sequence: Sequence[int] | None  # chained hashes of the complete blocks; None: the sender counts no blocks
+    track_prefill_tokens: bool = True
+    expected_output_tokens: int | None = None
+    prefill_load_hint: PrefillHint | None = None
+
+
+class BookingEvent(msgspec.Struct, frozen=True, gc=False):
+    """One step of a request: it was booked, its first token is there, or it has ended."""
+
+    request_id: str
+    worker: BookedWorker
+    data: BookedPrompt | RequestStep
+    router_id: int  # the router that booked the request; a worker that reports a first token gives its own id
+    lora_name: str | None = None
+
+
+class _AddRequest(msgspec.Struct, frozen=True, gc=False):
+    AddRequest: BookedPrompt
+
+
+class _Written(msgspec.Struct, frozen=True, gc=False):
+    request_id: str
+    worker: BookedWorker
+    data: _AddRequest | str
+    router_id: int
+    lora_name: str | None
+
+
+class _Message(msgspec.Struct, frozen=True, gc=False):
+    events: list[_Written]
+
+
+class _Read(msgspec.Struct, frozen=True, gc=False):
+    request_id: str
+    worker: BookedWorker
+    data: dict[str, msgspec.Raw] | str
+    router_id: int
+    lora_name: str | None = None
+
+
+class _ReadMessage(msgspec.Struct, frozen=True, gc=False):
+    """Either form: a batch has `events`, a bare event has all else."""
+
+    events: list[_Read] | None = None
+    request_id: str | None = None
+
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_message: Final = msgspec.msgpack.Decoder(_ReadMessage).decode
+_event: Final = msgspec.msgpack.Decoder(_Read).decode
+_prompt: Final = msgspec.msgpack.Decoder(BookedPrompt).decode
+_binding: Final = msgspec.msgpack.Decoder(AffinityRecord).decode
+
+
+def encode_bookings(events: Sequence[BookingEvent]) -> bytes:
+    """Return the message of a batch, as it goes over ZMQ."""
+    return _encode(_Message([_written(event) for event in events]))
+
+
+def encode_booking(event: BookingEvent) -> bytes:
+    """Return the message of one event, as it goes over NATS."""
+    return _encode(_written(event))
+
+
+def decode_bookings(payload: bytes) -> list[BookingEvent]:
+    """Return the events of a message; steps that this version does not know are left out. Raises BadReplicaEvents."""
+    try:
+        found = _message(payload)
+        read = [_event(payload)] if found.events is None else found.events
+        return [event for each in read if (event := _understood(each)) is not None]
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+        raise BadReplicaEvents(f"not a message of bookings: {error}") from error
+
+
+def encode_binding(record: AffinityRecord) -> bytes:
+    """Return the message that reports the binding of a session."""
+    return _encode(record)
+
+
+def decode_binding(payload: bytes) -> AffinityRecord:
+    """Return the binding that a message reports. Raises BadReplicaEvents."""
+    try:
+        return _binding(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+        raise BadReplicaEvents(f"not a binding of a session: {error}") from error
+
+
+def _written(event: BookingEvent) -> _Written:
+    data = event.data
+    if isinstance(data, BookedPrompt):
+        sequence = data.token_sequence
+        if isinstance(sequence, range):  # names of blocks that are nobody else's: below 0, which the wire has not
+            data = msgspec.structs.replace(data, token_sequence=[block & _U64 for block in sequence])
+        return _Written(event.request_id, event.worker, _AddRequest(data), event.router_id, event.lora_name)
+    return _Written(event.request_id, event.worker, data, event.router_id, event.lora_name)
+
+
+def _understood(read: _Read) -> BookingEvent | None:
+    data = read.data
+    step: BookedPrompt | RequestStep
+    match data:
+        case "MarkPrefillCompleted" | "Free":
+            step = data
+        case dict() if "AddRequest" in data:
+            step = _prompt(data["AddRequest"])
+        case _:
+            return None
+    return BookingEvent(read.request_id, read.worker, step, read.router_id, read.lora_name)
