@@ -9,6 +9,7 @@ import pytest
 from dynamo.errors import Overloaded
 from dynamo.frontend.admission.process import TRANSITIONS, Admission, NotReady, Stage
 from dynamo.frontend.http.event_stream import EventStream
+from dynamo.frontend.http.offload import takes_long
 from dynamo.frontend.metrics import FrontendMetrics, log_buckets
 from dynamo.protocol.openai.sse import KEEP_ALIVE
 from dynamo.runtime.metrics import MetricsRegistry
@@ -192,3 +193,14 @@ async def test_a_write_right_behind_the_commit_keeps_the_order() -> None:
     await stream.write(b"data: 1\n\n")
     await stream.end(b"")
     assert [message.get("body") for message in wire.sent] == [None, KEEP_ALIVE, b"data: 1\n\n", b""]
+
+
+def test_a_body_takes_long_by_its_values_and_not_by_its_text() -> None:
+    prompt = b'{"messages":[{"role":"user","content":"%b"}]}'
+    many = b'{"logit_bias":{%b}}'
+    assert not takes_long(prompt % (b"a, b " * 100))
+    assert not takes_long(prompt % (b"words, and many more words after them " * 6_000))  # 230 KB
+    assert takes_long(prompt % (b"a" * 600_000))
+    assert not takes_long(many % b",".join(b'"%d":1' % number for number in range(10_000)))  # 100 KB
+    assert takes_long(many % b",".join(b'"%d":1' % number for number in range(20_000)))
+    assert takes_long(b'{"x":[%b]}' % (b"[]," * 60_000))

@@ -10,7 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Final, Protocol, TypeVar
 
-__all__ = ["LARGE_BODY_BYTES", "InlineOffload", "Offload", "ThreadOffload", "processors", "return_memory"]
+__all__ = [
+    "LARGE_BODY_BYTES",
+    "InlineOffload",
+    "Offload",
+    "ThreadOffload",
+    "processors",
+    "return_memory",
+    "takes_long",
+]
 
 T = TypeVar("T")
 
@@ -18,8 +26,20 @@ MAX_THREADS: Final = 8  # long prompts are tokenised outside the interpreter loc
 
 
 TRIM_SECONDS: Final = 0.5  # after the first large request, for all until then: a trim takes up to some milliseconds
-LARGE_BODY_BYTES: Final = 128 * 1024
-"""A body up to this long is decoded and checked on the loop (1 to 2 ms); of a longer one everything goes to the executor."""
+LARGE_BODY_BYTES: Final = 128 * 1024  # memory of a longer one goes back to the system afterwards
+LONG_TEXT_BYTES: Final = 512 * 1024
+MANY_VALUES: Final = 8192
+
+
+def takes_long(body: bytes) -> bool:
+    """Return whether decoding and checking a body takes more than some milliseconds, so that it must not happen on a loop.
+
+    What takes long is a value of JSON (up to 1 us), and hardly its length: 150 KB are one prompt of 32,000 tokens (0.5 ms), or
+    26,000 members of `logit_bias` (12 ms). Commas bound the number of values; those in texts are counted too, and only cost
+    a hand-over to a thread.
+    """
+    size = len(body)
+    return size > LARGE_BODY_BYTES and (size > LONG_TEXT_BYTES or body.count(b",") > MANY_VALUES)
 
 
 @cache

@@ -17,7 +17,7 @@ from dynamo.errors import DynamoException, Overloaded, ResponseTimeout
 from dynamo.frontend.admission.model import Shed, urgency_of
 from dynamo.frontend.admission.process import Admission, NotReady
 from dynamo.frontend.apis.base import Answer, Api, RenderOptions
-from dynamo.frontend.http.offload import LARGE_BODY_BYTES
+from dynamo.frontend.http.offload import LARGE_BODY_BYTES, takes_long
 from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics, RequestType
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
@@ -166,7 +166,7 @@ class Call:
             api.decode, arrival.body, ignore_unsupported=settings.ignore_unsupported_fields, limits=self._limits
         )
         # Off the loop where it takes long: other requests wait for the loop, and none for a thread of the executor.
-        is_large = len(arrival.body) > LARGE_BODY_BYTES
+        is_large = takes_long(arrival.body)
         if is_large:
             self._check_plausible(len(arrival.body))
         offload = self._pipeline.preprocessor.offload

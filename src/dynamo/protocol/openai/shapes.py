@@ -235,7 +235,9 @@ class CommonRequest(Struct, kw_only=True, dict=True):
     unsupported: ClassVar[tuple[str, ...]] = ()  # unknown top-level keys, in order; `validation` refuses them
     repaired: ClassVar[bool] = False  # the body was not strict JSON and was mended: worth a warning
 
-    is_large: ClassVar[bool] = False  # its body was long: nothing of it is looked through on an event loop
+    is_large: ClassVar[bool] = (
+        False  # its body was long, or of many values: nothing of it is looked through on an event loop
+    )
 
     model: str
     stream: bool | None = None
