@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -17,6 +18,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 SLOW_FOLDERS = frozenset({"process", "long"})
 _HERE = Path(__file__).parent
+
+gc.disable()  # until everything is collected: a quarter of a million objects that all stay
+
+
+def pytest_collection_finish() -> None:
+    """Take the modules and the tests out of every later collection; some tests ask for one, and it looks at all there is."""
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

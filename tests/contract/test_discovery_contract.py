@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.runtime.discovery import Change, Delete, Discovery, Put
+from support.cases import each_case
 from support.discovery_rigs import EtcdRig, FileRig, KubernetesRig, MemoryRig, Rig
 from support.fake_kubernetes import FakeKubernetes
 from support.patience import PATIENCE_SECONDS
@@ -87,7 +88,7 @@ async def test_delete_removes_and_an_absent_key_is_fine(open_store: OpenStore) -
     assert await store.put_new(KEY, b'"y"')
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("prefix", "expected"),
     [
         ("v1/instances", {"ns/c/e/1", "ns/cc/e/2", "ns/c/ee/3", "n_s/c/e/4"}),
@@ -111,7 +112,7 @@ async def test_prefixes_match_whole_segments(open_store: OpenStore, prefix: str,
     assert {change.key.removeprefix("v1/instances/") for change in snapshot} == expected
 
 
-@pytest.mark.parametrize("key", ["", "v1", "v1/instances", "v1/instances/"])
+@each_case("key", ["", "v1", "v1/instances", "v1/instances/"])
 async def test_a_key_without_a_bucket_and_a_name_is_refused(open_store: OpenStore, key: str) -> None:
     store = await open_store()
     with pytest.raises(ValueError, match="bucket"):

@@ -10,9 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import dynamo
+from support.cases import each_case
 
 ROOT = Path(dynamo.__file__).parent
 PURE_FORBIDDEN = frozenset({"asyncio", "socket", "ssl", "selectors", "time", "os", "threading", "subprocess", "signal"})
@@ -109,7 +108,7 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 MODULES = list(modules())
 
 
-@pytest.mark.parametrize("name", [name for name, _ in MODULES])
+@each_case("name", [name for name, _ in MODULES])
 def test_imports_point_one_way(name: str) -> None:
     path = dict(MODULES)[name]
     room, allowed = room_of(name), rules_of(name)
@@ -125,7 +124,7 @@ def test_imports_point_one_way(name: str) -> None:
     assert not wrong, f"dynamo.{name} may not import {sorted(wrong)}"
 
 
-@pytest.mark.parametrize("name", [n for n, _ in MODULES if room_of(n) in PURE | {"replay"}])
+@each_case("name", [n for n, _ in MODULES if room_of(n) in PURE | {"replay"}])
 def test_the_pure_rooms_do_no_io(name: str) -> None:
     roots = {module.split(".")[0] for module in imports(dict(MODULES)[name])}
     assert not roots & PURE_FORBIDDEN, f"dynamo.{name} imports {sorted(roots & PURE_FORBIDDEN)}"
@@ -140,7 +139,7 @@ def public_packages() -> list[str]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("name", public_packages())
+@each_case("name", public_packages())
 def test_every_public_package_exports_what_its_all_says(name: str) -> None:
     package = importlib.import_module(name)
     exported = getattr(package, "__all__", None)

@@ -1,13 +1,18 @@
-"""The tools of the repository: the table of mutants fits the source, and the figures of the house are what they count."""
+"""The tools of the repository and its tests: mutants fit the source, the house counts right, tables name what failed."""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import logging
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+
+from support.cases import each_case
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +34,7 @@ def test_every_mutant_breaks_one_place_that_is_there() -> None:
     assert len(table) >= 25
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("doc", "expected"),
     [
         ("Return the sum.", True),
@@ -69,3 +74,43 @@ def test_a_stay_is_a_run_of_work_in_one_module_and_a_climb_leads_to_a_higher_roo
         ("runtime/d", False),
         ("router/c", True),
     ]
+
+
+def test_a_test_over_many_cases_tries_them_all_and_names_those_that_failed() -> None:
+    tried = []
+
+    @each_case("number", [pytest.param(1, id="one"), 2, 3, 4])
+    @each_case(("a", "b"), [("x", "y")])
+    def test(number: int, a: str, b: str, other: str) -> None:
+        tried.append((number, a, b, other))
+        assert number % 2
+        with pytest.raises(ZeroDivisionError):
+            number / (number - 3)
+
+    assert list(inspect.signature(test).parameters) == ["other"]
+    with pytest.raises(ExceptionGroup, match="3 of 4 cases failed: one; 2; 4"):
+        test(other="z")
+    assert tried == [(number, "x", "y", "z") for number in (1, 2, 3, 4)]
+
+
+async def test_a_case_of_a_coroutine_finds_the_fixtures_of_pytest_as_new(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @each_case("number", [1, 2, 0])
+    async def test(number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        assert "DYN_OF_A_CASE" not in os.environ
+        monkeypatch.setenv("DYN_OF_A_CASE", "1")
+        assert caplog.messages == []
+        logging.getLogger("dynamo.case").error("said")
+        assert 1 / number > 0
+
+    with pytest.raises(ZeroDivisionError) as caught:  # a single failure comes as it is
+        await test(monkeypatch=monkeypatch, caplog=caplog)
+    assert caught.value.__notes__ == ["case: 0"]
+
+
+def test_no_case_is_no_test() -> None:
+    with pytest.raises(AssertionError, match="no case"):
+        each_case("number", [])
+    with pytest.raises(AssertionError, match="a case can have no marks"):
+        each_case("number", [pytest.param(1, marks=pytest.mark.skip)])

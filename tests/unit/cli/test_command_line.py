@@ -13,6 +13,7 @@ from dynamo.cli.engines import load_engine
 from dynamo.cli.main import COMMANDS, main
 from dynamo.cli.usage import UsageError
 from dynamo.frontend.http.server import PortInUse
+from support.cases import each_case
 from support.serve_command import GUIDE_ENGINE
 
 
@@ -46,7 +47,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return said.err.rstrip("\n")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("argv", "words"),
     [
         ([], "no command given; use one of serve, chat, new, conformance"),
@@ -135,7 +136,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"dynamo {__version__}\n"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@each_case("command", COMMANDS)
 def test_every_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main([command, "--help"])

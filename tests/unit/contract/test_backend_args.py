@@ -9,6 +9,7 @@ from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, w
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.runtime.settings import NatsSettings, RequestPlaneSettings
+from support.cases import each_case
 
 
 def parse(argv: list[str], env: dict[str, str] | None = None, **defaults: str) -> argparse.Namespace:
@@ -90,14 +91,14 @@ def read(argv: list[str], env: dict[str, str], flag: str, field: str | None) -> 
     return getattr(config(argv, env), field) if field else getattr(parse(argv, env), dest(flag))
 
 
-@pytest.mark.parametrize(("flag", "value", "variable", "field", "expected"), VALUES)
+@each_case(("flag", "value", "variable", "field", "expected"), VALUES)
 def test_a_flag_or_its_variable_sets_its_field(flag, value, variable, field, expected) -> None:
     assert read([flag, value], {}, flag, field) == expected
     assert read([], {variable: value}, flag, field) == expected
     assert read([], {variable: "  "}, flag, field) == read([], {}, flag, field)  # blank is unset
 
 
-@pytest.mark.parametrize(("flag", "negative", "variable", "field", "default"), SWITCHES)
+@each_case(("flag", "negative", "variable", "field", "default"), SWITCHES)
 def test_a_switch_has_two_flags_and_a_variable(flag, negative, variable, field, default) -> None:
     def state(argv: list[str], env: dict[str, str]) -> object:
         found = read(argv, env, flag, field)
@@ -184,7 +185,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("argv", "said"), BAD)
+@each_case(("argv", "said"), BAD)
 def test_an_error_of_use_is_one_line_and_exit_2(argv, said, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         parse(argv)

@@ -32,13 +32,14 @@ from dynamo.contract.requests.multimodal import (
 )
 from dynamo.contract.requests.structural_tag import serialize_structural_tag
 from dynamo.contract.requests.token_ids import normalize_request_token_ids, token_ids_len, token_ids_to_list
+from support.cases import each_case
 
 DECODE, AGG = DisaggregationMode.DECODE, DisaggregationMode.AGGREGATED
 
 # -- data-parallel rank -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("request_", "rank"),
     [
         ({}, None),
@@ -53,7 +54,7 @@ def test_the_forced_rank_is_what_the_router_says(request_: dict[str, Any], rank:
     assert forced_dp_rank(request_) == rank
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("rank", "start", "size", "expected", "warned"),
     [
         (None, 0, 4, None, False),
@@ -103,7 +104,7 @@ def test_decode_without_a_handoff_is_refused(request_: dict[str, Any]) -> None:
 # -- multimodal -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("request_", "expected"),
     [
         ({}, None),
@@ -132,7 +133,7 @@ def test_a_missing_encoder_result_names_the_role() -> None:
         require_encoder_result({}, AGG)
 
 
-@pytest.mark.parametrize("value", [[1], "x", 3, True])
+@each_case("value", [[1], "x", 3, True])
 def test_an_encoder_result_that_is_no_object_is_refused_on_both_sides(value: Any) -> None:
     with pytest.raises(ValueError, match="must be a JSON object"):
         require_encoder_result({"encoder_result": value}, AGG)
@@ -143,7 +144,7 @@ def test_an_encoder_result_that_is_no_object_is_refused_on_both_sides(value: Any
 # -- agent context ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("request_", "session"),
     [
         ({}, None),
@@ -164,7 +165,7 @@ def test_a_session_is_text_without_blanks(request_: dict[str, Any], session: str
 # -- logprobs: what was asked for -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "expected"),
     [
         ({}, (None, None)),
@@ -178,15 +179,15 @@ def test_logprob_options_are_counts_or_off(options: dict[str, Any], expected: tu
     assert parse_logprob_options(options) == expected
 
 
-@pytest.mark.parametrize("value", ["many", -1, 1.5, True, [1]])
-@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+@each_case("value", ["many", -1, 1.5, True, [1]])
+@each_case("name", ["logprobs", "prompt_logprobs"])
 def test_a_senseless_count_is_off_with_a_warning(name: str, value: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert parse_logprob_options({name: value}) == (None, None)
     assert name in caplog.text
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "expected"),
     [
         ({}, {}),
@@ -242,7 +243,7 @@ def test_plain_floats_have_no_alternatives() -> None:
     assert extract_from_completion_output(output([1, 2, 3], [-0.1, -0.2, -0.3, -0.4]), 1) == ([-0.2, -0.3], None)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "positions",
     [
         [{5: entry(-1)}, None],
@@ -336,7 +337,7 @@ def test_sglang_prompt_logprobs_keep_the_first_none() -> None:
 # -- small conversions ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("said", "meant"),
     [("abort", "cancelled"), ("abort:client", "cancelled"), ("aborted", "cancelled"), ("stop", "stop"), ("", "")],
 )
@@ -349,9 +350,7 @@ class Model:
         return {"a": 1}
 
 
-@pytest.mark.parametrize(
-    ("tag", "expected"), [(None, None), ('{"x":1}', '{"x":1}'), ({"a": 1}, {"a": 1}), (Model(), {"a": 1})]
-)
+@each_case(("tag", "expected"), [(None, None), ('{"x":1}', '{"x":1}'), ({"a": 1}, {"a": 1}), (Model(), {"a": 1})])
 def test_a_structural_tag_becomes_text(tag: Any, expected: Any) -> None:
     found = serialize_structural_tag(tag)
     assert found == expected if not isinstance(expected, dict) else json.loads(found) == expected

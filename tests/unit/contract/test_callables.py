@@ -19,6 +19,7 @@ from dynamo.protocol.openai.plain_text import conversation_text, cut, read_chunk
 from dynamo.worker.worker import Worker
 from support import callables
 from support.asgi_client import Exchange
+from support.cases import each_case
 from support.frontend_cluster import Cluster, cluster, memory_runtime
 from support.patience import PATIENCE_SECONDS
 
@@ -68,7 +69,7 @@ def said(answer: Exchange) -> str:
 # -- signatures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("function", "source", "kind"),
     [
         (callables.shout, Source.MESSAGES, CallableKind.ASYNC_GENERATOR),
@@ -97,7 +98,7 @@ def strange(prompt: str, banana: int) -> None: ...
 def by_position(prompt: str, /) -> None: ...
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("function", "sentence"),
     [
         (nothing, "takes no prompt: give it a parameter messages, prompt or token_ids"),
@@ -122,7 +123,7 @@ def test_a_command_line_names_a_function(tmp_path: Path, monkeypatch: pytest.Mon
         load_engine("app_of_a_user:seven")
 
 
-@pytest.mark.parametrize("function", [callables.shout, callables.letters, callables.in_thread, callables.plain])
+@each_case("function", [callables.shout, callables.letters, callables.in_thread, callables.plain])
 async def test_a_callable_of_text_keeps_the_contract(function: Any) -> None:
     if function is callables.in_thread:
         function = callables.plain  # endless by itself; cancellation is tested below
@@ -284,14 +285,14 @@ def test_a_lone_message_is_its_own_text() -> None:
     )
 
 
-@pytest.mark.parametrize("tokens", range(9))
+@each_case("tokens", range(9))
 def test_a_cut_never_divides_a_code_point(tokens: int) -> None:
     found = cut("aöb€", tokens)
     assert "aöb€".startswith(found)
     assert len(found.encode()) <= tokens or tokens == 0
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("chunk", "sentence"),
     [
         ("text", "expected an OpenAI chunk with choices, got str"),

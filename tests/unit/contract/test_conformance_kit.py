@@ -24,6 +24,7 @@ from dynamo.contract.conformance import (
 from dynamo.contract.engine import EngineConfig, LLMEngine, RawEngine
 from dynamo.runtime.context import Context
 from dynamo.worker.kv_publishing.publisher import PushSource
+from support.cases import each_case
 
 
 class Honest(LLMEngine):
@@ -225,7 +226,7 @@ def _short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_short_limits")
-@pytest.mark.parametrize("broken", TOKEN_BREAKERS, ids=lambda cls: cls.__name__)
+@each_case("broken", TOKEN_BREAKERS, ids=lambda cls: cls.__name__)
 async def test_each_broken_engine_is_named_exactly(broken: type[Honest]) -> None:
     with pytest.raises(ConformanceFailure) as caught:
         await run_conformance(broken)
@@ -237,7 +238,7 @@ def answering(**changes: Any) -> type[Answers]:
     return type("Answering", (Answers,), {"chunk": changes})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("broken", "name"),
     [
         (answering(token_ids=["1"]), "TokenIdsInvalid"),
@@ -262,7 +263,7 @@ async def test_a_chunk_that_no_server_can_use_is_named(broken: type[Honest], nam
     assert caught.value.name == name
 
 
-@pytest.mark.parametrize("word", ["STOP", " eos ", "length", "tool_calls", "content_filter"])
+@each_case("word", ["STOP", " eos ", "length", "tool_calls", "content_filter"])
 async def test_the_words_a_server_knows_pass(word: str) -> None:
     class Fine(Honest):
         def last(self, ids: list[int], reason: str, made: int) -> dict[str, Any]:
@@ -299,7 +300,7 @@ class BlocksWhenCancelled(Honest):
             yield chunk
 
 
-@pytest.mark.parametrize("broken", [EventLoopBlocked, BlocksEveryStep, BlocksInsideATask, BlocksWhenCancelled])
+@each_case("broken", [EventLoopBlocked, BlocksEveryStep, BlocksInsideATask, BlocksWhenCancelled])
 async def test_an_engine_that_blocks_the_loop_is_interrupted_and_its_line_is_named(broken: type[Honest]) -> None:
     before = signal.getsignal(signal.SIGUSR2)
     with pytest.raises(ConformanceFailure) as caught:
@@ -468,7 +469,7 @@ ENCODE_BREAKERS: list[tuple[str, Callable[[], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "broken"), ENCODE_BREAKERS, ids=lambda v: v if isinstance(v, str) else "")
+@each_case(("name", "broken"), ENCODE_BREAKERS, ids=lambda v: v if isinstance(v, str) else "")
 async def test_each_broken_encoder_is_named_exactly(name: str, broken: Callable[[], Any]) -> None:
     with pytest.raises(ConformanceFailure) as caught:
         await run_encode_conformance(broken)

@@ -31,6 +31,7 @@ from dynamo.contract.engine_config import read_engine_config
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import InvalidArgument
 from dynamo.logits_processing import BaseLogitsProcessor
+from support.cases import each_case
 
 MODES = list(DisaggregationMode)
 
@@ -57,8 +58,8 @@ PARTS = {"from_args": classmethod(_from_args), "start": _start, "generate": _gen
 # -- the abstract bases -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base", [LLMEngine, RawEngine, DiffusionEngine])
-@pytest.mark.parametrize("missing", sorted(PARTS))
+@each_case("base", [LLMEngine, RawEngine, DiffusionEngine])
+@each_case("missing", sorted(PARTS))
 def test_an_engine_without_one_of_the_four_cannot_be_made(base: type, missing: str) -> None:
     incomplete = type("Incomplete", (base,), {name: part for name, part in PARTS.items() if name != missing})
     with pytest.raises(TypeError, match=missing):
@@ -174,7 +175,7 @@ def test_the_flat_and_the_nested_form_are_the_same_configuration() -> None:
     assert read_engine_config(flat) == read_engine_config(nested)
 
 
-@pytest.mark.parametrize("name", sorted(LLM_VALUES))
+@each_case("name", sorted(LLM_VALUES))
 def test_an_explicit_flat_value_beats_the_nested_one_and_unset_ones_are_filled(name: str) -> None:
     other = "elsewhere" if name == "bootstrap_host" else 5
     config = EngineConfig("m", **{name: other}, llm=LlmRegistration(**LLM_VALUES))
@@ -234,7 +235,7 @@ def test_mutable_defaults_are_not_shared() -> None:
     assert (other.runtime_data, other.model_aliases) == ({}, [])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("override", "served", "expected"),
     [(None, None, "m"), (None, "s", "s"), ("o", "s", "o"), ("", "s", "s"), ("", "", "m")],
 )
@@ -269,16 +270,14 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(WRONG))
-@pytest.mark.parametrize(
-    "build", [lambda values: EngineConfig("m", **values), lambda v: SimpleNamespace(model="m", **v)]
-)
+@each_case("name", sorted(WRONG))
+@each_case("build", [lambda values: EngineConfig("m", **values), lambda v: SimpleNamespace(model="m", **v)])
 def test_a_value_of_the_wrong_type_is_an_error_that_names_it(build, name: str) -> None:
     with pytest.raises(InvalidArgument, match=f"EngineConfig.{name} must be"):
         read_engine_config(build({name: WRONG[name]}))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "value"),
     [("bootstrap_port", 65536), ("context_length", 0), ("kv_cache_block_size", -1), ("data_parallel_size", True)],
 )
@@ -287,7 +286,7 @@ def test_a_number_the_card_cannot_carry_is_an_error(name: str, value: int) -> No
         read_engine_config(EngineConfig("m", **{name: value}))
 
 
-@pytest.mark.parametrize("source", [None, {}, SimpleNamespace(), SimpleNamespace(model=None)])
+@each_case("source", [None, {}, SimpleNamespace(), SimpleNamespace(model=None)])
 def test_something_without_a_model_is_refused(source: object) -> None:
     with pytest.raises(InvalidArgument, match="model"):
         read_engine_config(source)
@@ -310,7 +309,7 @@ def test_an_attribute_that_fails_is_not_an_absent_one() -> None:
 FORCED = ForcedTokenSequenceSpec((1, 2, 3), 9)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_case("mode", MODES)
 def test_only_workers_that_produce_text_generate(mode: DisaggregationMode) -> None:
     generates = mode.value in ("agg", "decode")
     assert is_generation_stage(mode) is generates

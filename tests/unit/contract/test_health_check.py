@@ -19,6 +19,7 @@ from dynamo.contract.health_check import (
     resolve_health_check_payload,
 )
 from dynamo.health_check import HealthCheckPayload, load_health_check_from_env
+from support.cases import each_case
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def no_override(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DYN_HEALTH_CHECK_PAYLOAD", raising=False)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "probe"), [(True, True), (1, False), ("true", False), (False, False), (None, False), ([True], False)]
 )
 def test_only_true_itself_marks_a_probe(value: Any, probe: bool) -> None:
@@ -63,7 +64,7 @@ def test_the_environment_may_name_a_file(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert load_health_check_from_env() == {"a": 1}
 
 
-@pytest.mark.parametrize("value", ["{nope", "[1]", "3", "@/nonexistent/payload.json"])
+@each_case("value", ["{nope", "[1]", "3", "@/nonexistent/payload.json"])
 def test_an_unusable_payload_is_a_warning_and_none(caplog: pytest.LogCaptureFixture, value: str) -> None:
     assert parse_health_check_payload_cli(value) is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -79,7 +80,7 @@ def test_the_flag_is_marked() -> None:
     assert parse_health_check_payload_cli('{"a":1}') == {"a": 1, "_HEALTH_CHECK": True}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("operator", "env", "engine", "expected"),
     [
         ({"o": 1}, '{"v":1}', {"e": 1}, {"o": 1}),
@@ -108,7 +109,7 @@ def test_a_payload_that_is_no_object_switches_the_canary_off_with_a_warning(
     assert "canary is off" in caplog.text
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("tokenizer", "expected"),
     [
         (SimpleNamespace(bos_token_id=5), 5),

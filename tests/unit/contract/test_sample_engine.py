@@ -14,6 +14,7 @@ from dynamo.engines.sample.engine import SampleLLMEngine
 from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.context import Context
 from dynamo.worker.kv_publishing.publisher import PushSource
+from support.cases import each_case
 
 AGG, PREFILL, DECODE, ENCODE = DisaggregationMode
 MEDIA = {"multi_modal_data": {"image": [{"Url": "data:image/png;base64,AA=="}]}, "mm_processor_kwargs": {"a": 1}}
@@ -56,9 +57,7 @@ async def test_an_answer_has_as_many_chunks_as_tokens_and_ends_in_length(count: 
     assert all(set(item) == {"token_ids", "index"} for item in chunks[:-1])
 
 
-@pytest.mark.parametrize(
-    "body", [{"token_ids": [1]}, request(1), request(1, 0), {"token_ids": [1], "stop_conditions": None}]
-)
+@each_case("body", [{"token_ids": [1]}, request(1), request(1, 0), {"token_ids": [1], "stop_conditions": None}])
 async def test_a_request_that_does_not_say_gets_the_engines_length(body: dict[str, Any]) -> None:
     assert len(await collect(engine(max_tokens=4), body)) == 4
 
@@ -194,7 +193,7 @@ async def test_an_encoders_result_is_used_as_it_is() -> None:
     assert chunks[-1]["engine_data"]["sample_multimodal"] is result
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("more", "said"),
     [
         ({}, "no encoder_result"),
@@ -402,7 +401,7 @@ async def test_an_image_request_gets_one_answer_with_as_many_pictures() -> None:
     assert three["data"] == [{"b64_json": PIXEL_PNG}] * 3
 
 
-@pytest.mark.parametrize("count", [0, 11, -1, "2", 1.0, True])
+@each_case("count", [0, 11, -1, "2", 1.0, True])
 async def test_a_senseless_number_of_images_is_refused(count: Any) -> None:
     with pytest.raises(ValueError, match=r"n must be an integer in 1\.\.10"):
         await collect(SampleDiffusionEngine(delay=0), {"prompt": "x", "n": count})

@@ -15,6 +15,7 @@ from dynamo.contract import telemetry
 from dynamo.contract.telemetry import MAX_GAPS, GenerateSpan, _Gaps, nearest_rank
 from dynamo.runtime.context import Context
 from dynamo.runtime.tracing import NO_SPAN, TraceContext, install_tracing, reset_tracing
+from support.cases import each_case
 
 
 class SpyContext:
@@ -149,7 +150,7 @@ def test_the_link_names_the_request_span() -> None:
     recorder.dropped()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("values", "quantile", "expected"),
     [([1, 2, 3, 4, 5], 0.5, 3), ([1, 2, 3, 4, 5], 0.99, 5), ([1, 2], 0.5, 2), ([7], 0.99, 7), ([1, 2, 3], 0.0, 1)],
 )

@@ -15,6 +15,7 @@ from dynamo.contract.modes import (
 )
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType, parse_endpoint_types
+from support.cases import each_case
 
 PREFILL = DisaggregationMode.PREFILL
 MINIMAL = {"namespace": "ns", "discovery_backend": "file", "request_plane": "tcp", "event_plane": None}
@@ -120,7 +121,7 @@ def test_an_unknown_structural_tag_word_is_an_error_that_names_the_field(name: s
         WorkerConfig("ns", **{name: "maybe"})
 
 
-@pytest.mark.parametrize("mode", list(DisaggregationMode))
+@each_case("mode", list(DisaggregationMode))
 def test_decode_and_encode_workers_answer_no_recovery_queries(mode: DisaggregationMode) -> None:
     assert WorkerConfig("ns", disaggregation_mode=mode).local_indexer_enabled is (mode.value in ("agg", "prefill"))
     assert not WorkerConfig("ns", disaggregation_mode=mode, enable_local_indexer=False).local_indexer_enabled
@@ -134,7 +135,7 @@ def test_the_four_required_attributes_are_enough() -> None:
     assert config == WorkerConfig("ns", model_name="path", discovery_backend="file")
 
 
-@pytest.mark.parametrize("name", sorted(MINIMAL))
+@each_case("name", sorted(MINIMAL))
 def test_without_a_required_attribute_there_is_no_configuration(name: str) -> None:
     source = runtime()
     delattr(source, name)
@@ -142,7 +143,7 @@ def test_without_a_required_attribute_there_is_no_configuration(name: str) -> No
         WorkerConfig.from_runtime_config(source, "path")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("attribute", "value", "field", "expected"),
     [
         ("component", "c", "component", "c"),
@@ -226,7 +227,7 @@ class Foreign(Enum):
     SIDEWAYS = 9
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "expected"),
     [
         (None, DisaggregationMode.AGGREGATED),
@@ -239,7 +240,7 @@ def test_roles_are_coerced_by_member_name(value: object, expected: Disaggregatio
     assert coerce_disaggregation_mode(value) is expected
 
 
-@pytest.mark.parametrize("value", ["prefill", 2, Foreign.SIDEWAYS, object()])
+@each_case("value", ["prefill", 2, Foreign.SIDEWAYS, object()])
 def test_a_role_that_is_no_enum_is_a_type_error(value: object) -> None:
     with pytest.raises(TypeError, match="DisaggregationMode"):
         coerce_disaggregation_mode(value)
@@ -247,7 +248,7 @@ def test_a_role_that_is_no_enum_is_a_type_error(value: object) -> None:
         WorkerConfig.from_runtime_config(runtime(disaggregation_mode=value), "p")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "mode"),
     [
         ("agg", DisaggregationMode.AGGREGATED),
@@ -267,7 +268,7 @@ def test_an_unknown_slug_lists_the_four() -> None:
         parse_disaggregation_mode("both")
 
 
-@pytest.mark.parametrize(("mode", "number"), list(zip(DisaggregationMode, (1, 2, 3, 4), strict=True)))
+@each_case(("mode", "number"), list(zip(DisaggregationMode, (1, 2, 3, 4), strict=True)))
 def test_the_low_level_roles_are_numbers(mode: DisaggregationMode, number: int) -> None:
     native = native_disaggregation_mode(mode)
     assert native == number
@@ -305,7 +306,7 @@ def test_a_card_may_name_surfaces_from_the_future() -> None:
     assert ModelType.from_card("Chat | Telepathy") == ModelType.Chat
 
 
-@pytest.mark.parametrize("flag", [flag for flag in ModelType if flag])
+@each_case("flag", [flag for flag in ModelType if flag])
 def test_each_surface_can_be_asked_for(flag: ModelType) -> None:
     asked = {
         "TensorBased": "tensor",
@@ -314,14 +315,14 @@ def test_each_surface_can_be_asked_for(flag: ModelType) -> None:
     assert not getattr(ModelType.Empty, f"supports_{asked}")()
 
 
-@pytest.mark.parametrize("role", list(WorkerType))
+@each_case("role", list(WorkerType))
 def test_roles_survive_the_card(role: WorkerType) -> None:
     assert WorkerType.from_card(str(role)) is role
     with pytest.raises(InvalidArgument, match="unknown worker type"):
         WorkerType.from_card("janitor")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "expected"),
     [
         ("chat", ModelType.Chat),
@@ -336,7 +337,7 @@ def test_endpoint_types_are_a_comma_list(text: str, expected: ModelType) -> None
     assert parse_endpoint_types(text) == expected
 
 
-@pytest.mark.parametrize("text", ["prefill", "chat,chta", "", " , "])
+@each_case("text", ["prefill", "chat,chta", "", " , "])
 def test_unknown_or_no_endpoint_types_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="endpoint type"):
         parse_endpoint_types(text)

@@ -17,6 +17,7 @@ import yaml
 from dynamo.frontend.args import parse_args
 from dynamo.runtime.discovery.kubernetes_records import GROUP, KIND, PLURAL, SELECTOR, VERSION
 from dynamo.runtime.settings import SystemSettings
+from support.cases import each_case
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
@@ -72,9 +73,7 @@ def check(value: Any, kind: str, where: str) -> None:
         model(**{names[key]: each for key, each in value.items()})  # raises ValueError for what is missing
 
 
-@pytest.mark.parametrize(
-    "found", MANIFESTS, ids=lambda found: f"{found['kind']}-{found.get('metadata', {}).get('name')}"
-)
+@each_case("found", MANIFESTS, ids=lambda found: f"{found['kind']}-{found.get('metadata', {}).get('name')}")
 def test_a_manifest_has_the_shape_of_the_api(found: dict[str, Any]) -> None:
     if found["kind"] == "Kustomization":
         assert {(DEPLOY / "kubernetes" / name).exists() for name in found["resources"]} == {True}
@@ -161,7 +160,7 @@ SERVICE_SCHEMA = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COMPOSE["services"])
+@each_case("name", COMPOSE["services"])
 def test_a_service_of_the_compose_file_has_the_shape_it_should(name: str) -> None:
     service = COMPOSE["services"][name]
     jsonschema.validate(service, SERVICE_SCHEMA)

@@ -19,6 +19,7 @@ from dynamo.contract.conformance import FAILURE_NAMES
 from dynamo.errors import RULES
 from dynamo.frontend.args import build_parser
 from dynamo.runtime.request_plane import metrics as plane_metrics
+from support.cases import each_case
 from support.doc_pages import PAGES, READ, ROOT, code, rows
 
 SOURCE = ROOT / "src" / "dynamo"
@@ -32,7 +33,7 @@ def anchor(heading: str) -> str:
     return plain.replace(" ", "-")
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@each_case("path", PAGES, ids=lambda path: path.name)
 def test_every_internal_link_leads_somewhere(path: Path) -> None:
     lost = []
     for target in re.findall(r"\]\(([^)\s]+)\)", READ[path.name].prose):

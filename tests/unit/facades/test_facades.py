@@ -13,6 +13,7 @@ import dynamo.errors
 import dynamo.llm
 import dynamo.llm.exceptions
 from dynamo._core import MediaDecoder, MediaFetcher, log_message
+from support.cases import each_case
 
 EXCEPTIONS = (
     "DynamoException Unknown InvalidArgument CannotConnect Disconnected ConnectionTimeout Cancelled EngineShutdown "
@@ -144,7 +145,7 @@ def test_every_module_of_the_guides_paths_is_in_the_list() -> None:
     assert found == set(FACADES)
 
 
-@pytest.mark.parametrize(("path", "room"), [(p, r) for p, r in FACADES.items() if r.startswith("dynamo.")])
+@each_case(("path", "room"), [(p, r) for p, r in FACADES.items() if r.startswith("dynamo.")])
 def test_a_facade_defines_nothing_of_its_own(path: str, room: str) -> None:
     facade, origin = importlib.import_module(path), importlib.import_module(room)
     if facade is origin:
@@ -158,7 +159,7 @@ def test_a_facade_defines_nothing_of_its_own(path: str, room: str) -> None:
         assert [name for name in names if getattr(origin, name) is not getattr(facade, name)] == []
 
 
-@pytest.mark.parametrize("path", sorted(NAMES))
+@each_case("path", sorted(NAMES))
 def test_every_published_name_is_importable_from_its_path(path: str) -> None:
     module = importlib.import_module(path)
     assert [name for name in NAMES[path].split() if not hasattr(module, name)] == []
@@ -170,7 +171,7 @@ def test_the_front_door_exports_the_published_names_and_no_more() -> None:
     )
 
 
-@pytest.mark.parametrize("name", EXCEPTIONS.split())
+@each_case("name", EXCEPTIONS.split())
 def test_an_exception_is_the_same_class_under_every_name(name: str) -> None:
     assert getattr(dynamo._core, name) is getattr(dynamo.llm.exceptions, name) is getattr(dynamo.errors, name)
 
@@ -219,7 +220,7 @@ def test_media_settings_are_plain_json() -> None:
         fetcher.timeout_ms(0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("level", "number"),
     [
         ("trace", 10),

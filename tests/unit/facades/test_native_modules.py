@@ -36,12 +36,13 @@ from dynamo.engines.sample.engine import SampleLLMEngine
 from dynamo.errors import HttpError, InvalidArgument
 from dynamo.llm import MediaFetcher, ModelInput, ModelRuntimeConfig, ModelType, fetch_model, register_model
 from dynamo.runtime import DistributedRuntime
+from support.cases import each_case
 
 # -- names --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(ABSENT))
-@pytest.mark.parametrize("module", ["dynamo._core", "dynamo.llm"])
+@each_case("name", sorted(ABSENT))
+@each_case("module", ["dynamo._core", "dynamo.llm"])
 def test_a_name_that_is_not_here_names_its_like(module: str, name: str) -> None:
     with pytest.raises(ImportError, match=rf"{module}\.{name} is not part of dynamo-unified; \w"):
         getattr(importlib.import_module(module), name)
@@ -57,7 +58,7 @@ def test_a_name_that_nobody_has_is_an_attribute_error() -> None:
     assert not hasattr(dynamo._core, "Nothing")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("module", "like"),
     [
         ("dynamo.common.http", "MediaFetcher"),
@@ -77,7 +78,7 @@ def test_the_native_module_has_the_names_of_the_lower_level_path() -> None:
     assert dynamo._core.register_model is register_model
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "number"),
     [("my-lora", 868637996), ("", 1979294118), ("a", 1500095571), ("sql", 789992715), ("ü", 658731773)],
 )
@@ -140,7 +141,7 @@ def test_an_endpoint_has_three_parts(text: str) -> None:
     assert parse_endpoint(text) == ("a", "b", "c")
 
 
-@pytest.mark.parametrize("text", ["a.b", "dyn://a.b.c.d", "", "a/b/c"])
+@each_case("text", ["a.b", "dyn://a.b.c.d", "", "a/b/c"])
 def test_an_endpoint_without_three_parts_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r"NAMESPACE\.COMPONENT\.ENDPOINT"):
         parse_endpoint(text)
@@ -208,7 +209,7 @@ async def test_the_taints_route_answers_with_a_status() -> None:
 CLOSED = {"type": "object", "additionalProperties": False}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("schema", "only_empty"),
     [
         (CLOSED, True),
@@ -226,7 +227,7 @@ def test_a_schema_of_the_empty_object(schema: Any, only_empty: bool) -> None:
     assert admits_only_empty_object(schema) is only_empty
 
 
-@pytest.mark.parametrize(
+@each_case(
     "schema",
     [
         {"$ref": "#"},
@@ -246,7 +247,7 @@ def test_references_that_never_reach_a_value_are_rejected(schema: Any) -> None:
     assert caught.value.code == 400
 
 
-@pytest.mark.parametrize(
+@each_case(
     "schema",
     [
         {},
@@ -307,7 +308,7 @@ def test_the_budget_of_reasoning_tokens() -> None:
 # -- flags --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "default", "value"),
     [
         ("5", 3, 5),

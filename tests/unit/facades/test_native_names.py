@@ -24,9 +24,10 @@ from dynamo.errors import InvalidArgument
 from dynamo.llm import ModelRuntimeConfig, RouterMode
 from dynamo.runtime.client import Annotated
 from dynamo.runtime.context import Context
+from support.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("native", "ours"),
     [
         ("RoundRobin", "ROUND_ROBIN"),
@@ -57,7 +58,7 @@ def test_an_annotated_item_reports_whether_it_is_an_error(event: str | None, is_
 # -- keywords -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("function", "parameters"),
     [
         (validate_global_dp_rank, "dp_rank dp_start dp_size backend_label"),
@@ -104,7 +105,7 @@ def test_prompt_logprobs_without_text_are_decoded() -> None:
     assert read(output) == [None, {"1": {"logprob": -1.0, "rank": 2}}, {"2": {"logprob": -2.0, "decoded_token": "x"}}]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "stops", "length"),
     [
         ("abcEN", {"END", "X"}, 2),
@@ -146,7 +147,7 @@ async def test_packed_token_ids_are_counted_as_tokens(engine: Any) -> None:
     assert chunks[-1]["completion_usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
 
 
-@pytest.mark.parametrize("mode", list(DisaggregationMode))
+@each_case("mode", list(DisaggregationMode))
 def test_an_encode_worker_publishes_no_load(mode: DisaggregationMode) -> None:
     ranks = [] if mode is DisaggregationMode.ENCODE else [0]
     assert SampleLLMEngine(disaggregation_mode=mode).component_metrics_dp_ranks() == ranks
@@ -155,7 +156,7 @@ def test_an_encode_worker_publishes_no_load(mode: DisaggregationMode) -> None:
 # -- errors of the helpers ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     "call",
     [
         lambda: require_prefill_result({}, DisaggregationMode.DECODE),
@@ -203,7 +204,7 @@ async def test_every_kind_of_engine_has_the_control_and_update_hooks() -> None:
 # -- setters of the runtime configuration -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "values", "error"),
     [
         ("total_kv_blocks", ["1", 1.5, {"a": 1}], TypeError),
@@ -231,7 +232,7 @@ def test_a_setter_rejects_what_the_native_one_rejects(name: str, values: list[An
     assert getattr(config, name) == before
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "value", "stored"),
     [
         ("total_kv_blocks", 2**63, 2**63),
@@ -252,7 +253,7 @@ def test_a_setter_stores_what_the_native_one_stores(name: str, value: Any, store
     assert type(getattr(config, name)) is type(stored)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("tag", "error"),
     [
         ({"scpoe": "auto"}, ValueError),

@@ -18,6 +18,7 @@ from dynamo.frontend.args import parse_args
 from dynamo.frontend.http.admin import ADMIN_CONNECTIONS, log_exposure
 from dynamo.frontend.http.server import HttpServer, PortInUse, bind_admin
 from dynamo.frontend.settings import FrontendSettings
+from support.cases import each_case
 from support.frontend_cluster import Cluster, cluster
 
 CLUSTER = {"ETCD_ENDPOINTS": "http://etcd:2379"}
@@ -107,7 +108,7 @@ def test_an_admin_host_that_is_not_ours_is_named() -> None:
         bind_admin(FrontendSettings(admin_port=0, admin_host="192.0.2.1"))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("argv", "env", "host"),
     [
         ([], {}, "127.0.0.1"),

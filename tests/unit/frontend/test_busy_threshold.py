@@ -15,6 +15,7 @@ from dynamo.frontend.busy_threshold import LOAD_TOPIC
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router import busy_workers
 from dynamo.router.busy_workers import BusyThresholds, LoadReport
+from support.cases import each_case
 from support.frontend_cluster import Cluster, ScriptedWorker, cluster
 from support.patience import PATIENCE_SECONDS
 
@@ -174,7 +175,7 @@ def test_busy_is_any_threshold_that_is_passed(
     assert found == any(passed)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "argv",
     [
         ["--active-decode-blocks-threshold", "1.5"],

@@ -11,6 +11,7 @@ from dynamo.frontend.args import parse_args
 from dynamo.frontend.native_flags import INERT, REFUSED
 from dynamo.frontend.settings import ApiLimits, FrontendSettings
 from dynamo.settings.table import Setting
+from support.cases import each_case
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str], env: dict[str, str] | None = None) -> str:
@@ -35,7 +36,7 @@ def test_a_flag_wins_over_its_variable() -> None:
     assert (settings.http_port, settings.namespace) == (9001, "from-env")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("env", "field", "value"),
     [
         ({"DYN_HTTP_OVERLOAD_STATUS_CODE": "503"}, "overload_status", 503),
@@ -86,17 +87,17 @@ def written(made: Setting) -> list[str]:
     return [made.flags[0]] if made.read.is_switch else [made.flags[0], "1"]
 
 
-@pytest.mark.parametrize("made", REFUSED, ids=lambda made: made.flags[0])
+@each_case("made", REFUSED, ids=lambda made: made.flags[0])
 def test_a_feature_that_is_not_built_is_refused_by_name(made: Setting, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"error: {made.flags[0]} is not in this version" in refused(written(made), capsys)
 
 
-@pytest.mark.parametrize("made", INERT, ids=lambda made: made.flags[0])
+@each_case("made", INERT, ids=lambda made: made.flags[0])
 def test_a_flag_without_an_effect_is_accepted(made: Setting) -> None:
     assert parse_args(written(made), {}) == parse_args([], {})
 
 
-@pytest.mark.parametrize("made", [made for made in REFUSED if made.read.is_switch], ids=lambda made: made.flags[0])
+@each_case("made", [made for made in REFUSED if made.read.is_switch], ids=lambda made: made.flags[0])
 def test_switching_off_what_does_not_exist_is_fine(made: Setting) -> None:
     parse_args([made.negative_flag], {})
 
@@ -105,7 +106,7 @@ def test_the_short_name_of_a_refused_flag_is_known(capsys: pytest.CaptureFixture
     assert "error: -i is not in this version" in refused(["-i"], capsys)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("argv", "part"),
     [
         (["--http-port", "http"], "'http' is not an integer"),
@@ -129,7 +130,7 @@ def test_an_error_of_use_is_one_line_and_status_2(
     assert part in refused(argv, capsys)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("env", "part"),
     [
         ({"DYN_HTTP_PORT": "99999"}, "DYN_HTTP_PORT: 99999 is not a port"),

@@ -13,6 +13,7 @@ from dynamo.frontend.http.offload import takes_long
 from dynamo.frontend.metrics import FrontendMetrics, log_buckets
 from dynamo.protocol.openai.sse import KEEP_ALIVE
 from dynamo.runtime.metrics import MetricsRegistry
+from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 
 # -- admission -----------------------------------------------------------------------------------------------------------
@@ -37,7 +38,7 @@ def test_after_draining_began_no_request_is_admitted(stage: Stage) -> None:
         admission.enter()
 
 
-@pytest.mark.parametrize(("before", "after"), list(product(Stage, Stage)))
+@each_case(("before", "after"), list(product(Stage, Stage)))
 def test_a_stage_is_left_only_as_the_table_says(before: Stage, after: Stage) -> None:
     admission = Admission(1)
     admission.stage = before
@@ -67,7 +68,7 @@ async def test_waiting_for_idle_gives_up_in_time() -> None:
 # -- metrics -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "bounds"),
     [
         ((1, 512, 10), (0, 2, 4, 8, 16, 32, 64, 130, 260, 510)),
@@ -83,7 +84,7 @@ def test_buckets_are_the_native_ones(settings: tuple[float, float, int], bounds:
     assert log_buckets(*settings) == bounds
 
 
-@pytest.mark.parametrize("settings", [(0, 1, 5), (2, 1, 5), (1, 2, 1), (1, 2, 65)])
+@each_case("settings", [(0, 1, 5), (2, 1, 5), (1, 2, 1), (1, 2, 65)])
 def test_buckets_that_make_no_sense_are_refused(settings: tuple[float, float, int]) -> None:
     with pytest.raises(ValueError, match="need 0 < min < max"):
         log_buckets(*settings)

@@ -22,6 +22,7 @@ from dynamo.frontend.http.group.messages import (
     write,
 )
 from dynamo.frontend.http.group.places import Field, Places, SharedAdmission
+from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 
 
@@ -60,7 +61,7 @@ def test_draining_is_the_business_of_each_process(places: Places) -> None:
     other.enter()
 
 
-@pytest.mark.parametrize(
+@each_case(
     "message",
     [
         Ready(),

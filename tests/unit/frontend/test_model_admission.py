@@ -26,6 +26,7 @@ from dynamo.frontend.admission.model import (
 from dynamo.protocol.openai.shapes import AgentHints, NvExt
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
+from support.cases import each_case
 from support.frontend_cluster import cluster, say
 from support.properties import examples
 
@@ -54,7 +55,7 @@ def reason_for(model: ModelAdmission, urgency: Urgency = Urgency.NORMAL, now: fl
 # -- places --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("in_flight", "refused"),
     [
         (79, {}),
@@ -69,7 +70,7 @@ def test_the_last_places_are_for_what_is_more_urgent(in_flight: int, refused: Ma
     assert {each: why for each in Urgency if (why := reason_for(model, each))} == refused
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("limit", "capacity", "share", "places"),
     [
         ("64", None, 1.0, 64),
@@ -96,13 +97,13 @@ def test_a_factor_follows_the_workers_that_come_and_go() -> None:
     assert model.ignores_factor
 
 
-@pytest.mark.parametrize("text", ["", "x", "0", "-1", "1.5", "0x", "nanx", "infx", "many"])
+@each_case("text", ["", "x", "0", "-1", "1.5", "0x", "nanx", "infx", "many"])
 def test_a_limit_that_is_none_is_refused_in_one_sentence(text: str) -> None:
     with pytest.raises(ValueError, match=r"^.{5,90}$"):
         RequestLimit.parse(text)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("hints", "urgency"),
     [
         (None, Urgency.NORMAL),
@@ -121,7 +122,7 @@ def test_what_a_priority_means(hints: dict[str, int] | None, urgency: Urgency) -
 # -- the age of the queue ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("age", "refused"),
     [(5.0, set()), (5.1, {Urgency.LOW}), (10.1, {Urgency.LOW, Urgency.NORMAL}), (20.1, set(Urgency))],
 )
@@ -149,7 +150,7 @@ def test_the_queue_is_as_old_as_the_oldest_without_a_token() -> None:
     assert [*ages, model.queue_age_seconds(5.0)] == [4.0, 2.0, 0.0]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("asked", "capacity", "limit"),
     [(None, None, None), (None, 8, DEFAULT_QUEUE_AGE_SECONDS), (0.0, 8, None), (7.0, None, 7.0)],
 )
@@ -162,7 +163,7 @@ def test_the_age_is_bounded_by_default_only_where_the_places_are_known(
 # -- when to come again --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("per_second", "waiting", "seconds"), [(10, 40, 4), (10, 1, 1), (2, 40, 20), (1, 600, 60)])
+@each_case(("per_second", "waiting", "seconds"), [(10, 40, 4), (10, 1, 1), (2, 40, 20), (1, 600, 60)])
 def test_retry_after_is_the_queue_by_the_rate_of_first_tokens(per_second: int, waiting: int, seconds: int) -> None:
     model, now = admission(), 0.0
     for _ in range(20 * per_second):

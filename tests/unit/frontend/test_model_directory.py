@@ -22,6 +22,7 @@ from dynamo.router.pool import WorkerClient
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Delete, Put
 from dynamo.text.model import TextModel
 from dynamo.worker.registration import build_card, read_model_directory
+from support.cases import each_case
 from support.frontend_cluster import Cluster, cluster, memory_runtime, say
 from support.patience import PATIENCE_SECONDS
 from support.tiny_model import write_tiny_model
@@ -106,12 +107,12 @@ def test_a_rewritten_card_is_ignored_unless_only_taints_changed(caplog: pytest.L
     assert "rewritten with another fingerprint" in caplog.text
 
 
-@pytest.mark.parametrize("value", [b"", b"{", b"[]", b'{"type":"Model"}', b'{"type":"Endpoint"}'])
+@each_case("value", [b"", b"{", b"[]", b'{"type":"Model"}', b'{"type":"Endpoint"}'])
 def test_a_record_that_cannot_be_read_is_ignored(value: bytes) -> None:
     assert CardBook(Scope()).apply([Put(f"{MODEL_CARDS}/ns/c/e/1", value)]) == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("scope", "served"),
     [
         (Scope(), {"a", "ab", "b"}),

@@ -6,6 +6,7 @@ import pytest
 
 from dynamo.frontend import args
 from dynamo.settings.table import Status
+from support.cases import each_case
 
 FLAGS = """
 --active-prefill-tokens-threshold-frac --router-conditional-disagg-config --router-session-affinity-mode
@@ -57,7 +58,7 @@ def test_no_native_flag_is_unknown() -> None:
     assert [flag for flag in NATIVE if flag not in known] == []
 
 
-@pytest.mark.parametrize("flag", with_status(Status.REFUSED))
+@each_case("flag", with_status(Status.REFUSED))
 def test_a_native_flag_that_is_not_built_is_refused_by_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         args.parse_args(written(flag), env={})
@@ -65,7 +66,7 @@ def test_a_native_flag_that_is_not_built_is_refused_by_name(flag: str, capsys: p
     assert f"error: {flag} is not in this version (" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", with_status(Status.INERT))
+@each_case("flag", with_status(Status.INERT))
 def test_a_native_flag_without_an_effect_changes_nothing(flag: str) -> None:
     assert args.parse_args(written(flag), env={}) == args.parse_args([], env={})
 

@@ -13,6 +13,7 @@ import pytest
 
 from dynamo.frontend.args import parse_args
 from dynamo.frontend.http.server import HttpServer
+from support.cases import each_case
 from support.frontend_cluster import cluster, say
 from support.http_client import CHAT, Reply, ask
 
@@ -119,7 +120,7 @@ def test_origins_come_from_flags_or_the_environment() -> None:
     assert parse_args([], {"DYN_CORS_ORIGINS": f"{PAGE}, http://b"}).cors_origins == (PAGE, "http://b")
 
 
-@pytest.mark.parametrize("origin", ["app.example.com", "https://app.example.com/", "ftp://x", "https://"])
+@each_case("origin", ["app.example.com", "https://app.example.com/", "ftp://x", "https://"])
 def test_what_is_not_an_origin_is_refused(origin: str, capsys: pytest.CaptureFixture[str]) -> None:
     for argv, env in ((["--cors-origin", origin], {}), ([], {"DYN_CORS_ORIGINS": origin})):
         with pytest.raises(SystemExit) as leaving:

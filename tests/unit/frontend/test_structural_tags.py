@@ -12,6 +12,7 @@ from dynamo.protocol.openai.requests import parse_chat
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.reference.structural_tag import structural_grammar
 from dynamo.text.tools import TOOL_FORMATS
+from support.cases import each_case
 from support.frontend_cluster import cluster, say
 
 PARAMETERS = {
@@ -42,7 +43,7 @@ def test_a_worker_that_did_not_opt_in_gets_none() -> None:
     assert tag({}, tool_choice="required") is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("config", "fields", "expected"),
     [
         (ON, {}, None),
@@ -63,7 +64,7 @@ def test_when_a_tag_applies_and_how_strict_it_is(config: dict[str, Any], fields:
     assert (None if found is None else schemas(found)) == expected
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "must_come", "is_one"),
     [
         ({}, False, False),
@@ -81,7 +82,7 @@ def call(arguments: str, name: str = "f") -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("choice", "text", "fits"),
     [
         ("required", call('{"x": 1}'), True),

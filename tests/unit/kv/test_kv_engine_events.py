@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.kv.engine_events import BadPayload, Cleared, EngineBatch, Removed, Stored, read_payload
+from support.cases import each_case
 
 
 def read(*events: Any, rank: Any = ...) -> EngineBatch:
@@ -41,7 +42,7 @@ def test_removed_and_cleared() -> None:
     assert batch.dp_rank == 3
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("medium", "tier"),
     [
         (None, "device"),
@@ -93,7 +94,7 @@ def test_blocks_that_contradict_themselves_become_an_empty_removal(members: dict
     assert (batch.events, batch.suspicious) == ([Removed([])], 1)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("event", "said"),
     [
         ({"block_hashes": []}, "needs a type"),
@@ -115,9 +116,7 @@ def test_an_event_that_cannot_be_read_is_named_and_the_others_count(event: Any, 
     assert said in batch.issues[0]
 
 
-@pytest.mark.parametrize(
-    "payload", [b"", b"\xc1", b"\x80", msgspec.msgpack.encode([1]), msgspec.msgpack.encode([1, 2])]
-)
+@each_case("payload", [b"", b"\xc1", b"\x80", msgspec.msgpack.encode([1]), msgspec.msgpack.encode([1, 2])])
 def test_what_is_no_payload_is_refused(payload: bytes) -> None:
     with pytest.raises(BadPayload):
         read_payload(payload)

@@ -6,12 +6,13 @@ from hypothesis import strategies as st
 
 from dynamo.kv import block_hashes, sequence_hashes, to_unsigned
 from dynamo.kv.hashing import block_seed, extend_sequence, media_by_block, media_pad_token, with_pad_tokens
+from support.cases import each_case
 
 TOKENS = list(range(1, 33))
 PLAIN = [16863443419780771464, 2287610619914608821]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "expected"),
     [
         ({}, PLAIN),
@@ -56,7 +57,7 @@ def test_media_hashes_count_in_any_order() -> None:
     assert block_hashes(TOKENS, 16, mm_hashes={0: [9, 7]}) == block_hashes(TOKENS, 16, mm_hashes={0: [7, 9]})
 
 
-@pytest.mark.parametrize("value", [-1, -(2**63), 0, 2**64 - 1])
+@each_case("value", [-1, -(2**63), 0, 2**64 - 1])
 def test_signed_hashes_become_unsigned_with_the_same_bits(value: int) -> None:
     assert to_unsigned(value) == value % 2**64
 

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.kv.ledger import KvLedger
+from support.cases import each_case
 
 
 def wrap(event_id: int, tier: str, data: Any) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def test_a_dump_says_what_the_events_said(script: list[tuple[str, int, int]]) ->
         assert len(run["blocks"]) <= 128
 
 
-@pytest.mark.parametrize("length", [1, 128, 129, 300])
+@each_case("length", [1, 128, 129, 300])
 def test_long_runs_are_cut_and_stay_chained(length: int) -> None:
     ledger = KvLedger(wrap)
     ledger.add("device", stored(*range(1, length + 1)))

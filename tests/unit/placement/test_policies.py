@@ -15,6 +15,7 @@ from dynamo.errors import InvalidArgument, Overloaded, WorkerUnavailable
 from dynamo.placement import Candidate, LoadBook, Placement, PlacementRequest, Policy, RouterMode, place, policy_for
 from dynamo.placement.policies import RoundRobinCursor
 from dynamo.placement.policies.round_robin import RoundRobin
+from support.cases import each_case
 
 BALANCING = [mode for mode in RouterMode if mode is not RouterMode.DIRECT]
 
@@ -53,13 +54,13 @@ class Fleet:
         return self.choose(exclude, healthy_only=healthy_only).candidate.instance_id
 
 
-@pytest.mark.parametrize("mode", list(RouterMode))
+@each_case("mode", list(RouterMode))
 def test_without_workers_every_mode_reports_it(mode: RouterMode) -> None:
     with pytest.raises(WorkerUnavailable, match=r"^No workers available for endpoint ns/c/e$"):
         Fleet(mode=mode).pick()
 
 
-@pytest.mark.parametrize("mode", BALANCING)
+@each_case("mode", BALANCING)
 def test_every_balancing_mode_reaches_every_worker(mode: RouterMode) -> None:
     fleet = Fleet(1, 2, 3, mode=mode)
     seen: Counter[int] = Counter()
@@ -197,7 +198,7 @@ class Foreign(Enum):
     DeviceAwareWeighted = 3
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "mode"),
     [
         ("round-robin", RouterMode.ROUND_ROBIN),
@@ -212,7 +213,7 @@ def test_a_mode_is_understood_in_every_spelling(value: object, mode: RouterMode)
     assert RouterMode.of(value) is mode
 
 
-@pytest.mark.parametrize("value", ["", "kv", "fastest", 3])
+@each_case("value", ["", "kv", "fastest", 3])
 def test_an_unknown_mode_names_those_there_are(value: object) -> None:
     with pytest.raises(InvalidArgument, match="round-robin"):
         RouterMode.of(value)

@@ -8,6 +8,7 @@ import pytest
 
 from dynamo.protocol.openai import ChatOptions, chat_options, parse_chat
 from dynamo.protocol.openai.shapes import REQUIRED
+from support.cases import each_case
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 NAMED = {"type": "function", "function": {"name": "f"}}
@@ -26,7 +27,7 @@ def test_a_plain_chat_has_none() -> None:
     assert dict(found.template_variables) == {}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("choice", "forced", "tools"),
     [("auto", None, 1), ("none", None, 0), ("required", REQUIRED, 1), (NAMED, "f", 1)],
 )
@@ -37,7 +38,7 @@ def test_the_choice_of_a_tool(choice: Any, forced: str | None, tools: int) -> No
     assert not found.has_own_form
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "default", "mode", "thinking"),
     [
         ({}, "enabled", "enabled", True),
@@ -55,7 +56,7 @@ def test_the_thinking_mode_reaches_the_templates_variables(
     assert found.template_variables["thinking_mode"] == mode
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "guides_json"),
     [
         ({"response_format": SCHEMA}, True),

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.protocol.openai.closed_schema import TIGHT_WHITE_SPACE, bounded_guidance, closed_schema
+from support.cases import each_case
 from support.properties import examples
 from support.random_schemas import random_schema
 
@@ -30,7 +31,7 @@ def opened(schema: Any) -> Any:
     return {key: opened(value) for key, value in schema.items() if key != "additionalProperties"}
 
 
-@pytest.mark.parametrize("seed", range(150))
+@each_case("seed", range(150))
 def test_closing_gives_back_what_clients_leave_out(seed: int) -> None:
     schema = random_schema(random.Random(seed))
     left_out = opened(schema)
@@ -103,7 +104,7 @@ def opened_refs(schema: Any) -> Any:
     return {} if "$ref" in schema else {key: opened_refs(value) for key, value in schema.items()}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("schema", "admitted", "refused"),
     [
         (A, {"a": True}, {"a": True, "x": 1}),

@@ -9,6 +9,7 @@ from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.model_limits import check_ranks, check_token_ids
 from dynamo.protocol.openai.requests import parse_chat, parse_completion
 from dynamo.protocol.openai.strict_schema import strictness_fault
+from support.cases import each_case
 
 SIZE = 100
 
@@ -17,7 +18,7 @@ def completion(**fields: Any) -> Any:
     return parse_completion(msgspec.json.encode({"model": "m", "prompt": "x", **fields}))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("field", "fields"),
     [
         ("prompt", {"prompt": [1, SIZE]}),
@@ -44,9 +45,7 @@ def test_text_has_no_ids_to_check(prompt: Any) -> None:
     check_token_ids(completion(prompt=prompt), 1)
 
 
-@pytest.mark.parametrize(
-    ("rank", "fits"), [(None, True), (0, True), (1, True), (2, False), (4, True), (2**32 - 2, False)]
-)
+@each_case(("rank", "fits"), [(None, True), (0, True), (1, True), (2, False), (4, True), (2**32 - 2, False)])
 def test_a_rank_that_no_worker_has_is_refused(rank: int | None, fits: bool) -> None:
     request = completion(nvext={"dp_rank": rank})
     if fits:
@@ -73,7 +72,7 @@ CLOSED = {"type": "object", "additionalProperties": False}
 STRICT = {**CLOSED, "properties": {"a": {"type": "string"}}, "required": ["a"]}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("schema", "fault"),
     [
         (STRICT, None),

@@ -42,6 +42,7 @@ from dynamo.protocol.openai import (
     rejection_for,
     route_not_found,
 )
+from support.cases import each_case
 
 QUEUE_TEXT = 'router policy class "gold" queue requests limit reached (current=5, limit=4)'
 UNAVAILABLE = "Service temporarily unavailable"
@@ -200,7 +201,7 @@ def name_of(value: Any) -> str | None:
     return f"{type(value).__name__}-{getattr(value, 'code', '')}" if isinstance(value, BaseException) else None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("error", "status", "message", "type_", "details", "stream_message", "stream_type", "stream_code"),
     ROWS,
     ids=name_of,
@@ -231,9 +232,7 @@ def test_every_kind_of_the_error_table_has_a_row() -> None:
     assert set(RULES) <= {type(row[0]) for row in ROWS}
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if isinstance(row[0], DynamoException)], ids=lambda row: name_of(row[0])
-)
+@each_case("row", [row for row in ROWS if isinstance(row[0], DynamoException)], ids=lambda row: name_of(row[0]))
 def test_an_error_that_crossed_a_wire_gets_the_same_status_and_text(row: Any) -> None:
     there, here = rejection_for(revive(describe(row[0]))), rejection_for(row[0])
     assert (there.status, there.message, there.type) == (here.status, here.message, here.type)
@@ -248,9 +247,7 @@ def test_an_empty_invalid_argument_still_says_something() -> None:
     assert rejection_for(InvalidArgument("")).message == "Invalid request"
 
 
-@pytest.mark.parametrize(
-    "error", [Overloaded(), HttpError(529, ""), HttpError(503, ""), RouterQueueLimitExceeded("a", "b", 1, 1)]
-)
+@each_case("error", [Overloaded(), HttpError(529, ""), HttpError(503, ""), RouterQueueLimitExceeded("a", "b", 1, 1)])
 def test_what_passes_soon_says_when_to_come_back(error: BaseException) -> None:
     assert rejection_for(error).headers() == {"retry-after": "1"}
     assert rejection_for(Overloaded(retry_after_seconds=7)).headers() == {"retry-after": "7"}
@@ -265,7 +262,7 @@ def test_the_overload_status_can_be_another(error: BaseException) -> None:
     assert json.loads(rejection_for(error, overload_status=429).frame()[6:])["error"]["code"] == 429
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("configured", "status"),
     [
         (None, 529),
@@ -295,7 +292,7 @@ def test_a_body_carries_both_shapes() -> None:
     assert list(json.loads(error_body(529, "m"))) == ["message", "type", "code", "error"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("rejection", "status", "message", "type_", "nested"),
     [
         (model_not_found(), 404, "Model not found", "Not Found", "not_found_error"),

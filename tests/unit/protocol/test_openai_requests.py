@@ -24,6 +24,7 @@ from dynamo.protocol.openai import (
     thinking_mode,
     to_worker_fields,
 )
+from support.cases import each_case
 
 STOP_KEYS = [
     "max_tokens",
@@ -129,7 +130,7 @@ def test_no_stop_is_none(stop: Any) -> None:
     assert to_worker_fields(chat(stop=stop))["stop_conditions"]["stop"] is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "expected"),
     [
         ({}, None),
@@ -157,7 +158,7 @@ def test_completion_options() -> None:
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "expected"),
     [
         ({"response_format": {"type": "text"}}, None),
@@ -315,7 +316,7 @@ def test_worker_fields_always_fit_the_wire(worker: int, seed: int, temperature: 
 # -- prompts ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("prompt", "expected"),
     [
         ("a", ["a"]),
@@ -377,7 +378,7 @@ ON = {"thinking": True, "enable_thinking": True, "thinking_mode": "enabled"}
 OFF = {"thinking": False, "enable_thinking": False, "thinking_mode": "disabled"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "default", "expected"),
     [
         ({}, None, {}),
@@ -447,7 +448,7 @@ def test_headers_beat_the_body() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("alias", "member"),
     [
         ("x-worker-instance-id", "backend_instance_id"),
@@ -479,7 +480,7 @@ def test_the_largest_rank_means_not_set() -> None:
     assert (request.nvext.dp_rank, request.nvext.prefill_dp_rank) == (None, None)
 
 
-@pytest.mark.parametrize("value", ["", "abc", "-1", "1.5", "4294967296", "9" * 5000, "²", "٣", "1_0"])
+@each_case("value", ["", "abc", "-1", "1.5", "4294967296", "9" * 5000, "²", "٣", "1_0"])
 def test_a_rank_that_is_no_number_in_range_is_a_400(value: str) -> None:
     with pytest.raises(RequestRejected) as caught:
         apply_headers(chat(), {"x-dynamo-dp-rank": value})
@@ -544,7 +545,7 @@ def test_sessions() -> None:
     assert apply_headers(chat(), coder).agent_context == {"session_id": "s", "agent_id": "a", "parent_agent_id": "p"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "routing"),
     [
         ({"priority": 3}, {"priority": 3, "priority_jump": 3.0}),

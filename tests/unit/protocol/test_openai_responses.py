@@ -30,6 +30,7 @@ from dynamo.protocol.openai import (
 )
 from dynamo.protocol.openai.responses import ChatLogprobs
 from dynamo.protocol.openai.schema import Usage
+from support.cases import each_case
 
 USAGE = usage_json(3, 4, cached_tokens=1)
 DOCUMENT = openapi_document()
@@ -89,7 +90,7 @@ def test_optional_members_of_a_message() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["\ud800", "a\u2028b", 'q"\\\n', "🙂"])
+@each_case("text", ["\ud800", "a\u2028b", 'q"\\\n', "🙂"])
 def test_any_text_makes_valid_json(text: str) -> None:
     for body in (
         chat_body("i", 1, text, [Choice(0, text, "stop")], None),
@@ -140,8 +141,8 @@ def test_what_json_cannot_carry_becomes_a_very_low_number(value: float) -> None:
     assert content["logprob"] == content["top_logprobs"][0]["logprob"] == -9999.0
 
 
-@pytest.mark.parametrize("text", ["", " the", '"logprob":-0.5', "\u2028", "\ufffd", "\\", "é" * 40])
-@pytest.mark.parametrize("logprob", [-0.5, 0.0, -1e-30, -17.25, -math.inf, math.nan, -0.1])
+@each_case("text", ["", " the", '"logprob":-0.5', "\u2028", "\ufffd", "\\", "é" * 40])
+@each_case("logprob", [-0.5, 0.0, -1e-30, -17.25, -math.inf, math.nan, -0.1])
 def test_the_short_way_of_one_log_probability_writes_what_the_long_one_does(text: str, logprob: float) -> None:
     raw = text.encode()
     pieces = ChatLogprobs(lambda _: text, lambda _: raw, size=100)
@@ -163,8 +164,8 @@ def test_completion_logprobs_count_characters_from_the_offset() -> None:
 # -- usage and models ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cached", [None, 0, 5])
-@pytest.mark.parametrize("reasoning", [None, 0, 5])
+@each_case("cached", [None, 0, 5])
+@each_case("reasoning", [None, 0, 5])
 def test_usage_details_stand_only_when_known(cached: int | None, reasoning: int | None) -> None:
     usage = msgspec.json.decode(usage_json(3, 4, cached_tokens=cached, reasoning_tokens=reasoning), type=Usage)
     assert usage.total_tokens == 7

@@ -24,6 +24,7 @@ from dynamo.protocol.openai import (
     token_logprobs,
     usage_json,
 )
+from support.cases import each_case
 
 TEXTS = st.text() | st.text(
     alphabet=["\ud800", "\udc00", "\u2028", "\u2029", "\x85", "\r", "\n", '"', "\\", "\x00", "é"]
@@ -209,7 +210,7 @@ def test_the_documented_annotations_byte_for_byte() -> None:
     assert annotation_event("token_ids", "[1,2]") == b'event: token_ids\n: "[1,2]"\n\n'
 
 
-@pytest.mark.parametrize("name", ["", "a\nb", "a\u2028b", "\r"])
+@each_case("name", ["", "a\nb", "a\u2028b", "\r"])
 def test_an_annotation_name_must_fit_its_line(name: str) -> None:
     with pytest.raises(ValueError, match="annotation names"):
         annotation_event(name, "x")

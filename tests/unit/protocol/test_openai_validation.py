@@ -22,6 +22,7 @@ from dynamo.protocol.openai import (
 from dynamo.protocol.openai.body import MAX_CONTAINERS, MAX_DEPTH, MAX_MENDED_BYTES
 from dynamo.protocol.openai.shapes import ChatRequest, CompletionRequest
 from dynamo.protocol.openai.validation import LET_PASS
+from support.cases import each_case
 from support.properties import examples
 
 USER: Final = {"role": "user", "content": "hi"}
@@ -342,7 +343,7 @@ COMPLETION_ROWS: Final[list[tuple[dict[str, Any], str, str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "message", "param"), [*SHARED_ROWS, *CHAT_ROWS])
+@each_case(("fields", "message", "param"), [*SHARED_ROWS, *CHAT_ROWS])
 def test_a_chat_request_that_breaks_a_rule_is_a_400_with_its_text(
     fields: dict[str, Any], message: str, param: str
 ) -> None:
@@ -350,7 +351,7 @@ def test_a_chat_request_that_breaks_a_rule_is_a_400_with_its_text(
     assert (error.status, error.message, error.param) == (400, f"Validation: {message}", param)
 
 
-@pytest.mark.parametrize(("fields", "message", "param"), [*SHARED_ROWS, *COMPLETION_ROWS])
+@each_case(("fields", "message", "param"), [*SHARED_ROWS, *COMPLETION_ROWS])
 def test_a_completion_request_that_breaks_a_rule_is_a_400_with_its_text(
     fields: dict[str, Any], message: str, param: str
 ) -> None:
@@ -358,7 +359,7 @@ def test_a_completion_request_that_breaks_a_rule_is_a_400_with_its_text(
     assert (error.status, error.message, error.param) == (400, f"Validation: {message}", param)
 
 
-@pytest.mark.parametrize(("fields", "message", "param"), NOT_BUILT_ROWS)
+@each_case(("fields", "message", "param"), NOT_BUILT_ROWS)
 def test_what_is_deprecated_or_not_built_is_a_422_that_says_so(
     fields: dict[str, Any], message: str, param: str
 ) -> None:
@@ -366,7 +367,7 @@ def test_what_is_deprecated_or_not_built_is_a_422_that_says_so(
     assert (error.status, error.message, error.param) == (422, f"Validation: {message}", param)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("stop", "message"),
     [
         ("", "Stop sequence cannot be empty"),
@@ -492,7 +493,7 @@ MALFORMED: Final = [
 ]
 
 
-@pytest.mark.parametrize("body", MALFORMED)
+@each_case("body", MALFORMED)
 def test_what_is_not_a_json_object_is_a_400_with_the_decoders_reason(body: bytes) -> None:
     for parse in (parse_chat, parse_completion):
         error = refusal(parse, body)
@@ -500,7 +501,7 @@ def test_what_is_not_a_json_object_is_a_400_with_the_decoders_reason(body: bytes
         assert error.message.startswith(PREFIX)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "detail", "param"),
     [
         ({"messages": [{"role": 1, "content": "x"}]}, "Expected `str`, got `int` - at `$.messages[0].role`", None),
@@ -568,8 +569,8 @@ def test_a_string_whose_control_characters_are_raw_is_read_as_meant(content: str
 # -- bounds -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 900, 100_000])
-@pytest.mark.parametrize("field", ["metadata", "chat_template_args", "guided_json", "audio", "unknown", "temperature"])
+@each_case("depth", [MAX_DEPTH + 1, 900, 100_000])
+@each_case("field", ["metadata", "chat_template_args", "guided_json", "audio", "unknown", "temperature"])
 def test_a_depth_bomb_is_a_400(field: str, depth: int) -> None:
     bomb = b"[" * depth + b"]" * depth
     body = b'{"model":"m","messages":[{"role":"user","content":"x"}],"%b":{"a":%b}}' % (field.encode(), bomb)
@@ -578,7 +579,7 @@ def test_a_depth_bomb_is_a_400(field: str, depth: int) -> None:
     assert refusal(parse_chat, b'{"a":' * depth).status == 400
 
 
-@pytest.mark.parametrize("name", [*ChatRequest.__struct_fields__])
+@each_case("name", [*ChatRequest.__struct_fields__])
 def test_no_field_lets_deep_nesting_through(name: str) -> None:
     bomb = b'{"a":' + b"[" * 500 + b"]" * 500 + b"}"
     for value in (bomb, b"[%b]" % bomb):
@@ -732,12 +733,12 @@ def test_the_sweep_covers_every_field() -> None:
     assert set(COMPLETION_ADMITS) == set(CompletionRequest.__struct_fields__)
 
 
-@pytest.mark.parametrize(("name", "kind"), sweep(ADMITS))
+@each_case(("name", "kind"), sweep(ADMITS))
 def test_a_chat_field_of_any_kind_is_accepted_or_refused_by_name(name: str, kind: str) -> None:
     check_one(parse_chat, chat(**{name: KINDS[kind]}), name, admitted=kind in ADMITS[name])
 
 
-@pytest.mark.parametrize(("name", "kind"), sweep(COMPLETION_ADMITS))
+@each_case(("name", "kind"), sweep(COMPLETION_ADMITS))
 def test_a_completion_field_of_any_kind_is_accepted_or_refused_by_name(name: str, kind: str) -> None:
     admitted = kind in COMPLETION_ADMITS[name]
     check_one(parse_completion, completion(**{name: KINDS[kind]}), name, admitted=admitted)
@@ -764,7 +765,7 @@ NVEXT_GOOD: Final[dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", NVEXT_GOOD)
+@each_case("name", NVEXT_GOOD)
 def test_every_nvext_field_takes_its_own_type_and_refuses_the_others_by_name(name: str) -> None:
     parse_chat(chat(nvext={name: NVEXT_GOOD[name]}))
     for value in ("zz", -5, 0.5, True, [0.5], {"zz": 0.5}, 2**80):

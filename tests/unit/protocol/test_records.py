@@ -19,6 +19,7 @@ from dynamo.protocol.records import (
     decode_model_record,
     slugify,
 )
+from support.cases import each_case
 
 
 def file(name: str, digit: str = "a") -> dict[str, Any]:
@@ -107,7 +108,7 @@ def test_a_prefill_worker_of_an_older_system_is_known_by_its_marker() -> None:
     assert card.surfaces == ModelType.Empty
 
 
-@pytest.mark.parametrize("key", [*MINIMAL, "runtime_config", "needs", "aliases", "worker_type", "lora"])
+@each_case("key", [*MINIMAL, "runtime_config", "needs", "aliases", "worker_type", "lora"])
 def test_null_counts_as_absent(key: str) -> None:
     if key == "display_name":
         with pytest.raises(InvalidArgument, match="display_name"):
@@ -137,7 +138,7 @@ def test_a_file_reference_without_a_path_is_named() -> None:
         card.checksum()
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"{", b'{"type":"Endpoint"}', b'{"type":"Model","namespace":1}'])
+@each_case("data", [b"", b"[]", b"{", b'{"type":"Endpoint"}', b'{"type":"Model","namespace":1}'])
 def test_rubbish_is_a_typed_error(data: bytes) -> None:
     with pytest.raises(InvalidArgument, match="malformed"):
         decode_model_record(data)
@@ -188,7 +189,7 @@ def test_what_is_not_set_is_not_published() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@each_case(
     "change",
     [
         {"kv_cache_block_size": 32},
@@ -204,7 +205,7 @@ def test_workers_that_answer_differently_have_different_checksums(change: dict[s
     assert decode_card(MINIMAL | change).checksum() != decode_card(MINIMAL).checksum()
 
 
-@pytest.mark.parametrize(
+@each_case(
     "change",
     [
         {"context_length": 1},

@@ -9,6 +9,7 @@ from dynamo.protocol.openai.chat_options import thinking_mode
 from dynamo.protocol.openai.requests import parse_chat, template_messages, to_worker_fields
 from dynamo.protocol.openai.shapes import ChatRequest
 from dynamo.protocol.openai.tool_schema import required_schema
+from support.cases import each_case
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -143,7 +144,7 @@ def test_arguments_sent_as_an_object_are_those_sent_as_text(spelling: Any) -> No
     assert request.messages[1]["tool_calls"][0]["function"]["arguments"] == spelling
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "mode"),
     [
         ({}, "model"),

@@ -21,6 +21,7 @@ from dynamo.reference.config import read_model_config
 from dynamo.text.model import load_text_model
 from dynamo.text.reasoning import REASONING_FORMATS
 from dynamo.text.tools import TOOL_FORMATS
+from support.cases import each_case
 
 TOKENIZER = Tokenizer.from_file(str(demo.DIRECTORY / "tokenizer.json"))
 
@@ -121,8 +122,6 @@ def test_shards_are_read_by_the_safetensors_package_and_rounded_to_the_nearest(
         assert (tmp_path / places[name]).read_bytes().count(to_bfloat16(values).tobytes()) == 1
 
 
-@pytest.mark.parametrize(
-    ("value", "bits"), [(1.0, 0x3F80), (-2.0, 0xC000), (1.00390625, 0x3F80), (1.01171875, 0x3F82), (0.0, 0)]
-)
+@each_case(("value", "bits"), [(1.0, 0x3F80), (-2.0, 0xC000), (1.00390625, 0x3F80), (1.01171875, 0x3F82), (0.0, 0)])
 def test_rounding_is_to_even(value: float, bits: int) -> None:
     assert to_bfloat16(np.array([value], np.float32)).tolist() == [bits]

@@ -20,6 +20,7 @@ from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.core import Core
 from dynamo.runtime.context import Context
 from dynamo.worker.kv_publishing.publisher import ComponentSnapshot
+from support.cases import each_case
 
 SMALL = Options(block_size=4, kv_cache_mb=2, max_num_seqs=8, max_num_batched_tokens=32)
 
@@ -329,7 +330,7 @@ async def test_flags_become_options_and_the_workers_config(models: dict[str, Pat
     assert await engine.kv_event_sources() == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("argv", "said"),
     [
         (["--model"], "--model"),

@@ -19,6 +19,7 @@ from dynamo.reference.core import Choice, Core, Emission, Failure
 from dynamo.reference.loading import Options, load_core
 from dynamo.reference.preparing import Preparation
 from dynamo.reference.request import read_request
+from support.cases import each_case
 from support.random_schemas import random_choices, random_grammar, random_regex, random_schema
 
 ROUNDS = int(os.environ.get("GUIDED_ROUNDS", "0"))  # of 200 constraints each, beside the one below
@@ -145,7 +146,7 @@ def test_an_answer_is_the_same_alone_and_after_giving_way(speaker: Speaker, spea
     assert sum(choice.sequence.preemptions for choice in choices) > 3
 
 
-@pytest.mark.parametrize("number", range(0, 40, 3))
+@each_case("number", range(0, 40, 3))
 def test_a_moved_request_goes_on_where_it_was(number: int, speaker: Speaker) -> None:
     guided, wanted = constraints(9)[number]
     whole, _ = speaker.run([speaker.add(request(guided, seed=3))])[0]
@@ -381,7 +382,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("guided", "said"), BAD, ids=[said for _, said in BAD])
+@each_case(("guided", "said"), BAD, ids=[said for _, said in BAD])
 def test_what_cannot_be_compiled_is_refused_by_its_name(guided: dict[str, Any], said: str, speaker: Speaker) -> None:
     with pytest.raises(InvalidArgument, match=said) as caught:
         speaker.add(request(guided))

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from dynamo.reference.config import read_model_config
 from dynamo.reference.model import KvCache, Model, Piece, make_batch
 from dynamo.reference.weights import load_weights
+from support.cases import each_case
 
 NAMES = ("llama", "llama-biased-linear", "llama3", "qwen2", "qwen3")
 TOLERANCE = 2e-4  # of logits of about 10: float32 against float64
@@ -105,7 +105,7 @@ def stepped_logits(model: Model, tokens: list[int], sizes: list[int]) -> np.ndar
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_case("name", NAMES)
 def test_logits_equal_those_of_a_naive_forward_pass(
     name: str, models: dict[str, Path], configs: dict[str, Any], tensors_of: Callable[..., dict[str, np.ndarray]]
 ) -> None:
@@ -114,14 +114,14 @@ def test_logits_equal_those_of_a_naive_forward_pass(
     assert np.abs(found - naive_logits(configs[name], tensors_of(configs[name]), tokens)).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sizes", [[1] * 41, [40, 1], [7, 13, 1, 20], [4] * 10 + [1], [16, 16, 9]])
+@each_case("name", NAMES)
+@each_case("sizes", [[1] * 41, [40, 1], [7, 13, 1, 20], [4] * 10 + [1], [16, 16, 9]])
 def test_a_prompt_in_pieces_has_the_logits_of_one_shot(name: str, sizes: list[int], models: dict[str, Path]) -> None:
     model, tokens = load(models[name]), prompt(41)
     assert np.abs(stepped_logits(model, tokens, sizes) - stepped_logits(model, tokens, [41])).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_case("name", NAMES)
 def test_sequences_of_a_mixed_batch_do_not_see_each_other(name: str, models: dict[str, Path]) -> None:
     model = load(models[name])
     prompts = [prompt(length, seed=length) for length in (1, 3, 4, 5, 8, 17, 30, 2)]

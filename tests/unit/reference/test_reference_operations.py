@@ -20,6 +20,7 @@ from dynamo.reference.core import Core
 from dynamo.reference.kv_transfer import TransferOptions
 from dynamo.reference.weights import NO_WEIGHTS
 from support.adapters import write_adapter
+from support.cases import each_case
 
 SMALL = Options(block_size=4, kv_cache_mb=2, max_num_seqs=8, max_num_batched_tokens=32, max_loras=2)
 
@@ -221,7 +222,7 @@ async def test_adapters_come_are_listed_serve_and_go(
         assert "no such adapter" in again["message"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "body", "said"),
     [
         ("load_lora", {}, "lora_name must be a string"),

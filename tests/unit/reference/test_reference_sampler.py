@@ -23,6 +23,7 @@ from dynamo.reference.sampler import (
     log_softmax,
     uniform,
 )
+from support.cases import each_case
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
 
@@ -49,7 +50,7 @@ def test_tokens_come_as_often_as_their_probability_says() -> None:
     assert all(abs(drawn[token] / 4000 - share) < 0.03 for token, share in enumerate(np.exp(LOGITS)))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "expected"),
     [
         ({}, {0, 1, 2, 3, 4}),
@@ -124,7 +125,7 @@ def test_log_probabilities_are_the_models_own_whatever_was_done_to_choose() -> N
 STOP = Stop(max_tokens=5, min_tokens=2, eos=frozenset({1}), hidden=frozenset({2}), visible=frozenset({3}))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("token", "generated", "expected"),
     [
         (0, 1, (None, True)),

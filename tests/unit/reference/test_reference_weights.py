@@ -15,6 +15,7 @@ from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.reference.config import RopeScaling, read_model_config
 from dynamo.reference.loading import Options, load_core
 from dynamo.reference.weights import load_weights, open_tensors
+from support.cases import each_case
 
 Save = Callable[..., Path]
 Tensors = Callable[..., dict[str, np.ndarray]]
@@ -187,7 +188,7 @@ def test_a_context_that_the_cache_cannot_hold_is_refused_when_asked_for_and_cut_
         load_core(models["llama"], Options(context_length=257))
 
 
-@pytest.mark.parametrize("name", ["block_size", "kv_cache_mb", "context_length", "max_num_seqs"])
+@each_case("name", ["block_size", "kv_cache_mb", "context_length", "max_num_seqs"])
 def test_options_name_the_flag_that_is_wrong(name: str) -> None:
     with pytest.raises(InvalidArgument, match=f"--{name.replace('_', '-')} must be at least 1"):
         Options(**{name: 0})

@@ -17,6 +17,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.endpoint import EndpointEvents
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher
 from dynamo.worker.kv_publishing.recovery import KvRecovery
+from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 
 PATH = "ns.c.generate"
@@ -221,7 +222,7 @@ async def test_rubbish_among_events_and_sources_is_passed_over(
     assert "is not read" in caplog.text
 
 
-@pytest.mark.parametrize("item", [None, {}, {"a": 1, "b": 2}, {"Events": {"events": 3}}, {"TreeDump": {}}])
+@each_case("item", [None, {}, {"a": 1, "b": 2}, {"Events": {"events": 3}}, {"TreeDump": {}}])
 def test_an_answer_that_is_none_is_refused(item: Any) -> None:
     with pytest.raises(BadEvents):
         read_answer(item)

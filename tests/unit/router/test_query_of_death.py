@@ -11,6 +11,7 @@ from dynamo.placement import Candidate, Placement
 from dynamo.router.pool import ChosenWorker
 from dynamo.router.query_of_death import CAPACITY, REMEMBERED_SECONDS, QueriesOfDeath, Suspect, content_hash
 from dynamo.runtime.request_plane.base import Instance
+from support.cases import each_case
 
 BODY: dict[str, Any] = {"model": "m", "token_ids": [1, 2, 3], "sampling_options": {"temperature": 0.5, "seed": 1}}
 
@@ -71,7 +72,7 @@ def test_a_token_between_two_deaths_clears_the_request() -> None:
         suspect.acquit()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("error", "listed"),
     [
         (Disconnected("lost"), ()),  # it had left discovery before: a worker that drains
@@ -89,7 +90,7 @@ def test_only_a_connection_that_broke_under_the_request_is_a_death(
         fails(suspect, 1, error, *listed)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("first", "second", "is_convicted"),
     [(0.01, 1.9, True), (0.0, 0.0, True), (30.0, 20.0, True), (30.0, 5.0, False), (0.1, 60.0, False)],
 )

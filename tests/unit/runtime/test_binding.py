@@ -15,9 +15,10 @@ from dynamo.runtime.addresses import bind_host, detect_host
 from dynamo.runtime.discovery.base import Discovery
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.settings import RuntimeSettings, discovery_store
+from support.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("store", "asked", "host"),
     [
         ("file", None, "127.0.0.1"),
@@ -32,7 +33,7 @@ def test_a_listener_of_one_machine_listens_on_loopback(store: str, asked: str | 
     assert bind_host(store, asked, "0.0.0.0") == host
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("backend", "endpoints", "store"),
     [
         ("auto", None, "file"),

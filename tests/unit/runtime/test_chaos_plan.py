@@ -30,6 +30,7 @@ from dynamo.runtime.chaos.plan import (
 )
 from dynamo.runtime.context import Context
 from dynamo.runtime.settings import ChaosSettings
+from support.cases import each_case
 
 TEXTS = st.text(min_size=1, max_size=12)
 
@@ -74,7 +75,7 @@ def test_any_text_is_a_plan_or_a_typed_error(text: str) -> None:
 CRASH = '[[fault]]\nkind = "crash"\n'
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "said"),
     [
         ("[[fault", "this is not TOML: "),
@@ -131,7 +132,7 @@ def test_a_plan_needs_permission(tmp_path: Path) -> None:
         admitted(str(path), False)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "kind",
     [
         FaultKind.STORE_CUT,

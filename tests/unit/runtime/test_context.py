@@ -11,6 +11,7 @@ import pytest
 
 from dynamo.runtime.context import Context, ContextMetadata, on_loop
 from dynamo.runtime.tracing import NO_SPAN, TraceContext
+from support.cases import each_case
 
 
 def test_an_id_is_given_or_a_random_uuid() -> None:
@@ -189,7 +190,7 @@ def test_metadata_is_a_live_sorted_mapping_of_strings() -> None:
     assert len(context.metadata) == 0
 
 
-@pytest.mark.parametrize(("key", "value"), [("k", 1), (1, "v"), ("k", None), ("k", b"v")])
+@each_case(("key", "value"), [("k", 1), (1, "v"), ("k", None), ("k", b"v")])
 def test_anything_but_strings_is_a_type_error(key: Any, value: Any) -> None:
     context = Context()
     with pytest.raises(TypeError, match="str to str"):

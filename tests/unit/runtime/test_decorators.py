@@ -12,6 +12,7 @@ from pydantic import BaseModel
 import dynamo.runtime
 from dynamo.runtime import Context, DistributedRuntime, dynamo_endpoint, dynamo_worker
 from dynamo.runtime.discovery import FileDiscovery
+from support.cases import each_case
 
 
 class Question(BaseModel):
@@ -43,7 +44,7 @@ async def test_methods_with_a_context_are_understood() -> None:
     assert [item async for item in Service().ask({"text": "hi "}, Context("there"))] == ["hi there"]
 
 
-@pytest.mark.parametrize("request_", [{}, {"text": []}, "not json", '{"other": 1}', 7])
+@each_case("request_", [{}, {"text": []}, "not json", '{"other": 1}', 7])
 async def test_a_request_that_does_not_fit_is_a_value_error(request_: Any) -> None:
     with pytest.raises(ValueError, match=r"^Invalid request: "):
         [item async for item in ask(request_)]

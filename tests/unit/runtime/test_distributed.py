@@ -40,6 +40,7 @@ from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.runtime.request_plane.memory import MemoryPlane
 from dynamo.runtime.served_endpoint import ServedEndpoint
 from dynamo.runtime.settings import RuntimeSettings
+from support.cases import each_case
 from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
 
 PATH = "ns.c.e"
@@ -109,7 +110,7 @@ async def test_an_endpoint_has_three_parts(mem_runtime: DistributedRuntime, path
     assert (endpoint.namespace, endpoint.component, endpoint.name, endpoint.path) == ("a", "b", "c", "a.b.c")
 
 
-@pytest.mark.parametrize("path", ["", "a", "a.b", "a.b.c.d", "a..c", "dyn://", "dyn://a.b", "a.b.c/d"])
+@each_case("path", ["", "a", "a.b", "a.b.c.d", "a..c", "dyn://", "dyn://a.b", "a.b.c/d"])
 async def test_any_other_path_is_a_value_error(mem_runtime: DistributedRuntime, path: str) -> None:
     with pytest.raises(ValueError, match="endpoint path"):
         mem_runtime.endpoint(path)

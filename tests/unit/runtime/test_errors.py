@@ -27,11 +27,12 @@ from dynamo.errors import (
     rule_of,
     text_of,
 )
+from support.cases import each_case
 
 PLAIN = [cls for cls in RULES if cls not in (RouterQueueLimitExceeded, SelectionServiceError)]
 
 
-@pytest.mark.parametrize("code", [True, False, -1, 600, 404.0, "404", None])
+@each_case("code", [True, False, -1, 600, 404.0, "404", None])
 def test_an_http_error_has_a_status(code: Any) -> None:
     with pytest.raises(ValueError, match="code must be an int"):
         HttpError(code, "text")
@@ -64,7 +65,7 @@ def test_a_subclass_means_what_its_parent_means_and_a_bare_one_is_unknown() -> N
         assert kind_of(error) is Unknown
 
 
-@pytest.mark.parametrize("kind", PLAIN, ids=lambda cls: cls.__name__)
+@each_case("kind", PLAIN, ids=lambda cls: cls.__name__)
 def test_every_kind_survives_the_wire_with_its_causes(kind: type[DynamoException]) -> None:
     error = kind("outer")
     error.__cause__ = EngineShutdown("middle")
@@ -81,7 +82,7 @@ def test_a_chain_without_end_is_cut() -> None:
     assert len(chain(revive(describe(first)))) == MAX_CAUSES + 1
 
 
-@pytest.mark.parametrize("record", [None, 7, [], {}, {"error_type": {}}, {"error_type": 3, "message": None}])
+@each_case("record", [None, 7, [], {}, {"error_type": {}}, {"error_type": 3, "message": None}])
 def test_a_record_of_any_shape_is_some_error(record: Any) -> None:
     assert type(revive(record)) is Unknown
 

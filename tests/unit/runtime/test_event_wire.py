@@ -23,6 +23,7 @@ from dynamo.runtime.event_plane.envelope import (
 )
 from dynamo.runtime.event_plane.nats import subject_of
 from dynamo.runtime.settings import EventPlaneSettings, NatsSettings, ZmqBroker
+from support.cases import each_case
 from support.properties import examples
 
 LOAD = {
@@ -73,7 +74,7 @@ def test_what_is_encoded_is_read_back(event: Event) -> None:
 GOOD = encode_parts(b"t", SAMPLE)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("parts", "sentence"),
     [
         ([], "4 parts"),
@@ -128,7 +129,7 @@ def test_records_of_other_transports_are_told_apart() -> None:
     assert zmq_broker(broker) == (("tcp://a:1",), ("tcp://a:2", "tcp://b:2"))
 
 
-@pytest.mark.parametrize("record", [b"", b"[]", b"{}", b'{"transport":{"kind":"Zmq","config":{"endpoint":"ipc://x"}}}'])
+@each_case("record", [b"", b"[]", b"{}", b'{"transport":{"kind":"Zmq","config":{"endpoint":"ipc://x"}}}'])
 def test_a_record_that_cannot_be_read_is_refused(record: bytes) -> None:
     with pytest.raises(BadEvent):
         zmq_endpoint(record)
@@ -144,7 +145,7 @@ def test_a_broker_url_has_two_sides() -> None:
     assert found.broker_enabled
 
 
-@pytest.mark.parametrize("url", ["tcp://a:1", "xsub=tcp://a:1", "xsub=a,xpub=b", "xsub=tcp://a:1,xpub=tcp://a:2,y=z"])
+@each_case("url", ["tcp://a:1", "xsub=tcp://a:1", "xsub=a,xpub=b", "xsub=tcp://a:1,xpub=tcp://a:2,y=z"])
 def test_a_broker_url_that_cannot_be_read_names_the_variable(url: str) -> None:
     with pytest.raises(InvalidArgument, match="DYN_ZMQ_BROKER_URL"):
         EventPlaneSettings.from_env({"DYN_ZMQ_BROKER_URL": url})

@@ -16,6 +16,7 @@ from dynamo.runtime.log_rate import LogRate
 from dynamo.runtime.request_plane.expansion import exceeds_when_decoded
 from dynamo.runtime.request_plane.fair_queue import FairQueue
 from dynamo.runtime.request_plane.native.call_home_policy import CallHomePolicy, is_own_address
+from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 
 MIB = 1024 * 1024
@@ -112,13 +113,13 @@ def array_of(member: bytes, count: int) -> bytes:
     return b"\xdd" + count.to_bytes(4, "big") + member * count
 
 
-@pytest.mark.parametrize("member", [b"\x90", b"\x80", b"\x81\xa0\xc0", b"\xa2ab", b"\xdc\x00\x00", b"\x91\x90"])
+@each_case("member", [b"\x90", b"\x80", b"\x81\xa0\xc0", b"\xa2ab", b"\xdc\x00\x00", b"\x91\x90"])
 def test_arrays_of_small_values_are_found_out(member: bytes) -> None:
     assert exceeds_when_decoded(array_of(member, 4 * MIB), 200 * MIB)
     assert not exceeds_when_decoded(array_of(member, 100_000), 200 * MIB)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "body",
     [
         {"token_ids": [n % 150_000 for n in range(1_000_000)]},
@@ -168,7 +169,7 @@ async def test_one_line_for_each_kind_and_then_how_many_more(caplog: pytest.LogC
 OWN = frozenset({"127.0.0.1", "10.0.0.5"})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("host", "caller", "allowed", "permitted"),
     [
         ("10.0.0.9", "10.0.0.9", (), True),

@@ -20,6 +20,7 @@ from dynamo.worker.graceful_shutdown import (
     graceful_shutdown_with_discovery,
     install_signal_handlers,
 )
+from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 
 VARIABLE = "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"
@@ -37,7 +38,7 @@ async def echo(request: Any) -> AsyncIterator[Any]:
     yield request
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "seconds"), [(None, 5.0), ("", 5.0), ("abc", 5.0), ("nan", 5.0), ("-1", 0.0), ("0.5", 0.5), ("0", 0.0)]
 )
 def test_the_grace_period_is_read_leniently(monkeypatch: pytest.MonkeyPatch, value: str | None, seconds: float) -> None:

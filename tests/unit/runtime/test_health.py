@@ -14,6 +14,7 @@ from dynamo.runtime.health import Canary, HealthState
 from dynamo.runtime.progress import ServingProgress
 from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.runtime.settings import CanarySettings
+from support.cases import each_case
 
 PATH = "ns.backend.generate"
 
@@ -57,7 +58,7 @@ def test_endpoints_with_a_payload_decide_alone() -> None:
     assert (ready, health.system_ready()) == (True, False)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("canary", "has_payload", "ready"),
     [(False, False, True), (False, True, True), (True, True, False), (True, False, True)],
 )

@@ -10,6 +10,7 @@ import pytest
 from dynamo.errors import WorkerUnavailable
 from dynamo.runtime.instances import InstanceSet, decode_instance, encode_instance
 from dynamo.runtime.request_plane.base import Instance
+from support.cases import each_case
 
 FOREIGN = "v1/instances/ns/c/e/foreign"
 
@@ -141,7 +142,7 @@ def test_a_native_record_is_understood_and_unknown_members_are_ignored() -> None
     )
 
 
-@pytest.mark.parametrize("value", [b"", b"[]", b"{", b'{"instance_id":1.5}', b'{"instance_id":"1"}'])
+@each_case("value", [b"", b"[]", b"{", b'{"instance_id":1.5}', b'{"instance_id":"1"}'])
 def test_rubbish_is_no_record(value: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
         decode_instance(value)

@@ -22,6 +22,7 @@ from dynamo.runtime.request_plane.listener import Listener, detect_device_type
 from dynamo.runtime.request_plane.mux import MAGIC, MuxClient
 from dynamo.runtime.request_plane.mux.client import MuxConnection
 from dynamo.runtime.settings import RequestPlaneSettings
+from support.cases import each_case
 from support.native_caller import native_caller
 from support.patience import PATIENCE_SECONDS
 
@@ -77,7 +78,7 @@ async def test_one_port_serves_both_wires_from_one_core() -> None:
             await client.close()
 
 
-@pytest.mark.parametrize("cut", range(1, len(MAGIC) + 1))
+@each_case("cut", range(1, len(MAGIC) + 1))
 async def test_the_magic_may_arrive_in_pieces(cut: int) -> None:
     async with listening() as listener:
         host, _, port = listener.address.rpartition(":")
@@ -104,7 +105,7 @@ async def test_what_only_begins_like_the_magic_is_native() -> None:
         writer.close()
 
 
-@pytest.mark.parametrize("body", [b"", b"\xa2\xff\xfe", b"\xc1", b"\x91" * 30_000], ids=["empty", "text", "c1", "deep"])
+@each_case("body", [b"", b"\xa2\xff\xfe", b"\xc1", b"\x91" * 30_000], ids=["empty", "text", "c1", "deep"])
 async def test_a_mux_body_that_cannot_be_read_is_that_requests_error_and_no_others(body: bytes) -> None:
     async with listening() as listener:
         host, _, port = listener.address.rpartition(":")
@@ -213,7 +214,7 @@ def test_without_any_route_the_loopback_is_the_address(monkeypatch: pytest.Monke
     assert detect_host() == "127.0.0.1"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("env", "device"),
     [
         ({}, "cuda"),

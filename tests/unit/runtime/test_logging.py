@@ -27,6 +27,7 @@ from dynamo.runtime.logging import (
     format_readable,
     log_span,
 )
+from support.cases import each_case
 
 OFF = 60
 NO_FILE = Path("/nonexistent/logging.toml")
@@ -43,7 +44,7 @@ def clean_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     root.setLevel(level)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "target", "level"),
     [
         ("info", "anything", logging.INFO),
@@ -71,7 +72,7 @@ def test_the_longest_target_decides(text: str, target: str, level: int) -> None:
     assert LogFilter.parse(text).level_for(target) == level
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "lowest"),
     [("info", 20), ("info,a.b=trace", 5), ("a=error", 40), ("warn,[{x=1}]=debug", 10)],
 )
@@ -103,7 +104,7 @@ def settings_from(**env: str) -> LoggingSettings:
     return LoggingSettings.from_env(env, is_tty=True, system_config=NO_FILE)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("env", "jsonl"),
     [
         ({}, False),
@@ -213,9 +214,7 @@ def test_local_time_names_its_offset() -> None:
     assert re.match(r"\S+[+-]\d\d:\d\d ", format_readable(record(), local_time=True))
 
 
-@pytest.mark.parametrize(
-    ("level", "name"), [(5, "TRACE"), (10, "DEBUG"), (20, "INFO"), (30, "WARN"), (40, "ERROR"), (50, "ERROR")]
-)
+@each_case(("level", "name"), [(5, "TRACE"), (10, "DEBUG"), (20, "INFO"), (30, "WARN"), (40, "ERROR"), (50, "ERROR")])
 def test_level_names(level: int, name: str) -> None:
     assert json.loads(format_jsonl(record(level=level)))["level"] == name
 
@@ -243,7 +242,7 @@ def everywhere(text: str) -> list[logging.LogRecord]:
     return [record(text), record(x_request_id=text), record(**{text: 1}), record(span_name=text), named]
 
 
-@pytest.mark.parametrize("text", [*BREAKS, *STEERING], ids=ascii)
+@each_case("text", [*BREAKS, *STEERING], ids=ascii)
 def test_what_is_not_printable_is_escaped_at_every_place_of_a_record(text: str) -> None:
     for held in everywhere(f"a{text}b"):
         for line in (format_readable(held), format_jsonl(held)):
@@ -260,7 +259,7 @@ def test_only_the_first_line_of_a_record_begins_with_a_time() -> None:
     assert others[-1] == "    2026-01-01T00:00:00.000000Z ERROR dynamo.x: forged"
 
 
-@pytest.mark.parametrize("text", STEERING, ids=ascii)
+@each_case("text", STEERING, ids=ascii)
 def test_a_traceback_keeps_its_lines_and_nothing_else_that_is_not_printable(text: str) -> None:
     line = format_jsonl(raised(f"a{text}b\nc"))
     *_, last, after = json.loads(line)["exception"].split("\n")

@@ -18,6 +18,7 @@ from dynamo.runtime.endpoint_metrics import EndpointMetrics
 from dynamo.runtime.metrics import DURATION_BUCKETS, Family, MetricsRegistry, sanitize
 from dynamo.runtime.process_metrics import process_values, register_process, register_uptime
 from dynamo.runtime.request_plane.metrics import CallerMetrics, WorkHandlerMetrics
+from support.cases import each_case
 
 LABELS = 'dynamo_namespace="ns",dynamo_component="c",dynamo_endpoint="e",worker_id="1f"'
 
@@ -86,7 +87,7 @@ def test_user_labels_are_appended_and_sanitised() -> None:
     assert f'dynamo_component_requests_total{{{LABELS},model="a\\"b",my_label="x"}} 0' in lines(registry)
 
 
-@pytest.mark.parametrize("name", ["dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id", "worker-id"])
+@each_case("name", ["dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id", "worker-id"])
 def test_a_user_label_may_not_take_an_automatic_name(name: str) -> None:
     with pytest.raises(ValueError, match="metrics_labels"):
         endpoint_metrics(MetricsRegistry(), [(name, "x")])
@@ -125,7 +126,7 @@ def test_a_counter_cannot_fall() -> None:
         MetricsRegistry().counter("a_total", "").inc(-1)
 
 
-@pytest.mark.parametrize("buckets", [(), (1.0, 1.0), (2.0, 1.0), (math.inf,)])
+@each_case("buckets", [(), (1.0, 1.0), (2.0, 1.0), (math.inf,)])
 def test_nonsense_buckets_are_refused(buckets: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="buckets"):
         MetricsRegistry().histogram("h", "", buckets=buckets)
@@ -252,7 +253,7 @@ def test_the_runtime_leaves_prometheus_client_to_the_engine() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(("name", "clean"), [("a.b-c", "a_b_c"), ("1a", "_1a"), ("", "_"), ("a:b", "a:b")])
+@each_case(("name", "clean"), [("a.b-c", "a_b_c"), ("1a", "_1a"), ("", "_"), ("a:b", "a:b")])
 def test_names_are_sanitised(name: str, clean: str) -> None:
     assert sanitize(name) == clean
 

@@ -37,6 +37,7 @@ from dynamo.runtime.request_plane.mux.frames import (
 )
 from dynamo.runtime.request_plane.mux.server import MuxHost, MuxServerProtocol
 from dynamo.runtime.settings import RequestPlaneSettings
+from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 from support.streams import read_all
 
@@ -446,7 +447,7 @@ GAPS = {
 }
 
 
-@pytest.mark.parametrize("gap", GAPS)
+@each_case("gap", GAPS)
 async def test_a_stream_with_a_gap_is_incomplete_and_never_a_clean_end(gap: str) -> None:
     async with worker_that_says(HELLO, *items_frames(GAPS[gap])) as instance:
         client = MuxClient()

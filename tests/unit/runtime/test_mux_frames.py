@@ -22,6 +22,7 @@ from dynamo.runtime.request_plane.mux.frames import (
     frame,
     items_frames,
 )
+from support.cases import each_case
 
 WIRE = (
     frame(Kind.OPEN, b"hello", stream_id=7)
@@ -31,7 +32,7 @@ WIRE = (
 FRAMES = [(Kind.OPEN, 0, 7, b"hello"), (Kind.PING, 0, 0, b"12345678"), (Kind.BODY, 1, 9, b"")]
 
 
-@pytest.mark.parametrize("cut", range(len(WIRE) + 1))
+@each_case("cut", range(len(WIRE) + 1))
 def test_frames_survive_any_split(cut: int) -> None:
     decoder = FrameDecoder()
     assert decoder.feed(WIRE[:cut]) + decoder.feed(WIRE[cut:]) == FRAMES
@@ -52,7 +53,7 @@ def test_any_frames_survive_any_cuts(payloads: list[bytes], cuts: list[int]) -> 
     assert got == [(Kind.BODY, 0, i, p) for i, p in enumerate(payloads)]
 
 
-@pytest.mark.parametrize("cut", range(1, len(frame(Kind.OPEN, b"hello"))))
+@each_case("cut", range(1, len(frame(Kind.OPEN, b"hello"))))
 def test_a_peer_that_leaves_mid_frame_is_noticed(cut: int) -> None:
     decoder = FrameDecoder()
     decoder.feed(frame(Kind.OPEN, b"hello")[:cut])
@@ -69,7 +70,7 @@ def test_the_magic_cannot_be_a_native_request_of_sane_size() -> None:
     assert int.from_bytes(MAGIC[:2], "big") > 65_000
 
 
-@pytest.mark.parametrize("size", [0, 1, MAX_PAYLOAD - 1, MAX_PAYLOAD, MAX_PAYLOAD + 1, 3 * MAX_PAYLOAD])
+@each_case("size", [0, 1, MAX_PAYLOAD - 1, MAX_PAYLOAD, MAX_PAYLOAD + 1, 3 * MAX_PAYLOAD])
 def test_fragments_join_to_the_payload_and_only_the_last_is_flagged(size: int) -> None:
     payload = bytes(i % 251 for i in range(size))
     frames = FrameDecoder().feed(b"".join(fragments(Kind.BODY, payload, 3)))

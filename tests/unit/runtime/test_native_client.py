@@ -33,6 +33,7 @@ from dynamo.runtime.request_plane.native.client import BUSY_REQUESTS, NativeClie
 from dynamo.runtime.request_plane.native.stream import NativeStream
 from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.runtime.tracing import TraceContext
+from support.cases import each_case
 from support.native_worker import Home, NativeWorker, Request, native_worker
 from support.patience import PATIENCE_SECONDS
 from support.streams import read_all
@@ -150,7 +151,7 @@ async def test_chunks_of_1_6_become_token_items_without_their_nulls(caller: Call
     ]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "annotated",
     [
         {"data": None},
@@ -240,7 +241,7 @@ async def no_item(home: Home) -> None:
     home.writer.write(bytes(15) + b"\x03" + bytes(8) + b"abc")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("breach", "greeted"),
     [(no_prologue, False), *itertools.product((leave, early_sentinel, nonsense, no_item), (True, False))],
 )
@@ -288,7 +289,7 @@ async def test_a_caller_leaves_by_itself_when_no_sentinel_comes(
     assert await home.heard() is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("annotated", "error", "text"),
     [
         ({"error": {"error_type": {"Backend": "EngineShutdown"}, "message": "bye"}}, EngineShutdown, "bye"),
@@ -502,7 +503,7 @@ async def test_a_reader_that_takes_nothing_stops_the_worker_through_its_socket(c
     stream.close()
 
 
-@pytest.mark.parametrize("piece", [1, 7, 24, 50])
+@each_case("piece", [1, 7, 24, 50])
 async def test_an_answer_is_the_same_however_it_is_cut(caller: Caller, piece: int) -> None:
     stream, request = await caller.call()
     request.ack()

@@ -54,6 +54,7 @@ from dynamo.runtime.request_plane.native.items import (
     failure_of,
     stream_item,
 )
+from support.cases import each_case
 
 PATH = "1a/ns/c/e"
 HEADERS = {"request-id": "r1", "x-endpoint-path": PATH}
@@ -122,7 +123,7 @@ GOLDEN_STREAM = [
 ]
 
 
-@pytest.mark.parametrize(("frame", "header", "data", "size"), GOLDEN_STREAM)
+@each_case(("frame", "header", "data", "size"), GOLDEN_STREAM)
 def test_the_golden_stream_frames(frame: bytes, header: bytes, data: bytes, size: int) -> None:
     assert len(frame) == size
     assert frame == len(header).to_bytes(8, "big") + len(data).to_bytes(8, "big") + bytes(8) + header + data
@@ -144,7 +145,7 @@ def test_acks() -> None:
 # -- splits -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cut", range(len(REQUEST) * 2 + 1))
+@each_case("cut", range(len(REQUEST) * 2 + 1))
 def test_two_requests_survive_any_split(cut: int) -> None:
     whole = REQUEST + REQUEST
     assert len(drain(RequestDecoder(), whole[:cut], whole[cut:])) == 2
@@ -199,7 +200,7 @@ def test_an_over_limit_message_is_refused_before_it_is_read() -> None:
     assert drain(RequestDecoder(max_message_bytes=len(REQUEST)), REQUEST)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "frame",
     [
         b"\x00\x02\xff\xfe" + b"\x00\x00" + b"\x00\x00\x00\x00",
@@ -236,7 +237,7 @@ def test_an_over_limit_two_part_frame_is_refused_before_it_is_read() -> None:
             decoder.next_frame()
 
 
-@pytest.mark.parametrize("payload", [b"", PAYLOAD[:-1], PAYLOAD + b"\x00", b"\x00" * 23])
+@each_case("payload", [b"", PAYLOAD[:-1], PAYLOAD + b"\x00", b"\x00" * 23])
 def test_a_payload_is_exactly_one_frame(payload: bytes) -> None:
     with pytest.raises(MalformedFrame):
         decode_payload(payload)
@@ -246,7 +247,7 @@ def test_a_checksum_is_never_verified() -> None:
     assert decode_payload(PAYLOAD[:16] + b"\xab" * 8 + PAYLOAD[24:]) == TwoPart(CONTROL, BODY)
 
 
-@pytest.mark.parametrize("missing", ["id", "request_type", "response_type", "connection_info"])
+@each_case("missing", ["id", "request_type", "response_type", "connection_info"])
 def test_a_control_message_names_the_field_it_lacks(missing: str) -> None:
     message = json.loads(CONTROL)
     del message[missing]
@@ -260,7 +261,7 @@ def call_home_of(info: str, transport: str = "tcp_server") -> Any:
     return decode_call_home(msgspec.convert(message, ControlMessage))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("info", "transport", "complaint"),
     [
         (INFO, "quic-response", "quic-response"),
@@ -275,7 +276,7 @@ def test_a_call_home_that_cannot_be_followed_is_refused(info: str, transport: st
         call_home_of(info, transport)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("address", "expected"),
     [
         ("10.0.0.1:80", ("10.0.0.1", 80)),
@@ -315,7 +316,7 @@ def test_codecs_of_a_body() -> None:
             decode_body(data, "msgpack")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "frame",
     [
         TwoPart(b'"sentinel"', b""),
@@ -336,9 +337,7 @@ def test_a_caller_may_only_say_stop_or_kill(frame: TwoPart) -> None:
 # -- items --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "value", ["text", 7, None, [1, "a", None], {"k": [1, 2]}, True, 1.5, 2**63, {"bytes": b"\x00\xff"}, b"x"]
-)
+@each_case("value", ["text", 7, None, [1, "a", None], {"k": [1, 2]}, True, 1.5, 2**63, {"bytes": b"\x00\xff"}, b"x"])
 def test_any_value_survives_msgpack(value: Any) -> None:
     (frame,) = drain(TwoPartDecoder(), item_bytes({"data": value}))
     assert msgspec.msgpack.decode(frame.data) == {"data": {"data": value}, "complete_final": False}
@@ -391,7 +390,7 @@ def error_of(kind: type[BaseException]) -> BaseException:
     return kind("because")
 
 
-@pytest.mark.parametrize("kind", errors.RULES, ids=lambda kind: kind.__name__)
+@each_case("kind", errors.RULES, ids=lambda kind: kind.__name__)
 def test_every_kind_of_error_has_a_record_that_1_6_1_understands(kind: type[BaseException]) -> None:
     record = error_record(error_of(kind))
     assert record["reason"] in REASONS[record["class"]]
@@ -400,7 +399,7 @@ def test_every_kind_of_error_has_a_record_that_1_6_1_understands(kind: type[Base
     assert ("public" in record) == (kind is InvalidArgument)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("status", "kind"),
     [
         (400, ("InvalidArgument", "InvalidRequest", "request.invalid")),
@@ -420,7 +419,7 @@ def test_an_asserted_status_travels_as_1_6_1_sends_it(status: int, kind: tuple[s
     assert "public" not in record
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 431, 500, 501, 502, 504, 511])
+@each_case("status", [400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 431, 500, 501, 502, 504, 511])
 def test_a_status_that_a_native_engine_asserts_is_read_whatever_its_type(status: int) -> None:
     error = failure_of(AnnotatedItem(event="error", error=error_record(typed_error(HttpError(status, "words")))))
     assert error is not None

@@ -17,6 +17,7 @@ from dynamo.runtime.request_plane.base import Handler, ResponseSink
 from dynamo.runtime.request_plane.listener import Listener
 from dynamo.runtime.request_plane.native import sink as sink_module
 from dynamo.runtime.settings import RequestPlaneSettings
+from support.cases import each_case
 from support.native_caller import NativeCaller, native_caller, request_frame, two_part
 from support.patience import PATIENCE_SECONDS
 
@@ -132,8 +133,8 @@ async def test_the_context_carries_id_metadata_and_trace() -> None:
     assert (second.metadata.copy(), second.trace) == ({}, None)
 
 
-@pytest.mark.parametrize("codec", ["msgpack", "json"])
-@pytest.mark.parametrize("value", ["text", 7, None, [1, "two", None], {"deep": [{}]}, True])
+@each_case("codec", ["msgpack", "json"])
+@each_case("value", ["text", 7, None, [1, "two", None], {"deep": [{}]}, True])
 async def test_any_body_and_any_item_survive(codec: str, value: Any) -> None:
     async def echo(body: Any, context: Context, sink: ResponseSink) -> None:
         sink.send_object({"data": body, "event": "e", "comment": ["c"], "id": "i"})
@@ -176,7 +177,7 @@ async def test_garbage_closes_its_connection() -> None:
         assert await caller.reader.read() == b""
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("control", "complaint"),
     [
         ({"request_type": "many_in"}, "many_in"),
@@ -223,7 +224,7 @@ async def test_a_caller_that_reads_no_acks_is_not_read_either() -> None:
 # -- errors -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("error", "expected"),
     [
         (InvalidArgument("no"), {"Backend": "InvalidArgument"}),
@@ -318,7 +319,7 @@ LEAVES = [
 ]
 
 
-@pytest.mark.parametrize("leave", LEAVES)
+@each_case("leave", LEAVES)
 async def test_a_caller_that_leaves_is_a_kill_and_the_stream_closes(leave: Any) -> None:
     watcher = Watcher()
     async with worker(watcher.handle) as (listener, caller):

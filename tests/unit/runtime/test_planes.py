@@ -16,6 +16,7 @@ from dynamo.errors import CannotConnect
 from dynamo.runtime.lifecycle import TRANSITIONS, RuntimeEvent, RuntimeLife, RuntimeState
 from dynamo.runtime.planes import DISCOVERY, EVENTS, REQUEST_CLIENTS, REQUEST_SERVERS, choose_planes
 from dynamo.runtime.settings import DISCOVERY_BACKENDS
+from support.cases import each_case
 
 ROOT = Path(__file__).parents[3]
 
@@ -69,7 +70,7 @@ def test_every_state_has_a_row_and_only_the_last_has_none_to_leave_by() -> None:
     assert [state for state, row in TRANSITIONS.items() if not row] == [RuntimeState.CLOSED]
 
 
-@pytest.mark.parametrize("events", list(itertools.product(RuntimeEvent, repeat=4)))
+@each_case("events", list(itertools.product(RuntimeEvent, repeat=4)))
 async def test_whatever_happens_a_runtime_only_goes_on(events: tuple[RuntimeEvent, ...]) -> None:
     life = RuntimeLife()
     order = list(RuntimeState)

@@ -17,6 +17,7 @@ import pytest
 from dynamo.runtime import Context, DistributedRuntime, PyAsyncRequestStream
 from dynamo.runtime.discovery.memory import MemoryDiscovery, MemoryHub
 from dynamo.runtime.endpoint import Endpoint
+from support.cases import each_case
 from support.native_caller import Answer, NativeCaller, two_part
 from support.patience import PATIENCE_SECONDS
 
@@ -132,7 +133,7 @@ async def test_a_handler_may_take_the_context_and_hear_a_stop() -> None:
         assert await call.data() == [{"seen": [1, 2], "stopped": True, "killed": False}]
 
 
-@pytest.mark.parametrize("end", ["kill", "lost", "nonsense", "odd word"])
+@each_case("end", ["kill", "lost", "nonsense", "odd word"])
 async def test_an_input_that_breaks_off_kills_the_request(end: str) -> None:
     killed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 

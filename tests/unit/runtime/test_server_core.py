@@ -25,6 +25,7 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.settings import RequestPlaneSettings
+from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 
 PATH = "1f/ns/c/e"
@@ -218,8 +219,8 @@ def test_the_limits_come_from_the_environment() -> None:
 # -- cancellation -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["stop_generating", "kill"])
-@pytest.mark.parametrize("where", ["on the loop", "in a thread"])
+@each_case("how", ["stop_generating", "kill"])
+@each_case("where", ["on the loop", "in a thread"])
 async def test_a_cancelled_request_leaves_the_queue_and_its_place_is_free(how: str, where: str) -> None:
     core, gate = limited(1, 1), Gate()
     core.register(PATH, gate.handle)
@@ -316,12 +317,12 @@ async def failing(error: BaseException, core: ServerCore | None = None) -> BaseE
     return outcome
 
 
-@pytest.mark.parametrize("error", [InvalidArgument("no"), EngineShutdown("bye"), DynamoException("?"), Overloaded()])
+@each_case("error", [InvalidArgument("no"), EngineShutdown("bye"), DynamoException("?"), Overloaded()])
 async def test_a_typed_error_arrives_as_it_is(error: DynamoException) -> None:
     assert await failing(error) is error
 
 
-@pytest.mark.parametrize("error", [ValueError("odd"), KeyError("k"), RuntimeError(), OSError(2, "gone")])
+@each_case("error", [ValueError("odd"), KeyError("k"), RuntimeError(), OSError(2, "gone")])
 async def test_any_other_error_is_unknown_caused_by_it_and_logged_with_its_traceback(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:

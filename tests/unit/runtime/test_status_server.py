@@ -17,6 +17,7 @@ from dynamo.runtime.health import HealthState
 from dynamo.runtime.metrics import MetricsRegistry
 from dynamo.runtime.settings import StatusLimits, SystemSettings
 from dynamo.runtime.status_server import StatusServer
+from support.cases import each_case
 
 LIMITS = StatusLimits()
 
@@ -181,7 +182,7 @@ async def test_lora_requests_become_updates(site: Site) -> None:
     assert [a.json for a in answers[:3]] == [{"loras": []}, {"loaded": "a"}, {"unloaded": "a b"}]
 
 
-@pytest.mark.parametrize("path", ["/", "/metadata", "/healthz", "/health/", "/v2/loras"])
+@each_case("path", ["/", "/metadata", "/healthz", "/health/", "/v2/loras"])
 async def test_other_paths_are_not_found(site: Site, path: str) -> None:
     answer = await site.ask(path)
     assert (answer.status, answer.body) == (404, b"Route not found")
@@ -258,7 +259,7 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("data", "status"),
     [
         (b"GET /health HTTP/1.1\r\nx: " + b"a" * (8 * LIMITS.header_limit_bytes), 431),
@@ -437,7 +438,7 @@ async def test_an_admin_address_that_is_open_is_one_warning(caplog: pytest.LogCa
         assert "DYN_ADMIN_HOST" in warnings[0]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("env", "found"),
     [
         ({}, ("127.0.0.1", None)),
@@ -451,7 +452,7 @@ def test_the_admin_address_comes_from_the_environment(env: dict[str, str], found
     assert (settings.admin_host, settings.admin_port) == found
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("env", "port", "starting"),
     [
         ({}, -1, None),

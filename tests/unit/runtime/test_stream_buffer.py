@@ -11,6 +11,7 @@ import pytest
 from dynamo.errors import Disconnected, DynamoException, StreamIncomplete
 from dynamo.runtime.request_plane.base import END_INDEX, StreamItem
 from dynamo.runtime.request_plane.stream import TRANSITIONS, StreamBuffer, StreamEvent, StreamState
+from support.cases import each_case
 
 LOST: Final = Disconnected("gone")
 
@@ -46,7 +47,7 @@ DEEDS = {
 }
 
 
-@pytest.mark.parametrize(
+@each_case(
     "events", list(itertools.product(StreamEvent, repeat=3)), ids=lambda events: "-".join(e.value for e in events)
 )
 async def test_the_table_is_what_a_stream_does(events: tuple[StreamEvent, ...]) -> None:

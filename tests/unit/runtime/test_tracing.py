@@ -23,6 +23,7 @@ from dynamo.runtime.tracing import (
     start_request_span,
     tracing,
 )
+from support.cases import each_case
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -170,7 +171,7 @@ def test_a_malformed_link_is_attributes_only(exported: InMemorySpanExporter, lin
 # -- settings
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("env", "expected"),
     [
         ({}, TracingSettings()),
@@ -212,8 +213,8 @@ def test_settings_from_the_environment(env: dict[str, str], expected: TracingSet
     assert TracingSettings.from_env(env) == expected
 
 
-@pytest.mark.parametrize("parent", ["", "parentbased_"])
-@pytest.mark.parametrize(
+@each_case("parent", ["", "parentbased_"])
+@each_case(
     ("kind", "ratio", "sampled"),
     [("always_on", 1.0, True), ("always_off", 1.0, False), ("traceidratio", 1.0, True), ("traceidratio", 0.0, False)],
 )

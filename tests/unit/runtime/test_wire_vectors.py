@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from dynamo.runtime.request_plane.base import INITIAL_CREDITS
 from dynamo.runtime.request_plane.mux.frames import (
     FrameDecoder,
@@ -18,6 +16,7 @@ from dynamo.runtime.request_plane.mux.frames import (
     decode_items,
     decode_open,
 )
+from support.cases import each_case
 
 VECTORS = json.loads((Path(__file__).parents[3] / "rust" / "wire-vectors.json").read_text())
 
@@ -27,7 +26,7 @@ def only_frame(vector: dict[str, Any]) -> tuple[int, int, int, bytes]:
     return frame
 
 
-@pytest.mark.parametrize("vector", VECTORS["caller"], ids=lambda vector: vector["name"])
+@each_case("vector", VECTORS["caller"], ids=lambda vector: vector["name"])
 def test_what_a_caller_sends_is_read(vector: dict[str, Any]) -> None:
     kind, flags, stream_id, payload = only_frame(vector)
     assert (kind, flags, stream_id) == (vector["kind"], vector["flags"], vector["stream"])
@@ -49,7 +48,7 @@ def test_what_a_caller_sends_is_read(vector: dict[str, Any]) -> None:
             assert payload.hex() == means["payload"]
 
 
-@pytest.mark.parametrize("vector", VECTORS["worker"], ids=lambda vector: vector["name"])
+@each_case("vector", VECTORS["worker"], ids=lambda vector: vector["name"])
 def test_what_a_worker_sends_is_read(vector: dict[str, Any]) -> None:
     kind, flags, stream_id, payload = only_frame(vector)
     assert (kind, flags, stream_id) == (Kind.ITEMS, 0, 0)

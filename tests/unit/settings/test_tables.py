@@ -24,6 +24,7 @@ from dynamo.settings.readers import (
     text,
 )
 from dynamo.settings.table import Status, read_settings, section, setting, settings_of
+from support.cases import each_case
 
 MIB = 1024 * 1024
 
@@ -97,7 +98,7 @@ def test_flags_have_spellings_negatives_and_names_of_their_own() -> None:
     assert parse(["--on"], {"T_ON": "0"}).on is True
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("env", "field", "value", "said"),
     [
         ({"T_LIMIT": "many"}, "limit", None, "T_LIMIT: 'many' is not an integer of at least 1; ignoring it"),
@@ -115,7 +116,7 @@ def test_a_variable_that_cannot_be_read_is_a_warning_that_names_it(
     assert [record.getMessage() for record in caplog.records] == [said]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("argv", "env", "said"),
     [
         (["--port", "70000"], {}, "--port: 70000 is not a port: use 0..65535"),
@@ -160,7 +161,7 @@ def test_a_setting_shows_its_default_in_the_unit_of_its_variable() -> None:
     assert (shown["pause_seconds"], shown["idle_seconds"], shown["limit"]) == ("500", "0", "")
 
 
-@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e999"])
+@each_case("value", ["inf", "-inf", "nan", "1e999"])
 def test_no_number_is_infinite(value: str) -> None:
     with pytest.raises(ValueError, match="is not a number"):
         number().parse(value)

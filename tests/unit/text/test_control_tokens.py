@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from dynamo.errors import InvalidArgument
 from dynamo.text import CachedTokenizer, ChatTemplate, ControlTokens, JsonTokenizer
+from support.cases import each_case
 
 CopyOf = Callable[[str], HfTokenizer]
 
@@ -230,7 +231,7 @@ WORDS = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each_case("seed", range(4))
 def test_text_that_spells_no_control_token_gets_the_ids_it_always_had(side: Side, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(25):

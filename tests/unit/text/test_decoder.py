@@ -4,12 +4,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
 from dynamo.text import ByteTokenizer, ChoiceDecoder, JsonTokenizer
+from support.cases import each_case
 from support.properties import examples
 
 TOKENIZER = ByteTokenizer()
@@ -45,7 +45,7 @@ def test_absent_and_null_members_mean_unset() -> None:
     assert run(choice, each("hello")) == ("hello", None, None, 5)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("conditions", "expected"),
     [
         ({"stop_token_ids_hidden": [ord("l")]}, ("he", "stop", None, 3)),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
 from dynamo.text import ByteTokenizer, Detokenizer, JsonTokenizer
+from support.cases import each_case
 from support.properties import examples
 
 BYTE_LEVEL = ("llama3", "qwen", "deepseek", "gpt2")
@@ -45,7 +46,7 @@ def behind(tokenizer: Any, prompt: list[int], ids: list[int], skip: bool) -> str
     return whole[len(before) :]
 
 
-@pytest.mark.parametrize("name", BYTE_LEVEL + TEXT_PIECES + WINDOWED)
+@each_case("name", BYTE_LEVEL + TEXT_PIECES + WINDOWED)
 def test_any_chunking_of_any_ids_gives_the_text_behind_the_prompt(hf: Family, name: str) -> None:
     tokenizer = JsonTokenizer(hf(name))
     ids = st.integers(-1, tokenizer.vocab_size + 2)
@@ -95,7 +96,7 @@ def test_byte_fallback_streams_every_chunking_alike_and_keeps_whole_characters(h
     check()
 
 
-@pytest.mark.parametrize("name", [*BYTE_LEVEL, *FALLBACK, "unigram"])
+@each_case("name", [*BYTE_LEVEL, *FALLBACK, "unigram"])
 def test_real_text_round_trips_behind_a_prompt_cut_at_any_token(hf: Family, name: str) -> None:
     tokenizer = JsonTokenizer(hf(name))
     ids = tokenizer.encode("the café 你好世界 👩‍🚀 don't  stop\n\nпривет 🎉 ok")
@@ -118,7 +119,7 @@ def test_an_emoji_of_many_tokens_arrives_whole_and_nothing_before_it(hf: Family)
     assert [detokenizer.push([i]) for i in ids if i is not None] == [""] * (len(ids) - 1) + ["🦀"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("data", "shown", "rest"),
     [
         (b"\xff", ["\ufffd"], ""),

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from dynamo.text import ChatTemplate
+from support.cases import each_case
 
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
 # Writes the calls of a message only where its content is null.
@@ -24,8 +25,8 @@ def render(source: str, *messages: dict[str, Any], **options: Any) -> str:
     return ChatTemplate(source).render(messages, **options)
 
 
-@pytest.mark.parametrize("content", [{"content": None}, {}])
-@pytest.mark.parametrize(
+@each_case("content", [{"content": None}, {}])
+@each_case(
     ("source", "expected"),
     [
         (CHATML, "<assistant></>"),

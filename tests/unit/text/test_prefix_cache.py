@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from dynamo.text import ByteTokenizer, CachedTokenizer, JsonTokenizer, cutpoints, prefix_cache
 from dynamo.text.cutpoints import exact_cuts, split_alternatives
+from support.cases import each_case
 
 Family = Callable[[str], HfTokenizer]
 
@@ -68,8 +69,8 @@ def test_ids_are_those_of_the_uncached_tokenizer(hf: Family, name: str, seed: in
 
 
 @pytest.mark.usefixtures("tiny_chunks")
-@pytest.mark.parametrize("name", ["llama3", "qwen", "gpt2", "llama2", "llama2-metaspace", "gemma"])
-@pytest.mark.parametrize(
+@each_case("name", ["llama3", "qwen", "gpt2", "llama2", "llama2-metaspace", "gemma"])
+@each_case(
     "token",
     [
         AddedToken("answer", lstrip=True, normalized=False),
@@ -117,14 +118,14 @@ def test_a_vocabulary_that_joins_words_is_not_cut_between_them(hf: Family) -> No
     assert cuts.before_match
 
 
-@pytest.mark.parametrize("name", CUT_INSIDE_TEXT)
+@each_case("name", CUT_INSIDE_TEXT)
 def test_known_byte_level_pipelines_are_cut_inside_text(hf: Family, name: str) -> None:
     cuts = exact_cuts(hf(name))
     assert cuts is not None
     assert not cuts.before_match
 
 
-@pytest.mark.parametrize("name", CUT_AT_SPECIALS)
+@each_case("name", CUT_AT_SPECIALS)
 def test_other_pipelines_are_cut_only_before_special_tokens(hf: Family, name: str) -> None:
     cuts = exact_cuts(hf(name))
     assert cuts is not None

@@ -14,6 +14,7 @@ from dynamo.text.output import Content, Joined, JoinedCall, OutputEvent, Reasoni
 from dynamo.text.output_parser import OutputParser
 from dynamo.text.reasoning import REASONING_FORMATS, ThinkParser
 from dynamo.text.tools import HermesParser
+from support.cases import each_case
 from support.properties import examples
 
 
@@ -24,7 +25,7 @@ def run(parser: ThinkParser | OutputParser, pieces: Iterable[str]) -> Joined:
     return joined([*events, *parser.finish()])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "content", "reasoning"),
     [
         ("", "", ""),
@@ -51,7 +52,7 @@ def test_reasoning_with_an_opening_tag(text: str, content: str, reasoning: str) 
     assert run(ThinkParser(), [text]) == Joined(content, reasoning)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "content", "reasoning"),
     [
         ("", "", ""),
@@ -122,7 +123,7 @@ def test_only_the_first_call_is_kept_when_asked() -> None:
     assert run(both(only_first_call=True), [f"a{CALL}b{CALL}c"]) == Joined("abc", "", [F])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "expected"),
     [
         ("<think>only this", Joined("only this")),
@@ -219,7 +220,7 @@ def test_no_text_and_no_cut_changes_the_result(make: Make, text: str, data: st.D
 # -- formats by name -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "thinking", "applies", "inside"),
     [
         ("qwen3", None, True, False),

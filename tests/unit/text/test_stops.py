@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.text import StopStrings
+from support.cases import each_case
 from support.properties import examples
 
 
@@ -41,8 +41,8 @@ def chunkings(text: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("include", [False, True])
-@pytest.mark.parametrize("stops", [["ab"], ["aab", "b"], ["abc", "bc"], ["aba", "bab", "aa"], ["bb", "bbb"], ["abab"]])
+@each_case("include", [False, True])
+@each_case("stops", [["ab"], ["aab", "b"], ["abc", "bc"], ["aba", "bab", "aa"], ["bb", "bbb"], ["abab"]])
 def test_every_chunking_of_every_short_text_stops_alike(stops: list[str], include: bool) -> None:
     for length in range(7):
         for letters in (

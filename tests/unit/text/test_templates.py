@@ -7,6 +7,7 @@ import pytest
 
 from dynamo.errors import InvalidArgument
 from dynamo.text import PLAIN_TEMPLATE, ChatTemplate, TemplateRejected
+from support.cases import each_case
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -31,7 +32,7 @@ def test_a_usual_template() -> None:
     assert render(source, messages, add_generation_prompt=False) == "<s>\n<|user|>hi</s>"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("source", "expected"),
     [
         ("[{{ nothing }}]", "[]"),
@@ -63,7 +64,7 @@ def test_the_clock_is_an_argument() -> None:
     assert template.render(USER) == "26 Jul 2024"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("content", "expected"),
     [
         ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
@@ -110,7 +111,7 @@ def test_named_templates_without_a_default_say_so() -> None:
         ChatTemplate({})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("source", "detail"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),

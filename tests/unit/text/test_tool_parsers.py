@@ -15,6 +15,7 @@ from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, Joi
 from dynamo.text.tools import TOOL_FORMATS, HermesParser, NamedCallParser, RequiredCallsParser, ToolParser
 from dynamo.text.tools import calls as calls_module
 from dynamo.text.tools.json_object import MAX_DEPTH, JsonObjectReader
+from support.cases import each_case
 from support.properties import examples
 
 Make = Callable[[], ToolParser]
@@ -37,7 +38,7 @@ def hermes(text: str) -> Joined:
 # -- hermes --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "content", "calls"),
     [
         ("Hello <world>", "Hello <world>", []),
@@ -85,7 +86,7 @@ def test_hermes_reads(text: str, content: str, calls: list[JoinedCall]) -> None:
     assert hermes(text) == Joined(content, "", calls)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
         "<tool_call>",
@@ -156,7 +157,7 @@ def test_what_is_held_back_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 ONE = '{"name": "f", "parameters": {"x": 1}}'
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "content", "calls"),
     [
         (f"[{ONE}]", "", [F]),
@@ -187,7 +188,7 @@ def test_a_required_call(text: str, content: str, calls: list[JoinedCall]) -> No
     assert run(RequiredCallsParser(), [text]) == Joined(content, "", calls)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "expected"),
     [
         ('{"x": 1}', Joined("", "", [F])),
@@ -226,7 +227,7 @@ def test_forced_choices_also_read_the_models_own_format() -> None:
     assert run(NamedCallParser("f", HermesParser()), ["oh no"]) == Joined("oh no")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("length", "expected"),
     [
         (len('<tool_call>\n{"na'), Joined()),
@@ -380,7 +381,7 @@ def test_the_reader_agrees_with_json(text: str) -> None:
         assert (end, read) == (length, text[:length])
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
         '{"a": 01}',

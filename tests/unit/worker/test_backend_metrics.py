@@ -28,6 +28,7 @@ from dynamo.runtime.loop_watchdog import LoopBlockMetrics
 from dynamo.runtime.metrics import MetricsRegistry
 from dynamo.runtime.request_plane.metrics import CallerMetrics, WorkHandlerMetrics
 from dynamo.worker.lifecycle_metrics import WorkerMetrics
+from support.cases import each_case
 
 NAMES: dict[str, Any] = {
     "namespace": "ns",
@@ -301,7 +302,7 @@ def constants(group: type) -> set[str]:
     return {value for key, value in vars(group).items() if key.isupper()}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("prefix", "groups", "make"),
     [
         (

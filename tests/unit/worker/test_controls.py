@@ -18,6 +18,7 @@ from dynamo.worker.controls import (
     rl_endpoint_name,
 )
 from dynamo.worker.lifecycle import AdminGate
+from support.cases import each_case
 
 
 class Engine:
@@ -136,7 +137,7 @@ async def test_an_engine_that_did_not_wake_up_is_not_advertised(answer: dict[str
     assert it.log == ["wake_up"]
 
 
-@pytest.mark.parametrize("answer", [{"is_sleeping": False}, {"success": True}, {}, {"is_sleeping": 1}])
+@each_case("answer", [{"is_sleeping": False}, {"success": True}, {}, {"is_sleeping": 1}])
 async def test_an_engine_that_did_wake_up_is(answer: dict[str, Any]) -> None:
     it = Fixture()
     it.engine.answers["wake_up"] = answer
@@ -167,8 +168,8 @@ async def test_an_engine_that_fails_to_sleep_stays_unregistered(failure: Any, ca
     assert "stays unregistered" in caplog.text
 
 
-@pytest.mark.parametrize("body", [[], "x", 1, None, True])
-@pytest.mark.parametrize("kind", ["control", "update"])
+@each_case("body", [[], "x", 1, None, True])
+@each_case("kind", ["control", "update"])
 async def test_a_body_that_is_no_object_touches_nothing(kind: str, body: Any) -> None:
     it = Fixture()
     name = "sleep" if kind == "control" else "weights"
@@ -179,8 +180,8 @@ async def test_a_body_that_is_no_object_touches_nothing(kind: str, body: Any) ->
     assert it.log == []
 
 
-@pytest.mark.parametrize(("gate", "word"), [(AdminGate.STARTING, "starting"), (AdminGate.CLOSED, "shutting down")])
-@pytest.mark.parametrize("route", ["control/sleep", "control/start_profile", "update/weights", "update/model_taints"])
+@each_case(("gate", "word"), [(AdminGate.STARTING, "starting"), (AdminGate.CLOSED, "shutting down")])
+@each_case("route", ["control/sleep", "control/start_profile", "update/weights", "update/model_taints"])
 async def test_a_closed_gate_refuses_every_route(gate: AdminGate, word: str, route: str) -> None:
     it = Fixture()
     it.gate = gate
@@ -295,7 +296,7 @@ async def test_taints_are_sorted_and_never_reach_the_engine() -> None:
     assert it.log == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("kind", "names"),
     [("update", {"model_taints"}), ("control", {1}), ("control", {""}), ("control", {"a/b"}), ("control", "sleep")],
 )

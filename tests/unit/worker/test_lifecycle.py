@@ -15,6 +15,7 @@ from dynamo.worker.lifecycle import (
     State,
     WorkerEvent,
 )
+from support.cases import each_case
 
 PAIRS = list(itertools.product(State, WorkerEvent))
 
@@ -36,7 +37,7 @@ def at(state: State) -> Lifecycle:
     return life
 
 
-@pytest.mark.parametrize(("state", "event"), PAIRS, ids=lambda value: value.name)
+@each_case(("state", "event"), PAIRS, ids=lambda value: value.name)
 def test_every_move_is_in_the_table_or_refused_by_name(state: State, event: WorkerEvent) -> None:
     life = at(state)
     expected = TRANSITIONS.get(state, {}).get(event)
@@ -127,12 +128,12 @@ def test_grace_comes_on_top_of_the_timeout(times: ShutdownTimes, deadline: float
     assert times.streams_until_seconds == streams
 
 
-@pytest.mark.parametrize("mode", DisaggregationMode)
+@each_case("mode", DisaggregationMode)
 def test_only_prefill_workers_are_polled_for_quiescence(mode: DisaggregationMode) -> None:
     times = ShutdownTimes(timeout_seconds=60)
     assert times.quiescence_seconds(mode) == (30.0 if mode is DisaggregationMode.PREFILL else 0.0)
 
 
-@pytest.mark.parametrize(("timeout", "budget"), [(30, 25.0), (6, 1.0), (5, 0.0), (1, 0.0), (100, 30.0)])
+@each_case(("timeout", "budget"), [(30, 25.0), (6, 1.0), (5, 0.0), (1, 0.0), (100, 30.0)])
 def test_the_quiescence_budget_leaves_five_seconds_for_cleanup(timeout: int, budget: float) -> None:
     assert ShutdownTimes(timeout_seconds=timeout).quiescence_seconds(DisaggregationMode.PREFILL) == budget

@@ -19,6 +19,7 @@ from dynamo.worker.kv_publishing.publisher import (
     WorkerMetricsPublisher,
     ZmqSource,
 )
+from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 
 WORKER = 2**63 + 5
@@ -139,7 +140,7 @@ async def test_an_eagle_block_covers_the_token_after_it() -> None:
     assert block["tokens_hash"] == block_hashes(TOKENS[:17], 16, eagle=True)[0]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "said"),
     [
         ((TOKENS, [16], [1, 2]), "num_block_tokens"),
@@ -171,7 +172,7 @@ async def test_a_batch_is_one_message_in_order() -> None:
     assert [entry["event"]["event_id"] for entry in message] == [1, 2]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "bad",
     [
         {"type": "cleared"},

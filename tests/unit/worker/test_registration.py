@@ -29,6 +29,7 @@ from dynamo.worker.registration import (
     unregister_model,
     update_model_taints,
 )
+from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 
 
@@ -291,8 +292,8 @@ async def test_a_hub_that_does_not_answer_costs_a_bounded_time(monkeypatch: pyte
         release.set()
 
 
-@pytest.mark.parametrize("route", [False, True])
-@pytest.mark.parametrize("mode", DisaggregationMode)
+@each_case("route", [False, True])
+@each_case("mode", DisaggregationMode)
 def test_every_role_registers_as_the_table_says(mode: DisaggregationMode, route: bool) -> None:
     prefill, decode, encode, whole = WorkerType.Prefill, WorkerType.Decode, WorkerType.Encode, WorkerType.Aggregated
     both = ModelType.Chat | ModelType.Completions
@@ -490,9 +491,7 @@ async def test_taints_change_nothing_else_on_the_card() -> None:
     assert endpoint.cards[None] == before
 
 
-@pytest.mark.parametrize(
-    "taints", ["text", None, [1], [""], [" "], ["dynamo.topology/zone"], [str(i) for i in range(300)]]
-)
+@each_case("taints", ["text", None, [1], [""], [" "], ["dynamo.topology/zone"], [str(i) for i in range(300)]])
 def test_malformed_taints_are_refused(taints: Any) -> None:
     with pytest.raises(InvalidArgument, match="taint"):
         checked_taints(taints)

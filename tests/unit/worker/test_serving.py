@@ -28,6 +28,7 @@ from dynamo.errors import (
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.runtime.context import Context
 from dynamo.worker.serving import CHUNKS_PER_TURN, RawServing, TokenServing, wrap_error
+from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 
 
@@ -163,7 +164,7 @@ async def test_the_validator_passes_a_clean_stream() -> None:
     assert sink.sent[-1][2] == "stop"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("chunk", "ok"),
     [
         ({"token_ids": [], "finish_reason": "stop"}, False),
@@ -195,7 +196,7 @@ BAD_CHUNKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("chunk", BAD_CHUNKS, ids=repr)
+@each_case("chunk", BAD_CHUNKS, ids=repr)
 async def test_a_chunk_that_is_not_valid_is_the_engines_fault_and_closes_the_generator(chunk: Any) -> None:
     sink, engine = await serve(script_of(chunk, {"token_ids": [1], "finish_reason": "stop"}))
     assert sink.error is not None
@@ -204,7 +205,7 @@ async def test_a_chunk_that_is_not_valid_is_the_engines_fault_and_closes_the_gen
     assert engine.closed.is_set()
 
 
-@pytest.mark.parametrize("ids", [(1, 2), [1, 2], [4294967295], []])
+@each_case("ids", [(1, 2), [1, 2], [4294967295], []])
 async def test_lists_and_tuples_of_u32_are_token_ids(ids: Any) -> None:
     sink, _ = await serve(script_of({"token_ids": ids, "finish_reason": "stop"}))
     assert sink.sent[0][0] == list(ids)
@@ -222,7 +223,7 @@ async def test_an_engine_may_reuse_its_list() -> None:
     assert [entry[0] for entry in sink.sent[:3]] == [[0], [1], [2]]
 
 
-@pytest.mark.parametrize("index", [1, -1, 7, "0", True])
+@each_case("index", [1, -1, 7, "0", True])
 async def test_a_choice_that_was_not_asked_for_is_an_error(index: Any) -> None:
     sink, _ = await serve(script_of({"token_ids": [1], "index": index}))
     assert isinstance(sink.error, Unknown)
@@ -248,7 +249,7 @@ REASONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("said", "meant"), REASONS)
+@each_case(("said", "meant"), REASONS)
 def test_finish_reasons_are_normalised(said: str, meant: str) -> None:
     assert normalise(said) == meant
 
@@ -533,7 +534,7 @@ WRAPPED = [
 ]
 
 
-@pytest.mark.parametrize(("raised", "kind", "text"), WRAPPED, ids=lambda v: type(v).__name__)
+@each_case(("raised", "kind", "text"), WRAPPED, ids=lambda v: type(v).__name__)
 def test_exceptions_are_wrapped_in_the_order_of_the_guide(raised: BaseException, kind: type, text: str) -> None:
     wrapped = wrap_error(raised)
     assert type(wrapped) is kind
@@ -541,7 +542,7 @@ def test_exceptions_are_wrapped_in_the_order_of_the_guide(raised: BaseException,
     assert wrapped is raised or wrapped.__cause__ is raised
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("raised", "kind"),
     [
         (ValueError(), InvalidArgument),
@@ -588,7 +589,7 @@ async def test_a_generate_that_is_no_generator_is_an_unknown_error() -> None:
     assert isinstance(sink.error, Unknown)
 
 
-@pytest.mark.parametrize("body", [None, 5, [1], "x", {}, {"token_ids": "abc"}, {"token_ids": {"a": 1}}])
+@each_case("body", [None, 5, [1], "x", {}, {"token_ids": "abc"}, {"token_ids": {"a": 1}}])
 async def test_a_request_that_is_none_is_declined_by_name(body: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"request|token_ids"):
         await TokenServing(Scripted(script_of())).handle(body, Context(), ListSink())

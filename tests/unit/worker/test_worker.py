@@ -32,6 +32,7 @@ from dynamo.worker.worker import (
     _to_rust_disaggregation_mode,
     shutdown_times,
 )
+from support.cases import each_case
 from support.patience import PATIENCE_SECONDS
 
 QUICK = ShutdownTimes(grace_seconds=0.0, timeout_seconds=30)
@@ -245,7 +246,7 @@ async def test_run_is_single_shot() -> None:
         await worker.run()
 
 
-@pytest.mark.parametrize("hook", UP[:-1])
+@each_case("hook", UP[:-1])
 async def test_a_failure_before_serving_is_cleaned_up_once_and_leaves_nothing(hook: str) -> None:
     engine = Recorder(fail={hook: RuntimeError("no luck")})
     async with mem_runtime() as observer:
@@ -305,7 +306,7 @@ async def test_a_failed_instance_registration_goes_the_long_way_down() -> None:
     assert engine.calls == [*UP, *DOWN]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("engine", "members"),
     [
         (Recorder(), {"model_input": ModelInput.Text}),
@@ -384,7 +385,7 @@ async def test_a_stop_before_the_runtime_is_there_never_starts_the_engine() -> N
     await asyncio.wait_for(runtime.aclose(), PATIENCE_SECONDS)
 
 
-@pytest.mark.parametrize("hook", ["start", "register_prometheus", "kv_event_sources", "on_endpoint_ready"])
+@each_case("hook", ["start", "register_prometheus", "kv_event_sources", "on_endpoint_ready"])
 async def test_a_stop_during_start_or_set_up_lets_the_step_finish_and_never_serves(hook: str) -> None:
     engine = Recorder(hold={hook: asyncio.Event()})
     worker = make(engine)
@@ -475,7 +476,7 @@ async def test_a_run_that_is_cancelled_on_its_way_down_still_cleans_up_once(
     assert worker.state is State.CLOSED
 
 
-@pytest.mark.parametrize("hook", ["start", "on_endpoint_ready", "health_check_payload", "drain", "cleanup"])
+@each_case("hook", ["start", "on_endpoint_ready", "health_check_payload", "drain", "cleanup"])
 async def test_a_cancellation_of_the_engines_own_is_a_failure_like_any_other(
     hook: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -644,7 +645,7 @@ async def test_a_store_that_is_gone_does_not_stop_the_way_down(
     assert "discovery unregister failed: the store is gone" in caplog.text
 
 
-@pytest.mark.parametrize("mode", DisaggregationMode)
+@each_case("mode", DisaggregationMode)
 async def test_quiescence_is_asked_of_prefill_workers_only(mode: DisaggregationMode) -> None:
     engine = QuiescenceRecorder(give={"is_quiescent": True})
     async with running(make(engine, disaggregation_mode=mode)):
@@ -660,7 +661,7 @@ async def test_an_engine_that_does_not_override_it_is_not_polled(caplog: pytest.
     assert "quiescent" not in caplog.text
 
 
-@pytest.mark.parametrize("answer", [False, None, 1, RuntimeError("unknown")])
+@each_case("answer", [False, None, 1, RuntimeError("unknown")])
 async def test_an_engine_that_is_never_quiescent_uses_up_its_budget(
     answer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -689,7 +690,7 @@ async def test_the_card_says_what_engine_and_operator_said() -> None:
     assert card.runtime_config.reasoning_parser == "qwen3"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("operator", "engine_name", "expected"),
     [("a", "b", "a"), (None, "b", "b"), (None, None, "m"), ("", "", "m"), ("", "b", "b")],
 )
@@ -771,7 +772,7 @@ async def test_a_push_source_gets_its_publisher_and_keeps_it_until_after_the_cle
     assert ready[0]._outbox._is_closed
 
 
-@pytest.mark.parametrize("sources", [(), {"a": 1}, [object()], ["x"]])
+@each_case("sources", [(), {"a": 1}, [object()], ["x"]])
 async def test_sources_that_are_none_fail_the_start_up(sources: Any) -> None:
     engine = Recorder(give={"kv_event_sources": sources or ("not a list",)})
     with pytest.raises(Unknown, match=r"TypeError: kv_event_sources\(\)"):
@@ -925,7 +926,7 @@ async def test_an_engine_may_not_take_sigterm_while_its_worker_runs() -> None:
     assert engine.calls[-2:] == DOWN
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "grace"), [("", 5.0), ("0", 0.0), ("1.5", 1.5), ("-3", 0.0), ("soon", 5.0), ("nan", 5.0), (None, 5.0)]
 )
 def test_the_grace_period_is_read_leniently(value: str | None, grace: float) -> None:
@@ -933,12 +934,12 @@ def test_the_grace_period_is_read_leniently(value: str | None, grace: float) -> 
     assert shutdown_times(env).grace_seconds == grace
 
 
-@pytest.mark.parametrize(("value", "timeout"), [("", 30), ("7", 7), ("7.5", 30), ("x", 30)])
+@each_case(("value", "timeout"), [("", 30), ("7", 7), ("7.5", 30), ("x", 30)])
 def test_the_timeout_is_a_whole_number_of_seconds(value: str, timeout: int) -> None:
     assert shutdown_times({"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": value}).timeout_seconds == timeout
 
 
-@pytest.mark.parametrize(("value", "budget"), [("", 30.0), ("inf", 30.0), ("-1", 0.0), ("2.5", 2.5)])
+@each_case(("value", "budget"), [("", 30.0), ("inf", 30.0), ("-1", 0.0), ("2.5", 2.5)])
 def test_the_prefill_drain_budget_is_read_leniently(value: str, budget: float) -> None:
     assert shutdown_times({"DYN_PREFILL_DRAIN_TIMEOUT_S": value}).prefill_drain_seconds == budget
 
