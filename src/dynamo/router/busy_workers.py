@@ -50,14 +50,12 @@ class BusyThresholds(msgspec.Struct, frozen=True):
 
     def is_busy(self, load: LoadReport, *, total_kv_blocks: int | None, max_batched_tokens: int | None) -> bool:
         """Return whether one rank with this load is busy."""
-        blocks, tokens, part = (
-            load.active_decode_blocks,
-            load.active_prefill_tokens,
-            self.active_prefill_tokens_threshold_frac,
-        )
+        tokens, part = load.active_prefill_tokens, self.active_prefill_tokens_threshold_frac
         limit = self.active_decode_blocks_threshold
-        if limit is not None and blocks is not None and total_kv_blocks and blocks / total_kv_blocks > limit:
-            return True
+        if limit is not None and total_kv_blocks:
+            for blocks in (load.active_decode_blocks, load.kv_used_blocks):
+                if blocks is not None and blocks / total_kv_blocks > limit:
+                    return True
         if tokens is None:
             return False
         most = self.active_prefill_tokens_threshold
@@ -67,12 +65,27 @@ class BusyThresholds(msgspec.Struct, frozen=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """One report of one rank. Unknown keys are ignored."""
+    """One report of one rank: a worker reports the blocks in use, a router what it has booked there. None: says nothing
+    about it. Unknown keys are ignored.
+    """
 
     worker_id: int
     dp_rank: int = 0
     active_decode_blocks: int | None = None
     active_prefill_tokens: int | None = None
+    kv_used_blocks: int | None = None
+
+    def over(self, before: LoadReport | None) -> LoadReport:
+        """Return this report, with the figures of the one before where this one says nothing."""
+        if before is None:
+            return self
+        return LoadReport(
+            self.worker_id,
+            self.dp_rank,
+            before.active_decode_blocks if self.active_decode_blocks is None else self.active_decode_blocks,
+            before.active_prefill_tokens if self.active_prefill_tokens is None else self.active_prefill_tokens,
+            before.kv_used_blocks if self.kv_used_blocks is None else self.kv_used_blocks,
+        )
 
 
 class LoadedPool(Protocol):
@@ -104,10 +117,13 @@ class BusyWorkers:
         self._expiries.clear()
 
     def report(self, load: LoadReport) -> None:
-        """Take over a report of one rank."""
+        """Take over a report of one rank. A figure holds until another report gives it: so the blocks that a worker
+        counts and those that routers count each keep a rank busy until they are below the threshold.
+        """
         if load.worker_id not in self._reports and len(self._reports) >= MAX_WORKERS:
             return
-        self._reports.setdefault(load.worker_id, {})[load.dp_rank] = load
+        ranks = self._reports.setdefault(load.worker_id, {})
+        ranks[load.dp_rank] = load.over(ranks.get(load.dp_rank))
         self._mark(load.worker_id)
 
     def thresholds_changed(self) -> None:

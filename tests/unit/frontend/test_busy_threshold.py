@@ -40,19 +40,26 @@ class Reporter:
     def is_avoided(self) -> bool:
         return any(self.id in model.busy for model in self._house.frontend.models.served())
 
-    async def says(self, blocks: int, *, is_avoided: bool, rank: int = 0, tokens: int | None = None) -> None:
+    async def says(
+        self,
+        blocks: int | None,
+        *,
+        is_avoided: bool,
+        rank: int = 0,
+        tokens: int | None = None,
+        used: int | None = None,
+    ) -> None:
         """Report, and wait until the frontend has drawn its conclusion."""
         report = {
             "worker_id": self.id,
             "dp_rank": rank,
             "active_decode_blocks": blocks,
             "active_prefill_tokens": tokens,
+            "kv_used_blocks": used,
         }
 
         def heard() -> bool:
-            self._publisher.publish(
-                msgspec.msgpack.encode({**report, "kv_used_blocks": blocks})
-            )  # again: it may listen later
+            self._publisher.publish(msgspec.msgpack.encode(report))  # again: it may listen later
             return self.is_avoided == is_avoided
 
         await until(heard)
@@ -90,6 +97,23 @@ async def test_a_worker_is_busy_when_all_its_ranks_are(tmp_path: Path) -> None:
         await worker.says(60, is_avoided=True)
         await worker.says(40, rank=1, is_avoided=False)
         await worker.says(60, rank=1, is_avoided=True)
+
+
+async def test_the_blocks_of_routers_and_of_the_worker_each_keep_it_busy(tmp_path: Path) -> None:
+    async with cluster(tmp_path, active_decode_blocks_threshold=0.5) as house:
+        worker = await Reporter.joins(house)
+        await worker.says(None, used=60, is_avoided=True)
+        await worker.says(10, is_avoided=True)  # a router's count, which says nothing of the worker's
+        await worker.says(70, used=10, is_avoided=True)
+        await worker.says(None, used=20, is_avoided=True)
+        await worker.says(50, is_avoided=False)
+
+
+def test_a_report_says_nothing_about_the_figures_that_it_leaves_out() -> None:
+    worker, router = LoadReport(1, 0, kv_used_blocks=60), LoadReport(1, 0, 10, 0)
+    assert router.over(worker) == worker.over(router) == LoadReport(1, 0, 10, 0, 60)
+    assert LoadReport(1, 0, 11).over(router) == LoadReport(1, 0, 11, 0)
+    assert router.over(None) is router
 
 
 async def test_a_worker_that_says_no_more_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,18 +183,19 @@ async def test_the_route_can_be_left_out(tmp_path: Path) -> None:
 @given(
     st.none() | st.floats(0, 1), st.none() | st.integers(0, 100), st.none() | st.floats(0, 2),
     st.none() | st.integers(0, 100), st.none() | st.integers(0, 2000), st.none() | st.integers(1, 100),
-    st.none() | st.integers(1, 1000),
+    st.none() | st.integers(1, 1000), st.none() | st.integers(0, 100),
 )  # fmt: skip
 def test_busy_is_any_threshold_that_is_passed(
     part: float | None, most: int | None, share: float | None,
-    blocks: int | None, tokens: int | None, total: int | None, step: int | None,
+    blocks: int | None, tokens: int | None, total: int | None, step: int | None, used: int | None,
 ) -> None:  # fmt: skip
     passed = [
         None not in (part, blocks, total) and blocks / total > part,  # type: ignore[operator]
+        None not in (part, used, total) and used / total > part,  # type: ignore[operator]
         None not in (most, tokens) and tokens > most,  # type: ignore[operator]
         None not in (share, tokens, step) and tokens > share * step,  # type: ignore[operator]
     ]
-    load = LoadReport(1, 0, blocks, tokens)
+    load = LoadReport(1, 0, blocks, tokens, used)
     found = BusyThresholds("m", part, most, share).is_busy(load, total_kv_blocks=total, max_batched_tokens=step)
     assert found == any(passed)
 
