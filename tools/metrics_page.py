@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
+from pages import write_page
+
 from dynamo.frontend.metric_families import FAMILIES as FRONTEND
 from dynamo.runtime.endpoint_metrics import FAMILIES as ENDPOINT
 from dynamo.runtime.event_plane.metrics import FAMILIES as EVENTS
@@ -53,15 +55,5 @@ def written(page: str) -> str:
     return _TABLE.sub(lambda match: match[1] + table(TABLES[match[2]]), page)
 
 
-def main() -> int:
-    """Write the page; with `--check` only compare, status 1 when it is not current."""
-    text = PAGE.read_text()
-    fresh = written(text)
-    if "--check" in sys.argv[1:]:
-        return int(fresh != text)
-    PAGE.write_text(fresh)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_page(PAGE, written))

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from pages import write_page
+
 from dynamo.contract import args as worker
 from dynamo.contract.config import ENABLE_STRUCTURAL_TAG, HEALTH_CHECK_PAYLOAD, NAMESPACE_SUFFIX, WorkerConfig
 from dynamo.frontend import settings as frontend
@@ -130,15 +132,5 @@ def written(page: str) -> str:
     return _TABLE.sub(lambda match: match[1] + texts[match[2]], page)
 
 
-def main() -> int:
-    """Write the page; with `--check` only compare, status 1 when it is not current."""
-    text = PAGE.read_text()
-    fresh = written(text)
-    if "--check" in sys.argv[1:]:
-        return int(fresh != text)
-    PAGE.write_text(fresh)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_page(PAGE, written))
