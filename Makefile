@@ -96,4 +96,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test test-all coverage check house docs format bench bench-native soak test-fresh test-fuzz test-faults fault-table test-engines test-rust test-interop clean
+.PHONY: help serve test test-all coverage check house docs format bench bench-native soak mutants test-fresh test-fuzz test-faults fault-table test-engines test-rust test-interop clean

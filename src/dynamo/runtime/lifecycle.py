@@ -1,4 +1,4 @@
-"""The life of a runtime as a table, and who keeps it from ending.
+"""The life of a runtime as a table, and the holders that keep it from ending.
 
     OPEN ──SHUTDOWN──> DRAINING ──DISCONNECT──> CLOSING ──DISCONNECTED──> CLOSED
       └────────────────DISCONNECT──────────────────^

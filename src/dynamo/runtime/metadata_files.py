@@ -22,9 +22,9 @@ class MetadataFiles:
     def add(
         self, namespace: str, component: str, endpoint: str, slug: str, suffix: str, files: Mapping[str, Path]
     ) -> dict[str, str]:
-        """Serve a model card's files, by name, and return the path part of each one's URL.
+        """Serve a model card's files, by name, and return the path part of each one's URL. Raises ValueError for too many.
 
-        `suffix` is `_base` or the LoRA's. Only these very files are reachable: a URL is looked up, never resolved.
+        `suffix` is `_base` or the LoRA's.
         """
         folder = "/".join(quote(part, safe="") for part in (namespace, component, endpoint, slug, suffix))
         paths = {name: f"{METADATA_PREFIX}{folder}/{quote(name, safe='')}" for name in files}

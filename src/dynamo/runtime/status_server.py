@@ -61,7 +61,7 @@ Answer = Callable[[str, str, bytes], Awaitable[Reply]]
 
 
 class StatusServer:
-    """Serves `/health`, `/live`, `/metrics`, `/engine/...` and `/v1/metadata/...` from `start` to `close`."""
+    """Serves `/health`, `/live`, `/metrics`, `/v1/metadata/...`, `/engine/...` and `/v1/loras` from `start` to `close`."""
 
     def __init__(
         self,

@@ -92,7 +92,7 @@ class PromptSource(Protocol):
 
 
 def words(rng: random.Random, count: int) -> str:
-    """Return a text of `words` words."""
+    """Return a text of `count` words."""
     return " ".join(rng.choices(_WORDS, k=count))
 
 

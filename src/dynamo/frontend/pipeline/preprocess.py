@@ -276,5 +276,5 @@ def _least_tokens(tokenizer: Tokenizer, text: str, limit: int) -> int:
 
 
 def _timed(encode: Callable[[], list[int]]) -> Callable[[], tuple[float, list[int]]]:
-    """Run `work`; return when it began, and its result."""
+    """Make work that returns when it began, and what `encode` returns."""
     return lambda: (perf_counter(), encode())
