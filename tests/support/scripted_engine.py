@@ -6,6 +6,7 @@ A request brings its script as metadata (header `x-dynamo-meta-script`), a JSON 
     ["flood"]                 tokens without end
     ["wait"]                  until the request is stopped
     ["hang"]                  for ever: deaf to a stop
+    ["until", path]           until this file exists; goes on
     ["raise", kind, message]  a typed or builtin exception, or ["raise", 422, message] for an HttpError
     ["yield", chunk]          whatever it is
     ["end", reason]           the terminal chunk; without one the stream ends "stop", or "length" at max_tokens
@@ -117,6 +118,9 @@ class ScriptedEngine(LLMEngine):
                         return
                     case "hang":
                         await asyncio.Event().wait()
+                    case "until":
+                        while not os.path.exists(operands[0]):  # noqa: ASYNC240 - a look at a local file
+                            await asyncio.sleep(0.01)
                     case "block":
                         _block_until(operands[0])
                     case "die":

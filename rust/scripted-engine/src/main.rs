@@ -244,6 +244,11 @@ impl LLMEngine for ScriptedEngine {
                         return;
                     }
                     "hang" => futures::future::pending().await,
+                    "until" => {
+                        while !Path::new(&text).exists() {
+                            tokio::time::sleep(Duration::from_millis(10)).await;
+                        }
+                    }
                     "die" => {
                         if entry.journal.is_first_here(entry.tag()) {
                             entry.signal_itself(&text);

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,10 +172,13 @@ async def test_a_prompt_larger_than_any_frame_arrives_whole(stack: Stack, tag: s
     assert seen["prompt"] == reply.json()["usage"]["prompt_tokens"] == 400_000
 
 
-async def test_a_frontend_sent_home_finishes_what_it_has_begun(stack: Stack, tag: str, name: str) -> None:
-    leaving = stack.cluster.frontend(name)
+async def test_a_frontend_sent_home_finishes_what_it_has_begun(
+    stack: Stack, tag: str, name: str, tmp_path: Path
+) -> None:
+    leaving = stack.cluster.frontend(name, DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS=str(PATIENCE_SECONDS))
     stack.cluster.wait_ready(leaving, stack.scripted)
-    headers = script(["say", "abcdefghij", 0.06], tag=tag)
+    seen = tmp_path / "seen"
+    headers = script(["say", "abcde"], ["until", str(seen)], ["say", "fghij"], tag=tag)
     async with (
         exchange(leaving.port, CHAT, chat("scripted", stream=True), headers=headers) as streamed,
         exchange(leaving.port, CHAT, chat("scripted"), headers=headers) as unary,
@@ -188,6 +192,7 @@ async def test_a_frontend_sent_home_finishes_what_it_has_begun(stack: Stack, tag
         refused = await ask(leaving.port, CHAT, chat("scripted"), headers={"x-request-id": "late"})
         assert (refused.status, refused.json()["message"]) == (503, "Service is not ready")
         assert refused.headers["x-request-id"] == "late"
+        seen.touch()
         assert (await streamed.reply()).text == "abcdefghij"
         assert (await unary.reply()).text == "abcdefghij"
     assert await leaving.ended() == 0
