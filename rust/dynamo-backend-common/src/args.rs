@@ -50,7 +50,7 @@ pub struct CommonArgs {
 
     /// Leave tools out of the prompt for `tool_choice: none`
     #[arg(long, env = "DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE", default_value_t = true,
-          action = clap::ArgAction::Set)]
+          action = clap::ArgAction::Set, value_parser = clap::builder::BoolishValueParser::new())]
     pub exclude_tools_when_tool_choice_none: bool,
 
     /// Part of a request that this worker serves
@@ -132,5 +132,13 @@ mod tests {
         assert!(!config.exclude_tools_when_tool_choice_none);
         assert_eq!(config.tool_call_parser.as_deref(), Some("hermes"));
         assert_eq!(config.runtime.discovery_backend.as_deref(), Some("file"));
+    }
+
+    #[test]
+    fn a_switch_has_the_spellings_of_the_python_workers() {
+        for (word, is_on) in [("1", true), ("on", true), ("yes", true), ("0", false), ("Off", false), ("no", false)] {
+            let flags = Flags::parse_from(["engine", "--exclude-tools-when-tool-choice-none", word]);
+            assert_eq!(flags.common.exclude_tools_when_tool_choice_none, is_on, "{word}");
+        }
     }
 }

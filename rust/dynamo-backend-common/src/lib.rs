@@ -53,8 +53,9 @@
 //!
 //! # What is not built
 //!
-//! Discovery other than `file`, the native 1.6 wire, TLS, KV events to routers, LoRA adapters, export of
-//! traces over OTLP. A setting that asks for one of these ends the start with an error that says so.
+//! Discovery other than `file`, request and event planes other than `tcp` and `zmq`, TLS, an admin port: a setting that asks
+//! for one of these ends the start with an error that says so. The native 1.6 wire, KV events to routers, LoRA adapters and the
+//! export of traces over OTLP: a worker runs without them.
 
 /// The page for writers of engines: its snippets are compiled and run as they stand there.
 #[cfg(doctest)]

@@ -521,6 +521,11 @@ fn check_environment(config: &WorkerConfig) -> Result<(), DynamoError> {
             return Err(DynamoError::invalid(text));
         }
     }
+    if settings::integer("DYN_SYSTEM_PORT", -1, -1) >= 0 && settings::integer("DYN_ADMIN_PORT", -1, -1) >= 0 {
+        let text = "DYN_ADMIN_PORT is set, and the Rust SDK has no admin port: unset it. Engine routes are on DYN_SYSTEM_PORT \
+                    while DYN_SYSTEM_HOST is a loopback address";
+        return Err(DynamoError::invalid(text));
+    }
     Ok(())
 }
 

@@ -291,6 +291,7 @@ async def test_the_shared_secret_is_asked_for(tmp_path: Path) -> None:
         (["--discovery-backend", "kubernetes"], {}, "discovery_backend"),
         (["--request-plane", "nats"], {}, "request_plane"),
         ([], {"DYN_TCP_TLS_CERT_PATH": "/tmp/cert"}, "DYN_TCP_TLS_CERT_PATH"),
+        ([], {"DYN_ADMIN_PORT": "0"}, "DYN_ADMIN_PORT"),
         (["--endpoint-types", "chats"], {}, "chats"),
         (["--model-name", "/no/such/model"], {}, "/no/such/model"),
         ([], {"DYN_TCP_SECRET_PATH": "/no/such/file"}, "DYN_TCP_SECRET_PATH"),
