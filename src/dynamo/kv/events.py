@@ -2,31 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["BadEvents", "KvAnswer", "KvChange", "RouterEvent", "read_answer", "read_events"]
+__all__ = [
+    "BadEvents",
+    "BlockUpdate",
+    "BlocksRemoved",
+    "BlocksStored",
+    "HeldBlock",
+    "KvAnswer",
+    "KvChange",
+    "RouterEvent",
+    "read_answer",
+    "read_events",
+]
 
 
 class BadEvents(ValueError):
     """A message holds no valid KV events; holds the reason."""
 
 
-class KvChange(msgspec.Struct, frozen=True):
-    """`data` is `{"stored": ...}`, `{"removed": ...}` or "cleared" (see docs/events.md)."""
+class HeldBlock(msgspec.Struct, frozen=True, gc=False):
+    """One block."""
+
+    block_hash: int  # the engine's own name, which parents and removals refer to
+    tokens_hash: int  # of its tokens alone
+
+
+class BlocksStored(msgspec.Struct, frozen=True, gc=False):
+    """The rank holds these blocks, which follow each other and `parent_hash`."""
+
+    blocks: list[HeldBlock]
+    parent_hash: int | None = None  # None: the first block begins a sequence
+    start_position: int | None = None
+
+
+class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
+    """The rank no longer holds these blocks."""
+
+    block_hashes: list[int]
+
+
+class BlockUpdate(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """One member is set, and names the kind of the change."""
+
+    stored: BlocksStored | None = None
+    removed: BlocksRemoved | None = None
+
+
+class KvChange(msgspec.Struct, frozen=True, gc=False):
+    """`data` "cleared": the rank holds nothing any more (see docs/events.md)."""
 
     event_id: int  # counts up for each rank; a gap is a loss
-    data: Any
+    data: BlockUpdate | Literal["cleared"]
     dp_rank: int = 0
 
 
-class RouterEvent(msgspec.Struct, frozen=True):
+class RouterEvent(msgspec.Struct, frozen=True, gc=False):
     """A change, and whose it is. Unknown members are ignored."""
 
     worker_id: int
     event: KvChange
     storage_tier: str = "device"  # device, host_pinned, disk, external
+    residency_domain: str | msgspec.UnsetType | None = msgspec.UNSET  # absent in the events of old publishers
 
 
 class KvAnswer(msgspec.Struct, frozen=True):

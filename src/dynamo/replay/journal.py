@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
-from dynamo.kv.events import KvChange, RouterEvent
+from dynamo.kv.events import BlocksRemoved, BlocksStored, BlockUpdate, HeldBlock, KvChange, RouterEvent
 from dynamo.scheduling import BlockRun, EvictedBlocks
 
 __all__ = ["EventJournal"]
@@ -30,9 +30,8 @@ class EventJournal:
     def record(self, change: BlockRun | EvictedBlocks) -> RouterEvent:
         """Return a change of the cache as routers read it."""
         self.last_event_id += 1
-        data: dict[str, object]
         if isinstance(change, EvictedBlocks):
-            data = {"removed": {"block_hashes": change.identities}}
+            data = BlockUpdate(removed=BlocksRemoved(change.identities))
         else:
             data = _stored(change.parent, change.identities, change.content)
         event = RouterEvent(self._worker_id, KvChange(self.last_event_id, data))
@@ -76,13 +75,7 @@ class EventJournal:
         return RouterEvent(self._worker_id, KvChange(number, data))
 
 
-def _stored(parent: int | None, identities: list[int], content: list[int]) -> dict[str, object]:
-    """Return the published shape of stored blocks."""
-    return {
-        "stored": {
-            "parent_hash": parent,
-            "blocks": [
-                {"block_hash": block, "tokens_hash": own} for block, own in zip(identities, content, strict=True)
-            ],
-        }
-    }
+def _stored(parent: int | None, identities: list[int], content: list[int]) -> BlockUpdate:
+    """Return blocks that follow each other as an event names them."""
+    blocks = [HeldBlock(block, own) for block, own in zip(identities, content, strict=True)]
+    return BlockUpdate(stored=BlocksStored(blocks, parent))

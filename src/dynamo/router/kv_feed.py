@@ -41,8 +41,8 @@ Rank = tuple[int, int]
 class KvSink(Protocol):
     """What keeps the blocks: a router's index. Called on the event loop."""
 
-    def apply(self, event: RouterEvent) -> None:
-        """Apply one event. The events of a rank arrive once each and in order."""
+    def apply(self, event: RouterEvent) -> object:
+        """Apply one event; what is returned is not read. The events of a rank arrive once each and in order."""
 
     def forget(self, worker_id: int, dp_rank: int) -> None:
         """Drop all blocks of a rank: the rank left, or is about to send a fresh state. Then the rank is known to

@@ -36,8 +36,9 @@ class Heard:
 
     def apply(self, event: RouterEvent) -> None:
         self.ids.setdefault(event.worker_id, []).append(event.event.event_id)
-        if "stored" in event.event.data:
-            self.stored.update(block["block_hash"] for block in event.event.data["stored"]["blocks"])
+        data = event.event.data
+        if data != "cleared" and data.stored is not None:
+            self.stored.update(block.block_hash for block in data.stored.blocks)
 
     def forget(self, worker_id: int, dp_rank: int) -> None:
         self.ids.setdefault(worker_id, [])

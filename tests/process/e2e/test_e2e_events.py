@@ -30,10 +30,12 @@ class Seen:
     def apply(self, event: RouterEvent) -> None:
         self.events += 1
         held = self.held.setdefault(event.worker_id, set())
-        if "stored" in event.event.data:
-            held.update(block["block_hash"] for block in event.event.data["stored"]["blocks"])
-        else:
-            held.difference_update(event.event.data["removed"]["block_hashes"])
+        data = event.event.data
+        assert data != "cleared"
+        if data.stored is not None:
+            held.update(block.block_hash for block in data.stored.blocks)
+        if data.removed is not None:
+            held.difference_update(data.removed.block_hashes)
 
     def forget(self, worker_id: int, dp_rank: int) -> None:
         self.held[worker_id] = set()

@@ -197,12 +197,13 @@ class Truthful:
     def apply(self, event: RouterEvent, now_ms: float) -> None:
         self.seen.setdefault(event.worker_id, []).append(event.event.event_id)
         held, data = self.held.setdefault(event.worker_id, set()), event.event.data
-        if "stored" in data:
-            parent = data["stored"]["parent_hash"]
+        assert data != "cleared"
+        if data.stored is not None:
+            parent = data.stored.parent_hash
             assert parent is None or parent in held
-            held.update(block["block_hash"] for block in data["stored"]["blocks"])
-        else:
-            held.difference_update(data["removed"]["block_hashes"])
+            held.update(block.block_hash for block in data.stored.blocks)
+        if data.removed is not None:
+            held.difference_update(data.removed.block_hashes)
 
     def forget(self, worker_id: int) -> None:
         self.held.pop(worker_id, None)

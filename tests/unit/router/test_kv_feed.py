@@ -34,13 +34,13 @@ class Index:
 
     def apply(self, event: RouterEvent) -> None:
         held = self.held.setdefault((event.worker_id, event.event.dp_rank), set())
-        match event.event.data:
-            case "cleared":
-                held.clear()
-            case {"stored": said}:
-                held.update(block["block_hash"] for block in said["blocks"])
-            case {"removed": said}:
-                held.difference_update(said["block_hashes"])
+        data = event.event.data
+        if data == "cleared":
+            held.clear()
+        elif data.stored is not None:
+            held.update(block.block_hash for block in data.stored.blocks)
+        elif data.removed is not None:
+            held.difference_update(data.removed.block_hashes)
         self.seen.append(event)
         self.changed.set()
 

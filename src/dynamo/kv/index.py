@@ -1,0 +1,346 @@
+"""Which worker ranks hold which blocks, by the KV events they publish.
+
+Every block is known by its sequence hash, which this index chains from the tokens hashes of the events. The engine's own
+name of a block matters only to name parents and removals. A rank's answer counts its blocks from the first one of a
+prompt to the first one it lacks, also where it dropped a block in the middle and holds what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from typing import Final, TypeAlias
+
+import msgspec
+
+from dynamo.kv.events import BlocksStored, BlockUpdate, HeldBlock, KvChange, RouterEvent
+from dynamo.kv.hashing import extend_sequence
+from dynamo.kv.holders import BlockHolders, RankBits, RankMask, extend_depths
+from dynamo.kv.overlap import Overlap, WorkerRank
+
+__all__ = ["STATUSES", "PrefixIndex"]
+
+OK: Final = "ok"
+PARENT_NOT_FOUND: Final = "parent_block_not_found"
+BLOCK_NOT_FOUND: Final = "block_not_found"
+INVALID_SEQUENCE: Final = "invalid_block_sequence"
+CAPACITY_EXHAUSTED: Final = "capacity_exhausted"
+UNSUPPORTED_DOMAIN: Final = "unsupported_residency_domain"
+STATUSES: Final = (
+    OK,
+    PARENT_NOT_FOUND,
+    BLOCK_NOT_FOUND,
+    INVALID_SEQUENCE,
+    CAPACITY_EXHAUSTED,
+    UNSUPPORTED_DOMAIN,
+)
+"""What can become of an event."""
+
+# A rank whose worker has said nothing of its size may hold this many blocks in each tier, some 150 MB of this process.
+DEFAULT_CAPACITY: Final = 1_000_000
+MAX_RANKS: Final = 16_384
+
+_WORKER: Final = "worker"
+_CACHE_OWNER: Final = "cache_owner"
+_DOMAINS: Final = (_WORKER, _CACHE_OWNER)
+_DEVICE: Final = ("device", _WORKER)
+_HOST: Final = tuple(("host_pinned", domain) for domain in _DOMAINS)
+_DISK: Final = tuple((tier, domain) for tier in ("disk", "external") for domain in _DOMAINS)
+_PLACES: Final = (_DEVICE, *_HOST, *_DISK)
+
+Place: TypeAlias = tuple[str, str]
+"""(storage tier, residency domain)"""
+
+
+class _RankBlocks:
+    """The blocks of one rank in one place."""
+
+    __slots__ = ("bit", "blocks", "is_renamed", "repeated")
+
+    def __init__(self, bit: RankMask) -> None:
+        self.bit = bit
+        self.blocks: dict[int, int] = {}  # the engine's name -> sequence hash
+        self.is_renamed = False  # an engine's name differs from its sequence hash
+        self.repeated: dict[int, int] = {}  # sequence hash -> how many further names it has
+
+    def release(self, sequence: Sequence[int]) -> list[int]:
+        """Return those of the blocks that have lost their last name."""
+        if not self.repeated:
+            return list(sequence)
+        gone: list[int] = []
+        for block in sequence:
+            names = self.repeated.get(block, 0)
+            if names > 1:
+                self.repeated[block] = names - 1
+            elif names:
+                del self.repeated[block]
+            else:
+                gone.append(block)
+        return gone
+
+
+class _PlaceBlocks:
+    """The blocks of all ranks in one place."""
+
+    __slots__ = ("holders", "ranks")
+
+    def __init__(self) -> None:
+        self.holders = BlockHolders()
+        self.ranks: dict[tuple[int, int], _RankBlocks] = {}  # keyed by WorkerRank or the tuple equal to it
+
+    def rank(self, rank: WorkerRank, bit: RankMask) -> _RankBlocks:
+        held = self.ranks.get(rank)
+        if held is None:
+            held = self.ranks[rank] = _RankBlocks(bit)
+        return held
+
+    def store(self, held: _RankBlocks, names: list[int], sequence: list[int]) -> None:
+        """Book blocks under the engine's names."""
+        if names == sequence and not held.is_renamed:  # most engines name a block by its sequence hash
+            held.blocks.update(zip(sequence, sequence, strict=True))
+            self.holders.add(held.bit, sequence)
+            return
+        held.is_renamed = True
+        known = list(map(held.blocks.get, names))
+        if known == sequence:
+            return
+        if known.count(None) < len(known) or self.holders.held_by(held.bit, sequence):
+            for name, block in zip(names, sequence, strict=True):
+                self._store_again(held, name, block)
+            return
+        held.blocks.update(zip(names, sequence, strict=True))
+        self.holders.add(held.bit, sequence)
+
+    def _store_again(self, held: _RankBlocks, name: int, block: int) -> None:
+        """Book one block of which the name or the content may be known already."""
+        before = held.blocks.get(name)
+        if before == block:
+            return
+        if before is not None:  # the engine uses the name for another block now
+            self.holders.discard(held.bit, held.release([before]))
+        if self.holders.held_by(held.bit, [block]):
+            held.repeated[block] = held.repeated.get(block, 0) + 1
+        else:
+            self.holders.add(held.bit, [block])
+        held.blocks[name] = block
+
+    def remove(self, held: _RankBlocks, names: list[int]) -> bool:
+        """Drop blocks; False: some were not known."""
+        before = len(held.blocks)
+        known = list(map(held.blocks.pop, names, repeat(None)))
+        is_complete = before - len(held.blocks) == len(names)
+        self.holders.discard(held.bit, held.release([block for block in known if block is not None]))
+        return is_complete
+
+    def forget(self, rank: WorkerRank) -> None:
+        held = self.ranks.pop(rank, None)
+        if held is not None:
+            self.holders.discard(held.bit, list(set(held.blocks.values()) if held.is_renamed else held.blocks))
+
+
+class PrefixIndex:
+    """The exact index. Not thread-safe; applying an event or finding a prompt never waits."""
+
+    def __init__(self, *, max_ranks: int = MAX_RANKS) -> None:
+        self._bits = RankBits(max_ranks)
+        self._device = _PlaceBlocks()
+        self._places: dict[Place, _PlaceBlocks] = {_DEVICE: self._device}  # further ones as they are needed
+        self._capacities: dict[tuple[tuple[int, int], str], int] = {}
+        self._degraded: set[WorkerRank] = set()
+
+    @property
+    def degraded(self) -> frozenset[WorkerRank]:
+        """Ranks that reported more blocks than their worker has, so that removals must have been lost."""
+        return frozenset(self._degraded)
+
+    def set_capacity(self, rank: WorkerRank, blocks: int | None, tier: str = "device") -> None:
+        """Set how many blocks a rank can hold in a tier, by its worker's word; None: unknown again.
+
+        What does not fit is not stored, and the rank counts as degraded until it is forgotten or cleared.
+        """
+        if blocks is None:
+            self._capacities.pop((rank, tier), None)
+        elif blocks < 0:
+            raise ValueError(f"blocks must be at least 0, got {blocks}")
+        else:
+            self._capacities[rank, tier] = blocks
+
+    def apply(self, event: RouterEvent) -> str:
+        """Apply one event and return what became of it, one of STATUSES.
+
+        An event that is not ok is applied as far as it can be: of a removal all blocks that are known, of a store none.
+        """
+        domain: str | None = None if event.residency_domain is msgspec.UNSET else event.residency_domain or ""
+        change = event.event
+        if domain is not None and domain not in _DOMAINS:
+            return UNSUPPORTED_DOMAIN
+        rank = (event.worker_id, change.dp_rank)
+        data = change.data
+        if data == "cleared":
+            self._clear(WorkerRank(*rank), domain)
+            return OK
+        place = (event.storage_tier, domain or _WORKER)
+        if place not in _PLACES:
+            return UNSUPPORTED_DOMAIN
+        status = OK
+        if data.stored is not None:
+            status = self._store(place, rank, data.stored)
+        if data.removed is not None:
+            status = self._remove(place, rank, data.removed.block_hashes)
+        return status
+
+    def forget(self, worker_id: int, dp_rank: int | None = None) -> None:
+        """Drop all blocks of a rank, or of all ranks of a worker, with their capacities."""
+        if dp_rank is not None:
+            self._forget(WorkerRank(worker_id, dp_rank))
+            return
+        for rank in {*self._bits, *(rank for rank, _ in self._capacities)}:
+            if rank[0] == worker_id:
+                self._forget(WorkerRank(*rank))
+
+    def find(self, sequence: Sequence[int], now: float = 0.0) -> Mapping[WorkerRank, Overlap]:
+        """Return the overlap of each rank with a prompt, as OverlapIndex describes it. `now` is not read."""
+        depths = self._device.holders.depths(sequence)
+        if len(self._places) > 1 and sequence:
+            return self._find_in_tiers(sequence, depths)
+        found: dict[WorkerRank, Overlap] = {}
+        for depth, mask in depths:
+            found.update(dict.fromkeys(self._bits.of(mask), Overlap(depth)))
+        return found
+
+    def blocks(self, rank: WorkerRank | None = None) -> int:
+        """Return how many blocks a rank holds in all tiers, or all ranks together."""
+        return sum(
+            len(held.blocks)
+            for place in self._places.values()
+            for held in (place.ranks.values() if rank is None else filter(None, [place.ranks.get(rank)]))
+        )
+
+    def dump(self) -> list[RouterEvent]:
+        """Return events that make an index of this package hold the same blocks, the same for the same blocks.
+
+        The index keeps no hashes of a block's own tokens. Each block is therefore told as the first one of a sequence,
+        where both hashes are one: `tokens_hash` is its sequence hash, and it has no parent.
+        """
+        rows = sorted(
+            (place, rank, block, name)
+            for place, content in self._places.items()
+            for rank, held in content.ranks.items()
+            for name, block in held.blocks.items()
+        )
+        return [
+            RouterEvent(
+                worker_id,
+                KvChange(number, BlockUpdate(stored=BlocksStored([HeldBlock(name, block)])), dp_rank),
+                tier,
+                domain,
+            )
+            for number, ((tier, domain), (worker_id, dp_rank), block, name) in enumerate(rows)
+        ]
+
+    # -- changes -----------------------------------------------------------------------------------------------------
+
+    def _store(self, place: Place, rank: tuple[int, int], stored: BlocksStored) -> str:
+        blocks = stored.blocks
+        if not blocks:
+            return OK
+        names = [block.block_hash for block in blocks]
+        parent_name = stored.parent_hash
+        if len(set(names)) < len(names) or (parent_name is not None and parent_name in names):
+            return INVALID_SEQUENCE
+        parent: int | None = None
+        if parent_name is not None:
+            parent = self._sequence_hash(place, rank, parent_name)
+            if parent is None:
+                return PARENT_NOT_FOUND
+        held = self._rank_blocks(place, rank)
+        if held is None or not self._fits(place, rank, held, names):
+            return CAPACITY_EXHAUSTED
+        self._places[place].store(held, names, extend_sequence(parent, [block.tokens_hash for block in blocks]))
+        return OK
+
+    def _remove(self, place: Place, rank: tuple[int, int], names: list[int]) -> str:
+        content = self._places.get(place)
+        held = None if content is None else content.ranks.get(rank)
+        if content is None or held is None:
+            return BLOCK_NOT_FOUND if names else OK
+        return OK if content.remove(held, names) else BLOCK_NOT_FOUND
+
+    def _clear(self, rank: WorkerRank, domain: str | None) -> None:
+        for (_, own_domain), content in self._places.items():
+            if domain is None or own_domain == domain:
+                content.forget(rank)
+        self._degraded.discard(rank)
+        if not any(rank in content.ranks for content in self._places.values()):
+            self._bits.give_back(rank)
+
+    def _forget(self, rank: WorkerRank) -> None:
+        self._clear(rank, None)
+        for key in [key for key in self._capacities if key[0] == rank]:
+            del self._capacities[key]
+
+    def _sequence_hash(self, place: Place, rank: tuple[int, int], name: int) -> int | None:
+        """Return the sequence hash of a rank's block; a block of a lower tier may follow a block of another tier."""
+        for each in (place, *_PLACES):
+            content = self._places.get(each)
+            held = None if content is None else content.ranks.get(rank)
+            if held is not None and (found := held.blocks.get(name)) is not None:
+                return found
+        return None
+
+    def _rank_blocks(self, place: Place, rank: tuple[int, int]) -> _RankBlocks | None:
+        """Return what a rank holds in a place; None when there are too many ranks."""
+        content = self._places.get(place)
+        if content is None:
+            content = self._places[place] = _PlaceBlocks()
+        held = content.ranks.get(rank)
+        if held is not None:
+            return held
+        full = WorkerRank(*rank)
+        bit = self._bits.take(full)
+        return None if bit is None else content.rank(full, bit)
+
+    def _fits(self, place: Place, rank: tuple[int, int], held: _RankBlocks, names: list[int]) -> bool:
+        capacity = self._capacities.get((rank, place[0]), DEFAULT_CAPACITY)
+        if len(held.blocks) + len(names) <= capacity:
+            return True
+        if len(held.blocks) + sum(name not in held.blocks for name in names) <= capacity:
+            return True
+        self._degraded.add(WorkerRank(*rank))
+        return False
+
+    # -- lower tiers -------------------------------------------------------------------------------------------------
+
+    def _find_in_tiers(
+        self, sequence: Sequence[int], depths: list[tuple[int, RankMask]]
+    ) -> Mapping[WorkerRank, Overlap]:
+        begun = 0
+        for _, mask in depths:
+            begun |= mask
+        depths = [*depths, (0, self._bits.all() & ~begun)]
+        after_host = extend_depths(depths, self._masks_in(_HOST, sequence))
+        after_disk = extend_depths(after_host, self._masks_in(_DISK, sequence))
+        device, host = self._by_rank(depths), self._by_rank(after_host)
+        return {
+            rank: Overlap(device[rank], host[rank] - device[rank], end - host[rank])
+            for end, mask in after_disk
+            if end
+            for rank in self._bits.of(mask)
+        }
+
+    def _by_rank(self, depths: list[tuple[int, RankMask]]) -> dict[WorkerRank, int]:
+        return {rank: depth for depth, mask in depths for rank in self._bits.of(mask)}
+
+    def _masks_in(self, places: Sequence[Place], sequence: Sequence[int]) -> Sequence[RankMask | None]:
+        """Return who holds each block in one of the places."""
+        found = [self._places[place].holders.masks(sequence) for place in places if place in self._places]
+        if len(found) < 2:
+            return found[0] if found else ()
+        return [_union(masks) for masks in zip(*found, strict=True)]
+
+
+def _union(masks: tuple[RankMask | None, ...]) -> RankMask:
+    union = 0
+    for mask in masks:
+        union |= mask or 0
+    return union
