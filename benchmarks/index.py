@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from dynamo.kv.events import (
-    BlocksRemoved,
-    BlocksStored,
+    BlocksAdded,
+    BlocksDropped,
     BlockUpdate,
     HeldBlock,
     KvChange,
@@ -60,7 +60,7 @@ def stores(rank: WorkerRank, chain: Hashes, tokens: Hashes, names: Hashes, size:
         blocks = [
             HeldBlock(name, token) for name, token in zip(names[at : at + size], tokens[at : at + size], strict=True)
         ]
-        update = BlockUpdate(stored=BlocksStored(blocks, names[at - 1] if at else None))
+        update = BlockUpdate(stored=BlocksAdded(blocks, names[at - 1] if at else None))
         events.append(RouterEvent(rank.worker_id, KvChange(at, update, rank.dp_rank)))
     return events
 
@@ -70,7 +70,7 @@ def removals(rank: WorkerRank, names: Hashes, size: int) -> list[RouterEvent]:
     back = names[::-1]
     return [
         RouterEvent(
-            rank.worker_id, KvChange(at, BlockUpdate(removed=BlocksRemoved(back[at : at + size])), rank.dp_rank)
+            rank.worker_id, KvChange(at, BlockUpdate(removed=BlocksDropped(back[at : at + size])), rank.dp_rank)
         )
         for at in range(0, len(back), size)
     ]

@@ -9,8 +9,8 @@ import msgspec
 __all__ = [
     "BadEvents",
     "BlockUpdate",
-    "BlocksRemoved",
-    "BlocksStored",
+    "BlocksAdded",
+    "BlocksDropped",
     "HeldBlock",
     "KvAnswer",
     "KvChange",
@@ -31,7 +31,7 @@ class HeldBlock(msgspec.Struct, frozen=True, gc=False):
     tokens_hash: int  # of its tokens alone
 
 
-class BlocksStored(msgspec.Struct, frozen=True, gc=False):
+class BlocksAdded(msgspec.Struct, frozen=True, gc=False):
     """The rank holds these blocks, which follow each other and `parent_hash`."""
 
     blocks: list[HeldBlock]
@@ -39,7 +39,7 @@ class BlocksStored(msgspec.Struct, frozen=True, gc=False):
     start_position: int | None = None
 
 
-class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
+class BlocksDropped(msgspec.Struct, frozen=True, gc=False):
     """The rank no longer holds these blocks."""
 
     block_hashes: list[int]
@@ -48,8 +48,8 @@ class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
 class BlockUpdate(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One member is set, and names the kind of the change."""
 
-    stored: BlocksStored | None = None
-    removed: BlocksRemoved | None = None
+    stored: BlocksAdded | None = None
+    removed: BlocksDropped | None = None
 
 
 class KvChange(msgspec.Struct, frozen=True, gc=False):

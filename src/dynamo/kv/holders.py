@@ -1,24 +1,26 @@
-"""Which ranks hold which block: a flat map from sequence hash to a mask with one bit per rank.
+"""Which ranks hold which block: a flat map from sequence hash to the run of blocks that the block is in.
 
-A sequence hash covers everything before its block, so a prompt is found by looking up its hashes one after the other; no
-tree is walked. Masks are plain integers, shared between the blocks of one change.
+A run is a stretch of blocks that follow each other and have the same holders, a mask with one bit per rank. A sequence
+hash covers everything before its block. So where the last block of a run is in a prompt, all of the run is, and a lookup
+takes one step per run and not one per block. Runs are cut where holders begin to differ, and joined where they are equal
+again; whatever is cut, each block knows its run, and no tree is walked.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Final, TypeAlias
 
-from dynamo.kv.overlap import WorkerRank
+from dynamo.kv.overlap import Overlap, WorkerRank
 
 __all__ = ["BlockHolders", "RankBits", "RankMask", "extend_depths"]
 
 RankMask: TypeAlias = int
 """A set of ranks: one bit each, given out by RankBits."""
 
-_FIRST_CHUNK: Final = 32  # blocks that are looked up at once; few, as most prompts leave the cache early
-_LARGEST_CHUNK: Final = 256
+_LONGEST_RUN: Final = 512  # blocks; a cut in the middle moves what is behind it, so runs have an end
 _REMEMBERED_MASKS: Final = 1024  # masks whose ranks are kept as tuples
 
 
@@ -67,6 +69,15 @@ class RankBits:
             self._free.append(number)
             self._members.clear()
 
+    def overlaps(self, depths: Iterable[tuple[int, RankMask]]) -> dict[WorkerRank, Overlap]:
+        """Return what `BlockHolders.depths` found by rank, as blocks on the device."""
+        found: dict[WorkerRank, Overlap] = {}
+        for depth, mask in depths:
+            overlap = Overlap(depth)
+            for rank in self.of(mask):
+                found[rank] = overlap
+        return found
+
     def all(self) -> RankMask:
         """Return the mask of every rank."""
         return sum(self._bits.values())
@@ -88,105 +99,198 @@ class RankBits:
         return members
 
 
-class _Joined(dict[RankMask | None, RankMask]):
-    """What each mask becomes with one more rank; filled as it is read, so that equal masks stay one object."""
+class _Run:
+    """Blocks that follow each other and have the same holders."""
 
-    __slots__ = ("_bit",)
+    __slots__ = ("__weakref__", "blocks", "mask", "parent", "tail")
 
-    def __init__(self, bit: RankMask) -> None:
-        self._bit = bit
-        self[None] = bit
-
-    def __missing__(self, mask: RankMask | None) -> RankMask:
-        joined = self[mask] = (mask or 0) | self._bit
-        return joined
+    def __init__(self, mask: RankMask, blocks: list[int], parent: int | None) -> None:
+        self.mask = mask
+        self.blocks = blocks
+        self.parent = parent  # the block before the first one, where the run does not begin a sequence
+        self.tail: _Run | None = None  # what was cut off the end last; only a hint
 
 
 class BlockHolders:
     """The ranks that hold each block. Its size is the number of different blocks."""
 
     def __init__(self) -> None:
-        self._masks: dict[int, RankMask] = {}
+        self._runs: dict[int, _Run] = {}  # every block of a run leads to it
 
     def __len__(self) -> int:
-        return len(self._masks)
+        return len(self._runs)
 
-    def add(self, bit: RankMask, sequence: Sequence[int]) -> None:
-        """Book blocks for the rank with this bit."""
-        masks = self._masks
-        masks.update(zip(sequence, map(_Joined(bit).__getitem__, map(masks.get, sequence)), strict=True))
-
-    def discard(self, bit: RankMask, sequence: Sequence[int]) -> None:
-        """Take blocks from the rank with this bit, which must hold each of them."""
-        masks = self._masks
-        held = list(map(masks.get, sequence))
-        if held.count(bit) == len(held):  # nobody else holds any of them
-            deque(map(masks.pop, sequence), maxlen=0)
+    def add(self, bit: RankMask, sequence: Sequence[int], parent: int | None = None) -> None:
+        """Book blocks that follow each other, and `parent`, for the rank with this bit."""
+        runs = list(map(self._runs.get, sequence))
+        if runs.count(None) == len(runs):
+            if runs:
+                self._add_new(bit, list(sequence), parent)
             return
-        left: dict[RankMask, RankMask] = {}
-        for block, mask in zip(sequence, held, strict=True):
-            if mask is None or mask == bit:
-                masks.pop(block, None)
+        at = 0
+        while at < len(runs):
+            run, end = runs[at], at + 1
+            while end < len(runs) and runs[end] is run:
+                end += 1
+            if run is None:
+                self._add_new(bit, list(sequence[at:end]), sequence[at - 1] if at else parent)
+            elif not run.mask & bit:
+                start = run.blocks.index(sequence[at])
+                self._change(run, start, start + end - at, run.mask | bit)
+            at = end
+
+    def discard(self, bit: RankMask, blocks: Sequence[int]) -> None:
+        """Take blocks, in any order, from the rank with this bit, which must hold each of them."""
+        gone: dict[_Run, list[int]] = {}
+        for block, run in zip(blocks, map(self._runs.__getitem__, blocks), strict=True):
+            if run in gone:
+                gone[run].append(block)
+            else:
+                gone[run] = [block]
+        for run, leaving in gone.items():
+            mask = run.mask & ~bit
+            count, size = len(leaving), len(run.blocks)
+            if count == size:
+                self._change(run, 0, size, mask)
                 continue
-            rest = left.get(mask)
-            if rest is None:
-                rest = left[mask] = mask & ~bit
-            masks[block] = rest
+            last = run.blocks[-count:]
+            if last == leaving or last == leaving[::-1]:  # engines evict the end of a sequence first
+                self._change(run, size - count, size, mask)
+                continue
+            for start, end in _stretches(run.blocks, set(leaving)):
+                self._change(run, start, end, mask)
 
     def held_by(self, bit: RankMask, sequence: Sequence[int]) -> list[int]:
         """Return the blocks of `sequence` that the rank with this bit holds."""
-        held = list(map(self._masks.get, sequence))
-        if held.count(None) == len(held):
-            return []
-        return [block for block, mask in zip(sequence, held, strict=True) if mask is not None and mask & bit]
+        runs = map(self._runs.get, sequence)
+        return [block for block, run in zip(sequence, runs, strict=True) if run is not None and run.mask & bit]
 
-    def masks(self, sequence: Iterable[int]) -> list[RankMask | None]:
-        """Return the mask of each block, None where no rank holds the block."""
-        return list(map(self._masks.get, sequence))
+    def masks(self, sequence: Sequence[int]) -> list[RankMask]:
+        """Return the holders of each block."""
+        return [0 if run is None else run.mask for run in map(self._runs.get, sequence)]
 
     def depths(self, sequence: Sequence[int]) -> list[tuple[int, RankMask]]:
-        """Return how many blocks from the first one on the ranks hold without a gap, with the ranks of each depth."""
+        """Return how many blocks from the first one on the ranks hold without a gap, with the ranks of each depth.
+
+        One look at the map per run: where a run's last block is in the sequence, all blocks of the run are.
+        """
         found: list[tuple[int, RankMask]] = []
-        get = self._masks.get
-        start, size, total = 0, _FIRST_CHUNK, len(sequence)
-        alive: RankMask | None = None
-        while start < total:
-            masks = list(map(get, sequence[start : start + size]))
-            last = masks[0]
-            if alive is None:
-                if last is None:
-                    break
-                alive = last
-            if masks.count(last) < len(masks) or last != alive:
-                alive = _walk(masks, start, alive, found)
-                if not alive:
-                    break
-            start += len(masks)
-            size = min(2 * size, _LARGEST_CHUNK)
-        if alive:
-            found.append((total, alive))
+        get = self._runs.get
+        position, total = 0, len(sequence)
+        alive: RankMask = -1
+        while position < total:
+            run = get(sequence[position])
+            mask = 0 if run is None else run.mask
+            if mask != alive:
+                gone = alive & ~mask
+                if gone and alive > 0:
+                    found.append((position, gone))
+                alive &= mask
+            if run is None or not alive:
+                return found
+            blocks = run.blocks
+            end = position + len(blocks)
+            if end <= total and blocks[-1] == sequence[end - 1]:
+                position = end
+            else:
+                position += _common(blocks, sequence, position)
+        if alive > 0:
+            found.append((position, alive))
         return found
 
+    def _add_new(self, bit: RankMask, blocks: list[int], parent: int | None) -> None:
+        """Book blocks that nobody holds."""
+        before = None if parent is None else self._runs.get(parent)
+        if before is not None and _goes_on(before, parent, bit, len(blocks)):
+            before.blocks += blocks
+            run = before
+        else:
+            run = _Run(bit, blocks, parent)
+        self._runs.update(zip(blocks, repeat(run)))
 
-def _walk(masks: Sequence[RankMask | None], start: int, alive: RankMask, found: list[tuple[int, RankMask]]) -> RankMask:
-    """Follow ranks over the blocks from `start` on: `found` gets those that drop out, the others are returned."""
-    last: RankMask | None = alive
-    for position, mask in enumerate(masks, start):
-        if mask is last:
-            continue
-        last = mask
-        gone = alive & ~(mask or 0)
-        if gone:
-            found.append((position, gone))
-            alive ^= gone
-            if not alive:
-                break
-    return alive
+    def _change(self, run: _Run, start: int, end: int, mask: RankMask) -> None:
+        """Give the blocks from `start` to `end` of a run other holders; 0: nobody holds them any more."""
+        blocks = run.blocks
+        piece = blocks[start:end]
+        rest = blocks[end:]
+        parent = blocks[start - 1] if start else run.parent
+        tail = run.tail
+        follower = None  # the run right behind the piece, as far as it is known
+        if start:
+            del blocks[start:]
+            run.tail = None
+            if rest:
+                follower = _Run(run.mask, rest, piece[-1])
+                follower.tail = tail
+                self._runs.update(zip(rest, repeat(follower)))
+        elif rest:
+            del blocks[:end]
+            run.parent = piece[-1]
+            follower = run
+        else:
+            run.blocks, run.tail = [], None  # only a hint leads here now
+        if not rest and tail is not None and tail.blocks and tail.parent == piece[-1]:
+            follower = tail
+        if not mask:
+            deque(map(self._runs.pop, piece), maxlen=0)
+            return
+        before = None if parent is None else self._runs.get(parent)
+        if before is not None and _goes_on(before, parent, mask, len(piece)):
+            before.blocks += piece
+            before.tail = follower
+            target = before
+        elif follower is not None and _fits(follower, mask, len(piece)):
+            follower.blocks[:0] = piece
+            follower.parent = parent
+            target = follower
+        else:
+            target = _Run(mask, piece, parent)
+            target.tail = follower
+        if start:
+            run.tail = target
+        self._runs.update(zip(piece, repeat(target)))
 
 
-def extend_depths(
-    starts: Iterable[tuple[int, RankMask]], masks: Sequence[RankMask | None]
-) -> list[tuple[int, RankMask]]:
+def _fits(run: _Run, mask: RankMask, count: int) -> bool:
+    return run.mask == mask and len(run.blocks) + count <= _LONGEST_RUN
+
+
+def _goes_on(run: _Run, parent: int | None, mask: RankMask, count: int) -> bool:
+    """Tell whether blocks behind `parent` can lengthen the run that holds `parent`."""
+    return run.blocks[-1] == parent and _fits(run, mask, count)
+
+
+def _common(blocks: list[int], sequence: Sequence[int], position: int) -> int:
+    """Return how many blocks of a run, from the one at `position` of the sequence on, are in the sequence."""
+    offset = 0 if blocks[0] == sequence[position] else blocks.index(sequence[position])
+    shift = position - offset
+    high = min(len(blocks), len(sequence) - shift)
+    if blocks[high - 1] == sequence[high - 1 + shift]:
+        return high - offset
+    low = offset + 1  # the blocks below are common, the one at `high` - 1 is not
+    high -= 1
+    while low < high:
+        middle = (low + high) // 2
+        if blocks[middle] == sequence[middle + shift]:
+            low = middle + 1
+        else:
+            high = middle
+    return low - offset
+
+
+def _stretches(blocks: Sequence[int], leaving: set[int]) -> list[tuple[int, int]]:
+    """Return the stretches of neighbours among the leaving blocks, the last one first."""
+    places = [place for place, block in enumerate(blocks) if block in leaving]
+    found: list[tuple[int, int]] = []
+    for place in places:
+        if found and found[-1][1] == place:
+            found[-1] = found[-1][0], place + 1
+        else:
+            found.append((place, place + 1))
+    return found[::-1]
+
+
+def extend_depths(starts: Iterable[tuple[int, RankMask]], masks: Sequence[RankMask]) -> list[tuple[int, RankMask]]:
     """Return where the ranks end that begin at `starts` and hold the blocks of `masks` from there on without a gap."""
     waiting = sorted(starts, reverse=True)
     ends: list[tuple[int, RankMask]] = []
@@ -197,7 +301,7 @@ def extend_depths(
             position = waiting[-1][0]
         while waiting and waiting[-1][0] == position:
             alive |= waiting.pop()[1]
-        gone = alive & ~((masks[position] or 0) if position < len(masks) else 0)
+        gone = alive & ~(masks[position] if position < len(masks) else 0)
         if gone:
             ends.append((position, gone))
             alive ^= gone

@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from dynamo.kv.events import BlocksStored, BlockUpdate, HeldBlock, KvChange, RouterEvent
+from dynamo.kv.events import BlocksAdded, BlockUpdate, HeldBlock, KvChange, RouterEvent
 from dynamo.kv.hashing import extend_sequence
 from dynamo.kv.holders import BlockHolders, RankBits, RankMask, extend_depths
 from dynamo.kv.overlap import Overlap, WorkerRank
@@ -94,11 +94,11 @@ class _PlaceBlocks:
             held = self.ranks[rank] = _RankBlocks(bit)
         return held
 
-    def store(self, held: _RankBlocks, names: list[int], sequence: list[int]) -> None:
-        """Book blocks under the engine's names."""
+    def store(self, held: _RankBlocks, names: list[int], sequence: list[int], parent: int | None) -> None:
+        """Book blocks that follow each other, and `parent`, under the engine's names."""
         if names == sequence and not held.is_renamed:  # most engines name a block by its sequence hash
             held.blocks.update(zip(sequence, sequence, strict=True))
-            self.holders.add(held.bit, sequence)
+            self.holders.add(held.bit, sequence, parent)
             return
         held.is_renamed = True
         known = list(map(held.blocks.get, names))
@@ -109,7 +109,7 @@ class _PlaceBlocks:
                 self._store_again(held, name, block)
             return
         held.blocks.update(zip(names, sequence, strict=True))
-        self.holders.add(held.bit, sequence)
+        self.holders.add(held.bit, sequence, parent)
 
     def _store_again(self, held: _RankBlocks, name: int, block: int) -> None:
         """Book one block of which the name or the content may be known already."""
@@ -203,10 +203,7 @@ class PrefixIndex:
         depths = self._device.holders.depths(sequence)
         if len(self._places) > 1 and sequence:
             return self._find_in_tiers(sequence, depths)
-        found: dict[WorkerRank, Overlap] = {}
-        for depth, mask in depths:
-            found.update(dict.fromkeys(self._bits.of(mask), Overlap(depth)))
-        return found
+        return self._bits.overlaps(depths)
 
     def blocks(self, rank: WorkerRank | None = None) -> int:
         """Return how many blocks a rank holds in all tiers, or all ranks together."""
@@ -231,7 +228,7 @@ class PrefixIndex:
         return [
             RouterEvent(
                 worker_id,
-                KvChange(number, BlockUpdate(stored=BlocksStored([HeldBlock(name, block)])), dp_rank),
+                KvChange(number, BlockUpdate(stored=BlocksAdded([HeldBlock(name, block)])), dp_rank),
                 tier,
                 domain,
             )
@@ -240,23 +237,26 @@ class PrefixIndex:
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
-    def _store(self, place: Place, rank: tuple[int, int], stored: BlocksStored) -> str:
+    def _store(self, place: Place, rank: tuple[int, int], stored: BlocksAdded) -> str:
         blocks = stored.blocks
         if not blocks:
             return OK
         names = [block.block_hash for block in blocks]
         parent_name = stored.parent_hash
-        if len(set(names)) < len(names) or (parent_name is not None and parent_name in names):
+        if parent_name in names:
             return INVALID_SEQUENCE
         parent: int | None = None
         if parent_name is not None:
             parent = self._sequence_hash(place, rank, parent_name)
             if parent is None:
                 return PARENT_NOT_FOUND
+        sequence = extend_sequence(parent, [block.tokens_hash for block in blocks])
+        if names != sequence and len(set(names)) < len(names):
+            return INVALID_SEQUENCE
         held = self._rank_blocks(place, rank)
         if held is None or not self._fits(place, rank, held, names):
             return CAPACITY_EXHAUSTED
-        self._places[place].store(held, names, extend_sequence(parent, [block.tokens_hash for block in blocks]))
+        self._places[place].store(held, names, sequence, parent)
         return OK
 
     def _remove(self, place: Place, rank: tuple[int, int], names: list[int]) -> str:
@@ -331,16 +331,16 @@ class PrefixIndex:
     def _by_rank(self, depths: list[tuple[int, RankMask]]) -> dict[WorkerRank, int]:
         return {rank: depth for depth, mask in depths for rank in self._bits.of(mask)}
 
-    def _masks_in(self, places: Sequence[Place], sequence: Sequence[int]) -> Sequence[RankMask | None]:
-        """Return who holds each block in one of the places."""
+    def _masks_in(self, places: Sequence[Place], sequence: Sequence[int]) -> Sequence[RankMask]:
+        """Return the holders of each block in any of the places."""
         found = [self._places[place].holders.masks(sequence) for place in places if place in self._places]
         if len(found) < 2:
             return found[0] if found else ()
         return [_union(masks) for masks in zip(*found, strict=True)]
 
 
-def _union(masks: tuple[RankMask | None, ...]) -> RankMask:
+def _union(masks: tuple[RankMask, ...]) -> RankMask:
     union = 0
     for mask in masks:
-        union |= mask or 0
+        union |= mask
     return union

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
-from dynamo.kv.events import BlocksRemoved, BlocksStored, BlockUpdate, HeldBlock, KvChange, RouterEvent
+from dynamo.kv.events import BlocksAdded, BlocksDropped, BlockUpdate, HeldBlock, KvChange, RouterEvent
 from dynamo.scheduling import BlockRun, EvictedBlocks
 
 __all__ = ["EventJournal"]
@@ -31,7 +31,7 @@ class EventJournal:
         """Return a change of the cache as routers read it."""
         self.last_event_id += 1
         if isinstance(change, EvictedBlocks):
-            data = BlockUpdate(removed=BlocksRemoved(change.identities))
+            data = BlockUpdate(removed=BlocksDropped(change.identities))
         else:
             data = _stored(change.parent, change.identities, change.content)
         event = RouterEvent(self._worker_id, KvChange(self.last_event_id, data))
@@ -78,4 +78,4 @@ class EventJournal:
 def _stored(parent: int | None, identities: list[int], content: list[int]) -> BlockUpdate:
     """Return blocks that follow each other as an event names them."""
     blocks = [HeldBlock(block, own) for block, own in zip(identities, content, strict=True)]
-    return BlockUpdate(stored=BlocksStored(blocks, parent))
+    return BlockUpdate(stored=BlocksAdded(blocks, parent))

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.kv.events import (
-    BlocksRemoved,
-    BlocksStored,
+    BlocksAdded,
+    BlocksDropped,
     BlockUpdate,
     HeldBlock,
     KvChange,
@@ -40,7 +40,7 @@ def stored(
     """`names` None: each block by its sequence hash, of a sequence that begins here."""
     names = sequence_hashes(tokens) if names is None else names
     blocks = [HeldBlock(name, token) for name, token in zip(names, tokens, strict=True)]
-    update = BlockUpdate(stored=BlocksStored(blocks, parent))
+    update = BlockUpdate(stored=BlocksAdded(blocks, parent))
     return RouterEvent(rank.worker_id, KvChange(1, update, rank.dp_rank), tier, domain)
 
 
@@ -50,7 +50,7 @@ def removed(
     tier: str = "device",
     domain: str | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> RouterEvent:
-    update = BlockUpdate(removed=BlocksRemoved(list(names)))
+    update = BlockUpdate(removed=BlocksDropped(list(names)))
     return RouterEvent(rank.worker_id, KvChange(1, update, rank.dp_rank), tier, domain)
 
 
@@ -264,7 +264,7 @@ class Naive:
             return "block_not_found" if None in found else "ok"
         assert data.stored is not None
         names = [block.block_hash for block in data.stored.blocks]
-        if names and (data.stored.parent_hash in names or len(set(names)) < len(names)):
+        if data.stored.parent_hash in names:
             return "invalid_block_sequence"
         chain: list[int] = []
         if names and data.stored.parent_hash is not None:
@@ -274,6 +274,8 @@ class Naive:
             if data.stored.parent_hash not in known:
                 return "parent_block_not_found"
             chain = [known[data.stored.parent_hash]]
+        if len(set(names)) < len(names):
+            return "invalid_block_sequence"
         tokens = [block.tokens_hash for block in data.stored.blocks]
         sequence = sequence_hashes([*chain, *tokens])[len(chain) :]
         places.setdefault(place, {}).update(zip(names, sequence, strict=True))
