@@ -112,19 +112,23 @@ class SchedulerCore(ABC):
         """Queue a request, unless it was cancelled before. One that can never be served is in `rejected` of the next pass."""
         if request.is_over:
             return
-        options = self.options
         request.submitted_ms = now_ms
-        longest = options.capacity_tokens
-        if options.max_model_len is not None:
-            longest = min(longest, options.max_model_len)
-        if request.prompt_tokens >= longest:
+        room = self.output_room(request.prompt_tokens)
+        if room <= 0:
             request.is_over = True
             self._rejected.append(request)
             return
-        wanted = 1 if options.role == "prefill" else request.max_output
-        request.last = min(request.prompt_tokens + wanted, longest)
-        request.max_output = request.last - request.prompt_tokens
+        request.max_output = min(1 if self.options.role == "prefill" else request.max_output, room)
+        request.last = request.prompt_tokens + request.max_output
         self.waiting.append(request)
+
+    def output_room(self, prompt_tokens: int) -> int:
+        """Return how many tokens can follow such a prompt; none, and it is rejected."""
+        options = self.options
+        longest = options.capacity_tokens
+        if options.max_model_len is not None:
+            longest = min(longest, options.max_model_len)
+        return longest - prompt_tokens
 
     def cancel(self, request: ScheduledRequest) -> None:
         """End a request; what it holds is free at the end of the pass that runs, or now. Idempotent."""

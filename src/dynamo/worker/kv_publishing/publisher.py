@@ -154,6 +154,12 @@ class KvEventPublisher:
         """
         self._send([data for number, event in enumerate(events) for data in self._checked(number, event)])
 
+    def publish_changes(self, changes: Sequence[BlockChange]) -> None:
+        """Publish changes that have their published shape already, at most 128 blocks each: of an engine that computes
+        the hashes of block contents itself.
+        """
+        self._send(changes)
+
     def publish_cleared(self) -> None:
         """Publish the loss of all blocks of the engine."""
         self._send(["cleared"])

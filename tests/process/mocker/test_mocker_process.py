@@ -1,0 +1,129 @@
+"""`python -m dynamo.mocker` behind a frontend: answers, KV events of two workers, disaggregation, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.kv.events import RouterEvent
+from dynamo.router import KvEventFeed
+from dynamo.runtime.discovery.file import FileDiscovery
+from dynamo.runtime.distributed import DistributedRuntime
+from support.http_client import CHAT, ask
+from support.processes import Cluster, Frontend, Process, until, wait
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path) as made:
+        yield made
+
+
+def mocker(cluster: Cluster, name: str, *flags: str) -> Process:
+    argv = [sys.executable, "-m", "dynamo.mocker", "--discovery-backend", "file", "--model-path", "m", *flags]
+    return cluster.process(name, argv)
+
+
+def serving(frontend: Frontend, model: str, workers: int) -> None:
+    frontend.wait_ready()
+    wait(lambda: known(frontend, model) == workers, lambda: f"{workers} workers; log:\n{frontend.log}")
+
+
+def known(frontend: Frontend, model: str) -> int:
+    status, body = frontend.get(f"/v1/models/{model}/ready")
+    if status != 200:
+        return 0
+    namespaces = json.loads(body)["namespaces"].values()
+    return sum(role["workers"] for namespace in namespaces for role in namespace["worker_types"].values())
+
+
+class Held:
+    """The blocks that each worker holds, as a router learns it."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, set[int]] = {}
+
+    def apply(self, event: RouterEvent) -> None:
+        held = self.blocks.setdefault(event.worker_id, set())
+        if "stored" in event.event.data:
+            held.update(block["block_hash"] for block in event.event.data["stored"]["blocks"])
+        else:
+            held.difference_update(event.event.data["removed"]["block_hashes"])
+
+    def forget(self, worker_id: int, dp_rank: int) -> None:
+        self.blocks[worker_id] = set()
+
+
+async def chat(frontend: Frontend, text: str, tokens: int = 8) -> Any:
+    body = {"model": "m", "max_tokens": tokens, "messages": [{"role": "user", "content": text}]}
+    reply = await ask(frontend.port, CHAT, json.dumps(body).encode())
+    assert reply.status == 200, reply.body
+    return reply.json()
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as opened:
+        probes = [opened.enter_context(closing(socket.socket())) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+@pytest.mark.parametrize("over_zmq", [False, True])
+async def test_two_workers_of_one_process_answer_and_publish_their_blocks(
+    cluster: Cluster, tmp_path: Path, over_zmq: bool
+) -> None:
+    flags = ["--num-workers", "2", "--block-size", "16", "--speedup-ratio", "20"]
+    if over_zmq:
+        flags += ["--zmq-kv-events-ports", ",".join(map(str, free_ports(2)))]
+    frontend, workers = cluster.frontend("frontend"), mocker(cluster, "mocker", *flags)
+    serving(frontend, "m", 2)
+    held = Held()
+    store = FileDiscovery(tmp_path / "store")
+    async with (
+        DistributedRuntime(None, None, "tcp", discovery=store) as runtime,
+        KvEventFeed(runtime.endpoint("dynamo.backend.generate"), held),
+    ):
+        await until(lambda: len(held.blocks) == 2)
+        answers = [await chat(frontend, "x" * 200), await chat(frontend, "x" * 200), await chat(frontend, "x" * 200)]
+        assert [answer["usage"]["completion_tokens"] for answer in answers] == [8, 8, 8]
+        assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["length"] * 3
+        cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+        assert cached[0] == cached[1] == 0  # in turn, so the third finds the first one's blocks
+        assert cached[2] >= 192
+        await until(lambda: all(len(blocks) >= 12 for blocks in held.blocks.values()), lambda: str(held.blocks))
+        first, second = held.blocks.values()
+        assert len(first & second) >= 12
+    workers.terminate()
+    assert workers.exit_code() == 0, workers.log
+    assert workers.log.count("Engine cleanup complete") == 2
+
+
+async def test_prefill_and_decode_workers_serve_a_request_together(cluster: Cluster) -> None:
+    flags = ["--block-size", "16", "--speedup-ratio", "20"]
+    frontend = cluster.frontend("frontend")
+    mocker(cluster, "prefill", "--disaggregation-mode", "prefill", *flags)
+    mocker(cluster, "decode", "--disaggregation-mode", "decode", *flags)
+    serving(frontend, "m", 2)
+    answer = await chat(frontend, "x" * 200)
+    assert answer["usage"]["completion_tokens"] == 8
+    answers = await asyncio.gather(*(chat(frontend, f"{number}" * 50) for number in range(8)))
+    assert {answer["usage"]["completion_tokens"] for answer in answers} == {8}
+
+
+def test_a_worker_that_cannot_start_ends_the_process(cluster: Cluster) -> None:
+    with closing(socket.socket()) as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        workers = mocker(cluster, "mocker", "--num-workers", "2", "--zmq-kv-events-ports", f"{free_ports(1)[0]},{port}")
+        assert workers.exit_code() == 1
+    assert workers.log.splitlines()[-1].startswith("CannotConnect: KV events of rank 0")

@@ -1,0 +1,240 @@
+"""The mock engine behind the contract, in real time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from dynamo.contract.conformance import mock_context, run_conformance
+from dynamo.contract.kv_events import ComponentSnapshot, PushSource
+from dynamo.errors import EngineShutdown, InvalidArgument
+from dynamo.mocker.configuration import KvTransferTime, MockOptions
+from dynamo.mocker.engine import HANDOFF, REJECTED, MockEngine
+from dynamo.mocker.output import ReasoningShape, ResponseTrace
+from dynamo.runtime.context import Context
+from dynamo.scheduling import SchedulerOptions
+
+
+def options(**scheduler: Any) -> MockOptions:
+    return MockOptions(scheduler=SchedulerOptions(**{"block_size": 4, "num_gpu_blocks": 64, **scheduler}))
+
+
+instant = options(speedup_ratio=0.0)
+
+
+def request(tokens: int = 10, output: int | None = 5, **more: Any) -> Any:
+    return {"token_ids": list(range(tokens)), "stop_conditions": {"max_tokens": output}, **more}
+
+
+async def answer(engine: MockEngine, asked: Any, context: Context | None = None) -> list[Any]:
+    return [chunk async for chunk in engine.generate(asked, context or mock_context())]
+
+
+def ids(chunks: list[Any]) -> list[int]:
+    return [token for chunk in chunks for token in chunk["token_ids"]]
+
+
+async def test_it_keeps_the_contract() -> None:
+    await run_conformance(lambda: MockEngine("m", options(speedup_ratio=20.0)))
+
+
+async def test_an_answer_is_as_long_as_asked_and_can_be_repeated() -> None:
+    answers = []
+    for seed in (1, 1, 2):
+        engine = MockEngine("m", instant, seed=seed)
+        await engine.start(0)
+        chunks = await answer(engine, request(), Context("same"))
+        await engine.cleanup()
+        answers.append(ids(chunks))
+        assert [len(chunk["token_ids"]) for chunk in chunks] == [1] * 5
+        assert chunks[-1]["finish_reason"] == "length"
+        assert chunks[-1]["completion_usage"]["completion_tokens"] == 5
+    assert answers[0] == answers[1] != answers[2]
+    assert all(1000 <= token <= 1999 for token in answers[0])
+
+
+async def test_the_first_and_the_last_chunk_say_how_much_was_cached() -> None:
+    engine = MockEngine("m", instant)
+    await engine.start(0)
+    await answer(engine, request(16))
+    first, *_, last = await answer(engine, request(16))
+    assert first["completion_usage"]["prompt_tokens_details"] == {"cached_tokens": 12}
+    assert last["completion_usage"]["prompt_tokens_details"] == {"cached_tokens": 12}
+    await engine.cleanup()
+
+
+async def test_passes_take_their_time() -> None:
+    engine = MockEngine("m", options())
+    await engine.start(0)
+    began = time.monotonic()
+    await answer(engine, request(10, 4))
+    assert time.monotonic() - began >= 0.016 + 3 * 0.006
+    await engine.cleanup()
+
+
+async def test_what_cannot_be_served_is_refused_with_the_reason() -> None:
+    engine = MockEngine("m", instant)
+    with pytest.raises(EngineShutdown):
+        await answer(engine, request())
+    await engine.start(0)
+    with pytest.raises(EngineShutdown):
+        await engine.start(0)
+    with pytest.raises(InvalidArgument, match="max_tokens"):
+        await answer(engine, request(output=None))
+    with pytest.raises(InvalidArgument, match="dp_rank 3 is out of bounds for dp_size 1"):
+        await answer(engine, request(routing={"dp_rank": 3}))
+    with pytest.raises(InvalidArgument, match=REJECTED):
+        await answer(engine, request(64 * 4))
+    (only,) = await answer(engine, request(output=0))
+    assert (only["token_ids"], only["finish_reason"]) == ([], "length")
+    await engine.cleanup()
+    with pytest.raises(EngineShutdown):
+        await answer(engine, request())
+
+
+async def test_a_cancelled_request_ends_at_once_and_frees_its_blocks() -> None:
+    engine = MockEngine("m", options(num_gpu_blocks=1000))
+    reports = Reports()
+    await engine.start(0)
+    engine.attach_snapshot_publisher(reports)  # type: ignore[arg-type]
+    context = mock_context()
+    chunks = []
+    async for chunk in engine.generate(request(10, 1000), context):
+        chunks.append(chunk)
+        if len(chunks) == 2:
+            context.stop_generating()
+    assert chunks[-1]["finish_reason"] == "cancelled"
+    assert chunks[-1]["completion_usage"]["completion_tokens"] == len(ids(chunks)) == 2
+    await answer(engine, request(3, 1))
+    assert reports.loads[-1] == (0, 0)
+    await engine.cleanup()
+
+
+async def test_cleanup_ends_requests_that_run() -> None:
+    engine = MockEngine("m", options(num_gpu_blocks=1000))
+    await engine.start(0)
+    running = asyncio.create_task(answer(engine, request(10, 1000)))
+    await asyncio.sleep(0)
+    await engine.cleanup()
+    with pytest.raises(EngineShutdown):
+        await running
+    await engine.cleanup()
+
+
+class Reports:
+    """A snapshot publisher and a KV event publisher that remember."""
+
+    def __init__(self) -> None:
+        self.loads: list[tuple[int, int]] = []
+        self.changes: list[Any] = []
+
+    def publish(self, rank: int, snapshot: ComponentSnapshot) -> None:
+        self.loads.append((rank, snapshot.kv_used_blocks))
+
+    def publish_changes(self, changes: Any) -> None:
+        self.changes += changes
+
+
+async def test_ranks_take_requests_in_turn_and_publish_their_own_blocks() -> None:
+    engine = MockEngine("m", MockOptions(scheduler=instant.scheduler, dp_size=2))
+    config = await engine.start(0)
+    assert config.data_parallel_size == 2
+    told = [Reports(), Reports()]
+    for source in await engine.kv_event_sources():
+        assert isinstance(source, PushSource)
+        source.on_ready(told[source.dp_rank])
+    await answer(engine, request(9))
+    await answer(engine, request(9))
+    await answer(engine, request(13, 1, routing={"dp_rank": 1}))
+    stored = [[len(change["stored"]["blocks"]) for change in each.changes] for each in told]
+    assert stored == [[2, 1], [2, 1, 1]]
+    await engine.cleanup()
+
+
+async def test_a_prefill_worker_hands_over_after_one_token() -> None:
+    prefill = MockOptions(
+        scheduler=SchedulerOptions(role="prefill", speedup_ratio=0.0), transfer=KvTransferTime(1.0, 1_000_000)
+    )
+    engine = MockEngine("m", prefill)
+    await engine.start(0)
+    began = time.monotonic()
+    (only,) = await answer(engine, request(30, 500))
+    assert time.monotonic() - began >= 0.03
+    assert (len(only["token_ids"]), only["disaggregated_params"]) == (1, HANDOFF)
+    await engine.cleanup()
+
+
+async def test_a_decode_worker_publishes_no_blocks() -> None:
+    engine = MockEngine("m", options(role="decode", speedup_ratio=0.0))
+    await engine.start(0)
+    assert await engine.kv_event_sources() == []
+    assert len(ids(await answer(engine, request(30)))) == 5
+    await engine.cleanup()
+
+
+async def test_the_text_of_its_metrics_has_the_engines_names() -> None:
+    for backend, names in (("vllm", ("vllm:num_requests_running", "vllm:time_to_first_token_seconds_count")),
+                           ("sglang", ("sglang:num_running_reqs", "sglang:cache_hit_rate"))):  # fmt: skip
+        engine = MockEngine("m", options(backend=backend, speedup_ratio=0.0))
+        await engine.start(0)
+        await answer(engine, request())
+        texts: list[Any] = []
+        await engine.register_prometheus(Scraped(texts))  # type: ignore[arg-type]
+        for name in names:
+            assert f'{name}{{model_name="m"}}' in texts[0]()
+        await engine.cleanup()
+
+
+class Scraped:
+    """Takes the callbacks of an engine."""
+
+    def __init__(self, callbacks: list[Any]) -> None:
+        self.register_prometheus_expfmt_callback = callbacks.append
+
+
+async def test_reasoning_ids_stand_where_the_thought_begins_and_ends() -> None:
+    shape = ReasoningShape(7, 8, 0.5)
+    assert [shape.thinking_tokens(tokens) for tokens in (0, 1, 2, 3, 10)] == [0, 0, 2, 2, 5]
+    engine = MockEngine("m", MockOptions(scheduler=instant.scheduler, reasoning=shape))
+    await engine.start(0)
+    thought = ids(await answer(engine, request(output=10)))
+    assert (thought[0], thought[4]) == (7, 8)
+    assert not {7, 8} & set(thought[1:4] + thought[5:])
+    await engine.cleanup()
+
+
+async def test_answers_come_from_a_trace(tmp_path: Any) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(
+        '{"request_id": "a", "output_length": 2, "output_token_ids": [5, 6]}\n'
+        '{"session_id": "s", "output_token_ids": [7]}\n{"session_id": "s", "output_token_ids": [8]}\n'
+        '{"output_token_ids": [9]}\n'
+    )
+    read = ResponseTrace.read(trace)
+    assert [read.find(key) for key in ("a", "s:0", "s:1", "3", "b")] == [[5, 6], [7], [8], [9], None]
+    engine = MockEngine("m", MockOptions(scheduler=instant.scheduler, response_trace=trace))
+    config = await engine.start(0)
+    assert config.runtime_data == {"output_replay_consumer": "true"}
+    assert ids(await answer(engine, request(output=2, annotations=["output_replay_id:a"]))) == [5, 6]
+    assert len(ids(await answer(engine, request(output=2, annotations=["output_replay_id:zzz"])))) == 2
+    await engine.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ('{"request_id": "a", "output_token_ids": [1]}\n' * 2, "line 2.*second row"),
+        ('{"output_length": 3, "output_token_ids": [1]}', "output_length is 3"),
+        ('{"output_token_ids": [-1]}', "output_token_ids"),
+        ("[]", "expected an object"),
+        ("{", "not JSON"),
+    ],
+)
+def test_a_trace_that_is_not_right_is_refused_with_its_line(tmp_path: Any, rows: str, said: str) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(rows)
+    with pytest.raises(InvalidArgument, match=said):
+        ResponseTrace.read(trace)
