@@ -14,6 +14,7 @@ from typing import Final
 from pages import write_page
 
 from dynamo.frontend.metric_families import FAMILIES as FRONTEND
+from dynamo.mocker.metrics import FAMILIES as MOCKER
 from dynamo.runtime.endpoint_metrics import FAMILIES as ENDPOINT
 from dynamo.runtime.event_plane.metrics import FAMILIES as EVENTS
 from dynamo.runtime.loop_watchdog import FAMILIES as LOOP
@@ -32,6 +33,7 @@ TABLES: Final[Mapping[str, tuple[Family, ...]]] = {
     "worker": (*ENDPOINT, *WORK_HANDLER.values(), *LOOP, *REFUSALS.values()),
     "engine": ENGINE,
     "kv": KV_PUBLISHER,
+    "mocker": MOCKER,
     "frontend": tuple(family.under("dynamo_frontend") for family in FRONTEND),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 
 from dynamo.errors import DynamoException, InvalidArgument, text_of
@@ -17,7 +16,6 @@ __all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> None:
-    os.environ.setdefault("DYN_COMPUTE_THREADS", "0")
     fleet = read_arguments(argv)
     if len(fleet.workers) == 1:
         (worker,) = fleet.workers
