@@ -617,6 +617,7 @@ async def test_the_letter_of_a_schema_is_a_setting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
 @pytest.mark.parametrize("native", [False, True])
+@pytest.mark.process  # computes for a second and more
 async def test_a_forced_call_cut_off_at_any_place_is_never_content(house: Cluster, choice: Any, native: bool) -> None:
     arguments = '{"city": "Köln"}'
     forced = arguments if choice == NAMED else f'[{{"name": "weather", "parameters": {arguments}}}]'

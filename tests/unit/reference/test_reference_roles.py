@@ -417,6 +417,7 @@ async def test_what_a_role_does_not_take_is_refused_by_field(models: dict[str, P
         ReferenceEngine(models["llama"], mode=DisaggregationMode.ENCODE)
 
 
+@pytest.mark.process  # computes for a second and more
 async def test_two_hundred_lost_peers_leave_every_block_free(
     models: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:

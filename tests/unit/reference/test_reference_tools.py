@@ -85,6 +85,7 @@ def check(calls: list[tuple[str, dict[str, Any]]], names: set[str]) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--dyn-structural-tag", "true"]], ids=["json", "structural tag"])
+@pytest.mark.process  # computes for a second and more
 async def test_forced_calls_come_and_fit_their_schema(tmp_path: Path, speaking_model: Path, flags: list[str]) -> None:
     async with speaking(tmp_path, speaking_model, *flags) as house:
         for seed in range(2):
@@ -143,6 +144,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.process  # computes for a second and more
 async def test_a_boolean_tool_of_every_client_ends_with_a_valid_call(
     tmp_path: Path, speaking_model: Path, way: str
 ) -> None:

@@ -167,6 +167,7 @@ EXAMPLES = [
 
 @every_parser
 @pytest.mark.parametrize("text", EXAMPLES)
+@pytest.mark.process  # computes for a second and more
 def test_two_cuts_anywhere_change_nothing(make: Make, text: str) -> None:
     whole = run(make(), [text])
     assert run(make(), list(text)) == whole
@@ -177,6 +178,7 @@ def test_two_cuts_anywhere_change_nothing(make: Make, text: str) -> None:
 
 @every_parser
 @pytest.mark.parametrize("text", ["a<think>b</t", " </think> ", "a</think>b"])
+@pytest.mark.process  # computes for a second and more
 def test_every_way_of_cutting_a_short_text_changes_nothing(make: Make, text: str) -> None:
     whole = run(make(), [text])
     for chosen in range(1 << (len(text) - 1)):

@@ -268,6 +268,7 @@ EXAMPLES = [
 
 @every_parser
 @pytest.mark.parametrize("text", EXAMPLES)
+@pytest.mark.process  # computes for a second and more
 def test_two_cuts_anywhere_change_nothing(make: Make, text: str) -> None:
     whole = run(make(), [text])
     assert run(make(), list(text)) == whole
