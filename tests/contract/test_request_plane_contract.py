@@ -143,6 +143,21 @@ async def call(plane: Plane, body: Any = None, context: Context | None = None, p
     return await read_all(await plane.open(body, context, path))
 
 
+async def half_read(plane: Plane) -> tuple[ResponseStream, asyncio.Future[bool]]:
+    """Return a stream that has given its first item and does not end, and whether its request was killed, once it was left."""
+    killed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        sink.send_tokens([1])
+        await context.async_killed_or_stopped()
+        killed.set_result(context.is_killed())
+
+    plane.serve(handler)
+    stream = await plane.open()
+    await stream.next_batch()
+    return stream, killed
+
+
 def plain(item: StreamItem) -> tuple[Any, ...]:
     return item.index, item.offset, list(item.token_ids), item.finish_reason, item.extra
 
@@ -364,16 +379,7 @@ async def test_a_context_stopped_before_the_call_stops_the_request(plane: Plane)
 
 
 async def test_closing_a_stream_that_has_not_ended_kills_it(plane: Plane) -> None:
-    killed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
-        sink.send_tokens([1])
-        await context.async_killed_or_stopped()
-        killed.set_result(context.is_killed())
-
-    plane.serve(handler)
-    stream = await plane.open()
-    await stream.next_batch()
+    stream, killed = await half_read(plane)
     stream.close()
     stream.close()
     assert await killed
@@ -528,16 +534,7 @@ async def test_a_deadline_that_has_passed_is_not_sent(plane: Plane) -> None:
 
 
 async def test_a_server_that_closes_ends_its_streams_with_a_retryable_error(plane: Plane) -> None:
-    killed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
-        sink.send_tokens([1])
-        await context.async_killed_or_stopped()
-        killed.set_result(context.is_killed())
-
-    plane.serve(handler)
-    stream = await plane.open()
-    await stream.next_batch()
+    stream, killed = await half_read(plane)
     instance = plane.instance()
     await plane.server.close()
     with pytest.raises((EngineShutdown, Disconnected)):
@@ -549,16 +546,7 @@ async def test_a_server_that_closes_ends_its_streams_with_a_retryable_error(plan
 
 
 async def test_a_client_that_closes_breaks_its_streams_and_kills_their_requests(plane: Plane) -> None:
-    killed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
-        sink.send_tokens([1])
-        await context.async_killed_or_stopped()
-        killed.set_result(context.is_killed())
-
-    plane.serve(handler)
-    stream = await plane.open()
-    await stream.next_batch()
+    stream, killed = await half_read(plane)
     await plane.client.close()
     with pytest.raises(Disconnected):
         await stream.next_batch()

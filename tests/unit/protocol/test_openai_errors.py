@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -55,145 +55,69 @@ NOT_READY = (
     "Please retry shortly."
 )
 
-# error -> status, message, type, details; then the stream frame's message, type, code
-ROWS: list[tuple[BaseException, int, str, str, dict[str, Any] | None, str, str, int]] = [
-    (InvalidArgument("bad top"), 400, "bad top", "Bad Request", None, "bad top", "invalid_request_error", 400),
-    (
-        Cancelled("x"),
-        499,
-        "Request cancelled",
-        "Client Closed Request",
-        None,
-        "Request cancelled",
-        "request_cancelled",
-        499,
-    ),
-    (
-        Unknown("secret"),
-        500,
-        FAILED,
-        "Internal Server Error",
-        {"backend_status": 500},
-        FAILED,
-        "internal_server_error",
-        500,
-    ),
-    (
-        DynamoException("secret"),
-        500,
-        FAILED,
-        "Internal Server Error",
-        {"backend_status": 500},
-        FAILED,
-        "internal_server_error",
-        500,
-    ),
-    (RuntimeError("secret"), 500, FAILED, "Internal Server Error", None, FAILED, "internal_server_error", 500),
-    (ValueError("secret"), 500, FAILED, "Internal Server Error", None, FAILED, "internal_server_error", 500),
-    (
-        SelectionServiceError("down", 502),
-        500,
-        FAILED,
-        "Internal Server Error",
-        None,
-        FAILED,
-        "internal_server_error",
-        500,
-    ),
-    *[
-        (kind("secret"), 503, UNAVAILABLE, "Service Unavailable", None, UNAVAILABLE, "service_unavailable", 503)
-        for kind in (CannotConnect, Disconnected, EngineShutdown, StreamIncomplete, WorkerUnavailable)
-    ],
-    *[
-        (kind("secret"), 504, TIMED_OUT, "Gateway Timeout", None, TIMED_OUT, "gateway_timeout", 504)
-        for kind in (ConnectionTimeout, ResponseTimeout)
-    ],
-    (Overloaded("secret"), 529, BUSY, "Overloaded", None, BUSY, "overloaded", 529),
-    (
-        RequestKillsWorkers("secret"),  # a status that clients do not send again
-        422,
-        KILLED,
-        "Unprocessable Entity",
-        None,
-        KILLED,
-        "invalid_request_error",
-        422,
-    ),
-    (
+# status -> the type of a body, the type of a stream's frame
+TYPES = {
+    400: ("Bad Request", "invalid_request_error"),
+    415: ("Unsupported Media Type", "invalid_request_error"),
+    418: ("I'm a Teapot", "invalid_request_error"),
+    422: ("Unprocessable Entity", "invalid_request_error"),
+    429: ("Too Many Requests", "rate_limit_error"),
+    499: ("Client Closed Request", "request_cancelled"),
+    500: ("Internal Server Error", "internal_server_error"),
+    503: ("Service Unavailable", "service_unavailable"),
+    504: ("Gateway Timeout", "gateway_timeout"),
+    529: ("Overloaded", "overloaded"),
+}
+
+
+class Row(NamedTuple):
+    """How an error is answered."""
+
+    error: BaseException
+    status: int
+    message: str
+    details: dict[str, Any] | None = None
+    in_stream: tuple[str, int] | None = None  # message and code of the stream's frame, where they are others
+
+
+def of_backend(status: int) -> dict[str, Any]:
+    return {"backend_status": status}
+
+
+ROWS = [
+    Row(InvalidArgument("bad top"), 400, "bad top"),
+    Row(Cancelled("x"), 499, "Request cancelled"),
+    Row(Unknown("secret"), 500, FAILED, of_backend(500)),
+    Row(DynamoException("secret"), 500, FAILED, of_backend(500)),
+    Row(RuntimeError("secret"), 500, FAILED),
+    Row(ValueError("secret"), 500, FAILED),
+    Row(SelectionServiceError("down", 502), 500, FAILED),
+    Row(CannotConnect("secret"), 503, UNAVAILABLE),
+    Row(Disconnected("secret"), 503, UNAVAILABLE),
+    Row(EngineShutdown("secret"), 503, UNAVAILABLE),
+    Row(StreamIncomplete("secret"), 503, UNAVAILABLE),
+    Row(WorkerUnavailable("secret"), 503, UNAVAILABLE),
+    Row(ConnectionTimeout("secret"), 504, TIMED_OUT),
+    Row(ResponseTimeout("secret"), 504, TIMED_OUT),
+    Row(Overloaded("secret"), 529, BUSY),
+    Row(RequestKillsWorkers("secret"), 422, KILLED),  # a status that clients do not send again
+    Row(
         RouterQueueLimitExceeded("gold", "requests", 5, 4),
         529,
         QUEUE_TEXT,
-        "Overloaded",
         {"policy_class": "gold", "limit_kind": "requests", "current": 5, "limit": 4},
-        QUEUE_TEXT,
-        "overloaded",
-        529,
     ),
-    (
-        HttpError(415, "no such media"),
-        415,
-        "no such media",
-        "Unsupported Media Type",
-        None,
-        "no such media",
-        "invalid_request_error",
-        415,
-    ),
-    (HttpError(418, "tea"), 418, "tea", "I'm a Teapot", None, "tea", "invalid_request_error", 418),
-    (
-        HttpError(422, ""),
-        422,
-        "Unprocessable Entity",
-        "Unprocessable Entity",
-        None,
-        "Unprocessable Entity",
-        "invalid_request_error",
-        422,
-    ),
-    (HttpError(429, "slow"), 429, "slow", "Too Many Requests", None, "slow", "rate_limit_error", 429),
-    (
-        HttpError(499, "x"),
-        499,
-        "Request cancelled",
-        "Client Closed Request",
-        None,
-        "Request cancelled",
-        "request_cancelled",
-        499,
-    ),
-    (
-        HttpError(500, "secret"),
-        500,
-        FAILED,
-        "Internal Server Error",
-        {"backend_status": 500},
-        FAILED,
-        "internal_server_error",
-        500,
-    ),
-    (
-        HttpError(502, "secret"),
-        500,
-        FAILED,
-        "Internal Server Error",
-        {"backend_status": 502},
-        "Bad gateway",
-        "internal_server_error",
-        502,
-    ),
-    (HttpError(503, "secret"), 503, UNAVAILABLE, "Service Unavailable", None, UNAVAILABLE, "service_unavailable", 503),
-    (HttpError(529, "secret"), 529, BUSY, "Overloaded", None, BUSY, "overloaded", 529),
-    (
-        HttpError(200, "secret"),
-        500,
-        FAILED,
-        "Internal Server Error",
-        {"backend_status": 200},
-        FAILED,
-        "internal_server_error",
-        500,
-    ),
-    (RequestRejected(400, "mine", param="p"), 400, "mine", "Bad Request", None, "mine", "invalid_request_error", 400),
+    Row(HttpError(415, "no such media"), 415, "no such media"),
+    Row(HttpError(418, "tea"), 418, "tea"),
+    Row(HttpError(422, ""), 422, "Unprocessable Entity"),
+    Row(HttpError(429, "slow"), 429, "slow"),
+    Row(HttpError(499, "x"), 499, "Request cancelled"),
+    Row(HttpError(500, "secret"), 500, FAILED, of_backend(500)),
+    Row(HttpError(502, "secret"), 500, FAILED, of_backend(502), in_stream=("Bad gateway", 502)),
+    Row(HttpError(503, "secret"), 503, UNAVAILABLE),
+    Row(HttpError(529, "secret"), 529, BUSY),
+    Row(HttpError(200, "secret"), 500, FAILED, of_backend(200)),
+    Row(RequestRejected(400, "mine", param="p"), 400, "mine"),
 ]
 
 
@@ -201,40 +125,30 @@ def name_of(value: Any) -> str | None:
     return f"{type(value).__name__}-{getattr(value, 'code', '')}" if isinstance(value, BaseException) else None
 
 
-@each_case(
-    ("error", "status", "message", "type_", "details", "stream_message", "stream_type", "stream_code"),
-    ROWS,
-    ids=name_of,
-)
-def test_every_row_unary_and_in_a_stream(
-    error: BaseException,
-    status: int,
-    message: str,
-    type_: str,
-    details: dict[str, Any] | None,
-    stream_message: str,
-    stream_type: str,
-    stream_code: int,
-) -> None:
-    rejection = rejection_for(error)
+@each_case("row", ROWS, ids=lambda row: name_of(row.error))
+def test_every_row_unary_and_in_a_stream(row: Row) -> None:
+    type_, stream_type = TYPES[row.status]
+    rejection = rejection_for(row.error)
     body = json.loads(rejection.body())
-    assert rejection.status == status
-    assert (body["message"], body["type"], body["code"], body.get("details")) == (message, type_, status, details)
-    assert body["error"]["message"] == message
-    frame = rejection_for(error).frame()
+    assert rejection.status == row.status
+    assert (body["message"], body["type"], body["code"]) == (row.message, type_, row.status)
+    assert body.get("details") == row.details
+    assert body["error"]["message"] == row.message
+    frame = rejection_for(row.error).frame()
     assert frame.startswith(b"data: ")
     assert frame.endswith(b"\n\n")
-    assert json.loads(frame[6:]) == {"error": {"message": stream_message, "type": stream_type, "code": stream_code}}
+    message, code = row.in_stream or (row.message, row.status)
+    assert json.loads(frame[6:]) == {"error": {"message": message, "type": stream_type, "code": code}}
     assert b"secret" not in rejection.body() + frame
 
 
 def test_every_kind_of_the_error_table_has_a_row() -> None:
-    assert set(RULES) <= {type(row[0]) for row in ROWS}
+    assert set(RULES) <= {type(row.error) for row in ROWS}
 
 
-@each_case("row", [row for row in ROWS if isinstance(row[0], DynamoException)], ids=lambda row: name_of(row[0]))
-def test_an_error_that_crossed_a_wire_gets_the_same_status_and_text(row: Any) -> None:
-    there, here = rejection_for(revive(describe(row[0]))), rejection_for(row[0])
+@each_case("error", [row.error for row in ROWS if isinstance(row.error, DynamoException)], ids=name_of)
+def test_an_error_that_crossed_a_wire_gets_the_same_status_and_text(error: DynamoException) -> None:
+    there, here = rejection_for(revive(describe(error))), rejection_for(error)
     assert (there.status, there.message, there.type) == (here.status, here.message, here.type)
 
 
