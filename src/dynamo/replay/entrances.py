@@ -10,7 +10,7 @@ from dynamo.kv.events import RouterEvent
 from dynamo.replay.event_feed import ReplayEventFeed, Schedule
 from dynamo.replay.fleet import Fleet
 from dynamo.replay.flight import Flight
-from dynamo.replay.frontend import MakeFrontend, ReplayFrontend
+from dynamo.replay.frontend import MakeFrontend, ReplayFrontend, Routed
 from dynamo.replay.setup import ReplaySetup
 from dynamo.replay.worker import ReplayWorker
 
@@ -74,12 +74,12 @@ class Entrances:
         would: list[int | None] = []
         if self._setup.compares_frontends:
             would = [feed.frontend.would_choose(flight, now_ms) for feed in self.feeds if feed.frontend is not own]
-        chosen = own.route(flight, now_ms)
+        routed = own.route(flight, now_ms)
         self.asked += sum(choice is not None for choice in would)
-        self.agreed += sum(choice == chosen for choice in would)
+        self.agreed += sum(choice == routed.worker_id for choice in would)
         booking_id = flight.booking_id
-        self._sync(own, lambda other, then_ms: other.booked_elsewhere(flight, booking_id, chosen, then_ms))
-        return chosen
+        self._sync(own, lambda other, then_ms: other.booked_elsewhere(flight, booking_id, routed, then_ms))
+        return routed.worker_id
 
     def first_token(self, flight: Flight, now_ms: float) -> None:
         """Tell the frontends of a first token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dynamo.kv.events import RouterEvent
 from dynamo.placement.candidates import Candidate, PlacementRequest, Policy, place
@@ -12,7 +12,14 @@ from dynamo.placement.load import Booking, LoadBook
 from dynamo.placement.policies import RouterMode, policy_for
 from dynamo.replay.flight import Flight
 
-__all__ = ["CountingFrontend", "MakeFrontend", "ReplayFrontend"]
+__all__ = ["CountingFrontend", "MakeFrontend", "ReplayFrontend", "Routed"]
+
+
+class Routed(NamedTuple):
+    """A choice that is booked."""
+
+    worker_id: int
+    cached_tokens: int = 0  # of the prompt, as far as the router knows
 
 
 class ReplayFrontend(Protocol):
@@ -25,7 +32,7 @@ class ReplayFrontend(Protocol):
         """Take note of the workers that are there now."""
         ...
 
-    def route(self, flight: Flight, now_ms: float) -> int:
+    def route(self, flight: Flight, now_ms: float) -> Routed:
         """Choose the worker of a request and book it there. Raises `WorkerUnavailable` when there is none."""
         ...
 
@@ -33,7 +40,7 @@ class ReplayFrontend(Protocol):
         """Return the worker that `route` would choose, without booking; None where asking would change the next choice."""
         ...
 
-    def booked_elsewhere(self, flight: Flight, booking_id: str, worker_id: int, now_ms: float) -> None:
+    def booked_elsewhere(self, flight: Flight, booking_id: str, routed: Routed, now_ms: float) -> None:
         """Take note of a booking of another frontend."""
         ...
 
@@ -73,19 +80,19 @@ class CountingFrontend:
         """Take note of the workers that are there now."""
         self._worker_ids = sorted(worker_ids)
 
-    def route(self, flight: Flight, now_ms: float) -> int:
+    def route(self, flight: Flight, now_ms: float) -> Routed:
         """Choose the worker of a request and book it there."""
         in_flight = self._load.in_flight
         candidates = [Candidate(worker_id, in_flight=in_flight(worker_id)) for worker_id in self._worker_ids]
         chosen = place(self._policy, _ANY, candidates, now_ms / 1000, scope="the replay").candidate.instance_id
         self._bookings[flight.booking_id] = self._load.book(chosen)
-        return chosen
+        return Routed(chosen)
 
     def would_choose(self, flight: Flight, now_ms: float) -> int | None:
         """Return None: a choice counts as a turn."""
         return None
 
-    def booked_elsewhere(self, flight: Flight, booking_id: str, worker_id: int, now_ms: float) -> None:
+    def booked_elsewhere(self, flight: Flight, booking_id: str, routed: Routed, now_ms: float) -> None:
         """Ignore it: these modes count the streams of their own frontend."""
 
     def first_token(self, booking_id: str, now_ms: float) -> None:

@@ -1,31 +1,70 @@
-"""The router modes that a replay knows, by name, and what makes their frontends. Pure."""
+"""The router modes that a replay knows, by name, and what makes their frontends. Pure.
+
+    round-robin, random, least-loaded, power-of-two
+    kv                                   the policy `time`
+    kv:default, kv:time                  a policy by its name
+    kv:time,NAME=VALUE,...               with parameters of the policy; two names are the replay's own:
+        events=off                       route without KV events, by what was routed before
+        predicted=SECONDS                beside the events, expect what was routed to be there for so long
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from typing import Final
 
 from dynamo.errors import InvalidArgument
 from dynamo.placement.policies import RouterMode
+from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.replay.frontend import CountingFrontend, MakeFrontend
+from dynamo.replay.kv_frontend import KvFrontend
+from dynamo.scheduling import SchedulerOptions
 
-__all__ = ["MODES", "check_mode", "frontend_of"]
+__all__ = ["COUNTING_MODES", "frontend_of"]
 
 _COUNTING: Final = (RouterMode.ROUND_ROBIN, RouterMode.RANDOM, RouterMode.LEAST_LOADED, RouterMode.POWER_OF_TWO)
-MODES: Final[tuple[str, ...]] = tuple(mode.value for mode in _COUNTING)
-
-PolicyParameters = Mapping[str, object]
-
-
-def check_mode(name: str) -> None:
-    """Raise InvalidArgument for a mode that cannot be replayed."""
-    if name not in MODES:
-        raise InvalidArgument(f"there is no mode {name!r} to replay; use {', '.join(MODES)}")
+COUNTING_MODES: Final[tuple[str, ...]] = tuple(mode.value for mode in _COUNTING)
+KV: Final = "kv"
+STANDARD_POLICY: Final = "time"
+_SWITCH: Final = {"on": True, "off": False, "true": True, "false": False}
 
 
-def frontend_of(name: str) -> MakeFrontend:
-    """Return what makes frontends of a mode. Raises InvalidArgument for an unknown one."""
-    check_mode(name)
-    mode = RouterMode(name)
-    return lambda seed: CountingFrontend(mode, random.Random(f"{seed} {mode}"))
+def frontend_of(name: str, options: SchedulerOptions) -> MakeFrontend:
+    """Return what makes frontends of a mode, for workers with these options.
+
+    Raises InvalidArgument for an unknown mode, policy or parameter; the message lists what is known.
+    """
+    if name in COUNTING_MODES:
+        mode = RouterMode(name)
+        return lambda seed: CountingFrontend(mode, random.Random(f"{seed} {mode}"))
+    kind, _, policy_text = name.partition(":")
+    if kind != KV:
+        raise InvalidArgument(f"there is no mode {name!r} to replay; use {', '.join(COUNTING_MODES)}, kv, kv:POLICY")
+    policy, *given = (policy_text or STANDARD_POLICY).split(",")
+    parameters = dict(_parameter(name, text) for text in given)
+    reads_events = parameters.pop("events", True)
+    predicted = parameters.pop("predicted", None)
+    if not isinstance(reads_events, bool):
+        raise InvalidArgument(f"{name}: events is on or off")
+    if predicted is not None and (isinstance(predicted, bool) or not predicted > 0):
+        raise InvalidArgument(f"{name}: predicted is a number of seconds above 0")
+    kv_policy(policy, parameters)  # so that a mistake shows before anything is replayed
+    return lambda seed: KvFrontend(
+        kv_policy(policy, parameters),
+        options,
+        random.Random(f"{seed} {KV}"),
+        reads_events=reads_events,
+        predicted_ttl_seconds=predicted,
+    )
+
+
+def _parameter(mode: str, text: str) -> tuple[str, bool | float]:
+    """Split NAME=VALUE; a value is a number, or on or off."""
+    name, _, value = text.partition("=")
+    if value.lower() in _SWITCH:
+        return name, _SWITCH[value.lower()]
+    try:
+        number = float(value)
+    except ValueError:
+        raise InvalidArgument(f"{mode}: {text!r} is not NAME=NUMBER, nor NAME=on or off") from None
+    return name, int(number) if number.is_integer() and "." not in value else number

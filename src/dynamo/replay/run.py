@@ -9,7 +9,7 @@ from dynamo.mocker.timing import PolynomialTiming
 from dynamo.replay.cluster import ReplayCluster
 from dynamo.replay.figures import ReplayFigures, RoutingCost, summary_of
 from dynamo.replay.flight import Flight, RequestFigures
-from dynamo.replay.frontend import MakeFrontend, ReplayFrontend
+from dynamo.replay.frontend import MakeFrontend, ReplayFrontend, Routed
 from dynamo.replay.pooled_cache import PooledCache
 from dynamo.replay.setup import ReplaySetup
 from dynamo.replay.trace import StretchTree, Trace
@@ -140,7 +140,7 @@ class _Metered:
         self.end = frontend.end
         self.forget = frontend.forget
 
-    def route(self, flight: Flight, now_ms: float) -> int:
+    def route(self, flight: Flight, now_ms: float) -> Routed:
         begun = self._clock()
         chosen = self._frontend.route(flight, now_ms)
         self.decisions.append(self._clock() - begun)
