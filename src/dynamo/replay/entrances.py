@@ -10,7 +10,7 @@ from dynamo.kv.events import RouterEvent
 from dynamo.replay.event_feed import ReplayEventFeed, Schedule
 from dynamo.replay.fleet import Fleet
 from dynamo.replay.flight import Flight
-from dynamo.replay.frontend import MakeFrontend, ReplayFrontend, Routed
+from dynamo.replay.frontend import MakeFrontend, ReplayFrontend
 from dynamo.replay.setup import ReplaySetup
 from dynamo.replay.worker import ReplayWorker
 

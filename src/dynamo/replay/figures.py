@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from dynamo.replay.flight import RequestFigures
+from dynamo.replay.generated import STAMPEDE
 
 __all__ = ["LATENCIES", "GapCounts", "ReplayFigures", "RoutingCost", "Summary", "summary_of"]
 
@@ -137,6 +138,12 @@ class ReplayFigures(msgspec.Struct, frozen=True):
         return _spread(self.worker_prefill_tokens)
 
     @property
+    def stampede_workers(self) -> int | None:
+        """How many workers served requests of a stampede: each of them computed the common prefix."""
+        crowd = {request.worker for request in self.requests if request.policy_class == STAMPEDE}
+        return len(crowd) or None
+
+    @property
     def digest(self) -> str:
         """A name of everything that happened to every request: the same seed gives the same name."""
         lines = (
@@ -165,6 +172,7 @@ class ReplayFigures(msgspec.Struct, frozen=True):
             "worker_requests": list(self.worker_requests),
             "worker_prefill_tokens": list(self.worker_prefill_tokens),
             "worker_prefill_busy": [round(share, 4) for share in self.worker_prefill_busy],
+            "prefill_busy": round(self.prefill_busy, 4),
             "prefill_spread": round(self.prefill_spread, 4),
             "digest": self.digest,
             **msgspec.structs.asdict(self.routing),
@@ -174,6 +182,8 @@ class ReplayFigures(msgspec.Struct, frozen=True):
         for name in ("equal_choices", "exact_after_ms"):
             if (value := getattr(self, name)) is not None:
                 figures[name] = round(value, 4)
+        if (crowd := self.stampede_workers) is not None:
+            figures["stampede_workers"] = crowd
         if self.lost_events:
             figures.update(lost_events=self.lost_events, gap_repairs=self.gap_repairs)
         return figures

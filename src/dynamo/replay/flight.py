@@ -32,6 +32,7 @@ class RequestFigures(msgspec.Struct, frozen=True, gc=False):
     reused_input_tokens: int
     output_tokens: int
     moves: int = 0  # how often it went on at another worker
+    policy_class: str | None = None
 
 
 class TokenTimes:
@@ -100,6 +101,7 @@ class Flight:
             reused_input_tokens=self.reused_tokens,
             output_tokens=self.tokens,
             moves=self.moves,
+            policy_class=self.request.policy_class,
         )
 
 

@@ -26,7 +26,7 @@ import msgspec
 from dynamo.errors import InvalidArgument
 from dynamo.replay.trace import Stretch, Trace, TraceRequest
 
-__all__ = ["MooncakeShape", "TraceShape", "generate", "generate_mooncake_like", "stampede"]
+__all__ = ["STAMPEDE", "MooncakeShape", "TraceShape", "generate", "generate_mooncake_like", "stampede"]
 
 SYSTEM_SHARE: Final = 1 / 8  # of `prompt_tokens`, as all shares below
 DOCUMENT_SHARE: Final = 3 / 4
@@ -36,6 +36,7 @@ TURN_SHARE: Final = 1 / 6  # an answer and the next message
 SINGLE_SHARE: Final = 3 / 4
 BURST_SECONDS: Final = 0.5
 FEWEST_TOKENS: Final = 8  # of a drawn length
+STAMPEDE: Final = "stampede"
 
 Arrival = tuple[float, int, tuple[Stretch, ...], str | None]
 """(seconds, a number that breaks ties, prompt, session)"""
@@ -196,7 +197,7 @@ def stampede(
 ) -> Trace:
     """Draw many requests that begin with one cold prefix, all within a moment; `beside`: other traffic of that time.
 
-    They arrive in the middle of the other traffic. Their session is "stampede".
+    They arrive in the middle of the other traffic. Their policy class is `STAMPEDE`.
     """
     rng = random.Random(f"{seed} stampede")
     start = 0.0
@@ -211,12 +212,12 @@ def stampede(
             arrival_ms=round(start + rng.random() * within_ms, 3),
             prompt=(prefix, Stretch(-2 - number, 32 + rng.randrange(64))),
             output_tokens=output_tokens,
-            session_id="stampede",
+            policy_class=STAMPEDE,
         )
         for number in range(requests)
     ]
     crowd.sort(key=_arrival)
-    return Trace("stampede", list(heapq.merge(others, crowd, key=_arrival)))
+    return Trace(STAMPEDE, list(heapq.merge(others, crowd, key=_arrival)))
 
 
 def _arrival(request: TraceRequest) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.events import RouterEvent
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.overlap import WorkerRank
@@ -28,17 +27,11 @@ class KvFrontend:
         rng: random.Random,
         *,
         reads_events: bool = True,
-        predicted_ttl_seconds: float | None = None,
     ) -> None:
-        """`options` is what the workers' cards say. `predicted_ttl_seconds`: expect what was routed to be there soon."""
+        """`options` is what the workers' cards say."""
         self.reads_events = reads_events
         self._rng = rng
         self._index = PrefixIndex() if reads_events else None
-        self._learned: ApproximateIndex | None = None
-        if not reads_events:
-            self._learned = ApproximateIndex()
-        elif predicted_ttl_seconds is not None:
-            self._learned = ApproximateIndex(ttl_seconds=predicted_ttl_seconds)
         self._info = RankInfo(
             total_kv_blocks=options.num_gpu_blocks,
             max_num_batched_tokens=options.max_num_batched_tokens,
@@ -49,8 +42,7 @@ class KvFrontend:
             block_size=options.block_size,
             policy=policy,
             rng=rng,
-            index=self._index if reads_events else self._learned,
-            predicted=self._learned if reads_events else None,
+            index=self._index,
         )
 
     def set_workers(self, worker_ids: Sequence[int]) -> None:
@@ -86,8 +78,6 @@ class KvFrontend:
             cached_tokens=routed.cached_tokens,
             now=now,
         )
-        if self._learned is not None:
-            self._learned.add(rank, flight.blocks.sequence, now)
 
     def first_token(self, booking_id: str, now_ms: float) -> None:
         """Count the prompt as computed."""
@@ -104,9 +94,8 @@ class KvFrontend:
 
     def forget(self, worker_id: int) -> None:
         """Drop a worker's blocks."""
-        for index in (self._index, self._learned):
-            if index is not None:
-                index.forget(worker_id)
+        if self._index is not None:
+            self._index.forget(worker_id)
 
 
 def _query(flight: Flight) -> KvQuery:

@@ -1,11 +1,10 @@
 """The router modes that a replay knows, by name, and what makes their frontends. Pure.
 
-    round-robin, random, least-loaded, power-of-two
-    kv                                   the policy `time`
-    kv:default, kv:time                  a policy by its name
-    kv:time,NAME=VALUE,...               with parameters of the policy; two names are the replay's own:
-        events=off                       route without KV events, by what was routed before
-        predicted=SECONDS                beside the events, expect what was routed to be there for so long
+round-robin, random, least-loaded, power-of-two
+kv                                   the policy `time`
+kv:default, kv:time                  a policy by its name
+kv:time,NAME=VALUE,...               with parameters of the policy; one name is the replay's own:
+    events=off                       route without KV events
 """
 
 from __future__ import annotations
@@ -43,18 +42,14 @@ def frontend_of(name: str, options: SchedulerOptions) -> MakeFrontend:
     policy, *given = (policy_text or STANDARD_POLICY).split(",")
     parameters = dict(_parameter(name, text) for text in given)
     reads_events = parameters.pop("events", True)
-    predicted = parameters.pop("predicted", None)
     if not isinstance(reads_events, bool):
         raise InvalidArgument(f"{name}: events is on or off")
-    if predicted is not None and (isinstance(predicted, bool) or not predicted > 0):
-        raise InvalidArgument(f"{name}: predicted is a number of seconds above 0")
     kv_policy(policy, parameters)  # so that a mistake shows before anything is replayed
     return lambda seed: KvFrontend(
         kv_policy(policy, parameters),
         options,
         random.Random(f"{seed} {KV}"),
         reads_events=reads_events,
-        predicted_ttl_seconds=predicted,
     )
 
 

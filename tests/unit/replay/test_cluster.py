@@ -15,8 +15,9 @@ from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.kv.events import RouterEvent
 from dynamo.replay.figures import ReplayFigures, summary_of
 from dynamo.replay.flight import Flight
+from dynamo.replay.frontend import Routed
 from dynamo.replay.generated import TraceShape, generate
-from dynamo.replay.modes import MODES, frontend_of
+from dynamo.replay.modes import COUNTING_MODES, frontend_of
 from dynamo.replay.run import pooled_hit_rate, run_replay
 from dynamo.replay.setup import ReplaySetup, Restart
 from dynamo.replay.trace import Stretch, StretchTree, Trace, TraceRequest
@@ -40,7 +41,7 @@ def replayed(
     trace: Trace, mode: str = "round-robin", options: SchedulerOptions = OPTIONS, **setup: Any
 ) -> ReplayFigures:
     setup = {"workers": 1, "block_size": options.block_size, **setup}
-    return run_replay(trace, ReplaySetup(**setup), options, frontend_of(mode), mode=mode)
+    return run_replay(trace, ReplaySetup(**setup), options, frontend_of(mode, options), mode=mode)
 
 
 # -- the exact cases of the mock engine ------------------------------------------------------------------------------
@@ -95,8 +96,8 @@ def test_every_request_ends_and_tokens_add_up(data: st.DataObject) -> None:
         concurrency=data.draw(st.sampled_from([None, 1, 7])),
         restarts=data.draw(st.sampled_from([(), restarts])),
     )
-    mode = data.draw(st.sampled_from(MODES))
-    figures = run_replay(trace, setup, options, frontend_of(mode), mode=mode)
+    mode = data.draw(st.sampled_from(COUNTING_MODES))
+    figures = run_replay(trace, setup, options, frontend_of(mode, options), mode=mode)
     assert sorted(r.request_id for r in figures.requests) == sorted(r.request_id for r in trace.requests)
     wanted = {r.request_id: r for r in trace.requests}
     for request in figures.requests:
@@ -111,7 +112,7 @@ def test_every_request_ends_and_tokens_add_up(data: st.DataObject) -> None:
     if not setup.restarts and not figures.preemptions:
         computed = sum(r.input_tokens - r.reused_input_tokens for r in figures.requests if r.status == "finished")
         assert figures.committed_prefill_tokens == computed
-    assert figures.digest == run_replay(trace, setup, options, frontend_of(mode), mode=mode).digest
+    assert figures.digest == run_replay(trace, setup, options, frontend_of(mode, options), mode=mode).digest
 
 
 def test_a_sped_up_trace_arrives_sooner_and_a_closed_loop_never_has_more_in_flight() -> None:
@@ -141,7 +142,7 @@ def test_a_prompt_larger_than_a_cache_is_rejected_and_the_rest_goes_on() -> None
 
 def test_modes_spread_over_workers() -> None:
     trace = asked(*((20.0 * n, n, 400, 3) for n in range(40)))
-    for mode in MODES:
+    for mode in COUNTING_MODES:
         counts = replayed(trace, mode, workers=4).worker_requests
         assert sum(counts) == 40
         assert min(counts) >= 1
@@ -180,15 +181,15 @@ class Truthful:
     def set_workers(self, worker_ids: Sequence[int]) -> None:
         self.worker_ids = sorted(worker_ids)
 
-    def route(self, flight: Flight, now_ms: float) -> int:
+    def route(self, flight: Flight, now_ms: float) -> Routed:
         if not self.worker_ids:
             raise WorkerUnavailable
-        return self.worker_ids[flight.number % len(self.worker_ids)]
+        return Routed(self.worker_ids[flight.number % len(self.worker_ids)])
 
     def would_choose(self, flight: Flight, now_ms: float) -> int | None:
         return None
 
-    def booked_elsewhere(self, flight: Flight, booking_id: str, worker_id: int, now_ms: float) -> None: ...
+    def booked_elsewhere(self, flight: Flight, booking_id: str, routed: Routed, now_ms: float) -> None: ...
 
     def first_token(self, booking_id: str, now_ms: float) -> None: ...
 
@@ -262,6 +263,71 @@ def test_without_workers_requests_fail_and_the_replay_ends() -> None:
     restarts = (Restart(0.2, "worker", 0, down_ms=1e9), Restart(0.2, "worker", 1, down_ms=1e9))
     figures, _ = followed(TRACE, restarts=restarts)
     assert {request.status for request in figures.requests} == {"finished", "failed"}
+
+
+# -- KV routing ------------------------------------------------------------------------------------------------------
+
+
+SMALL = SchedulerOptions(num_gpu_blocks=24 * 512 // 16, block_size=16)
+CHATTY = generate(TraceShape(requests=120, rate=30.0, prompt_tokens=512, output_tokens=10), 4)
+
+
+def compared(mode: str, **setup: Any) -> ReplayFigures:
+    return run_replay(CHATTY, ReplaySetup(workers=4, **setup), SMALL, frontend_of(mode, SMALL), mode=mode)
+
+
+def test_kv_routing_reuses_far_more_than_round_robin_and_less_than_the_pooled_cache() -> None:
+    blind, aware = compared("round-robin"), compared("kv:default")
+    assert aware.hit_rate > 1.3 * blind.hit_rate
+    assert aware.hit_rate < aware.pooled_hit_rate + 0.02
+    assert aware.digest == compared("kv:default").digest
+
+
+def test_kv_routing_without_events_still_ends_every_request() -> None:
+    figures = compared("kv:default,events=off", publishes_events=False)
+    assert figures.finished == 120
+
+
+def test_frontends_that_tell_each_other_choose_as_each_other_would_have_chosen() -> None:
+    told = compared("kv:default", frontends=3, replica_sync_ms=0.5, compares_frontends=True)
+    apart = compared("kv:default", frontends=3, replica_sync_ms=None, compares_frontends=True)
+    assert told.equal_choices is not None
+    assert apart.equal_choices is not None
+    assert told.equal_choices > apart.equal_choices
+    assert told.equal_choices > 0.8  # ties are broken by chance
+
+
+def test_asking_what_a_frontend_would_choose_changes_nothing() -> None:
+    assert (
+        compared("kv:default", frontends=2, compares_frontends=True).digest
+        == compared("kv:default", frontends=2).digest
+    )
+
+
+def test_a_clock_gives_the_cost_of_routing_and_changes_nothing() -> None:
+    ticks = iter(range(1_000_000))
+    measured = run_replay(
+        CHATTY, ReplaySetup(workers=4), SMALL, frontend_of("kv:default", SMALL), mode="kv:default",
+        clock=lambda: next(ticks) * 1e-6,
+    )  # fmt: skip
+    assert measured.routing.mean_decision_us == 1.0
+    assert measured.routing.events_us_per_request > 1.0
+    assert measured.digest == compared("kv:default").digest
+
+
+@pytest.mark.parametrize(
+    ("mode", "named"),
+    [
+        ("kv:nonsense", "nonsense"),
+        ("fastest", "fastest"),
+        ("kv:default,credit=1", "credit"),
+        ("kv:default,overlap_score_credit=much", "much"),
+        ("kv:default,events=3", "events"),
+    ],
+)
+def test_a_mode_that_does_not_exist_is_an_error_that_names_it(mode: str, named: str) -> None:
+    with pytest.raises(InvalidArgument, match=named):
+        frontend_of(mode, SMALL)
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------

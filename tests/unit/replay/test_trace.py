@@ -11,7 +11,7 @@ from tests.support.properties import examples
 
 from dynamo.errors import InvalidArgument
 from dynamo.kv.hashing import block_hashes, sequence_hashes
-from dynamo.replay.generated import MooncakeShape, TraceShape, generate, generate_mooncake_like, stampede
+from dynamo.replay.generated import STAMPEDE, MooncakeShape, TraceShape, generate, generate_mooncake_like, stampede
 from dynamo.replay.pooled_cache import PooledCache
 from dynamo.replay.trace import Stretch, StretchTree, TraceRequest, prompt_token_ids
 
@@ -105,7 +105,7 @@ def test_a_mooncake_like_trace_has_whole_blocks_and_a_coarse_clock() -> None:
 def test_a_stampede_arrives_in_the_middle_of_other_traffic() -> None:
     beside = generate(TraceShape(requests=50, prompt_tokens=256), 0)
     trace = stampede(16, 1024, 50.0, 0, beside=beside)
-    crowd = [request for request in trace.requests if request.session_id == "stampede"]
+    crowd = [request for request in trace.requests if request.policy_class == STAMPEDE]
     assert len(crowd) == 16
     assert len(trace.requests) == 66
     assert crowd[-1].arrival_ms - crowd[0].arrival_ms <= 50.0

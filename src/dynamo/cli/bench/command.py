@@ -47,6 +47,10 @@ class _Outcome:
 
 def main(argv: list[str]) -> int:
     """Run the load; the exit status."""
+    if argv[:1] == ["replay"]:
+        from dynamo.cli.bench.replay.command import main as replay
+
+        return replay(argv[1:])
     options = read_options(argv)
     console = Console()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -11,7 +11,7 @@ from dynamo.cli.bench.results import LATENCIES, Results
 from dynamo.cli.bench.samples import Recorder
 from dynamo.cli.bench.table import failure_rows, figure_rows, latency_rows, remarks
 
-__all__ = ["html_report"]
+__all__ = ["COLOURS", "STYLE", "Point", "html_report", "nice", "plot", "thinned"]
 
 WIDTH: Final = 720
 HEIGHT: Final = 260
@@ -19,7 +19,7 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 34
 MAX_POINTS: Final = 400  # more than a screen shows
 COLOURS: Final = ("#2563eb", "#d97706", "#059669", "#9333ea")
 
-_STYLE: Final = """\
+STYLE: Final = """\
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 780px; margin: 2rem auto; padding: 0 1rem; color: #1f2937; background: #fff; }
 table { border-collapse: collapse; margin: 1rem 0; } th, td { padding: .2rem .9rem .2rem 0; text-align: left; vertical-align: top; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } tr + tr { border-top: 1px solid #e5e7eb; }
@@ -33,7 +33,7 @@ Point = tuple[float, float]
 def html_report(results: Results, recorder: Recorder) -> str:
     """Return the whole page."""
     parts = ["<!doctype html>", '<html lang="en"><head><meta charset="utf-8"><title>dynamo bench</title>']
-    parts.append(f"<style>{_STYLE}</style></head><body><h1>dynamo bench</h1>")
+    parts.append(f"<style>{STYLE}</style></head><body><h1>dynamo bench</h1>")
     parts.extend(f'<p class="remark">{html.escape(remark)}</p>' for remark in remarks(results))
     parts.append(_table((), figure_rows(results)))
     parts.append("<h2>Latency, ms</h2>")

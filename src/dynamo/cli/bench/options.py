@@ -30,6 +30,8 @@ Generated prompts are made of common words. Two requests before the run tell how
 that --input-tokens is right for any tokenizer. Ctrl-C ends the run and reports what there is (status 130). Exit status: 0,
 1 when every request failed or the server is not there, 2 for an error of use.
 
+dynamo bench replay serves nothing: it compares router modes in virtual time (dynamo bench replay --help).
+
 example:
   dynamo bench http://127.0.0.1:8000 --concurrency 64 --duration 30 --input-tokens 512 --output-tokens 128,32
   dynamo bench http://127.0.0.1:8000 --rate 20 --requests 1000 --html report.html
@@ -119,7 +121,7 @@ def read_options(argv: list[str]) -> BenchOptions:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "dynamo bench",
-        usage="dynamo bench URL [URL ...] [options]",
+        usage="dynamo bench URL [URL ...] [options]\n       dynamo bench replay [PRESET ...] [options]",
         description="Load an OpenAI-compatible server and report throughput and latency.",
         epilog=_EPILOG,
     )

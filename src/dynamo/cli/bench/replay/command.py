@@ -1,0 +1,92 @@
+"""`dynamo bench replay`: read the command line, replay, report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dynamo.cli.bench.replay.jobs import Replayed, replay_all, trace_of
+from dynamo.cli.bench.replay.options import ReplayOptions, read_options
+from dynamo.cli.bench.replay.report import HEAD, PresetReport, as_json, reports_of
+from dynamo.cli.console import Console
+from dynamo.cli.usage import UsageError
+from dynamo.replay.mooncake import write_mooncake
+
+__all__ = ["main"]
+
+EXIT_MISSED: Final = 1
+
+
+def main(argv: list[str]) -> int:
+    """Replay; the exit status."""
+    options = read_options(argv)
+    console = Console()
+    if options.trace_out is not None:
+        trace = trace_of(options, options.presets[0], options.seeds[0])
+        _write(options.trace_out.path, write_mooncake(trace, block_tokens=options.trace_out.block_tokens), console)
+        return 0
+    cpu, started = time.process_time(), time.monotonic()
+    replayed = list(replay_all(options, argv))
+    seconds, cpu = time.monotonic() - started, time.process_time() - cpu
+    reports = reports_of(options.presets, replayed)
+    for report in reports:
+        _show(report, options, console)
+    requests = sum(len(figures.requests) for each in replayed for figures in each.figures)
+    console.say(f"\n{requests:,} requests in {seconds:.1f} s ({requests / seconds:,.0f} per second)")
+    _write_files(options, reports, argv, cpu, console)
+    missed = any(not bar.holds for report in reports for bar in report.bars())
+    return EXIT_MISSED if options.is_strict and missed else 0
+
+
+def _show(report: PresetReport, options: ReplayOptions, console: Console) -> None:
+    seeds = f"{len(options.seeds)} seeds" if len(options.seeds) > 1 else f"seed {options.seeds[0]}"
+    pooled = next(iter(report.rows.values()))["pooled_hit_rate"]
+    console.say("")
+    console.say(f"{report.preset.name}: {report.preset.what}", strong=True)
+    console.say(f"{seeds}; the pooled cache reuses {pooled:.3f}; workers compute prompts {report.busy:.0%} of the time")
+    console.table(HEAD, report.table())
+    for line in (*report.remarks(), *map(str, report.bars())):
+        console.say(line)
+
+
+def _write_files(
+    options: ReplayOptions, reports: list[PresetReport], argv: list[str], cpu: float, console: Console
+) -> None:
+    if options.json_file is not None:
+        _write(options.json_file, [json.dumps(as_json(reports, argv, cpu), indent=1), "\n"], console)
+    if options.requests_file is not None:
+        _write(options.requests_file, _request_lines(reports), console)
+    if options.svg_file is not None or options.html_file is not None:
+        from dynamo.cli.bench.replay.plot import comparison_svg, replay_html
+
+        if options.svg_file is not None:
+            _write(options.svg_file, [comparison_svg(reports)], console)
+        if options.html_file is not None:
+            _write(options.html_file, [replay_html(reports)], console)
+
+
+def _request_lines(reports: Iterable[PresetReport]) -> Iterable[str]:
+    for report in reports:
+        for each in report.replayed:
+            yield from _lines_of(report.preset.name, each)
+
+
+def _lines_of(preset: str, replayed: Replayed) -> Iterable[str]:
+    for figures in replayed.figures:
+        head = {"preset": preset, "seed": replayed.seed, "mode": figures.mode}
+        for request in figures.requests:
+            yield json.dumps({**head, **msgspec.structs.asdict(request)}) + "\n"
+
+
+def _write(path: Path, lines: Iterable[str], console: Console) -> None:
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(lines)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+    console.say(f"wrote {path}")
