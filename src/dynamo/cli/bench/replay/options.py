@@ -82,7 +82,7 @@ def read_options(argv: list[str]) -> ReplayOptions:
         presets = tuple(_changed(preset, given) for preset in _presets(given))
         for preset in presets:
             preset.setup.check()
-            for variant in preset.variants:
+            for variant in preset.variants if given.write_trace is None else ():
                 frontend_of(variant.mode, preset.options)
     except InvalidArgument as error:
         raise UsageError(str(error)) from None
