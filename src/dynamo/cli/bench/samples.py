@@ -140,13 +140,11 @@ class Recorder:
     connections: int = 0
     first_token: SampleHistogram = field(default_factory=SampleHistogram)  # request written -> first text, streams only
     gap: SampleHistogram = field(default_factory=SampleHistogram)  # between two reads of one stream that brought text
-    per_token: SampleHistogram = field(
-        default_factory=SampleHistogram
-    )  # of one stream: (last text - first text) / (tokens - 1)
+    # Of one stream: (last text - first text) / (tokens - 1).
+    per_token: SampleHistogram = field(default_factory=SampleHistogram)
     whole: SampleHistogram = field(default_factory=SampleHistogram)  # request written -> answer complete
-    late: SampleHistogram = field(
-        default_factory=SampleHistogram
-    )  # open loop: how long after its time a request was sent
+    # Open loop: how long after its time a request was sent.
+    late: SampleHistogram = field(default_factory=SampleHistogram)
     failures: dict[str, FailureSample] = field(default_factory=dict)
     timeline: Timeline = field(default_factory=Timeline)
 
