@@ -23,6 +23,7 @@ from dynamo.frontend.settings import ApiLimits, FrontendSettings
 from dynamo.mocker.settings import MockerSettings
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.reference.guided import COMPILE_LIMIT
+from dynamo.router.kv_settings import KvRouterSettings
 from dynamo.runtime import settings as runtime
 from dynamo.runtime.settings import RuntimeSettings
 from dynamo.settings.table import Setting, Status, settings_of
@@ -68,6 +69,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "frontend-variables": (
         *own(ApiLimits), *own(FrontendSettings, flags=False), frontend.TOKENIZER_CACHE, *frontend.ROUTES.values(),
     ),
+    "kv-router": tuple(own(KvRouterSettings)),
     "model-files": (*own(FilePolicy), *(made for name, made in settings_of(FrontendSettings) if name in LOADING)),
     "templates": tuple(own(BudgetSpec)),
     "guided": (*own(GuidedLimits), COMPILE_LIMIT),
@@ -95,7 +97,7 @@ def table(settings: Iterable[Setting]) -> str:
 
 
 def _cells(made: Setting, has_flags: bool) -> list[str]:
-    flags = [*made.flags, *([made.negative_flag] if made.flags and made.read.is_switch else [])]
+    flags = [*made.flags, *(made.negative_flags if made.flags and made.read.is_switch else ())]
     shown = made.shown_default
     if shown and made.shown is None and not made.read.is_switch:
         shown = f"`{shown}`"

@@ -49,7 +49,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "contract": CONTRACT,
     "worker": WORKER,
     "engines": WORKER | {"engines"},
-    "router": frozenset({"errors", "protocol", "kv", "placement", "runtime", "router"}),
+    "router": frozenset({"errors", "settings", "protocol", "kv", "placement", "runtime", "router"}),
     "frontend": FRONTEND,
     "common": FACADE,
     "llm": FACADE,

@@ -46,6 +46,7 @@ from dynamo.frontend.settings import FrontendSettings
 from dynamo.placement import Policy, RouterMode, policy_for
 from dynamo.protocol.openai.errors import route_not_found
 from dynamo.protocol.records import ModelCard
+from dynamo.router.kv_domains import KvDomains
 from dynamo.router.pool import WorkerClient
 from dynamo.router.stall_detector import StallDetector, StallPolicy
 from dynamo.runtime.event_plane.base import Event
@@ -88,6 +89,15 @@ class Frontend:
         # Threads of its own: whatever a card names must not keep prompts waiting for a thread.
         self._loading: Offload = ThreadOffload(settings.concurrent_model_loads) if offload is None else offload
         self._files = ModelFiles(settings.model_cache_dir, settings.model_files)
+        self._kv: KvDomains | None = None
+        if settings.router_mode == RouterMode.KV:
+            self._kv = KvDomains(
+                settings.kv_router,
+                runtime.endpoint,
+                runtime.metrics,
+                router_id=runtime.connection_id,
+                rng=runtime.rng,
+            )
         self.models = ModelDirectory(
             runtime.discovery,
             self._connect,
@@ -100,6 +110,7 @@ class Frontend:
                 enforce_disagg=settings.enforce_disagg,
                 replacement_wait_seconds=settings.replacement_wait_seconds,
                 rng=runtime.rng,
+                kv=self._kv,
             ),
             scope=NamespaceScope(settings.namespace, settings.namespace_prefix),
             metrics=self.metrics,
@@ -182,6 +193,8 @@ class Frontend:
         self.watch.close()
         await self.loads.aclose()
         await self.models.aclose()
+        if self._kv is not None:
+            await self._kv.aclose()
         self._loading.close()
         self._offload.close()
 

@@ -24,8 +24,8 @@ __all__ = ["parse_args"]
 
 _EPILOG: Final = """\
 every flag has an environment variable, shown in brackets; a flag wins over its variable.
-flags of the native frontend that tune the kv router are accepted without effect; flags of features that this
-version does not have end with an error that names them. docs/settings.md has the variables without a flag.
+flags of the native frontend that would change nothing here are accepted without effect; flags of features that
+this version does not have end with an error that names them. docs/settings.md has the variables without a flag.
 """
 _WORKERS_ONLY: Final = frozenset({"engine_request_limit"})  # of the runtime's flags
 

@@ -26,38 +26,36 @@ REFUSED: Final = (
     --model-name --model-path --grpc-metrics-port --frontend-route-extension --router-min-initial-workers
     --router-session-affinity-ttl-secs --router-session-affinity-mode --router-policy-config
     --router-conditional-disagg-config --router-prefill-policy --router-decode-policy --router-prefill-load-model
-    --router-tracking-key-file --router-tracking-key-id --tool-call-parser --reasoning-parser
+    --router-tracking-key-file --router-tracking-key-id --router-queue-threshold --tool-call-parser --reasoning-parser
     """,
         """
-    --serve-indexer --use-remote-indexer --kserve-grpc-server --enable-anthropic-api --load-aware
+    --serve-indexer --use-remote-indexer --kserve-grpc-server --enable-anthropic-api
     --router-conditional-disagg --router-replica-sync --enable-session-prefix-index
     """,
     ),
 )
 
-# Accepted, because leaving them out of a script would change nothing: most tune a mode that `--router-mode` refuses, the
-# `--ai?-...` ones the load model that `--router-prefill-load-model ais` names, under both of its names.
+# Accepted, because leaving them out of a script would change nothing: the kv router has one thread, and neither a queue nor
+# a shared cache; the `--ai?-...` ones tune the load model that `--router-prefill-load-model ais` names, under both of its
+# names.
 INERT: Final = _flags(
     Status.INERT,
     """
-    --kv-cache-block-size --router-kv-overlap-score-credit --router-kv-overlap-score-credit-decay
-    --router-prefill-load-scale --router-decode-active-request-weight --router-host-cache-hit-weight
-    --router-disk-cache-hit-weight --router-temperature --router-tracking-hash --router-ttl-secs
-    --router-approximate-cache-policy --router-queue-threshold --router-event-threads --router-queue-policy
-    --shared-cache-multiplier --shared-cache-type --router-predicted-ttl-secs
+    --router-event-threads --router-queue-policy --shared-cache-multiplier
     --aic-attention-dp-size --aic-backend --aic-backend-version --aic-model-path --aic-moe-ep-size --aic-moe-tp-size
     --aic-mtp-seed --aic-nextn --aic-nextn-accept-rates --aic-perf-config --aic-system --aic-tp-size
     --ais-attention-dp-size --ais-backend --ais-backend-version --ais-model-path --ais-moe-ep-size --ais-moe-tp-size
     --ais-mtp-seed --ais-nextn --ais-nextn-accept-rates --ais-perf-config --ais-system --ais-tp-size
     """,
     """
-    --dyn-debug-perf --tokenizer-fallback --trust-remote-code --strip-anthropic-preamble --router-kv-events --kv-events
-    --router-track-active-blocks --track-active-blocks --router-track-output-blocks --track-output-blocks
-    --router-assume-kv-reuse --assume-kv-reuse --router-track-prefill-tokens
+    --dyn-debug-perf --tokenizer-fallback --trust-remote-code --strip-anthropic-preamble
     """,
 )
 
 ONE_VALUE: Final = (
     declared(None, one_of("dynamo"), "`dynamo` is the only one", flag="--dyn-chat-processor", group="requests"),
     declared(None, one_of("default"), "`default` is the only one", flag="--tokenizer", group="requests"),
-)
+    declared(None, one_of("public-xxh3-v1"), "`public-xxh3-v1` is the only one", flag="--router-tracking-hash",
+             group="kv router"),
+    declared(None, one_of("none"), "`none` is the only one", flag="--shared-cache-type", group="kv router"),
+)  # fmt: skip

@@ -14,6 +14,7 @@ from dynamo.frontend.models.file_policy import FilePolicy
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_ITEMS, MAX_MEMBERS, MAX_MESSAGES
 from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_status
+from dynamo.router.kv_settings import KvRouterSettings
 from dynamo.runtime.addresses import LOOPBACK, bind_host
 from dynamo.runtime.http_limits import HttpLimits
 from dynamo.runtime.settings import FromEnvironment, RuntimeSettings, discovery_store
@@ -38,7 +39,9 @@ from dynamo.text.template_sandbox import BudgetSpec
 MIB: Final = 1024 * 1024
 MAX_WORKERS: Final = 64  # processes; each holds every model's tokenizer
 MAX_MIGRATIONS: Final = 2**32 - 1
-ROUTER_MODES: Final = ("round-robin", "random", "power-of-two", "least-loaded", "direct", "device-aware-weighted")
+ROUTER_MODES: Final = (
+    "round-robin", "random", "power-of-two", "least-loaded", "kv", "direct", "device-aware-weighted",
+)  # fmt: skip
 
 DEFAULT_MAX_REQUESTS_IN_FLIGHT: Final = 4096
 """Ours: the native frontend has no bound. One request in flight holds its prompt ids and one window of tokens, some tens
@@ -62,12 +65,6 @@ _OTHER: Final = "other"
 # -- readers ----------------------------------------------------------------------------------------------------------
 
 _METRIC_NAME: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-
-
-def _read_router_mode(given: str) -> str:
-    if given == "kv":
-        raise ValueError("kv is not in this version")
-    return one_of(*ROUTER_MODES).parse(given)
 
 
 def _read_metrics_prefix(given: str) -> str:
@@ -242,9 +239,9 @@ class FrontendSettings(FromEnvironment):
         "Serve models of this namespace only", flag="--namespace", group=_CLUSTER)
     namespace_prefix: str | None = setting(None, "DYN_NAMESPACE_PREFIX", text,
         "Serve models of namespaces that begin so; wins over `--namespace`", flag="--namespace-prefix", group=_CLUSTER)
-    router_mode: str = setting("round-robin", "DYN_ROUTER_MODE", SettingReader(_read_router_mode, metavar="MODE"),
-        "How a worker is chosen: `round-robin`, `random`, `power-of-two`, `least-loaded`, `direct` or "
-        "`device-aware-weighted`; `kv` is refused", flag="--router-mode", group=_CLUSTER)
+    router_mode: str = setting("round-robin", "DYN_ROUTER_MODE", one_of(*ROUTER_MODES, metavar="MODE"),
+        "How a worker is chosen: `round-robin`, `random`, `power-of-two`, `least-loaded`, `kv` (by what the workers have "
+        "cached and what they have to do: [KV routing](#kv-routing)), `direct` or `device-aware-weighted`", flag="--router-mode", group=_CLUSTER)
     migration_limit: int | None = setting(None, "DYN_MIGRATION_LIMIT", integer(0, MAX_MIGRATIONS),
         "How many other workers each choice of a request may need, before or after its first token; unset: what the "
         "model's card allows, at least 3", flag="--migration-limit", group=_CLUSTER)
@@ -337,6 +334,7 @@ class FrontendSettings(FromEnvironment):
         "Prefix of the frontend's metrics", flag="--metrics-prefix", group=_OTHER)
     # fmt: on
 
+    kv_router: KvRouterSettings = section(KvRouterSettings)
     runtime: RuntimeSettings = section(RuntimeSettings)
 
     @property
@@ -347,10 +345,13 @@ class FrontendSettings(FromEnvironment):
     def settle(self, env: Mapping[str, str]) -> Self:
         """Choose the address of the API: the configured one, else loopback where discovery is of one machine.
 
+        `--load-aware` is a way of the kv router mode.
+
         The status server is a worker's: a frontend shares its machine, not its port.
         """
         return replace(
             self,
+            router_mode="kv" if self.kv_router.load_aware else self.router_mode,
             http_host=bind_host(self.store, self.http_host, "0.0.0.0"),
             paths={name: made.value(env) for name, made in ROUTES.items()},
             tokenizer_cache_bytes=self.tokenizer_cache_bytes if TOKENIZER_CACHE.value(env) else 0,

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 import msgspec
 
 from dynamo.errors import InvalidArgument, Overloaded, WorkerUnavailable
+from dynamo.placement.kv_query import KvQuery
 
 __all__ = ["Candidate", "Placement", "PlacementReason", "PlacementRequest", "Policy", "WorkerKey", "eligible", "place"]
 
@@ -43,6 +44,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     priority: int = 0
     excluded: Collection[WorkerKey] = ()  # workers that this request has tried
     healthy_only: bool = False  # the caller has another way: no worker with an open circuit
+    kv: KvQuery | None = None  # the same request as the kv mode sees it; None in the other modes
 
 
 class PlacementReason(msgspec.Struct, frozen=True, gc=False):
@@ -61,6 +63,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     candidate: Candidate
     policy: str
     reasons: tuple[PlacementReason, ...] = ()
+    dp_rank: int | None = None  # the data-parallel rank that is to serve; None: the worker decides
 
     def __str__(self) -> str:
         why = ", ".join(map(str, self.reasons))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypedDict
 from uuid import UUID
 
-__all__ = ["BootstrapInfo", "PrefillResult", "RoutingHints", "TokenLimits", "WorkerRequest"]
+__all__ = ["BootstrapInfo", "PrefillResult", "RoutingHints", "TaintPreferences", "TokenLimits", "WorkerRequest"]
 
 
 class TokenLimits(TypedDict, total=False):
@@ -21,6 +21,13 @@ class GuidanceOptions(TypedDict, total=False):
     guided_decoding: dict[str, object] | None
 
 
+class TaintPreferences(TypedDict, total=False):
+    """Which taints a worker must have, and which ones count for it, with their weights."""
+
+    required_taints: list[str]
+    preferred_taints: dict[str, float]
+
+
 class RoutingHints(TypedDict, total=False):
     """What a request says about where it should be served. Absent: it may go anywhere."""
 
@@ -30,7 +37,10 @@ class RoutingHints(TypedDict, total=False):
     dp_rank: int
     prefill_dp_rank: int
     lora_name: str
+    cache_salt: str
     priority: int
+    expected_output_tokens: int
+    routing_constraints: TaintPreferences
 
 
 class BootstrapInfo(TypedDict, total=False):
@@ -52,6 +62,7 @@ class PrefillResult(TypedDict, total=False):
 class WorkerRequest(TypedDict, total=False):
     """One request for one choice. A group of members may be None."""
 
+    model: str
     token_ids: list[int]
     stop_conditions: TokenLimits | None
     sampling_options: GuidanceOptions | None

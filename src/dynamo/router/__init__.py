@@ -3,7 +3,7 @@
 from dynamo.router.dispatch import Dispatcher, RoutedStream
 from dynamo.router.failover import DispatchLimits, DispatchRequest
 from dynamo.router.handoff import Handoff, PrefillAnswer
-from dynamo.router.kv_feed import KvEventFeed, KvSink
+from dynamo.router.index_feed import KvEventFeed, KvSink
 from dynamo.router.kv_router import KvQuery, KvRouter, KvRouterOptions, RankInfo, Selection
 from dynamo.router.pool import ChosenWorker, ModelPool, WorkerClient
 from dynamo.router.prefill import PrefillRouter

@@ -298,7 +298,10 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         context, timer, record = self._context, self._request.timer, self._request.record
         move: Move | None = None
         lost_at = 0.0
+        kv = self._dispatcher.pool.kv
         while True:
+            if kv is not None:
+                self._request.kv = await kv.query(self._body, record, pinned=self._request.pinned_instance_id)
             worker = await self._failover.choose(last)
             if worker is None:
                 return []  # cancelled while it waited for one
@@ -342,6 +345,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
                 if items:
                     self._suspect.acquit()
                 record.instances.append(worker.instance)
+                record.placement = worker.placement
                 return items
 
     def _release(self) -> None:

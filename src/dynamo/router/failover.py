@@ -19,6 +19,7 @@ from dynamo.errors import (
     rule_of,
 )
 from dynamo.placement import PlacementRequest, WorkerKey
+from dynamo.placement.kv_query import KvQuery
 from dynamo.protocol.worker_request import RoutingHints, WorkerRequest
 from dynamo.router.migration import migration_blocker
 from dynamo.router.pool import ChosenWorker, ModelPool
@@ -72,6 +73,7 @@ class DispatchRequest:
         "body",
         "generated",
         "is_complete",
+        "kv",
         "limits",
         "pinned_instance_id",
         "prompt",
@@ -103,6 +105,7 @@ class DispatchRequest:
         self.pinned_instance_id = pinned_instance_id
         self.takes_text = takes_text
         self.stall_detector = stall_detector
+        self.kv: KvQuery | None = None  # in the kv mode: what its router is asked, for the attempt that comes next
         self.generated: list[int] = []
         self.text_tokens = 0  # counted by the reader where the engine takes text
         self.is_complete = False  # set by the reader: the answer is whole, so the stream may end at any time
@@ -122,6 +125,7 @@ class DispatchRequest:
             priority=routing.get("priority") or 0,
             excluded=excluded,
             healthy_only=healthy_only,
+            kv=self.kv,
         )
 
 

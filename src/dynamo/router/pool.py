@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 from dynamo.errors import DynamoException, WorkerUnavailable
 from dynamo.placement import Candidate, Placement, PlacementRequest, Policy, WorkerKey, eligible, place
 from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.protocol.worker_request import WorkerRequest
+from dynamo.router.kv_placement import KvPlacement
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.base import Instance, ResponseStream
 
@@ -43,13 +45,16 @@ class ChosenWorker(NamedTuple):
     placement: Placement
     instance: Instance
     client: WorkerClient
+    kv: KvPlacement | None = None  # books what is opened there; None: nothing does
 
     @property
     def key(self) -> WorkerKey:
         return self.placement.candidate.key
 
-    async def open(self, body: object, context: Context) -> ResponseStream:
+    async def open(self, body: WorkerRequest, context: Context) -> ResponseStream:
         """Send `body` there and return its stream. Errors are those of the request plane."""
+        if self.kv is not None:
+            return await self.kv.open(self, body, context)
         return await self.client.open(self.instance, body, context)
 
     def record_failure(self, error: DynamoException) -> bool:
@@ -66,14 +71,14 @@ class ModelPool:
     Workers of several models and roles may share an endpoint name; one model may stand on several endpoints.
     """
 
-    __slots__ = ("_clients", "_members", "_policy", "_waiters", "busy", "emptied_at", "name", "runtime_config")
+    __slots__ = ("_clients", "_members", "_policy", "_waiters", "busy", "emptied_at", "kv", "name", "runtime_config")
 
     def __init__(self, name: str, clients: Mapping[str, WorkerClient], policy: Policy) -> None:
         """`name`: for error texts. `clients` by endpoint ("namespace.component.endpoint"); it may change any time.
-        `policy`: of this pool alone, as it keeps the pool's turn."""
+        `policy`: of this pool alone, as it keeps the pool's turn; only a `KvPlacement` may be shared."""
         self.name = name
         self._clients = clients
-        self._policy = policy
+        self.use(policy)
         # Requests that wait for a worker, in order of arrival; bounded by those in flight.
         self._waiters: dict[asyncio.Future[None], None] = {}
         self.emptied_at: float | None = (
@@ -82,6 +87,11 @@ class ModelPool:
         self._members: Mapping[str, frozenset[int]] = {}  # instance ids by endpoint
         self.runtime_config = ModelRuntimeConfig()  # what the engine registered about itself
         self.busy: frozenset[int] = frozenset()  # members whose reported load exceeds a threshold
+
+    def use(self, policy: Policy) -> None:
+        """Choose by another policy from now on."""
+        self._policy = policy
+        self.kv = policy if isinstance(policy, KvPlacement) else None
 
     def set_members(self, members: Iterable[WorkerKey]) -> None:
         """Take over the members: (endpoint, instance id) pairs."""
@@ -155,9 +165,11 @@ class ModelPool:
         """
         now = asyncio.get_running_loop().time()
         placement = place(self._policy, request, self.candidates(), now, scope=f"model {self.name}")
+        if self.kv is not None:
+            placement = self.kv.settle(placement, request, now)
         endpoint, instance_id = placement.candidate.key
         client = self._clients[endpoint]
-        return ChosenWorker(placement, client.named(instance_id), client)
+        return ChosenWorker(placement, client.named(instance_id), client, self.kv)
 
     def has_worker(self, request: PlacementRequest) -> bool:
         """Return whether `choose` would find a worker that is not busy; nothing is chosen, so no turn is used up."""

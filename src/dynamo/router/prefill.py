@@ -24,13 +24,15 @@ from dynamo.errors import (
     WorkerUnavailable,
     rule_of,
 )
-from dynamo.placement import PlacementRequest, WorkerKey
+from dynamo.placement import Placement, PlacementRequest, WorkerKey
+from dynamo.placement.kv_query import KvQuery
 from dynamo.protocol.finish import LENGTH
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.protocol.worker_request import BootstrapInfo, WorkerRequest
+from dynamo.protocol.worker_request import BootstrapInfo, RoutingHints, WorkerRequest
 from dynamo.router.handoff import Handoff, PrefillAnswer, decode_request, prefill_request, read_reply
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.query_of_death import Suspect
+from dynamo.router.record import DispatchRecord
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseStream
 from dynamo.runtime.tasks import Background, Work
@@ -93,11 +95,14 @@ class PrefillRouter:
         context: Context,
         timer: DispatchTimer,
         *,
+        record: DispatchRecord,
         retries: int = 0,
         limit_seconds: float | None = None,
         suspect: Suspect | None = None,
     ) -> Handoff | PrefillAnswer:
         """Request the prefill of `body`, trying up to `retries` other workers after failures that depend on the worker.
+
+        `record` gets the placement of the worker that has taken it.
 
         Raises:
             InvalidArgument: the request names a prefill worker that is not there, or the worker refused the request.
@@ -108,11 +113,14 @@ class PrefillRouter:
         pinned = (body.get("routing") or {}).get("prefill_worker_id")
         last: DynamoException | None = None
         late: DynamoException | None = None  # a limit of ours: that is no fault of the way to the worker
+        kv = self.workers.kv
+        query = None if kv is None else await kv.query(body, record, pinned=pinned, is_prefill=True)
         while True:
             try:
-                worker = self._choose(body, pinned, tried)
+                worker = self._choose(body, pinned, tried, query)
             except WorkerUnavailable as error:
                 raise last or error from None  # why the last one failed says more
+            record.prefill_placement = worker.placement
             timer.routed()
             instance = worker.instance
             tried.append(worker.key)
@@ -120,7 +128,7 @@ class PrefillRouter:
             try:
                 try:
                     async with asyncio.timeout(limit_seconds):
-                        return await self._on(worker, body, context, timer)
+                        return await self._on(worker, _with_rank(body, worker.placement), context, timer)
                 except TimeoutError:
                     if limit_seconds is None:
                         raise
@@ -165,13 +173,16 @@ class PrefillRouter:
                 failure,
             )
 
-    def _choose(self, body: WorkerRequest, pinned: int | None, tried: list[WorkerKey]) -> ChosenWorker:
+    def _choose(
+        self, body: WorkerRequest, pinned: int | None, tried: list[WorkerKey], query: KvQuery | None
+    ) -> ChosenWorker:
         request = PlacementRequest(
             token_ids=body.get("token_ids") or (),
             pinned_instance_id=pinned,
             excluded=tried,
             # Where all circuits are open the decode workers compute the prompt, if they may.
             healthy_only=not self.is_enforced,
+            kv=query,
         )
         try:
             return self.workers.choose(request)
@@ -260,9 +271,17 @@ def can_fall_back_to_decode(error: DynamoException) -> bool:
     return rule_of(error).retryable and not isinstance(error, Overloaded)
 
 
+def _with_rank(body: WorkerRequest, placement: Placement) -> WorkerRequest:
+    """Return the request with the data-parallel rank that the placement chose for its prefill, if it chose one."""
+    if placement.dp_rank is None:
+        return body
+    routing: RoutingHints = {**(body.get("routing") or {}), "prefill_dp_rank": placement.dp_rank}
+    return {**body, "routing": routing}
+
+
 async def _release_blocks(handoff: Handoff, workers: Decoders, context: Context) -> None:
     stops = handoff.body.get("stop_conditions") or {}
-    body = {**handoff.body, "stop_conditions": {**stops, "max_tokens": 1}}
+    body: WorkerRequest = {**handoff.body, "stop_conditions": {**stops, "max_tokens": 1}}
     own = context.detached(context.id())  # a worker does not even begin a request that is cancelled already
     try:
         async with asyncio.timeout(HAND_OVER_SECONDS):

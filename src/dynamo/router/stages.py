@@ -75,6 +75,7 @@ class PrefillStage:
                 job.body,
                 context,
                 job.timer,
+                record=job.record,
                 retries=job.retries,
                 limit_seconds=job.limit_seconds,
                 suspect=job.suspect,

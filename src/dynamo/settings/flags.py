@@ -37,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], env:
             "help": help_text(made).replace("%", "%%"),
         }
         if made.read.is_switch:
-            options |= {"action": _Switch, "negative": made.negative_flag}
+            options |= {"action": _Switch, "negatives": made.negative_flags}
         else:
             if made.repeats:
                 options["action"] = _Collect
@@ -71,7 +71,7 @@ def _add_native(parser: argparse.ArgumentParser, made: Setting) -> None:
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
     kind = _NotInThisVersion if made.status is Status.REFUSED else _Inert
     if made.read.is_switch:
-        parser.add_argument(*made.flags, made.negative_flag, action=kind, nargs=0, **hidden)
+        parser.add_argument(*made.flags, *made.negative_flags, action=kind, nargs=0, **hidden)
     else:
         parser.add_argument(*made.flags, action=kind, **hidden)
 
@@ -129,11 +129,11 @@ class _FromEnvironment(str):
 
 
 class _Switch(argparse.Action):
-    """A positive and a negative flag for one value, whose default may be the text of a variable."""
+    """Positive and negative flags for one value, whose default may be the text of a variable."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, *, negative: str, **options: Any) -> None:
-        super().__init__([*option_strings, negative], dest, nargs=0, **options)
-        self._negative = negative
+    def __init__(self, option_strings: Sequence[str], dest: str, *, negatives: Sequence[str], **options: Any) -> None:
+        super().__init__([*option_strings, *negatives], dest, nargs=0, **options)
+        self._negatives = negatives
 
     def __call__(
         self,
@@ -142,10 +142,10 @@ class _Switch(argparse.Action):
         values: object,
         option_string: str | None = None,
     ) -> None:
-        setattr(namespace, self.dest, option_string != self._negative)
+        setattr(namespace, self.dest, option_string not in self._negatives)
 
     def format_usage(self) -> str:
-        """Show both flags."""
+        """Show all of the flags."""
         return " | ".join(self.option_strings)
 
 

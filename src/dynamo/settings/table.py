@@ -60,7 +60,7 @@ class Setting:
     """One or two sentences in Markdown: the page shows them as they are, --help without the marks."""
     flags: tuple[str, ...] = ()
     negative: str | None = None
-    """The flag that switches off; None: `--no-` and the flag."""
+    """The flag that switches off; None: `--no-` and the flag, in each of its spellings."""
     dest: str = ""
     """The attribute in the parsed arguments."""
     group: str = ""
@@ -74,9 +74,11 @@ class Setting:
     """The variable is judged where it is used, and does not become the value of the flag."""
 
     @property
-    def negative_flag(self) -> str:
-        """The flag that switches off."""
-        return self.negative or f"--no-{self.flags[0][2:]}"
+    def negative_flags(self) -> tuple[str, ...]:
+        """The flags that switch off, one for each spelling of the flag."""
+        if self.negative is not None:
+            return (self.negative,)
+        return tuple(f"--no-{flag[2:]}" for flag in self.flags if flag.startswith("--"))
 
     @property
     def shown_default(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from dynamo.engines.sample.diffusion_engine import image_count, one_image
 from dynamo.engines.sample.engine import SampleLLMEngine
 from dynamo.errors import InvalidArgument
 from dynamo.llm import ModelRuntimeConfig, RouterMode
+from dynamo.placement import policy_for
 from dynamo.runtime.client import Annotated
 from dynamo.runtime.context import Context
 from support.cases import each_case
@@ -43,10 +45,10 @@ def test_a_router_mode_has_two_spellings(native: str, ours: str) -> None:
     assert native not in [mode.name for mode in RouterMode]
 
 
-def test_the_kv_router_mode_can_be_named_but_not_used() -> None:
-    assert RouterMode.Random != RouterMode.KV
-    with pytest.raises(InvalidArgument, match="kv"):
-        RouterMode.of(RouterMode.KV)
+def test_the_kv_router_mode_is_not_one_of_a_plain_client() -> None:
+    assert RouterMode.of("kv") is RouterMode.KV
+    with pytest.raises(InvalidArgument, match="not of a plain client"):
+        policy_for(RouterMode.KV, rng=random.Random(0))
 
 
 @pytest.mark.parametrize(("event", "is_error"), [(None, False), ("note", False), ("error", True)])

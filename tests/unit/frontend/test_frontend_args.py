@@ -76,11 +76,41 @@ def test_route_paths_can_be_moved() -> None:
     assert settings.paths["health"] == "/health"
 
 
-@pytest.mark.parametrize("source", ["flag", "variable"])
-def test_the_kv_router_is_refused_by_name(source: str, capsys: pytest.CaptureFixture[str]) -> None:
-    argv, env = (["--router-mode", "kv"], {}) if source == "flag" else ([], {"DYN_ROUTER_MODE": "kv"})
-    name = "--router-mode" if source == "flag" else "DYN_ROUTER_MODE"
-    assert f"error: {name}: kv is not in this version" in refused(argv, capsys, env)
+@pytest.mark.parametrize(("argv", "env"), [(["--router-mode", "kv"], {}), ([], {"DYN_ROUTER_MODE": "kv"})])
+def test_the_kv_router_reads_events_unless_told_otherwise(argv: list[str], env: dict[str, str]) -> None:
+    settings = parse_args(argv, env)
+    assert (settings.router_mode, settings.kv_router.policy) == ("kv", "default")
+    assert (settings.kv_router.reads_events, settings.kv_router.guesses) == (True, False)
+
+
+def test_the_kv_router_takes_the_native_flags_in_both_spellings() -> None:
+    given = parse_args(["--no-kv-events", "--track-output-blocks", "--router-temperature", "0.5"], {}).kv_router
+    assert (given.use_kv_events, given.router_track_output_blocks, given.router_temperature) == (False, True, 0.5)
+    assert (given.reads_events, given.guesses) == (False, True)
+    assert not parse_args(["--no-router-kv-events"], {}).kv_router.use_kv_events
+
+
+def test_routing_by_load_alone_is_the_kv_mode_without_caches() -> None:
+    settings = parse_args(["--load-aware", "--router-mode", "random", "--router-kv-overlap-score-credit", "2"], {})
+    kv = settings.kv_router
+    assert (settings.router_mode, kv.overlap_score_credit, kv.use_kv_events) == ("kv", 0.0, False)
+    assert (kv.guesses, kv.router_assume_kv_reuse) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["--router-predicted-ttl-secs", "5", "--no-kv-events"], "--router-predicted-ttl-secs adds to KV events"),
+        (["--router-approximate-cache-policy", "lru"], "lru needs --no-router-kv-events"),
+        (["--router-policy", "best"], "--router-policy: 'best' is unknown; use one of default, two-tier"),
+        (["--router-temperature", "-1"], "--router-temperature: -1.0 is below 0"),
+        (["--router-tracking-hash", "keyed-xxh3-v1"], "use one of public-xxh3-v1"),
+    ],
+)
+def test_kv_settings_that_cannot_hold_are_errors_of_use(
+    argv: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert error in refused(argv, capsys)
 
 
 def written(made: Setting) -> list[str]:
@@ -99,7 +129,7 @@ def test_a_flag_without_an_effect_is_accepted(made: Setting) -> None:
 
 @each_case("made", [made for made in REFUSED if made.read.is_switch], ids=lambda made: made.flags[0])
 def test_switching_off_what_does_not_exist_is_fine(made: Setting) -> None:
-    parse_args([made.negative_flag], {})
+    parse_args([*made.negative_flags], {})
 
 
 def test_the_short_name_of_a_refused_flag_is_known(capsys: pytest.CaptureFixture[str]) -> None:

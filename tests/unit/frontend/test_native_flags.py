@@ -40,7 +40,7 @@ NATIVE = FLAGS.split()
 
 
 SERVED = {flag: made for made in args.flagged_settings() for flag in made.flags}
-SERVED |= {made.negative_flag: made for made in args.flagged_settings() if made.flags and made.read.is_switch}
+SERVED |= {flag: made for made in args.flagged_settings() if made.read.is_switch for flag in made.negative_flags}
 
 
 def with_status(status: Status) -> list[str]:
@@ -71,7 +71,15 @@ def test_a_native_flag_without_an_effect_changes_nothing(flag: str) -> None:
     assert args.parse_args(written(flag), env={}) == args.parse_args([], env={})
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--dyn-chat-processor", "dynamo"), ("--tokenizer", "default")])
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--dyn-chat-processor", "dynamo"),
+        ("--tokenizer", "default"),
+        ("--router-tracking-hash", "public-xxh3-v1"),
+        ("--shared-cache-type", "none"),
+    ],
+)
 def test_a_native_flag_with_one_value_takes_that_one(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert args.parse_args([flag, value], env={}) == args.parse_args([], env={})
     with pytest.raises(SystemExit):

@@ -14,7 +14,7 @@ from dynamo.placement import Candidate, CircuitBreaker, PlacementRequest, Router
 from dynamo.placement.circuit_breaker import LONGEST_FACTOR
 
 BASE = 5.0
-MODES = [mode for mode in RouterMode if mode is not RouterMode.DIRECT]
+MODES = [mode for mode in RouterMode if mode not in (RouterMode.DIRECT, RouterMode.KV)]
 
 
 def test_after_the_time_one_request_probes_and_its_answer_ends_the_quarantine() -> None:

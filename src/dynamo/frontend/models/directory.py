@@ -199,6 +199,11 @@ class ModelDirectory:
     def _reconcile(self, key: GroupKey) -> None:
         """Make what is served and loaded agree with the cards for one group."""
         group = self._cluster.cards.group(key)
+        if (kv := self._rules.kv) is not None:  # before a request can be placed among these workers
+            if group is None:
+                kv.remove(key)
+            else:
+                kv.update(key, kv.key(key.namespace, key.role, group.card), group.accepted)
         self._loader.give_up_outdated(key, group)
         if group is None:
             self._on_group_gone(key)

@@ -47,9 +47,11 @@ class PrefillPools:
         key = group.key
         router = self._routers.get(_place(key))
         if router is None:
-            workers = ModelPool(key.model, self._clients, self._rules.placement())
+            workers = ModelPool(key.model, self._clients, self._rules.policy(group))
             router = PrefillRouter(workers, enforced=self._rules.enforce_disagg, rng=self._rules.rng)
             self._routers[_place(key)] = router
+        elif self._rules.kv is not None:
+            router.workers.use(self._rules.policy(group))  # other workers may have blocks of another size
         router.set_members({(entry.endpoint, entry.instance_id): entry.card.runtime_config for entry in group.accepted})
 
     def group_gone(self, key: GroupKey) -> None:

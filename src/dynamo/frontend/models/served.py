@@ -15,6 +15,7 @@ from dynamo.placement import Policy
 from dynamo.protocol.model_types import ModelInput, ModelType
 from dynamo.protocol.records import ModelCard
 from dynamo.router.dispatch import Dispatcher
+from dynamo.router.kv_domains import KvDomains
 from dynamo.router.pool import ModelPool, WorkerClient
 from dynamo.router.query_of_death import QueriesOfDeath
 from dynamo.router.stages import PrefillStage
@@ -27,12 +28,19 @@ __all__ = ["ServedModel", "ServedModels", "ServingRules"]
 class ServingRules:
     """What holds for every model of a frontend."""
 
-    placement: Callable[[], Policy]  # makes the policy of one group of workers
+    new_policy: Callable[[], Policy]  # makes the policy of one group of workers, where `kv` does not
     admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)  # how many requests each model takes
     enforce_disagg: bool = False  # prompts of a disaggregated model are computed by prefill workers or not at all
     replacement_wait_seconds: float = 0.0
     """How long a model whose last worker was lost goes on taking requests, which wait for the next worker."""
     rng: random.Random | None = None
+    kv: KvDomains | None = None  # in the kv mode: the placements, which are shared
+
+    def policy(self, group: Group) -> Policy:
+        """Return the policy by which the workers of a group are chosen."""
+        if self.kv is None:
+            return self.new_policy()
+        return self.kv.placement(self.kv.key(group.key.namespace, group.key.role, group.card))
 
 
 class ServedModel(ModelPool):
@@ -62,7 +70,7 @@ class ServedModel(ModelPool):
         queries_of_death: QueriesOfDeath | None = None,
     ) -> None:
         """`clients`: by endpoint; it may change any time. `queries_of_death`: shared by all models of a process."""
-        super().__init__(group.key.model, clients, rules.placement())
+        super().__init__(group.key.model, clients, rules.policy(group))
         self.admission = ModelAdmission(group.key.model, rules.admission)
         self.namespace = group.key.namespace
         self.text = text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from enum import Enum, StrEnum, nonmember
+from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Final
 
 from dynamo.errors import InvalidArgument
@@ -27,6 +27,7 @@ class RouterMode(StrEnum):
     RANDOM = "random"
     POWER_OF_TWO = "power-of-two"
     LEAST_LOADED = "least-loaded"
+    KV = "kv"
     DEVICE_AWARE_WEIGHTED = "device-aware-weighted"
     DIRECT = "direct"
     # The native system's spelling of the same modes. A type checker would count an alias as a further member.
@@ -37,7 +38,6 @@ class RouterMode(StrEnum):
         LeastLoaded: RouterMode
         DeviceAwareWeighted: RouterMode
         Direct: RouterMode
-        KV: str
     else:
         RoundRobin = ROUND_ROBIN
         Random = RANDOM
@@ -45,7 +45,6 @@ class RouterMode(StrEnum):
         LeastLoaded = LEAST_LOADED
         DeviceAwareWeighted = DEVICE_AWARE_WEIGHTED
         Direct = DIRECT
-        KV = nonmember("kv")  # comparable, but not a mode of this version: `of` rejects it
 
     @classmethod
     def of(cls, value: object) -> RouterMode:
@@ -60,13 +59,14 @@ class RouterMode(StrEnum):
         for mode in cls:
             if mode.value.replace("-", "") == plain:
                 return mode
-        if plain == "kv":
-            raise InvalidArgument("router mode kv is not built in this version; use round-robin or least-loaded")
         raise InvalidArgument(f"unknown router mode {name!r}; use one of {', '.join(mode.value for mode in cls)}")
 
 
 def policy_for(mode: RouterMode, *, rng: random.Random, cuda_to_cpu_ratio: float = DEFAULT_CUDA_TO_CPU_RATIO) -> Policy:
-    """Make the policy of a mode. Each group of workers needs one of its own: a policy keeps its caller's turn."""
+    """Make the policy of a mode. Each group of workers needs one of its own: a policy keeps its caller's turn.
+
+    Raises InvalidArgument for `kv`, which also needs the workers' cards and KV events: see `dynamo.router.kv_placement`.
+    """
     match mode:
         case RouterMode.ROUND_ROBIN:
             return RoundRobin()
@@ -80,3 +80,5 @@ def policy_for(mode: RouterMode, *, rng: random.Random, cuda_to_cpu_ratio: float
             return DeviceAwareWeighted(rng, cuda_to_cpu_ratio)
         case RouterMode.DIRECT:
             return Direct()
+        case RouterMode.KV:
+            raise InvalidArgument("router mode kv is one of the frontend and of dynamo.router, not of a plain client")

@@ -16,6 +16,7 @@ DEFAULT_METADATA_PREFIX: Final = "x-dynamo-meta-"
 MAX_METADATA_ENTRIES: Final = 64
 MAX_METADATA_BYTES: Final = 64 * 1024  # names and values together
 U32_MAX: Final = 2**32 - 1  # as a dp rank: "not set"
+_YES: Final = ("1", "true", "yes")
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class HeaderEffects:
     session_final: bool = False
     agent_id: str | None = None  # of several agents in one session
     parent_agent_id: str | None = None
+    explains_routing: bool = False  # the answer says why its worker was chosen
     warnings: list[str] = field(default_factory=list)  # for the log; the request goes on
 
     @property
@@ -126,7 +128,9 @@ def _describe(effects: HeaderEffects, what: str, value: str) -> None:
         case "parent_agent_id":
             effects.parent_agent_id = value.strip() or None
         case "session_final":
-            effects.session_final = value.strip().lower() in ("1", "true", "yes")
+            effects.session_final = value.strip().lower() in _YES
+        case "explain_routing":
+            effects.explains_routing = value.strip().lower() in _YES
         case _:  # x-dynamo-request-id
             try:
                 uuid.UUID(value)
@@ -212,6 +216,7 @@ _KNOWN: Final[dict[str, tuple[str, int]]] = {
     "x-codex-parent-thread-id": ("parent_session_id", 1),
     "x-parent-session-id": ("parent_session_id", 2),
     "x-dynamo-session-final": ("session_final", 0),
+    "x-dynamo-explain-routing": ("explain_routing", 0),
     "x-claude-code-agent-id": ("agent_id", 0),
     "x-claude-code-parent-agent-id": ("parent_agent_id", 0),
 }

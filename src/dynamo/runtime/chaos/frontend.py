@@ -96,6 +96,10 @@ class _Stream:
     ) -> None:
         self._stream.book(first=first, released=released)
 
+    @property
+    def tokens_taken(self) -> int:
+        return self._stream.tokens_taken
+
     def stop(self) -> None:
         self._stream.stop()
 

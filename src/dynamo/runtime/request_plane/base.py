@@ -148,7 +148,11 @@ class ResponseStream(Protocol):
         self, *, first: Callable[[DynamoException | None], None] | None, released: Callable[[], None] | None
     ) -> None:
         """Call `first` once with what comes first: None for items, or the error. Call `released` when the reader releases the
-        stream by `finish` or `close`, once."""
+        stream by `finish` or `close`, once. Several bookings of one stream are called in their order."""
+
+    @property
+    def tokens_taken(self) -> int:
+        """How many tokens of choice 0 the reader has taken."""
 
     def stop(self) -> None:
         """Ask the worker to finish gracefully; keep reading."""

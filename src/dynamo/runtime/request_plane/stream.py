@@ -192,9 +192,21 @@ class StreamBuffer(ABC):
     def book(
         self, *, first: Callable[[DynamoException | None], None] | None, released: Callable[[], None] | None
     ) -> None:
-        self._on_first = first
+        earlier = self._on_first
+        if earlier is not None and first is not None:
+            later = first
+
+            def first(error: DynamoException | None) -> None:
+                earlier(error)
+                later(error)
+
+        self._on_first = first or earlier
         if released is not None:
             self._on_release += (released,)
+
+    @property
+    def tokens_taken(self) -> int:
+        return self.next_offset
 
     def follow(self, context: Context) -> None:
         """Pass a stop or kill of the caller's context on to the worker, until the stream is released."""

@@ -1,0 +1,340 @@
+"""One `KvPlacement` for each group of workers whose blocks have the same names, kept up to date by cards and KV events.
+
+Workers of one namespace and role with one block size are a domain: a model and its adapters share their workers, and so
+they share the index and the account of their load. A request names the workers that may serve it, so models do not mix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Final, NamedTuple, Protocol
+
+from dynamo.errors import DynamoException
+from dynamo.kv.events import RouterEvent
+from dynamo.kv.index import PrefixIndex
+from dynamo.kv.overlap import WorkerRank
+from dynamo.placement.kv_query import RankInfo, Trust
+from dynamo.placement.kv_state import KvPolicy
+from dynamo.placement.policies.kv_policies import kv_policy
+from dynamo.protocol.records import DEFAULT_BLOCK_SIZE, ModelCard
+from dynamo.router.decisions import DecisionHeader, DecisionLog
+from dynamo.router.index_feed import MAX_RECOVERIES, KvEventFeed
+from dynamo.router.kv_metrics import EventCounters, KvMetrics
+from dynamo.router.kv_placement import KvPlacement
+from dynamo.router.kv_router import KvRouter, KvRouterOptions
+from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.runtime.endpoint import Endpoint
+from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.tasks import Background
+
+__all__ = ["DomainKey", "KvDomains", "KvMember", "policy_of"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS: Final = 1.0
+_DECODE: Final = "decode"
+_PREFILL: Final = "prefill"
+
+
+class KvMember(Protocol):
+    """What is needed of a worker that registered a model."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where it is: "namespace.component.endpoint"."""
+
+    @property
+    def instance_id(self) -> int: ...
+
+    @property
+    def card(self) -> ModelCard: ...
+
+
+class DomainKey(NamedTuple):
+    """What the workers of a domain have in common."""
+
+    namespace: str
+    role: str
+    block_size: int
+    is_eagle: bool = False
+
+
+def policy_of(settings: KvRouterSettings) -> tuple[KvPolicy, DecisionHeader]:
+    """Return the policy that the settings name, and how it is written down. Raises InvalidArgument for a bad weight."""
+    parameters: dict[str, float] = {}
+    if settings.policy == "default":
+        parameters = {
+            "overlap_score_credit": settings.overlap_score_credit,
+            "overlap_score_credit_decay": settings.overlap_score_credit_decay,
+            "prefill_load_scale": settings.prefill_load_scale,
+            "decode_active_request_weight": settings.decode_active_request_weight,
+            "host_cache_hit_weight": settings.host_cache_hit_weight,
+            "disk_cache_hit_weight": settings.disk_cache_hit_weight,
+            "router_temperature": settings.router_temperature,
+        }
+    type_name = {"two-tier": "dynamo-two-tier-cost-fn"}.get(settings.policy, settings.policy)
+    return kv_policy(type_name, parameters), DecisionHeader(type_name, parameters)
+
+
+class KvDomain:
+    """The workers of one domain: what their cards say, what is known of their caches, and the placement among them."""
+
+    __slots__ = ("_cards", "_is_decode", "_metrics", "_owners", "_trusts", "index", "placement")
+
+    def __init__(
+        self, placement: KvPlacement, index: PrefixIndex | None, metrics: KvMetrics, *, is_decode: bool = False
+    ) -> None:
+        """`index`: fed by events; None: events are not read."""
+        self.placement, self.index, self._metrics, self._is_decode = placement, index, metrics, is_decode
+        self._owners: dict[Hashable, dict[tuple[str, int], ModelCard]] = {}
+        self._cards: dict[WorkerRank, ModelCard] = {}
+        self._trusts: dict[WorkerRank, Trust] = {}  # what the events of a rank are worth; absent: none have come
+        placement.read_ranks = self._ranks
+
+    @property
+    def endpoints(self) -> frozenset[str]:
+        """Where its workers are."""
+        return frozenset(endpoint for members in self._owners.values() for endpoint, _ in members)
+
+    def update(self, owner: Hashable, members: Iterable[KvMember]) -> frozenset[WorkerRank]:
+        """Take over the workers that one owner, such as a model, has here now; return the ranks that have gone."""
+        found = {(each.endpoint, each.instance_id): each.card for each in members}
+        if found:
+            self._owners[owner] = found
+        else:
+            self._owners.pop(owner, None)
+        cards: dict[WorkerRank, ModelCard] = {}
+        for of_owner in self._owners.values():
+            for (_, instance_id), card in of_owner.items():
+                for dp_rank in card.runtime_config.ranks:
+                    cards.setdefault(WorkerRank(instance_id, dp_rank), card)
+        gone, added = self._cards.keys() - cards.keys(), cards.keys() - self._cards.keys()
+        self._cards = cards
+        for rank in added:
+            self._set_capacity(rank)
+        self.placement.is_stale = True
+        return frozenset(gone)
+
+    # -- a sink of events (`index_feed.KvSink`) ----------------------------------------------------------------------
+
+    def apply(self, event: RouterEvent) -> str:
+        """Apply one event; return what became of it. Its worker's card may come later."""
+        return "ok" if self.index is None else self.index.apply(event)
+
+    def forget(self, worker_id: int, dp_rank: int) -> None:
+        """Drop all blocks of a rank."""
+        if self.index is not None:
+            self.index.forget(worker_id, dp_rank)
+            self._set_capacity(WorkerRank(worker_id, dp_rank))
+
+    def set_trust(self, rank: WorkerRank, trust: Trust) -> None:
+        """Take what the events of a rank are worth from now on."""
+        if trust is Trust.NONE:
+            self._trusts.pop(rank, None)
+        else:
+            self._trusts[rank] = trust
+        self.placement.is_stale = True
+
+    def _set_capacity(self, rank: WorkerRank) -> None:
+        """Bound what the index keeps of a rank by what its worker has."""
+        card = self._cards.get(rank)
+        if self.index is not None and card is not None:
+            self.index.set_capacity(rank, card.runtime_config.total_kv_blocks)
+
+    def _ranks(self) -> Mapping[WorkerRank, RankInfo]:
+        ranks = {rank: self._info(rank, card) for rank, card in self._cards.items()}
+        self._metrics.set_ranks(info.trust for info in ranks.values())
+        return ranks
+
+    def _info(self, rank: WorkerRank, card: ModelCard) -> RankInfo:
+        runtime = card.runtime_config
+        return RankInfo(
+            total_kv_blocks=runtime.total_kv_blocks,
+            max_num_batched_tokens=runtime.max_num_batched_tokens,
+            max_num_seqs=runtime.max_num_seqs,
+            taints=frozenset(runtime.taints),
+            topology=runtime.topology_domains,
+            is_decode=self._is_decode,
+            trust=self._trusts.get(rank, Trust.NONE),
+        )
+
+
+class _CountingSink:
+    """Passes the events of one endpoint's workers on to their domain, and counts what becomes of them."""
+
+    __slots__ = ("_counters", "_domain", "forget")
+
+    def __init__(self, domain: KvDomain, counters: EventCounters) -> None:
+        self._domain, self._counters = domain, counters
+        self.forget = domain.forget
+
+    def apply(self, event: RouterEvent) -> None:
+        """Apply one event. See `KvSink`."""
+        self._counters.count(event, self._domain.apply(event))
+
+
+class _Follower:
+    """The feed of one endpoint of a domain, for as long as workers are there."""
+
+    __slots__ = ("feed", "task")
+
+    def __init__(self) -> None:
+        self.feed: KvEventFeed | None = None
+        self.task: asyncio.Task[None] | None = None
+
+
+class KvDomains:
+    """The domains of one process. `update` them as workers come and go, and leave them with `aclose`."""
+
+    def __init__(
+        self,
+        settings: KvRouterSettings,
+        endpoint: Callable[[str], Endpoint],
+        registry: MetricsRegistry,
+        *,
+        router_id: Callable[[], int],
+        rng: random.Random,
+    ) -> None:
+        """`endpoint`: from "namespace.component.endpoint" to the endpoint. `router_id`: read once there are workers.
+
+        Raises InvalidArgument for a policy that cannot be made, and OSError where decisions cannot be recorded.
+        """
+        self._settings, self._endpoint, self._registry, self._rng = settings, endpoint, registry, rng
+        self._router_id = router_id
+        self._policy, header = policy_of(settings)
+        self._decisions: DecisionLog | None = None
+        if settings.decisions_path is not None:
+            self._decisions = DecisionLog(settings.decisions_path, header, limit_bytes=settings.decisions_limit_bytes)
+        self._domains: dict[DomainKey, KvDomain] = {}
+        self._owners: dict[Hashable, DomainKey] = {}  # where each owner's workers are
+        self._followers: dict[tuple[DomainKey, str], _Follower] = {}
+        self._slots = asyncio.Semaphore(MAX_RECOVERIES)
+        self._background = Background()
+
+    def key(self, namespace: str, role: str, card: ModelCard) -> DomainKey:
+        """Return the domain of workers with this card."""
+        size = self._settings.kv_cache_block_size or card.kv_cache_block_size or DEFAULT_BLOCK_SIZE
+        return DomainKey(namespace, role, size, card.runtime_config.enable_eagle)
+
+    def placement(self, key: DomainKey) -> KvPlacement:
+        """Return the placement of a domain, which need not have workers yet."""
+        return self._domain(key).placement
+
+    def update(self, owner: Hashable, key: DomainKey, members: Iterable[KvMember]) -> None:
+        """Take over the workers of one owner, such as a model: all of them are in the domain `key`."""
+        former = self._owners.get(owner)
+        if former is not None and former != key:
+            self.remove(owner)
+        self._owners[owner] = key
+        self._update(key, owner, members)
+
+    def remove(self, owner: Hashable) -> None:
+        """Take the loss of an owner's last worker; an unknown owner is fine."""
+        key = self._owners.pop(owner, None)
+        if key is not None:
+            self._update(key, owner, ())
+
+    async def aclose(self) -> None:
+        """Stop following events, and close the record of decisions. Idempotent."""
+        self._followers.clear()
+        await self._background.close()
+        if self._decisions is not None:
+            self._decisions.close()
+
+    # -- domains -----------------------------------------------------------------------------------------------------
+
+    def _domain(self, key: DomainKey) -> KvDomain:
+        domain = self._domains.get(key)
+        if domain is None:
+            domain = self._domains[key] = self._new_domain(key)
+        return domain
+
+    def _new_domain(self, key: DomainKey) -> KvDomain:
+        settings = self._settings
+        labels = {
+            "dynamo_namespace": key.namespace,
+            "dynamo_component": key.role,
+            "router_id": f"{self._router_id():x}",
+        }
+        metrics = KvMetrics(self._registry, labels, role=key.role)
+        index = PrefixIndex() if settings.reads_events else None
+        router = KvRouter(
+            block_size=key.block_size,
+            policy=self._policy,
+            rng=self._rng,
+            index=index,
+            options=KvRouterOptions(
+                host_cache_hit_weight=settings.host_cache_hit_weight,
+                disk_cache_hit_weight=settings.disk_cache_hit_weight,
+                tracks_prefill_tokens=settings.router_track_prefill_tokens,
+                # Prefill workers keep no blocks for longer than a prefill takes.
+                tracks_active_blocks=settings.router_track_active_blocks and key.role != _PREFILL,
+                tracks_output_blocks=settings.router_track_output_blocks,
+                assumes_kv_reuse=settings.router_assume_kv_reuse,
+                expiry_seconds=settings.active_request_expiry_seconds,
+            ),
+        )
+        placement = KvPlacement(
+            router,
+            rng=self._rng,
+            is_eagle=key.is_eagle,
+            tracks_output=settings.router_track_output_blocks,
+            watcher=metrics,
+            decisions=self._decisions,
+        )
+        return KvDomain(placement, index, metrics, is_decode=key.role == _DECODE)
+
+    def _update(self, key: DomainKey, owner: Hashable, members: Iterable[KvMember]) -> None:
+        domain = self._domain(key)
+        gone = domain.update(owner, members)
+        endpoints = domain.endpoints
+        for (of, endpoint), follower in list(self._followers.items()):
+            if of != key:
+                continue
+            if endpoint not in endpoints:
+                self._leave(key, endpoint)
+            elif follower.feed is not None:
+                for rank in gone:
+                    follower.feed.forget(rank)
+        if domain.index is not None:
+            for endpoint in endpoints:
+                if (key, endpoint) not in self._followers and not self._background.is_closed:
+                    self._follow(key, domain, endpoint)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _follow(self, key: DomainKey, domain: KvDomain, endpoint: str) -> None:
+        follower = self._followers[key, endpoint] = _Follower()
+        follower.task = self._background.start(
+            self._keep_following(follower, domain, endpoint), f"kv events {endpoint}"
+        )
+
+    def _leave(self, key: DomainKey, endpoint: str) -> None:
+        follower = self._followers.pop((key, endpoint))
+        if follower.task is not None:
+            follower.task.cancel()
+
+    async def _keep_following(self, follower: _Follower, domain: KvDomain, endpoint: str) -> None:
+        """Follow the events of an endpoint until this is cancelled. A failure is logged, and followed by another try."""
+        namespace, component, _ = endpoint.split(".", 2)
+        labels = {"dynamo_namespace": namespace, "dynamo_component": component}
+        sink = _CountingSink(domain, EventCounters(self._registry, labels))
+        while True:
+            feed = KvEventFeed(self._endpoint(endpoint), sink, on_trust=domain.set_trust, slots=self._slots)
+            try:
+                async with feed:
+                    follower.feed = feed
+                    await asyncio.get_running_loop().create_future()  # until this is cancelled, or the feed fails
+            except DynamoException as error:
+                logger.warning(
+                    "the KV events of %s cannot be followed, next attempt in %g s: %s", endpoint, RETRY_SECONDS, error
+                )
+            except Exception:  # the boundary: one fault of ours must not leave the router without events for ever
+                logger.exception("following the KV events of %s failed; next attempt in %g s", endpoint, RETRY_SECONDS)
+            finally:
+                follower.feed = None
+                feed.forget_all()
+            await asyncio.sleep(RETRY_SECONDS)

@@ -1,0 +1,118 @@
+"""The settings of KV-aware routing: what a router that places by cached prefixes may be told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Self
+
+from dynamo.settings.readers import SettingReader, integer, mebibytes, number, off_at_zero, one_of, seconds, switch
+from dynamo.settings.table import setting
+
+__all__ = ["KV_POLICIES", "KvRouterSettings"]
+
+KV_POLICIES: Final = ("default", "two-tier")
+MIB: Final = 1024 * 1024
+
+_GROUP: Final = "kv router"
+_weight: Final = number(0, metavar="WEIGHT")
+_part: Final = number(0, 1, metavar="PART")
+_off_at_zero: Final = off_at_zero(seconds())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRouterSettings:
+    """What `--router-mode kv` goes by. The names of the fields are those of the native `KvRouterConfig` where it has them."""
+
+    # fmt: off
+    policy: str = setting("default", "DYN_ROUTER_POLICY", one_of(*KV_POLICIES, metavar="POLICY"),
+        "What `--router-mode kv` decides by: `default` (the cost function of the native router) or `two-tier` (the longest "
+        "prefix while the workers are in balance, else the least loaded)",
+        flag="--router-policy", group=_GROUP)
+    kv_cache_block_size: int | None = setting(None, "DYN_KV_CACHE_BLOCK_SIZE", integer(1),
+        "Tokens of a KV block; unset: what the model's card says", flag="--kv-cache-block-size", group=_GROUP)
+    overlap_score_credit: float = setting(1.0, "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT", _weight,
+        "What a cached block counts against a block that is to be computed; 0: caches are not looked at",
+        flag="--router-kv-overlap-score-credit", group=_GROUP)
+    overlap_score_credit_decay: float = setting(0.0, "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY", _weight,
+        "How much the credit falls with the prompt tokens that wait at a worker (`default`)",
+        flag="--router-kv-overlap-score-credit-decay", group=_GROUP)
+    prefill_load_scale: float = setting(1.0, "DYN_ROUTER_PREFILL_LOAD_SCALE", _weight,
+        "What a block that is to be computed counts against a block of a running answer (`default`)",
+        flag="--router-prefill-load-scale", group=_GROUP)
+    decode_active_request_weight: float = setting(0.0, "DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT", _weight,
+        "What a request that runs at a worker counts, in blocks (`default`)",
+        flag="--router-decode-active-request-weight", group=_GROUP)
+    host_cache_hit_weight: float = setting(0.75, "DYN_ROUTER_HOST_CACHE_HIT_WEIGHT", _part,
+        "What a block in the memory of the host counts against a block on the device",
+        flag="--router-host-cache-hit-weight", group=_GROUP)
+    disk_cache_hit_weight: float = setting(0.25, "DYN_ROUTER_DISK_CACHE_HIT_WEIGHT", _part,
+        "The same for a block on a disk or in a shared store", flag="--router-disk-cache-hit-weight", group=_GROUP)
+    router_temperature: float = setting(0.0, "DYN_ROUTER_TEMPERATURE", _weight,
+        "0: the worker with the lowest cost. More: a worker by chance, the more evenly the higher it is",
+        flag="--router-temperature", group=_GROUP)
+    use_kv_events: bool = setting(True, "DYN_ROUTER_USE_KV_EVENTS", switch,
+        "Learn from the workers' KV events what they hold. Off: guess it from where prompts went",
+        flag=("--router-kv-events", "--kv-events"), group=_GROUP)
+    router_ttl_secs: float = setting(120.0, "DYN_ROUTER_TTL_SECS", seconds(0.1),
+        "How long such a guess holds", flag="--router-ttl-secs", group=_GROUP)
+    router_approximate_cache_policy: str = setting("ttl", "DYN_ROUTER_APPROXIMATE_CACHE_POLICY", one_of("ttl", "lru"),
+        "What ends a guess: its age (`ttl`), or newer ones once they fill the worker's cache (`lru`)",
+        flag="--router-approximate-cache-policy", group=_GROUP)
+    router_predicted_ttl_secs: float | None = setting(None, "DYN_ROUTER_PREDICTED_TTL_SECS", _off_at_zero,
+        "With KV events: count a prompt's blocks as held by its worker for so long, until its events say so. "
+        "Unset or 0: not at all",
+        flag="--router-predicted-ttl-secs", group=_GROUP)
+    router_assume_kv_reuse: bool = setting(True, "DYN_ROUTER_ASSUME_KV_REUSE", switch,
+        "Requests with a common prefix share its blocks at a worker. Off: each is counted as if alone",
+        flag=("--router-assume-kv-reuse", "--assume-kv-reuse"), group=_GROUP)
+    router_track_active_blocks: bool = setting(True, "DYN_ROUTER_TRACK_ACTIVE_BLOCKS", switch,
+        "Count the blocks of running requests as load",
+        flag=("--router-track-active-blocks", "--track-active-blocks"), group=_GROUP)
+    router_track_output_blocks: bool = setting(False, "DYN_ROUTER_TRACK_OUTPUT_BLOCKS", switch,
+        "Also count the blocks that their answers fill",
+        flag=("--router-track-output-blocks", "--track-output-blocks"), group=_GROUP)
+    router_track_prefill_tokens: bool = setting(True, "DYN_ROUTER_TRACK_PREFILL_TOKENS", switch,
+        "Count the prompt tokens that are still to be computed as load",
+        flag="--router-track-prefill-tokens", group=_GROUP)
+    load_aware: bool = setting(False, "DYN_ROUTER_LOAD_AWARE", switch,
+        "Route by the load alone: `--router-mode kv` without a look at caches, and without KV events",
+        flag="--load-aware", group=_GROUP)
+    active_request_expiry_seconds: float = setting(300.0, "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS", seconds(1),
+        "A request that was booked by another router counts no longer than this")
+    decisions_path: str | None = setting(None, "DYN_ROUTER_DECISIONS", SettingReader(str, metavar="FILE"),
+        "Append every decision to this file, one JSON object on a line, for `dynamo explain`",
+        flag="--router-decisions", group=_GROUP)
+    decisions_limit_bytes: int = setting(64 * MIB, "DYN_ROUTER_DECISIONS_MB", mebibytes,
+        "Size at which that file becomes `FILE.1` and a new one begins; two are kept")
+    # fmt: on
+
+    def settle(self, env: Mapping[str, str]) -> Self:
+        """Apply `load_aware`, and check what more than one setting decides. Raises ValueError."""
+        if self.load_aware:
+            return replace(
+                self,
+                overlap_score_credit=0.0,
+                use_kv_events=False,
+                router_predicted_ttl_secs=None,
+                router_assume_kv_reuse=False,
+                router_track_active_blocks=True,
+                router_track_prefill_tokens=True,
+            )
+        if self.router_predicted_ttl_secs is not None and not self.use_kv_events:
+            raise ValueError(
+                "--router-predicted-ttl-secs adds to KV events: it has no meaning with --no-router-kv-events"
+            )
+        if self.router_approximate_cache_policy == "lru" and self.use_kv_events:
+            raise ValueError("--router-approximate-cache-policy lru needs --no-router-kv-events")
+        return self
+
+    @property
+    def reads_events(self) -> bool:
+        """Whether the KV events of workers are followed."""
+        return self.use_kv_events and self.overlap_score_credit > 0
+
+    @property
+    def guesses(self) -> bool:
+        """Whether what workers hold is guessed from where prompts went."""
+        return not self.use_kv_events and self.overlap_score_credit > 0

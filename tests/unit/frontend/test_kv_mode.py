@@ -1,0 +1,367 @@
+"""The kv router mode from the door to the worker: who gets a prompt, and that every booking ends with its stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.errors import EngineShutdown, InvalidArgument
+from dynamo.kv.hashing import block_hashes, sequence_hashes
+from dynamo.kv.overlap import WorkerRank
+from dynamo.placement.kv_query import KvQuery, Trust
+from dynamo.protocol.model_types import ModelType, WorkerType
+from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.router.kv_domains import KvDomain
+from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.worker.kv_publishing.publisher import KvEventPublisher
+from dynamo.worker.kv_publishing.recovery import KvRecovery
+from support.frontend_cluster import Cluster, Script, ScriptedWorker, cluster, fail, say
+from support.patience import PATIENCE_SECONDS
+
+BLOCK = 4
+PROMPT = list(range(1, 34))  # eight complete blocks, and one token
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[Cluster]:
+    async with cluster(tmp_path, router_mode="kv") as found:
+        yield found
+
+
+async def add(house: Cluster, script: Script | None = None, **members: Any) -> ScriptedWorker:
+    config = ModelRuntimeConfig(total_kv_blocks=1000, max_num_batched_tokens=8192, **members.pop("config", {}))
+    return await house.worker(script, kv_cache_block_size=BLOCK, runtime_config=config, **members)
+
+
+def domain(house: Cluster, role: str = "aggregated") -> KvDomain:
+    domains = house.frontend.models._rules.kv
+    assert domains is not None
+    (found,) = [each for key, each in domains._domains.items() if key.role == role]
+    return found
+
+
+def booked(house: Cluster) -> int:
+    domains = house.frontend.models._rules.kv
+    assert domains is not None
+    return sum(len(each.placement.router.load) + len(each.placement) for each in domains._domains.values())
+
+
+class Cache:
+    """What a worker says that it holds."""
+
+    def __init__(self, worker: ScriptedWorker, *, dp_rank: int = 0) -> None:
+        channel = worker.endpoint.event_channel("kv-events")
+        self.publisher = KvEventPublisher(worker.endpoint, kv_block_size=BLOCK, dp_rank=dp_rank, channel=channel)
+        self.rank = WorkerRank(*self.publisher.rank)
+        self._worker, self._publisher_id = worker, channel.publisher_id
+        self._recovery: KvRecovery | None = None
+
+    async def hold(self, house: Cluster, tokens: list[int], **of: Any) -> None:
+        """Publish the blocks of a prompt, and wait until the frontend knows of them."""
+        names = sequence_hashes(block_hashes(tokens, BLOCK, **of))
+        whole = tokens[: len(names) * BLOCK]
+        self.publisher.publish_stored(whole, [BLOCK] * len(names), names, **of)
+        if self._recovery is None:
+            self._recovery = await KvRecovery.begin(self._worker.endpoint, self.publisher, self._publisher_id)
+        placement = domain(house).placement
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while self.rank not in placement.router.look_up(query(tokens, **of), 0.0).overlaps:
+                await asyncio.sleep(0.005)
+
+    async def close(self) -> None:
+        if self._recovery is not None:
+            await self._recovery.close()
+
+
+def query(tokens: list[int], **of: Any) -> KvQuery:
+    return KvQuery(token_ids=tokens, **of)
+
+
+def served(*workers: ScriptedWorker) -> list[int]:
+    return [len(worker.requests) for worker in workers]
+
+
+async def complete(house: Cluster, prompt: list[int] = PROMPT, **members: Any) -> Any:
+    return await house.client.completion(prompt, max_tokens=members.pop("max_tokens", 5), **members)
+
+
+# -- the choice ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_prompt_goes_where_its_blocks_lie(house: Cluster) -> None:
+    workers = [await add(house) for _ in range(3)]
+    cache = Cache(workers[1])
+    await cache.hold(house, PROMPT)
+    for _ in range(4):
+        assert (await complete(house)).status == 200
+    assert served(*workers) == [0, 4, 0]
+    assert workers[1].requests[0]["routing"]["dp_rank"] == 0
+    assert booked(house) == 0
+    await cache.close()
+
+
+async def test_a_prompt_goes_to_the_rank_that_holds_it(house: Cluster) -> None:
+    workers = [await add(house, config={"data_parallel_size": 4, "data_parallel_start_rank": 4}) for _ in range(2)]
+    cache = Cache(workers[0], dp_rank=6)
+    await cache.hold(house, PROMPT)
+    assert (await complete(house)).status == 200
+    assert [request["routing"]["dp_rank"] for request in workers[0].requests] == [6]
+    assert served(*workers) == [1, 0]
+    await cache.close()
+
+
+async def test_adapters_and_tenants_have_blocks_of_their_own(house: Cluster) -> None:
+    workers = [await add(house) for _ in range(2)]
+    caches = [Cache(worker) for worker in workers]
+    await caches[0].hold(house, PROMPT, cache_salt="a")
+    await caches[1].hold(house, PROMPT, cache_salt="b")
+    for salt in ("a", "b", "b"):
+        assert (await complete(house, nvext={"cache_salt": salt})).status == 200
+    assert served(*workers) == [1, 2]
+    for cache in caches:
+        await cache.close()
+
+
+async def test_a_named_worker_is_taken_and_booked(house: Cluster) -> None:
+    holder, named = await add(house), await add(house, Held().script)
+    cache = Cache(holder)
+    await cache.hold(house, PROMPT)
+    held = Held.of(named)
+    asked = house.client.begin(
+        "POST",
+        "/v1/completions",
+        {"model": "m", "prompt": PROMPT, "nvext": {"backend_instance_id": named.endpoint.connection_id()}},
+    )
+    await named.started.wait()
+    rank = WorkerRank(named.endpoint.connection_id())
+    assert domain(house).placement.router.load.requests(rank) == 1
+    held.let_go.set()
+    assert (await asked.done()).status == 200
+    assert (served(holder, named), booked(house)) == ([0, 1], 0)
+    await cache.close()
+
+
+async def test_a_worker_with_an_open_circuit_gets_nothing_although_it_holds_the_prompt(house: Cluster) -> None:
+    holder, other = await add(house), await add(house)
+    cache = Cache(holder)
+    await cache.hold(house, PROMPT)
+    (model,) = house.frontend.models.serving("m")
+    instance = model.instance(holder.endpoint.connection_id())
+    assert instance is not None
+    client = next(iter(model._clients.values()))
+    client.inhibit(instance.instance_id)  # type: ignore[attr-defined]
+    assert (await complete(house)).status == 200
+    assert served(holder, other) == [0, 1]
+    await cache.close()
+
+
+async def test_without_a_card_that_the_router_knows_the_least_loaded_worker_serves(house: Cluster) -> None:
+    worker = await add(house)
+    found = domain(house)
+    found.placement.read_ranks = dict
+    found.placement.is_stale = True
+    assert (await complete(house)).status == 200
+    assert (served(worker), booked(house)) == ([1], 0)
+
+
+async def test_a_required_taint_that_no_worker_has_is_an_error_of_the_server(house: Cluster) -> None:
+    await add(house, config={"taints": {"zone/a"}})
+    constraints = {"required_taints": ["zone/b"]}
+    assert (await complete(house, nvext={"routing_constraints": constraints})).status == 500
+    assert (await complete(house, nvext={"routing_constraints": {"required_taints": ["zone/a"]}})).status == 200
+    assert booked(house) == 0
+
+
+# -- the bookings ----------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """A script that says one token, and goes on when it is let go."""
+
+    def __init__(self, *, says: str = "a", error: Exception | None = None) -> None:
+        self.let_go = asyncio.Event()
+        self.says, self.error = says, error
+
+    async def script(self, body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        if self.says:
+            sink.send_tokens(list(self.says.encode()))
+        await self.let_go.wait()
+        if self.error is not None:
+            raise self.error
+        sink.send_tokens(list(b"z"), finish_reason="stop")
+
+    @staticmethod
+    def of(worker: ScriptedWorker) -> Held:
+        return worker.script.__self__  # type: ignore[attr-defined,no-any-return]
+
+
+async def test_a_booking_lasts_as_long_as_its_stream(house: Cluster) -> None:
+    held = Held(says="")
+    worker = await add(house, held.script)
+    rank = WorkerRank(worker.endpoint.connection_id())
+    load = domain(house).placement.router.load
+    asked = house.client.begin("POST", "/v1/completions", {"model": "m", "prompt": PROMPT})
+    await worker.started.wait()
+    assert (load.requests(rank), load.prefill_tokens(rank), load.decode_blocks(rank)) == (1, len(PROMPT), 8)
+    held.let_go.set()
+    assert (await asked.done()).status == 200
+    assert (load.requests(rank), load.prefill_tokens(rank), load.decode_blocks(rank)) == (0, 0, 0)
+    assert booked(house) == 0
+
+
+async def test_the_first_token_ends_the_prefill(house: Cluster) -> None:
+    held = Held(says="a")
+    worker = await add(house, held.script)
+    rank = WorkerRank(worker.endpoint.connection_id())
+    load = domain(house).placement.router.load
+    asked = house.client.begin("POST", "/v1/completions", {"model": "m", "prompt": PROMPT, "stream": True})
+    await asked.until(lambda one: b"a" in one.body)
+    assert (load.requests(rank), load.prefill_tokens(rank), load.decode_blocks(rank)) == (1, 0, 8)
+    held.let_go.set()
+    await asked.done()
+    assert booked(house) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "script",
+    [
+        say("hello"),
+        fail(InvalidArgument("no")),
+        fail(EngineShutdown("going")),
+        fail(InvalidArgument("no"), after=("a", "b")),
+        fail(EngineShutdown("going"), after=("a",)),
+    ],
+    ids=["success", "refused", "failed", "refused late", "failed late"],
+)
+async def test_every_end_of_a_request_frees_its_bookings(house: Cluster, script: Script, stream: bool) -> None:
+    for _ in range(2):
+        await add(house, script)
+    await complete(house, stream=stream, n=2)
+    await complete(house, stream=stream)
+    assert booked(house) == 0
+
+
+@pytest.mark.parametrize("says", ["", "a"])
+async def test_a_client_that_leaves_frees_its_booking(house: Cluster, says: str) -> None:
+    worker = await add(house, Held(says=says).script)
+    asked = house.client.begin("POST", "/v1/completions", {"model": "m", "prompt": PROMPT, "stream": True})
+    await worker.started.wait()
+    assert booked(house) > 0
+    asked.disconnect()
+    await worker.killed.wait()
+    await asked.done()
+    assert booked(house) == 0
+    Held.of(worker).let_go.set()
+
+
+async def test_a_request_that_moves_takes_its_booking_along(house: Cluster) -> None:
+    first = Held(says="a", error=EngineShutdown("going"))
+    worker = await add(house, first.script)
+    asked = house.client.begin("POST", "/v1/completions", {"model": "m", "prompt": PROMPT, "stream": True})
+    await asked.until(lambda one: b"a" in one.body)
+    second = Held(says="b")
+    other = await add(house, second.script)
+    first.let_go.set()
+    await other.started.wait()
+    load = domain(house).placement.router.load
+    ranks = [WorkerRank(each.endpoint.connection_id()) for each in (worker, other)]
+    assert [load.requests(rank) for rank in ranks] == [0, 1]
+    second.let_go.set()
+    assert (await asked.done()).text() == "abz"
+    assert booked(house) == 0
+
+
+async def test_output_counts_as_load_only_where_that_is_wanted(tmp_path: Path) -> None:
+    settings = KvRouterSettings(router_track_output_blocks=True)
+    async with cluster(tmp_path, router_mode="kv", kv_router=settings) as house:
+        held = Held(says="abcdefgh")
+        worker = await add(house, held.script)
+        rank = WorkerRank(worker.endpoint.connection_id())
+        placement = domain(house).placement
+        asked = house.client.begin("POST", "/v1/completions", {"model": "m", "prompt": PROMPT, "stream": True})
+        await asked.until(lambda one: b"h" in one.body)
+        placement.select(query([]), asyncio.get_running_loop().time() + 1)
+        assert placement.router.load.decode_blocks(rank) == 10  # 41 tokens in 11 blocks, the first 9 with the prompt
+        held.let_go.set()
+        await asked.done()
+        assert booked(house) == 0
+
+
+# -- the feed --------------------------------------------------------------------------------------------------------
+
+
+async def test_the_trust_in_a_worker_follows_its_events_and_ends_with_it(house: Cluster) -> None:
+    worker, other = await add(house), await add(house)
+    cache = Cache(worker)
+    await cache.hold(house, PROMPT)
+    found = domain(house)
+    trusts = {rank: info.trust for rank, info in found._ranks().items()}
+    assert trusts == {cache.rank: Trust.EXACT, WorkerRank(other.endpoint.connection_id()): Trust.NONE}
+    assert house.metric("dynamo_component_router_ranks", **labels(house), trust="exact") == 1
+    await cache.close()
+    await worker.stop()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await house.frontend.models.wait_for(lambda: cache.rank not in found._ranks())
+        assert found.index is not None
+        while found.index.blocks(cache.rank):
+            await asyncio.sleep(0.005)
+
+
+def labels(house: Cluster) -> dict[str, str]:
+    router_id = f"{house.frontend._runtime.connection_id():x}"
+    return {"dynamo_namespace": "ns", "dynamo_component": "aggregated", "router_id": router_id}
+
+
+# -- prefill workers -------------------------------------------------------------------------------------------------
+
+
+async def test_a_prefill_worker_is_chosen_by_what_it_holds_and_its_rank_is_passed_on(house: Cluster) -> None:
+    params = {"disaggregated_params": {"room": 1}}
+    prefills = [
+        await house.worker(
+            say("x", finish="length", extra=params),
+            component="prefill",
+            worker_type=WorkerType.Prefill,
+            model_type=ModelType.Prefill,
+            needs=[["decode"]],
+            kv_cache_block_size=BLOCK,
+            runtime_config=ModelRuntimeConfig(data_parallel_size=2),
+            wait=False,
+        )
+        for _ in range(2)
+    ]
+    decode = await house.worker(
+        say("hello"), component="decode", worker_type=WorkerType.Decode, needs=[["prefill"]], kv_cache_block_size=BLOCK
+    )
+    ids = {each.endpoint.connection_id() for each in prefills}
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await house.frontend.models.wait_for(
+            lambda: (
+                domain(house, "prefill").placement.read_ranks().keys()
+                == {WorkerRank(each, dp) for each in ids for dp in (0, 1)}
+            )
+        )
+    found = domain(house, "prefill")
+    names = sequence_hashes(block_hashes(PROMPT, BLOCK))
+    channel = prefills[1].endpoint.event_channel("kv-events")
+    publisher = KvEventPublisher(prefills[1].endpoint, kv_block_size=BLOCK, dp_rank=1, channel=channel)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not found.placement.router.look_up(query(PROMPT), 0.0).overlaps:
+            publisher.publish_stored(PROMPT[:32], [BLOCK] * 8, names)
+            await asyncio.sleep(0.005)
+            publisher.publish_removed(names)
+            publisher.publish_stored(PROMPT[:32], [BLOCK] * 8, names)
+            await asyncio.sleep(0.005)
+    answer = await complete(house, nvext={"extra_fields": ["worker_id"]})
+    assert answer.status == 200
+    assert served(*prefills) == [0, 1]
+    assert prefills[1].requests[0]["routing"]["dp_rank"] == 1
+    assert decode.requests[0]["routing"]["prefill_dp_rank"] == 1
+    assert booked(house) == 0
