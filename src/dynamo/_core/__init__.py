@@ -22,6 +22,7 @@ from dynamo.errors import (
     Unknown,
     WorkerUnavailable,
 )
+from dynamo.kv.native_bindings import OverlapScores, RadixTree, compute_block_hash_for_seq
 from dynamo.protocol.lora import lora_name_to_id
 from dynamo.protocol.media import MediaDecoder, MediaFetcher
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
@@ -62,8 +63,10 @@ __all__ = [
     "ModelInput",
     "ModelRuntimeConfig",
     "ModelType",
+    "OverlapScores",
     "Overloaded",
     "PyAsyncRequestStream",
+    "RadixTree",
     "ResponseTimeout",
     "RouterMode",
     "RouterQueueLimitExceeded",
@@ -75,6 +78,7 @@ __all__ = [
     "WorkerType",
     "WorkerUnavailable",
     "backend",
+    "compute_block_hash_for_seq",
     "fetch_model",
     "get_reasoning_parser_names",
     "get_tool_parser_names",

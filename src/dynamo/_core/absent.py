@@ -24,8 +24,8 @@ ABSENT: Final[dict[str, str]] = {
     ),
     **dict.fromkeys(
         (
-            *("KvRouter", "KvRouterConfig", "OverlapScores", "RadixTree", "RoutingConstraints", "SelectionCacheConfig"),
-            *("SelectionService", "compute_block_hash_for_seq", "run_select_service", "run_slot_tracker"),
+            *("KvRouter", "KvRouterConfig", "RoutingConstraints", "SelectionCacheConfig"),
+            *("SelectionService", "run_select_service", "run_slot_tracker"),
             "resolve_routing_image_token_id",
         ),
         _ROUTER,

@@ -4,6 +4,7 @@ from typing import NoReturn
 
 from dynamo._core.absent import raise_absent
 from dynamo.errors import HttpError, RouterQueueLimitExceeded
+from dynamo.kv.native_bindings import OverlapScores, RadixTree, compute_block_hash_for_seq
 from dynamo.protocol.lora import lora_name_to_id
 from dynamo.protocol.media import MediaDecoder, MediaFetcher
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
@@ -29,10 +30,13 @@ __all__ = [
     "ModelInput",
     "ModelRuntimeConfig",
     "ModelType",
+    "OverlapScores",
+    "RadixTree",
     "RouterMode",
     "RouterQueueLimitExceeded",
     "WorkerMetricsPublisher",
     "WorkerType",
+    "compute_block_hash_for_seq",
     "fetch_llm",
     "fetch_model",
     "lora_name_to_id",
