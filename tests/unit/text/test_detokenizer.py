@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -190,6 +191,7 @@ def test_ids_outside_the_vocabulary_add_nothing_and_are_not_remembered(hf: Famil
     assert max(table, default=0) < tokenizer.vocab_size
 
 
+@pytest.mark.skipif(sys.gettrace() is not None, reason="each line is traced for the figure of coverage")
 def test_a_token_costs_well_under_a_microsecond(hf: Family) -> None:
     tokenizer = JsonTokenizer(hf("llama3"))
     pushes = [[i] for i in tokenizer.encode("the quick worker answer streaming tokens " * 400)]
