@@ -202,19 +202,20 @@ class SchedulerCore(ABC):
             known = request.known
             before = request.computed
             computed = before + request.scheduled
-            request.scheduled = 0
             if computed < known:
                 request.computed = computed
                 if caching and computed >= (request.named + 1) * block_size:
                     self._name_blocks(request, computed // block_size, result)
                 continue
-            burst = 1
             if known == request.prompt_tokens:
                 result.first.append(request)
-            elif rates and computed - before == 1:
-                burst = self._burst(rates, request.last - known)
+                request.burst = burst = 1
+            elif rates:
+                burst = self._burst(rates, request.last - known) if computed - before == 1 else 1
+                request.burst = burst
                 computed += burst - 1
-            request.burst = burst
+            else:
+                burst = 1
             request.known = known = known + burst
             request.computed = computed
             if request.tail is not None and (output := request.output) is not None:
@@ -283,9 +284,10 @@ class SchedulerCore(ABC):
     def _preempt(self, request: ScheduledRequest) -> int:
         """Put a running request back to the head of the queue, without its blocks; return the tokens it had planned."""
         self._release(request)
-        given_back, request.scheduled, request.computed = request.scheduled, 0, 0
-        if given_back:
+        request.computed = given_back = 0
+        if request in self._planned:
             self._planned.remove(request)
+            given_back = request.scheduled
         request.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(request)

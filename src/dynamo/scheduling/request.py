@@ -44,7 +44,7 @@ class ScheduledRequest:
     last: int = 0
     """The request ends when this many tokens are known."""
     scheduled: int = 0
-    """Tokens that the current pass computes."""
+    """Tokens that the last pass that took it in computes."""
     burst: int = 1
     """Tokens that the last pass brought, where it brought any."""
     held: int = 0
