@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from itertools import count
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from dynamo.contract.config import WorkerConfig
@@ -55,7 +55,7 @@ class MockEngine(LLMEngine):
     """One worker of the mocker, with all its data-parallel ranks."""
 
     def __init__(self, model: str, options: MockOptions | None = None, *, seed: int | None = None) -> None:
-        """`seed`: of this worker's token ids and accepted drafts; None: that of the options."""
+        """`seed`: of what this worker's drafts are accepted; None: that of the options, which token ids always follow."""
         self._model = model
         self._options = options or MockOptions()
         self._seed = self._options.seed if seed is None else seed
@@ -138,7 +138,7 @@ class MockEngine(LLMEngine):
             reason = "cancelled" if context.is_stopped() else "length"
             yield final_chunk(reason, usage=usage(prompt_tokens, shown))
             return
-        stream, scheduled = self._scheduled(request, context, prompt, wanted)
+        stream, scheduled = self._scheduled(request, context, prompt, shown, wanted)
         passes.submit(stream.rank, scheduled)
         self._streams.add(stream)
         forget = context.on_cancel(on_loop(asyncio.get_running_loop(), stream.wake))
@@ -187,7 +187,7 @@ class MockEngine(LLMEngine):
         return wanted
 
     def _scheduled(
-        self, request: GenerateRequest, context: Context, prompt: list[int], wanted: int
+        self, request: GenerateRequest, context: Context, prompt: list[int], shown: int, wanted: int
     ) -> tuple[MockStream, ScheduledRequest]:
         rank = self._rank(request)
         routing = request.get("routing") or {}
@@ -197,7 +197,7 @@ class MockEngine(LLMEngine):
             prompt,
             wanted,
             self._options.scheduler.block_size,
-            self._output(request, context, wanted),
+            self._output(request, context, shown, wanted),
             owner=stream,
             lora_name=routing.get("lora_name"),
             cache_salt=routing.get("cache_salt"),
@@ -214,20 +214,24 @@ class MockEngine(LLMEngine):
             raise InvalidArgument(f"dp_rank {rank} is out of bounds for dp_size {size}")
         return rank
 
-    def _output(self, request: GenerateRequest, context: Context, wanted: int) -> Iterator[int]:
-        ids = random_ids(f"{self._seed}:{context.id()}")
+    def _output(self, request: GenerateRequest, context: Context, shown: int, wanted: int) -> Iterator[int]:
+        """Yield the ids of an answer, the first `shown` of which came from another worker: they depend on the seeds of
+        the engine and of the request, or on the request's id, so that any worker can continue it.
+        """
+        seed = (request.get("sampling_options") or {}).get("seed")
+        ids = random_ids(f"{self._options.seed}:{context.id() if seed is None else seed}")
         if self._trace is not None:
             key = next((a for a in request.get("annotations") or () if a.startswith(REPLAY_ANNOTATION)), None)
             if key is not None:
                 found = self._trace.find(key.removeprefix(REPLAY_ANNOTATION))
                 if found is not None:
-                    return iter([*found, *(next(ids) for _ in range(wanted - len(found)))])
+                    return chain(found[shown:], ids)
                 logger.warning("request %s: the replay trace has no %s; it gets random tokens", context.id(), key)
         shape = self._options.reasoning
-        if shape is None or self._group is None:
-            return ids
-        room = self._group.cores[0].output_room(len(request["token_ids"]))
-        return shape.shaped(ids, min(wanted, room))
+        if shape is not None and self._group is not None:
+            room = self._group.cores[0].output_room(len(request["token_ids"]))
+            ids = shape.shaped(ids, shown + min(wanted, room))
+        return islice(ids, shown, None)
 
     # -- one pass -------------------------------------------------------------------------------------------------------
 

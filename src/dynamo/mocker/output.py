@@ -1,4 +1,4 @@
-"""The token ids that a mock engine answers with: seeded by worker and request, or those of a trace."""
+"""The token ids that a mock engine answers with: seeded by request, or those of a trace."""
 
 from __future__ import annotations
 

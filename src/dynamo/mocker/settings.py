@@ -120,7 +120,7 @@ class MockerSettings:
         "Chance of each draft token to be accepted, a comma list", dest="accept_rates",
         flag=("--ais-nextn-accept-rates", "--aic-nextn-accept-rates"), group=_TIME, shown="0.85,0.3,0,0,0")
     seed: int = setting(42, None, integer(0),
-        "Seed of what is accepted, and of the token ids; worker i has seed + i", dest="seed",
+        "Seed of what is accepted, where worker i has seed + i, and of the token ids, where all have the same", dest="seed",
         flag=("--ais-mtp-seed", "--aic-mtp-seed"), group=_TIME)
 
     reasoning: str | None = setting(None, None, SettingReader(str, metavar="JSON"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 
 from dynamo.kv.events import RouterEvent
+from dynamo.mocker.engine import MockEngine
 from dynamo.router import KvEventFeed
+from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.distributed import DistributedRuntime
 from support.http_client import CHAT, ask
@@ -62,8 +65,8 @@ class Held:
         self.blocks[worker_id] = set()
 
 
-async def chat(frontend: Frontend, text: str, tokens: int = 8) -> Any:
-    body = {"model": "m", "max_tokens": tokens, "messages": [{"role": "user", "content": text}]}
+async def chat(frontend: Frontend, text: str, tokens: int = 8, seed: int | None = None) -> Any:
+    body = {"model": "m", "max_tokens": tokens, "seed": seed, "messages": [{"role": "user", "content": text}]}
     reply = await ask(frontend.port, CHAT, json.dumps(body).encode())
     assert reply.status == 200, reply.body
     return reply.json()
@@ -107,6 +110,26 @@ async def test_two_workers_of_one_process_answer_and_publish_their_blocks(
     assert workers.log.count("Engine cleanup complete") == 2
 
 
+async def test_an_answer_is_the_same_when_its_worker_dies_in_the_middle(cluster: Cluster) -> None:
+    frontend = cluster.frontend("frontend")
+    first, second = mocker(cluster, "first"), mocker(cluster, "second")
+    serving(frontend, "m", 2)
+    expected = await asyncio.gather(*(chat(frontend, "hello", 30, number) for number in range(6)))
+    running = [asyncio.create_task(chat(frontend, "hello", 30, number)) for number in range(6)]
+    await until(lambda: in_flight(frontend) == 6, lambda: frontend.log)
+    first.kill()
+    answers = await asyncio.gather(*running)
+    assert [answer["choices"] for answer in answers] == [answer["choices"] for answer in expected]
+    assert not second.has_ended
+
+
+def in_flight(frontend: Frontend) -> int:
+    """How many requests of the frontend have their first token."""
+    _, body = frontend.get("/metrics")
+    found = re.search(rb'^dynamo_frontend_active_requests\{model="m"\} (\d+)', body, re.MULTILINE)
+    return int(found[1]) if found is not None else 0
+
+
 async def test_prefill_and_decode_workers_serve_a_request_together(cluster: Cluster) -> None:
     flags = ["--block-size", "16", "--speedup-ratio", "20"]
     frontend = cluster.frontend("frontend")
@@ -115,8 +138,15 @@ async def test_prefill_and_decode_workers_serve_a_request_together(cluster: Clus
     serving(frontend, "m", 2)
     answer = await chat(frontend, "x" * 200)
     assert answer["usage"]["completion_tokens"] == 8
-    answers = await asyncio.gather(*(chat(frontend, f"{number}" * 50) for number in range(8)))
+    answers = await asyncio.gather(*(chat(frontend, f"{number}" * 50, seed=number) for number in range(8)))
     assert {answer["usage"]["completion_tokens"] for answer in answers} == {8}
+    alone = MockEngine("m")
+    await alone.start(0)
+    for number, answer in enumerate(answers):
+        asked: Any = {"token_ids": [1], "stop_conditions": {"max_tokens": 8}, "sampling_options": {"seed": number}}
+        ids = [token async for chunk in alone.generate(asked, Context()) for token in chunk["token_ids"]]
+        assert answer["choices"][0]["message"]["content"] == "".join(f"⟨{token}⟩" for token in ids)
+    await alone.cleanup()
 
 
 def test_a_worker_that_cannot_start_ends_the_process(cluster: Cluster) -> None:

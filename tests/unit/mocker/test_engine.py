@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from dynamo.contract.conformance import mock_context, run_conformance
@@ -14,6 +17,7 @@ from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.mocker.configuration import KvTransferTime, MockOptions
 from dynamo.mocker.engine import HANDOFF, REJECTED, MockEngine
 from dynamo.mocker.output import ReasoningShape, ResponseTrace
+from dynamo.placement.replica_events import BookedWorker, BookingEvent, decode_bookings
 from dynamo.runtime.context import Context
 from dynamo.scheduling import SchedulerOptions
 
@@ -43,8 +47,8 @@ async def test_it_keeps_the_contract() -> None:
 
 async def test_an_answer_is_as_long_as_asked_and_can_be_repeated() -> None:
     answers = []
-    for seed in (1, 1, 2):
-        engine = MockEngine("m", instant, seed=seed)
+    for seed, worker in ((1, 1), (1, 2), (2, 1)):
+        engine = MockEngine("m", replace(instant, seed=seed), seed=worker)
         await engine.start(0)
         chunks = await answer(engine, request(), Context("same"))
         await engine.cleanup()
@@ -54,6 +58,58 @@ async def test_an_answer_is_as_long_as_asked_and_can_be_repeated() -> None:
         assert chunks[-1]["completion_usage"]["completion_tokens"] == 5
     assert answers[0] == answers[1] != answers[2]
     assert all(1000 <= token <= 1999 for token in answers[0])
+
+
+async def test_another_worker_continues_an_answer_as_the_first_would_have() -> None:
+    thought = replace(instant, reasoning=ReasoningShape(7, 8, 0.5))
+    for chosen in (instant, thought):
+        whole, rest = MockEngine("m", chosen), MockEngine("m", chosen, seed=9)
+        await whole.start(0)
+        await rest.start(0)
+        expected = ids(await answer(whole, request(10, 8), Context("moved")))
+        context = Context("moved")
+        context.prompt_tokens = 10
+        moved = {"token_ids": [*range(10), *expected[:3]], "stop_conditions": {"max_tokens": 5}}
+        chunks = await answer(rest, moved, context)
+        assert ids(chunks) == expected[3:]
+        usage = chunks[-1]["completion_usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (10, 8)
+        await whole.cleanup()
+        await rest.cleanup()
+
+
+async def test_routers_learn_at_the_first_token_that_a_prompt_is_computed() -> None:
+    told = Endpoint()
+    engine = MockEngine("m", MockOptions(scheduler=instant.scheduler, dp_size=2))
+    await engine.start(0)
+    await engine.on_endpoint_ready(told)  # type: ignore[arg-type]
+    await answer(engine, request(routing={"dp_rank": 1}), Context("asked"))
+    (event,) = decode_bookings(msgspec.msgpack.encode(told.payloads[0]))
+    assert event == BookingEvent("asked", BookedWorker(77, 1), "MarkPrefillCompleted", 77)
+    await engine.cleanup()
+    assert told.is_closed
+
+
+class Endpoint:
+    """An endpoint whose event channel remembers."""
+
+    def __init__(self) -> None:
+        self.payloads: list[Any] = []
+        self.is_closed = False
+        self.runtime = SimpleNamespace(event_plane="zmq")
+
+    def connection_id(self) -> int:
+        return 77
+
+    def event_channel(self, topic: str) -> Endpoint:
+        assert topic == "active_sequences_events"
+        return self
+
+    def publish(self, payload: Any) -> None:
+        self.payloads.append(payload)
+
+    async def close(self) -> None:
+        self.is_closed = True
 
 
 async def test_the_first_and_the_last_chunk_say_how_much_was_cached() -> None:
