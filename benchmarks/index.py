@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -163,30 +165,28 @@ def decisions() -> None:
         )
 
 
-def memory() -> None:
-    """Print the memory of a block, held by one rank or by several."""
-    for title, ranks, blocks in (
-        ("1,000 workers, 1,000 blocks each", 1000, 1000),
-        ("64 workers, 16,000 each", 64, 16_000),
-    ):
-        before = resident_bytes()
-        index = PrefixIndex()
-        for event in fill(range(ranks), blocks):
-            # Through the wire's form, so that the index owns every number it keeps.
-            index.apply(read_events(msgspec.msgpack.encode(event))[0])
-        used = resident_bytes() - before
-        print(f"  {title}: {used / 2**20:.0f} MiB, {used / index.blocks():.0f} bytes per block and worker")
-        del index
+def memory_of(ranks: int, blocks: int, is_shared: bool) -> tuple[int, int]:
+    """Return the bytes of an index and how many blocks it holds; with `is_shared` all ranks hold the same ones."""
     before = resident_bytes()
     index = PrefixIndex()
-    shared = list(fill([0], 50_000))
-    for worker in range(20):
-        for event in shared:
-            index.apply(read_events(msgspec.msgpack.encode(msgspec.structs.replace(event, worker_id=worker)))[0])
-    used = resident_bytes() - before
-    print(
-        f"  20 workers, the same 50,000: {used / 2**20:.0f} MiB, {used / index.blocks():.0f} bytes per block and worker"
-    )
+    for event in fill([0] if is_shared else range(ranks), blocks):
+        # Through the wire's form, so that the index owns every number it keeps.
+        wire = msgspec.msgpack.encode(event)
+        for worker in range(ranks) if is_shared else [event.worker_id]:
+            index.apply(msgspec.structs.replace(read_events(wire)[0], worker_id=worker))
+    return resident_bytes() - before, index.blocks()
+
+
+def memory() -> None:
+    """Print the memory of a block, held by one rank or by several."""
+    for title, case in (
+        ("1,000 workers, 1,000 blocks each", (1000, 1000, False)),
+        ("64 workers, 16,000 blocks each", (64, 16_000, False)),
+        ("20 workers, the same 50,000 blocks", (20, 50_000, True)),
+    ):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+            used, held = fresh.submit(memory_of, *case).result()
+        print(f"  {title}: {used / 2**20:.0f} MiB, {used / held:.0f} bytes per block and worker")
 
 
 def churn(total: int) -> None:

@@ -81,13 +81,16 @@ def extend_sequence(parent: int | None, hashes: Sequence[int], *, seed: int = SE
             return []
         parent = to_unsigned(hashes[0])
         return [parent, *extend_sequence(parent, hashes[1:], seed=seed)]
-    if hashes and min(hashes) < 0:
-        hashes = [to_unsigned(block_hash) for block_hash in hashes]
     chained: list[int] = []
     append, pack, hash64 = chained.append, _PAIR.pack, _hash64
-    for block_hash in hashes:
-        parent = hash64(pack(parent, block_hash), seed)
-        append(parent)
+    before = parent
+    try:
+        for block_hash in hashes:
+            before = hash64(pack(before, block_hash), seed)
+            append(before)
+    except struct.error:  # signed hashes are rare, so they are not looked for beforehand
+        unsigned = [to_unsigned(block_hash) for block_hash in hashes]
+        return extend_sequence(to_unsigned(parent), unsigned, seed=seed)
     return chained
 
 

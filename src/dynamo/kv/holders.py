@@ -116,53 +116,64 @@ class BlockHolders:
 
     def __init__(self) -> None:
         self._runs: dict[int, _Run] = {}  # every block of a run leads to it
+        self._each: set[_Run] = set()
 
     def __len__(self) -> int:
         return len(self._runs)
 
-    def add(self, bit: RankMask, sequence: Sequence[int], parent: int | None = None) -> None:
-        """Book blocks that follow each other, and `parent`, for the rank with this bit."""
+    def add(self, bit: RankMask, sequence: Sequence[int], parent: int | None = None) -> int:
+        """Book blocks that follow each other, and `parent`, for the rank with this bit; return how many are new to it."""
         runs = list(map(self._runs.get, sequence))
         if runs.count(None) == len(runs):
             if runs:
                 self._add_new(bit, list(sequence), parent)
-            return
-        at = 0
+            return len(runs)
+        at = added = 0
         while at < len(runs):
             run, end = runs[at], at + 1
             while end < len(runs) and runs[end] is run:
                 end += 1
             if run is None:
                 self._add_new(bit, list(sequence[at:end]), sequence[at - 1] if at else parent)
+                added += end - at
             elif not run.mask & bit:
                 start = run.blocks.index(sequence[at])
                 self._change(run, start, start + end - at, run.mask | bit)
+                added += end - at
             at = end
+        return added
 
-    def discard(self, bit: RankMask, blocks: Sequence[int]) -> None:
-        """Take blocks, in any order, from the rank with this bit, which must hold each of them."""
+    def discard(self, bit: RankMask, blocks: list[int]) -> int:
+        """Take blocks, in any order, from the rank with this bit; return how many of them it held."""
+        runs = list(map(self._runs.get, blocks))
+        first = runs[0] if runs else None
+        if first is not None and first.mask & bit and runs.count(first) == len(runs):
+            return self._discard(first, bit, blocks)
         gone: dict[_Run, list[int]] = {}
-        for block, run in zip(blocks, map(self._runs.__getitem__, blocks), strict=True):
-            if run in gone:
-                gone[run].append(block)
-            else:
-                gone[run] = [block]
-        for run, leaving in gone.items():
-            mask = run.mask & ~bit
-            count, size = len(leaving), len(run.blocks)
-            if count == size:
-                self._change(run, 0, size, mask)
-                continue
-            last = run.blocks[-count:]
-            if last == leaving or last == leaving[::-1]:  # engines evict the end of a sequence first
-                self._change(run, size - count, size, mask)
-                continue
-            for start, end in _stretches(run.blocks, set(leaving)):
-                self._change(run, start, end, mask)
+        for block, run in zip(blocks, runs, strict=True):
+            if run is not None and run.mask & bit:
+                gone.setdefault(run, []).append(block)
+        return sum(self._discard(run, bit, leaving) for run, leaving in gone.items())
+
+    def drop(self, bit: RankMask) -> None:
+        """Take all blocks from the rank with this bit."""
+        for run in [run for run in self._each if run.mask & bit]:
+            self._change(run, 0, len(run.blocks), run.mask & ~bit)
+
+    def blocks_of(self, bit: RankMask) -> list[int]:
+        """Return all blocks of the rank with this bit."""
+        return [block for run in self._each if run.mask & bit for block in run.blocks]
+
+    def is_held(self, bit: RankMask, block: int) -> bool:
+        """Tell whether the rank with this bit holds a block."""
+        run = self._runs.get(block)
+        return run is not None and bool(run.mask & bit)
 
     def held_by(self, bit: RankMask, sequence: Sequence[int]) -> list[int]:
         """Return the blocks of `sequence` that the rank with this bit holds."""
-        runs = map(self._runs.get, sequence)
+        runs = list(map(self._runs.get, sequence))
+        if runs.count(None) == len(runs):
+            return []
         return [block for block, run in zip(sequence, runs, strict=True) if run is not None and run.mask & bit]
 
     def masks(self, sequence: Sequence[int]) -> list[RankMask]:
@@ -200,13 +211,26 @@ class BlockHolders:
 
     def _add_new(self, bit: RankMask, blocks: list[int], parent: int | None) -> None:
         """Book blocks that nobody holds."""
-        before = None if parent is None else self._runs.get(parent)
-        if before is not None and _goes_on(before, parent, bit, len(blocks)):
-            before.blocks += blocks
-            run = before
+        run = None if parent is None else self._runs.get(parent)
+        if run is not None and run.mask == bit and run.blocks[-1] == parent and len(run.blocks) < _LONGEST_RUN:
+            run.blocks += blocks
         else:
             run = _Run(bit, blocks, parent)
+            self._each.add(run)
         self._runs.update(zip(blocks, repeat(run)))
+
+    def _discard(self, run: _Run, bit: RankMask, leaving: list[int]) -> int:
+        """Take blocks of one run from a rank that holds the run."""
+        mask = run.mask & ~bit
+        count, size = len(leaving), len(run.blocks)
+        last = run.blocks[-count:]
+        if last == leaving or last == leaving[::-1]:  # engines evict the end of a sequence first
+            self._change(run, size - count, size, mask)
+            return count
+        distinct = set(leaving)
+        for start, end in _stretches(run.blocks, distinct):
+            self._change(run, start, end, mask)
+        return len(distinct)
 
     def _change(self, run: _Run, start: int, end: int, mask: RankMask) -> None:
         """Give the blocks from `start` to `end` of a run other holders; 0: nobody holds them any more."""
@@ -222,6 +246,7 @@ class BlockHolders:
             if rest:
                 follower = _Run(run.mask, rest, piece[-1])
                 follower.tail = tail
+                self._each.add(follower)
                 self._runs.update(zip(rest, repeat(follower)))
         elif rest:
             del blocks[:end]
@@ -229,6 +254,7 @@ class BlockHolders:
             follower = run
         else:
             run.blocks, run.tail = [], None  # only a hint leads here now
+            self._each.discard(run)
         if not rest and tail is not None and tail.blocks and tail.parent == piece[-1]:
             follower = tail
         if not mask:
@@ -246,6 +272,7 @@ class BlockHolders:
         else:
             target = _Run(mask, piece, parent)
             target.tail = follower
+            self._each.add(target)
         if start:
             run.tail = target
         self._runs.update(zip(piece, repeat(target)))

@@ -7,7 +7,7 @@ prompt to the first one it lacks, also where it dropped a block in the middle an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Final, TypeAlias
 
@@ -55,18 +55,84 @@ Place: TypeAlias = tuple[str, str]
 class _RankBlocks:
     """The blocks of one rank in one place."""
 
-    __slots__ = ("bit", "blocks", "is_renamed", "repeated")
+    __slots__ = ("bit", "capacity", "count", "holders", "names", "repeated")
 
-    def __init__(self, bit: RankMask) -> None:
+    def __init__(self, bit: RankMask, holders: BlockHolders, capacity: int) -> None:
         self.bit = bit
-        self.blocks: dict[int, int] = {}  # the engine's name -> sequence hash
-        self.is_renamed = False  # an engine's name differs from its sequence hash
+        self.holders = holders
+        self.capacity = capacity
+        self.count = 0
+        # The engine's name -> sequence hash; None while every name is the sequence hash, as with most engines.
+        self.names: dict[int, int] | None = None
         self.repeated: dict[int, int] = {}  # sequence hash -> how many further names it has
 
-    def release(self, sequence: Sequence[int]) -> list[int]:
+    def sequence_hash(self, name: int) -> int | None:
+        """Return the sequence hash of a block; None for a block that the rank does not hold."""
+        if self.names is not None:
+            return self.names.get(name)
+        return name if self.holders.is_held(self.bit, name) else None
+
+    def store(self, names: list[int], sequence: list[int], parent: int | None) -> None:
+        """Book blocks that follow each other, and `parent`, under the engine's names."""
+        own = self.names
+        if own is None:
+            if names == sequence:
+                self.count += self.holders.add(self.bit, sequence, parent)
+                return
+            own = self.names = {block: block for block in self.holders.blocks_of(self.bit)}
+        known = list(map(own.get, names))
+        if known == sequence:
+            return
+        if known.count(None) < len(known) or self.holders.held_by(self.bit, sequence):
+            for name, block in zip(names, sequence, strict=True):
+                self._store_again(own, name, block)
+        else:
+            own.update(zip(names, sequence, strict=True))
+            self.holders.add(self.bit, sequence, parent)
+        self.count = len(own)
+
+    def remove(self, names: list[int]) -> bool:
+        """Drop blocks; False: some were not known."""
+        own = self.names
+        if own is None:
+            gone = self.holders.discard(self.bit, names)
+            self.count -= gone
+            return gone == len(names)
+        known = list(map(own.pop, names, repeat(None)))
+        is_complete = self.count - len(own) == len(names)
+        self.count = len(own)
+        self.holders.discard(self.bit, self._release([block for block in known if block is not None]))
+        return is_complete
+
+    def fits(self, names: list[int]) -> bool:
+        """Tell whether there is room for blocks of these names."""
+        if self.count + len(names) <= self.capacity:
+            return True
+        return self.count + sum(self.sequence_hash(name) is None for name in names) <= self.capacity
+
+    def items(self) -> Iterable[tuple[int, int]]:
+        """Return name and sequence hash of each block."""
+        return (
+            ((block, block) for block in self.holders.blocks_of(self.bit)) if self.names is None else self.names.items()
+        )
+
+    def _store_again(self, own: dict[int, int], name: int, block: int) -> None:
+        """Book one block of which the name or the content may be known already."""
+        before = own.get(name)
+        if before == block:
+            return
+        if before is not None:  # the engine uses the name for another block now
+            self.holders.discard(self.bit, self._release([before]))
+        if self.holders.is_held(self.bit, block):
+            self.repeated[block] = self.repeated.get(block, 0) + 1
+        else:
+            self.holders.add(self.bit, [block])
+        own[name] = block
+
+    def _release(self, sequence: list[int]) -> list[int]:
         """Return those of the blocks that have lost their last name."""
         if not self.repeated:
-            return list(sequence)
+            return sequence
         gone: list[int] = []
         for block in sequence:
             names = self.repeated.get(block, 0)
@@ -88,55 +154,6 @@ class _PlaceBlocks:
         self.holders = BlockHolders()
         self.ranks: dict[tuple[int, int], _RankBlocks] = {}  # keyed by WorkerRank or the tuple equal to it
 
-    def rank(self, rank: WorkerRank, bit: RankMask) -> _RankBlocks:
-        held = self.ranks.get(rank)
-        if held is None:
-            held = self.ranks[rank] = _RankBlocks(bit)
-        return held
-
-    def store(self, held: _RankBlocks, names: list[int], sequence: list[int], parent: int | None) -> None:
-        """Book blocks that follow each other, and `parent`, under the engine's names."""
-        if names == sequence and not held.is_renamed:  # most engines name a block by its sequence hash
-            held.blocks.update(zip(sequence, sequence, strict=True))
-            self.holders.add(held.bit, sequence, parent)
-            return
-        held.is_renamed = True
-        known = list(map(held.blocks.get, names))
-        if known == sequence:
-            return
-        if known.count(None) < len(known) or self.holders.held_by(held.bit, sequence):
-            for name, block in zip(names, sequence, strict=True):
-                self._store_again(held, name, block)
-            return
-        held.blocks.update(zip(names, sequence, strict=True))
-        self.holders.add(held.bit, sequence, parent)
-
-    def _store_again(self, held: _RankBlocks, name: int, block: int) -> None:
-        """Book one block of which the name or the content may be known already."""
-        before = held.blocks.get(name)
-        if before == block:
-            return
-        if before is not None:  # the engine uses the name for another block now
-            self.holders.discard(held.bit, held.release([before]))
-        if self.holders.held_by(held.bit, [block]):
-            held.repeated[block] = held.repeated.get(block, 0) + 1
-        else:
-            self.holders.add(held.bit, [block])
-        held.blocks[name] = block
-
-    def remove(self, held: _RankBlocks, names: list[int]) -> bool:
-        """Drop blocks; False: some were not known."""
-        before = len(held.blocks)
-        known = list(map(held.blocks.pop, names, repeat(None)))
-        is_complete = before - len(held.blocks) == len(names)
-        self.holders.discard(held.bit, held.release([block for block in known if block is not None]))
-        return is_complete
-
-    def forget(self, rank: WorkerRank) -> None:
-        held = self.ranks.pop(rank, None)
-        if held is not None:
-            self.holders.discard(held.bit, list(set(held.blocks.values()) if held.is_renamed else held.blocks))
-
 
 class PrefixIndex:
     """The exact index. Not thread-safe; applying an event or finding a prompt never waits."""
@@ -147,6 +164,8 @@ class PrefixIndex:
         self._places: dict[Place, _PlaceBlocks] = {_DEVICE: self._device}  # further ones as they are needed
         self._capacities: dict[tuple[tuple[int, int], str], int] = {}
         self._degraded: set[WorkerRank] = set()
+        # What an event's four words lead to, so that most events need one look; emptied whenever a rank is.
+        self._routes: dict[tuple[int, int, str, str | msgspec.UnsetType | None], _RankBlocks] = {}
 
     @property
     def degraded(self) -> frozenset[WorkerRank]:
@@ -158,35 +177,43 @@ class PrefixIndex:
 
         What does not fit is not stored, and the rank counts as degraded until it is forgotten or cleared.
         """
+        if blocks is not None and blocks < 0:
+            raise ValueError(f"blocks must be at least 0, got {blocks}")
         if blocks is None:
             self._capacities.pop((rank, tier), None)
-        elif blocks < 0:
-            raise ValueError(f"blocks must be at least 0, got {blocks}")
         else:
             self._capacities[rank, tier] = blocks
+        for domain in _DOMAINS:
+            content = self._places.get((tier, domain))
+            if content is not None and rank in content.ranks:
+                content.ranks[rank].capacity = DEFAULT_CAPACITY if blocks is None else blocks
 
     def apply(self, event: RouterEvent) -> str:
         """Apply one event and return what became of it, one of STATUSES.
 
         An event that is not ok is applied as far as it can be: of a removal all blocks that are known, of a store none.
         """
-        domain: str | None = None if event.residency_domain is msgspec.UNSET else event.residency_domain or ""
         change = event.event
-        if domain is not None and domain not in _DOMAINS:
-            return UNSUPPORTED_DOMAIN
-        rank = (event.worker_id, change.dp_rank)
         data = change.data
-        if data == "cleared":
-            self._clear(WorkerRank(*rank), domain)
-            return OK
-        place = (event.storage_tier, domain or _WORKER)
-        if place not in _PLACES:
-            return UNSUPPORTED_DOMAIN
+        if isinstance(data, str):
+            return self._clear_for(event)
+        route = (event.worker_id, change.dp_rank, event.storage_tier, event.residency_domain)
+        held = self._routes.get(route)
+        if held is None:
+            place = _place_of(event)
+            if place is None:
+                return UNSUPPORTED_DOMAIN
+            found = self._rank_blocks(place, WorkerRank(event.worker_id, change.dp_rank), data.stored)
+            if isinstance(found, str):
+                return found
+            if found is None:
+                return BLOCK_NOT_FOUND if data.removed is not None and data.removed.block_hashes else OK
+            held = self._routes[route] = found
         status = OK
         if data.stored is not None:
-            status = self._store(place, rank, data.stored)
-        if data.removed is not None:
-            status = self._remove(place, rank, data.removed.block_hashes)
+            status = self._store(route, held, data.stored)
+        if data.removed is not None and not held.remove(data.removed.block_hashes):
+            status = BLOCK_NOT_FOUND
         return status
 
     def forget(self, worker_id: int, dp_rank: int | None = None) -> None:
@@ -208,7 +235,7 @@ class PrefixIndex:
     def blocks(self, rank: WorkerRank | None = None) -> int:
         """Return how many blocks a rank holds in all tiers, or all ranks together."""
         return sum(
-            len(held.blocks)
+            held.count
             for place in self._places.values()
             for held in (place.ranks.values() if rank is None else filter(None, [place.ranks.get(rank)]))
         )
@@ -223,7 +250,7 @@ class PrefixIndex:
             (place, rank, block, name)
             for place, content in self._places.items()
             for rank, held in content.ranks.items()
-            for name, block in held.blocks.items()
+            for name, block in held.items()
         )
         return [
             RouterEvent(
@@ -237,39 +264,46 @@ class PrefixIndex:
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
-    def _store(self, place: Place, rank: tuple[int, int], stored: BlocksAdded) -> str:
+    def _store(
+        self, route: tuple[int, int, str, str | msgspec.UnsetType | None], held: _RankBlocks, stored: BlocksAdded
+    ) -> str:
         blocks = stored.blocks
         if not blocks:
             return OK
         names = [block.block_hash for block in blocks]
         parent_name = stored.parent_hash
-        if parent_name in names:
-            return INVALID_SEQUENCE
         parent: int | None = None
         if parent_name is not None:
-            parent = self._sequence_hash(place, rank, parent_name)
+            if parent_name in names:
+                return INVALID_SEQUENCE
+            parent = held.sequence_hash(parent_name)
             if parent is None:
-                return PARENT_NOT_FOUND
+                parent = self._sequence_hash(route[:2], parent_name)
+                if parent is None:
+                    return PARENT_NOT_FOUND
         sequence = extend_sequence(parent, [block.tokens_hash for block in blocks])
         if names != sequence and len(set(names)) < len(names):
             return INVALID_SEQUENCE
-        held = self._rank_blocks(place, rank)
-        if held is None or not self._fits(place, rank, held, names):
+        if not held.fits(names):
+            self._degraded.add(WorkerRank(route[0], route[1]))
             return CAPACITY_EXHAUSTED
-        self._places[place].store(held, names, sequence, parent)
+        held.store(names, sequence, parent)
         return OK
 
-    def _remove(self, place: Place, rank: tuple[int, int], names: list[int]) -> str:
-        content = self._places.get(place)
-        held = None if content is None else content.ranks.get(rank)
-        if content is None or held is None:
-            return BLOCK_NOT_FOUND if names else OK
-        return OK if content.remove(held, names) else BLOCK_NOT_FOUND
+    def _clear_for(self, event: RouterEvent) -> str:
+        domain = event.residency_domain
+        if domain is not msgspec.UNSET and domain not in _DOMAINS:
+            return UNSUPPORTED_DOMAIN
+        self._clear(WorkerRank(event.worker_id, event.event.dp_rank), None if domain is msgspec.UNSET else domain)
+        return OK
 
     def _clear(self, rank: WorkerRank, domain: str | None) -> None:
+        self._routes.clear()
         for (_, own_domain), content in self._places.items():
             if domain is None or own_domain == domain:
-                content.forget(rank)
+                held = content.ranks.pop(rank, None)
+                if held is not None and held.count:
+                    content.holders.drop(held.bit)
         self._degraded.discard(rank)
         if not any(rank in content.ranks for content in self._places.values()):
             self._bits.give_back(rank)
@@ -279,35 +313,34 @@ class PrefixIndex:
         for key in [key for key in self._capacities if key[0] == rank]:
             del self._capacities[key]
 
-    def _sequence_hash(self, place: Place, rank: tuple[int, int], name: int) -> int | None:
-        """Return the sequence hash of a rank's block; a block of a lower tier may follow a block of another tier."""
-        for each in (place, *_PLACES):
-            content = self._places.get(each)
+    def _sequence_hash(self, rank: tuple[int, int], name: int) -> int | None:
+        """Return the sequence hash of a rank's block in any place; a block of a lower tier may follow one elsewhere."""
+        for place in _PLACES:
+            content = self._places.get(place)
             held = None if content is None else content.ranks.get(rank)
-            if held is not None and (found := held.blocks.get(name)) is not None:
+            if held is not None and (found := held.sequence_hash(name)) is not None:
                 return found
         return None
 
-    def _rank_blocks(self, place: Place, rank: tuple[int, int]) -> _RankBlocks | None:
-        """Return what a rank holds in a place; None when there are too many ranks."""
+    def _rank_blocks(self, place: Place, rank: WorkerRank, stored: BlocksAdded | None) -> _RankBlocks | str | None:
+        """Return what a rank holds in a place, made new for blocks that can be stored; else None, or what is wrong."""
         content = self._places.get(place)
+        held = None if content is None else content.ranks.get(rank)
+        if held is not None or stored is None or not stored.blocks:
+            return held
+        parent = stored.parent_hash
+        if any(block.block_hash == parent for block in stored.blocks):
+            return INVALID_SEQUENCE
+        if parent is not None and self._sequence_hash(rank, parent) is None:
+            return PARENT_NOT_FOUND
+        bit = self._bits.take(rank)
+        if bit is None:
+            return CAPACITY_EXHAUSTED
         if content is None:
             content = self._places[place] = _PlaceBlocks()
-        held = content.ranks.get(rank)
-        if held is not None:
-            return held
-        full = WorkerRank(*rank)
-        bit = self._bits.take(full)
-        return None if bit is None else content.rank(full, bit)
-
-    def _fits(self, place: Place, rank: tuple[int, int], held: _RankBlocks, names: list[int]) -> bool:
         capacity = self._capacities.get((rank, place[0]), DEFAULT_CAPACITY)
-        if len(held.blocks) + len(names) <= capacity:
-            return True
-        if len(held.blocks) + sum(name not in held.blocks for name in names) <= capacity:
-            return True
-        self._degraded.add(WorkerRank(*rank))
-        return False
+        held = content.ranks[rank] = _RankBlocks(bit, content.holders, capacity)
+        return held
 
     # -- lower tiers -------------------------------------------------------------------------------------------------
 
@@ -337,6 +370,12 @@ class PrefixIndex:
         if len(found) < 2:
             return found[0] if found else ()
         return [_union(masks) for masks in zip(*found, strict=True)]
+
+
+def _place_of(event: RouterEvent) -> Place | None:
+    """Return where the blocks of an event are; None for a tier or domain that does not exist."""
+    domain = _WORKER if event.residency_domain is msgspec.UNSET else event.residency_domain
+    return next((place for place in _PLACES if place == (event.storage_tier, domain)), None)
 
 
 def _union(masks: tuple[RankMask, ...]) -> RankMask:

@@ -26,6 +26,7 @@ def paths_of(rng: random.Random) -> list[list[int]]:
 
 def check_runs(holders: BlockHolders) -> None:
     runs = set(holders._runs.values())
+    assert runs == holders._each
     assert sum(len(run.blocks) for run in runs) == len(holders)
     for run in runs:
         assert run.mask > 0
@@ -54,10 +55,16 @@ def test_runs_equal_a_map_of_sets(seed: int) -> None:
                 case 1:
                     rng.shuffle(gone)
             assert sorted(gone) == sorted(holders.held_by(bit, piece))
-            holders.discard(bit, gone)
+            asked = [*gone, rng.getrandbits(64), *gone[:1]] if rng.random() < 0.2 else gone  # rubbish changes nothing
+            assert holders.discard(bit, asked) == len(gone)
             for block in gone:
                 naive[block].discard(bit)
+        if rng.random() < 0.05:
+            holders.drop(bit)
+            for held in naive.values():
+                held.discard(bit)
         check_runs(holders)
+        assert sorted(holders.blocks_of(bit)) == sorted(block for block, held in naive.items() if bit in held)
         assert len(holders) == sum(map(bool, naive.values()))
         probe = rng.choice(paths)[: rng.randrange(1, 60)]
         assert holders.masks(probe) == [sum(naive.get(block, ())) for block in probe]
