@@ -53,10 +53,10 @@ class TraceShape(msgspec.Struct, frozen=True):
     documents: float = 0.3
     bursts: float = 0.1
     system_prompts: int = 8
-    document_count: int = 100
+    document_count: int = 60
     zipf: float = 1.0  # the document at place k of the list is asked about 1 / k ** zipf as often as the first
     turns: float = 8.0  # of a chat, in the mean
-    chats_alive: float = 48.0  # at a time, in the mean: sets how long people think
+    chats_alive: float = 32.0  # at a time, in the mean: sets how long people think
     burst_size: float = 12.0  # in the mean
 
     def check(self) -> None:
