@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.events import RouterEvent
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.overlap import WorkerRank
@@ -27,11 +28,22 @@ class KvFrontend:
         rng: random.Random,
         *,
         reads_events: bool = True,
+        guesses_by_lru: bool = False,
+        predicted_ttl_seconds: float | None = None,
     ) -> None:
-        """`options` is what the workers' cards say."""
+        """`options` is what the workers' cards say.
+
+        Without events, what was routed to a worker counts as held for two minutes, or with `guesses_by_lru` until newer
+        prompts fill its cache. `predicted_ttl_seconds`: beside the events, what was routed counts as held for so long.
+        """
         self.reads_events = reads_events
         self._rng = rng
         self._index = PrefixIndex() if reads_events else None
+        self._routed: ApproximateIndex | None = None  # learns from what is sent where
+        if not reads_events:
+            self._routed = ApproximateIndex(is_lru=guesses_by_lru)
+        elif predicted_ttl_seconds is not None:
+            self._routed = ApproximateIndex(ttl_seconds=predicted_ttl_seconds)
         self._info = RankInfo(
             total_kv_blocks=options.num_gpu_blocks,
             max_num_batched_tokens=options.max_num_batched_tokens,
@@ -42,15 +54,17 @@ class KvFrontend:
             block_size=options.block_size,
             policy=policy,
             rng=rng,
-            index=self._index,
+            index=self._index if reads_events else self._routed,
+            predicted=self._routed if reads_events else None,
         )
 
     def set_workers(self, worker_ids: Sequence[int]) -> None:
         """Take note of the workers that are there now."""
         ranks = {WorkerRank(worker_id): self._info for worker_id in worker_ids}
-        if self._index is not None:
-            for rank in ranks:
-                self._index.set_capacity(rank, self._info.total_kv_blocks)
+        for index in (self._index, self._routed):
+            if index is not None:
+                for rank in ranks:
+                    index.set_capacity(rank, self._info.total_kv_blocks)
         self.router.set_ranks(ranks)
 
     def route(self, flight: Flight, now_ms: float) -> Routed:
@@ -94,8 +108,9 @@ class KvFrontend:
 
     def forget(self, worker_id: int) -> None:
         """Drop a worker's blocks."""
-        if self._index is not None:
-            self._index.forget(worker_id)
+        for index in (self._index, self._routed):
+            if index is not None:
+                index.forget(worker_id)
 
 
 def _query(flight: Flight) -> KvQuery:

@@ -1,10 +1,12 @@
 """The router modes that a replay knows, by name, and what makes their frontends. Pure.
 
-round-robin, random, least-loaded, power-of-two
-kv                                   the policy `time`
-kv:default, kv:time                  a policy by its name
-kv:time,NAME=VALUE,...               with parameters of the policy; one name is the replay's own:
-    events=off                       route without KV events
+- `round-robin`, `random`, `least-loaded`, `power-of-two`
+- `kv`: the policy `time`; `kv:default`, `kv:time`: a policy by its name
+- `kv:time,NAME=VALUE,...`: with parameters of the policy
+
+Three names are the replay's own. `events=off` routes without KV events, by what was sent where in the last two minutes; with
+`lru=on` that counts as held until newer prompts fill the worker's cache. `predicted=SECONDS` counts what was sent as held
+for so long beside the events.
 """
 
 from __future__ import annotations
@@ -42,14 +44,20 @@ def frontend_of(name: str, options: SchedulerOptions) -> MakeFrontend:
     policy, *given = (policy_text or STANDARD_POLICY).split(",")
     parameters = dict(_parameter(name, text) for text in given)
     reads_events = parameters.pop("events", True)
-    if not isinstance(reads_events, bool):
-        raise InvalidArgument(f"{name}: events is on or off")
+    predicted = parameters.pop("predicted", None)
+    by_lru = parameters.pop("lru", False)
+    if not isinstance(reads_events, bool) or not isinstance(by_lru, bool):
+        raise InvalidArgument(f"{name}: events and lru are on or off")
+    if predicted is not None and (isinstance(predicted, bool) or not predicted > 0):
+        raise InvalidArgument(f"{name}: predicted is a number of seconds above 0")
     kv_policy(policy, parameters)  # so that a mistake shows before anything is replayed
     return lambda seed: KvFrontend(
         kv_policy(policy, parameters),
         options,
         random.Random(f"{seed} {KV}"),
         reads_events=reads_events,
+        guesses_by_lru=by_lru,
+        predicted_ttl_seconds=predicted,
     )
 
 

@@ -221,6 +221,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
             (
                 Variant("with events", TIME),
                 Variant("no events", f"{TIME},events=off", {"publishes_events": False}),
+                Variant("no events, lru", f"{TIME},events=off,lru=on", {"publishes_events": False}),
             ),
             (Bar("prefix_cache_reused_ratio", "no events", 0.85, "with events", is_least=True),),
         ),
