@@ -227,6 +227,10 @@ class BlockHolders:
         if last == leaving or last == leaving[::-1]:  # engines evict the end of a sequence first
             self._change(run, size - count, size, mask)
             return count
+        start = run.blocks.index(leaving[0])
+        if run.blocks[start : start + count] == leaving:
+            self._change(run, start, start + count, mask)
+            return count
         distinct = set(leaving)
         for start, end in _stretches(run.blocks, distinct):
             self._change(run, start, end, mask)
