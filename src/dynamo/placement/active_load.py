@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from dynamo.kv.overlap import WorkerRank
-from dynamo.placement.prefill_pass import PrefillPass
+from dynamo.placement.prefill_pass import FinishedPasses, PrefillPass
+from dynamo.placement.reuse_clock import ReuseClock
 
-__all__ = ["DEFAULT_EXPIRY_SECONDS", "MAX_REQUESTS", "ActiveLoad", "Booked", "LoadOfRank", "common_blocks"]
+__all__ = ["DEFAULT_EXPIRY_SECONDS", "MAX_REQUESTS", "ActiveLoad", "Booked", "LoadClock", "LoadOfRank", "common_blocks"]
 
 DEFAULT_EXPIRY_SECONDS: Final = 300.0  # DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS
 SCAN_SECONDS: Final = 30.0  # between looks for expired requests when requests are added
@@ -29,6 +30,7 @@ class Booked:
 
     __slots__ = (
         "added_at",
+        "clock_at_first_token",
         "context_tokens",
         "expected_output",
         "expires",
@@ -49,7 +51,31 @@ class Booked:
         self.output_tokens = 0
         self.output_blocks: list[int] = []
         self.first_token_at: float | None = None
+        self.clock_at_first_token = (0.0, 0.0, 0.0)  # area, pass_seconds, pass_steps
         self.expires = True
+
+
+class LoadClock:
+    """What has added up on one rank over time; the difference between two moments gives a mean."""
+
+    __slots__ = ("_at", "area", "pass_seconds", "pass_steps")
+
+    def __init__(self) -> None:
+        self.area = 0.0  # tokens of context times the seconds that they were there
+        self.pass_seconds = 0.0  # of passes that computed prompts
+        self.pass_steps = 0.0  # steps that the streams made in them
+        self._at = 0.0
+
+    def advance(self, context_tokens: int, now: float) -> None:
+        """Count the time since the last call, in which there were `context_tokens`."""
+        if now > self._at:
+            self.area += context_tokens * (now - self._at)
+            self._at = now
+
+    def add(self, passes: FinishedPasses) -> None:
+        """Count passes that computed prompts. An arrival finds the step that runs half done."""
+        self.pass_seconds += passes.seconds
+        self.pass_steps += passes.passes + (0.5 if passes.was_idle else 0.0)
 
 
 class LoadOfRank:
@@ -58,11 +84,11 @@ class LoadOfRank:
     __slots__ = (
         "blocks",
         "booked",
+        "clock",
         "context_tokens",
-        "expected_left",
-        "hinted",
         "prefill_pass",
         "prefill_tokens",
+        "reuse",
         "saved",
         "streams",
         "weights",
@@ -75,10 +101,10 @@ class LoadOfRank:
         self.booked: dict[str, Booked] = {}
         self.prefill_tokens = 0
         self.streams = 0
-        self.context_tokens = 0  # of the streams
-        self.hinted = 0  # streams with an expected output
-        self.expected_left = 0  # tokens that the hinted streams are expected to generate still
+        self.context_tokens = 0  # of all requests
+        self.clock = LoadClock()
         self.prefill_pass = PrefillPass()
+        self.reuse = ReuseClock()
 
     @property
     def decode_blocks(self) -> float:
@@ -181,10 +207,9 @@ class ActiveLoad:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._booked
 
-    def rank_of(self, request_id: str) -> WorkerRank | None:
-        """Return where a request is booked; None: nowhere."""
-        booked = self._booked.get(request_id)
-        return None if booked is None else booked.rank
+    @property
+    def block_size(self) -> int:
+        return self._block_size
 
     # -- steps of a request
 
@@ -213,7 +238,10 @@ class ActiveLoad:
         booked.context_tokens = prompt_tokens
         booked.expected_output, booked.expires = expected_output, expires
         self._booked[request_id] = load.booked[request_id] = booked
+        load.clock.advance(load.context_tokens, now)
+        load.context_tokens += prompt_tokens
         load.hold(sequence)
+        load.reuse.touch(sequence, now)
         if counts_prefill:
             booked.prefill_tokens = max(0, prompt_tokens - cached_tokens)
             load.prefill_tokens += booked.prefill_tokens
@@ -229,12 +257,12 @@ class ActiveLoad:
         booked.first_token_at = now
         load = self._ranks[booked.rank]
         self._end_prefill(load, booked)
-        load.prefill_pass.complete(request_id, now)
+        passes = load.prefill_pass.complete(request_id, now)
+        if passes is not None:
+            load.clock.add(passes)
         load.streams += 1
-        load.context_tokens += booked.context_tokens
-        if booked.expected_output is not None:
-            load.hinted += 1
-            load.expected_left += self._expected_left(booked)
+        load.clock.advance(load.context_tokens, now)
+        booked.clock_at_first_token = (load.clock.area, load.clock.pass_seconds, load.clock.pass_steps)
         self.changed.add(booked.rank)
         return booked
 
@@ -244,14 +272,10 @@ class ActiveLoad:
         if booked is None or tokens <= 0:
             return
         load = self._ranks[booked.rank]
-        if booked.first_token_at is not None:
-            load.expected_left -= self._expected_left(booked)
-            load.context_tokens += tokens
+        load.context_tokens += tokens
         blocks_before = -(-booked.context_tokens // self._block_size)
         booked.output_tokens += tokens
         booked.context_tokens += tokens
-        if booked.first_token_at is not None:
-            load.expected_left += self._expected_left(booked)
         if self._tracks_output:
             self._grow(load, booked, -(-booked.context_tokens // self._block_size) - blocks_before)
         self.changed.add(booked.rank)
@@ -272,10 +296,9 @@ class ActiveLoad:
             load.prefill_pass.drop(request_id, now)
         else:
             load.streams -= 1
-            load.context_tokens -= booked.context_tokens
-            if booked.expected_output is not None:
-                load.hinted -= 1
-                load.expected_left -= self._expected_left(booked)
+        load.clock.advance(load.context_tokens, now)
+        load.context_tokens -= booked.context_tokens
+        load.reuse.touch(booked.sequence, now)
         load.let_go(booked.sequence)
         if booked.output_blocks:
             load.let_go(booked.output_blocks)
@@ -305,6 +328,10 @@ class ActiveLoad:
         if load is None:
             load = self._ranks[rank] = LoadOfRank()
         return load
+
+    def get(self, request_id: str) -> Booked | None:
+        """Return an active request."""
+        return self._booked.get(request_id)
 
     def knows(self, rank: WorkerRank) -> bool:
         """Return whether the rank has an account."""
@@ -377,10 +404,6 @@ class ActiveLoad:
     def _end_prefill(load: LoadOfRank, booked: Booked) -> None:
         load.prefill_tokens -= booked.prefill_tokens
         booked.prefill_tokens = 0
-
-    @staticmethod
-    def _expected_left(booked: Booked) -> int:
-        return max(0, (booked.expected_output or 0) - booked.output_tokens)
 
     def _grow(self, load: LoadOfRank, booked: Booked, blocks: int) -> None:
         """Count new output blocks. With an expected output, what only this request holds weighs less the nearer its end is."""

@@ -51,8 +51,7 @@ class RankState(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     decode_blocks: float = 0.0  # distinct blocks of all active requests
     requests: int = 0  # active requests
     streams: int = 0  # requests that have had their first token
-    context_tokens: int = 0  # prompt tokens and known output of those streams
-    output_left: float = 0.0  # tokens that those streams are expected to generate still
+    context_tokens: int = 0  # prompt tokens and known output of all active requests
     pass_started_at: float | None = None  # of the prefill that runs now; None: none runs
     pass_tokens: int = 0  # uncached tokens of the requests that it computes
     waiting_tokens: int = 0  # uncached tokens of the requests behind it

@@ -63,11 +63,11 @@ class PrefillPass:
             self.running[request_id] = self.running_tokens = tokens
             self.started_at, self.was_idle = now, True
 
-    def complete(self, request_id: str, now: float) -> None:
-        """Count the first token of a request."""
+    def complete(self, request_id: str, now: float) -> FinishedPasses | None:
+        """Count the first token of a request; return what it shows, if it is the first one of its pass."""
         if request_id not in self.running:
             self.drop(request_id, now)  # its pass was seen to end already, or it overtook the others
-            return
+            return None
         at = 0
         for known, tokens in self.running.items():
             at += tokens
@@ -79,6 +79,7 @@ class PrefillPass:
             passes, done, pass_squares(done, self.budget), now - self.started_at, self.was_idle
         )
         self._start_next(done, now)
+        return self._finished
 
     def drop(self, request_id: str, now: float) -> None:
         """Take out a request that ended without a first token, if it is counted."""
@@ -90,7 +91,7 @@ class PrefillPass:
             self.waiting_tokens -= self.waiting.pop(request_id, 0)
 
     def take_finished(self) -> FinishedPasses | None:
-        """Return what the last first token showed, once."""
+        """Return what the first token of the last pass showed, once."""
         finished, self._finished = self._finished, None
         return finished
 

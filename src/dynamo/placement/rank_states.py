@@ -8,7 +8,7 @@ from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.active_load import ActiveLoad, LoadOfRank
 from dynamo.placement.kv_query import RankInfo
 from dynamo.placement.kv_state import RankState
-from dynamo.placement.timing import DEFAULT_TIMING
+from dynamo.placement.timing_learner import TimingLearner
 
 __all__ = ["RankStates"]
 
@@ -20,11 +20,13 @@ def _nothing_held(_: WorkerRank) -> int:
 class RankStates:
     """One `RankState` per known rank, in the order of the ranks. Bounded by the ranks."""
 
-    __slots__ = ("_held", "_load", "_positions", "_states", "infos", "loads", "ranks", "some_are_busy")
+    __slots__ = ("_held", "_load", "_positions", "_states", "_timing", "infos", "loads", "ranks", "some_are_busy")
 
-    def __init__(self, load: ActiveLoad, held: Callable[[WorkerRank], int] | None = None) -> None:
+    def __init__(
+        self, load: ActiveLoad, timing: TimingLearner, held: Callable[[WorkerRank], int] | None = None
+    ) -> None:
         """`held`: how many blocks a rank's cache holds, as far as an index knows."""
-        self._load = load
+        self._load, self._timing = load, timing
         self._held = held or _nothing_held
         self.infos: dict[WorkerRank, RankInfo] = {}
         self.ranks: tuple[WorkerRank, ...] = ()
@@ -40,8 +42,11 @@ class RankStates:
         self.infos = {rank: ranks[rank] for rank in sorted(ranks)}
         self.ranks = tuple(self.infos)
         self.loads = tuple(self._load.of(rank) for rank in self.ranks)
+        block_size = self._load.block_size
+        self._timing.keep({rank: (info.total_kv_blocks or 0) * block_size for rank, info in self.infos.items()})
         for load, info in zip(self.loads, self.infos.values(), strict=True):
             load.prefill_pass.set_budget(info.max_num_batched_tokens)
+            load.reuse.set_blocks(info.total_kv_blocks)
         self.some_are_busy = any(info.is_busy for info in self.infos.values())
         self._positions = {rank: at for at, rank in enumerate(self.ranks)}
         self._states = tuple(map(self._state, self.ranks, self.loads))
@@ -78,16 +83,16 @@ class RankStates:
             requests=len(load.booked),
             streams=load.streams,
             context_tokens=load.context_tokens,
-            output_left=float(load.expected_left),
             pass_started_at=prefill.started_at if prefill.running else None,
             pass_tokens=prefill.running_tokens,
             waiting_tokens=prefill.waiting_tokens,
             waiting_requests=len(prefill.waiting),
+            oldest_use_at=load.reuse.oldest_use_at,
             held_blocks=self._held(rank),
             total_kv_blocks=info.total_kv_blocks,
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_num_seqs=info.max_num_seqs,
             is_decode=info.is_decode,
             trust=info.trust,
-            timing=DEFAULT_TIMING,
+            timing=self._timing.timing(rank),
         )

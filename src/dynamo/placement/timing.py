@@ -10,7 +10,10 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["DEFAULT_TIMING", "RankTiming", "TimeCurve"]
+__all__ = ["DEFAULT_CAPACITY_TOKENS", "DEFAULT_TIMING", "RankTiming", "TimeCurve", "pass_ms"]
+
+
+DEFAULT_CAPACITY_TOKENS: Final = 262_144  # of the cache of a rank that does not report it
 
 
 class TimeCurve(msgspec.Struct, frozen=True, gc=False):
@@ -31,6 +34,16 @@ class RankTiming(msgspec.Struct, frozen=True, gc=False):
     prefill: TimeCurve  # x: uncached tokens in one pass
     decode: TimeCurve  # x: share of the cache that the contexts of the streams fill
     output_tokens: float = 256.0  # that a request generates where nothing says otherwise
+
+
+def pass_ms(curve: TimeCurve, tokens: float, budget: int) -> float:
+    """Return how long the passes take that compute `tokens` tokens, `budget` in each; 0 for none."""
+    if tokens <= 0:
+        return 0.0
+    if tokens <= budget:
+        return curve.at(tokens)
+    whole, rest = divmod(tokens, budget)
+    return whole * curve.at(budget) + (curve.at(rest) if rest else 0.0)
 
 
 # Before anything has been seen: the shape of a medium accelerator and model. A prefill has a fixed cost, a cost per token,

@@ -50,6 +50,7 @@ class KvFrontend:
             max_num_seqs=options.max_num_seqs,
             trust=Trust.EXACT if reads_events else Trust.PREDICTED,
         )
+        self._begun: dict[str, tuple[Flight, int]] = {}  # own bookings, with the tokens there were before
         self.router = KvRouter(
             block_size=options.block_size,
             policy=policy,
@@ -72,6 +73,7 @@ class KvFrontend:
         router, now = self.router, now_ms / 1000
         selection = router.select(_query(flight), now)
         router.book(flight.booking_id, selection, now)
+        self._begun[flight.booking_id] = flight, flight.tokens
         return Routed(selection.rank.worker_id, selection.cached_tokens)
 
     def would_choose(self, flight: Flight, now_ms: float) -> int | None:
@@ -98,8 +100,12 @@ class KvFrontend:
         self.router.first_token(booking_id, now_ms / 1000)
 
     def end(self, booking_id: str, now_ms: float) -> None:
-        """Free what is booked."""
-        self.router.free(booking_id, now_ms / 1000)
+        """Free what is booked; the router learns how long the answer was, if it is its own."""
+        now = now_ms / 1000
+        if (begun := self._begun.pop(booking_id, None)) is not None:
+            flight, tokens_before = begun
+            self.router.output(booking_id, flight.tokens - tokens_before, now)
+        self.router.free(booking_id, now)
 
     def apply(self, event: RouterEvent, now_ms: float) -> None:
         """Let the index follow a worker's cache."""

@@ -33,6 +33,7 @@ from dynamo.placement.kv_query import (
 )
 from dynamo.placement.kv_state import KvChoice, KvPolicy, KvRequest, KvState, RankMatch, RankState
 from dynamo.placement.rank_states import RankStates
+from dynamo.placement.timing_learner import TimingLearner
 from dynamo.router.kv_indexes import KvIndexes
 
 __all__ = [
@@ -111,7 +112,18 @@ class BookingObserver(Protocol):
 class KvRouter:
     """Chooses ranks, and keeps account of what it chose. Bounded by the ranks, the active requests and its indexes."""
 
-    __slots__ = ("_block_size", "_indexes", "_options", "_own_blocks", "_policy", "_rng", "_states", "load", "observer")
+    __slots__ = (
+        "_block_size",
+        "_indexes",
+        "_options",
+        "_own_blocks",
+        "_policy",
+        "_rng",
+        "_states",
+        "_timing",
+        "load",
+        "observer",
+    )
 
     def __init__(
         self,
@@ -138,7 +150,8 @@ class KvRouter:
             tracks_output_blocks=self._options.tracks_output_blocks,
             expiry_seconds=self._options.expiry_seconds,
         )
-        self._states = RankStates(self.load, self._indexes.held)
+        self._timing = TimingLearner()
+        self._states = RankStates(self.load, self._timing, self._indexes.held)
         self.observer: BookingObserver | None = None
         self._own_blocks = _OWN_BLOCKS  # the last name of a block that is not shared
 
@@ -206,8 +219,15 @@ class KvRouter:
     def first_token(self, request_id: str, now: float) -> None:
         """Count the first token of a request: its prompt is computed. Unknown ids and second calls change nothing."""
         self.load.prefill_completed(request_id, now)
-        if self.observer is not None and (rank := self.load.rank_of(request_id)) is not None:
-            self.observer.prefill_completed(request_id, rank)
+        booked = self.load.get(request_id)
+        if booked is None:
+            return
+        load = self.load.of(booked.rank)
+        passes = load.prefill_pass.take_finished()
+        if passes is not None:
+            self._timing.prefilled(booked.rank, load, passes)
+        if self.observer is not None:
+            self.observer.prefill_completed(request_id, booked.rank)
 
     def output(self, request_id: str, tokens: int, now: float) -> None:
         """Count `tokens` more tokens of an answer. May be called once for many."""
@@ -216,7 +236,10 @@ class KvRouter:
     def free(self, request_id: str, now: float) -> Booked | None:
         """End a request, however it ended. Return what was booked; None: nothing was."""
         booked = self.load.free(request_id, now)
-        if booked is not None and self.observer is not None:
+        if booked is None:
+            return None
+        self._timing.ended(booked, self.load.of(booked.rank), now)
+        if self.observer is not None:
             self.observer.freed(request_id, booked.rank)
         return booked
 

@@ -150,7 +150,7 @@ class Plain:
         return sum(each.uncached for each in self.requests.values() if each.rank == rank and not each.streams)
 
     def context(self, rank: WorkerRank) -> int:
-        return sum(each.context for each in self.requests.values() if each.rank == rank and each.streams)
+        return sum(each.context for each in self.requests.values() if each.rank == rank)
 
 
 @dataclass

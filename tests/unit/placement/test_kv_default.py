@@ -169,7 +169,6 @@ RANKS = st.builds(
     requests=COUNTS,
     streams=COUNTS,
     context_tokens=st.integers(0, 100_000),
-    output_left=st.floats(0, 5_000),
     pass_started_at=st.none() | st.floats(0, 100),
     pass_tokens=st.integers(0, 20_000),
     waiting_tokens=st.integers(0, 20_000),

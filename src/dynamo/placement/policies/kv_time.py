@@ -1,0 +1,338 @@
+"""The policy `time`: what a placement costs in milliseconds, to the request and to everybody else.
+
+The cost of a rank is the sum of these parts. The first two are the request's own time to its first token, and count in
+full; the weights of the others are the parameters.
+
+- `wait`: until the pass that runs there now is over. Without a prefill, that is half a step of its streams.
+- `prefill`: the pass that computes this prompt: what waits there already and joins the same pass, the prompt's own tokens
+  that the rank does not hold, and one step of the streams. Blocks that the running pass is bringing in count as held.
+- `stall`: every stream that runs there, and every prompt that waits there, is held up by this prompt's tokens.
+- `future`: so are prompts that come while they are computed.
+- `decode`: the longer contexts make every step longer, for this request and for the streams beside it. It weighs little,
+  because the next placements even the loads out again.
+- `eviction`: the rank must give up blocks to hold the new ones. A block is worth what it costs to compute it again, less if
+  the rank's oldest blocks were not used for longer than those of other ranks. So a prompt that nobody holds goes where the
+  least is lost, and a prefix is not copied to a second rank unless the first one is much slower.
+- `room`: what does not fit beside the active requests must wait until some of them end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+
+from dynamo.placement.kv_query import Trust
+from dynamo.placement.kv_state import NO_MATCH, CandidateCost, CostTerm, KvChoice, KvState, RankMatch, RankState
+from dynamo.placement.policies.kv_draw import pick_lowest, pick_sampled
+from dynamo.placement.policies.kv_parameters import read_parameters
+from dynamo.placement.prefill_pass import DEFAULT_PASS_BUDGET
+from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, pass_ms
+
+__all__ = ["TimeCost", "TimeParameters"]
+
+TYPE_NAME: Final = "time"
+
+Weight = Annotated[float, msgspec.Meta(ge=0)]
+
+TRUSTED_SHARE: Final = {Trust.EXACT: 1.0, Trust.DEGRADED: 0.8, Trust.PREDICTED: 0.9, Trust.NONE: 0.0}
+"""How much of a reported prefix is counted on. An index that lost events still tells most of the truth; what was only
+predicted may have been evicted meanwhile."""
+
+LEAST_IDLE_SECONDS: Final = 1e-3  # of the oldest block; keeps the price of an eviction finite
+
+MOST_IDLE_RATIO: Final = 4.0
+"""A block of the rank that has used all of its blocks lately is worth so many times one of the mean rank, at most."""
+
+
+class TimeParameters(msgspec.Struct, frozen=True, gc=False):
+    """How much a millisecond of others counts beside one of the request's own time to first token."""
+
+    stall_weight: Weight = 0.17
+    future_weight: Weight = 0.33
+    decode_weight: Weight = 1.8
+    eviction_weight: Weight = 1.0
+    host_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.75
+    disk_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
+    router_temperature: Weight = 0.0  # 0: the lowest cost; above: sampled by softmax
+
+
+class _View(NamedTuple):
+    """What the cost of one rank is made of that does not depend on the prompt, worked out once for each of its records."""
+
+    record: RankState
+    ends_at: float  # of the prefill pass that runs; 0: none does
+    idle_wait: float  # ms until the step that runs is over
+    base: float
+    linear: float
+    square: float
+    budget: int
+    waiting: int  # tokens that join the next pass
+    waiting_ms: float  # what they take without this prompt
+    step: float  # ms of one step of the streams
+    others: float  # weight of a ms that this prompt adds to the pass
+    decode: float  # ms for each token of output
+    decode_growth: float  # the same, for each token of context that is added
+    room: float  # blocks that fit beside the active requests
+    room_ms: float  # until one more block is free, for each token of output
+    free: float  # blocks that can be taken without an eviction
+    block_ms: float  # to compute one block
+    oldest_use_at: float  # 0: not known
+
+
+class _Prompt(NamedTuple):
+    """What the costs of one decision have in common."""
+
+    tokens: int
+    blocks: int
+    output: float
+    added: float  # tokens of context that the request adds, in the mean of its life
+    credit: float  # of a held block
+    is_computed: bool  # False: the prompt is computed elsewhere
+    mean_idle: float  # seconds since the oldest block of a rank was used, in the mean of the ranks
+    decode_weight: float
+    block_weight: float  # of a ms that it takes to compute an evicted block again
+
+
+class TimeCost:
+    """The policy `time`."""
+
+    __slots__ = ("_block_size", "_parameters", "_views")
+
+    name: Final = "time"
+
+    def __init__(self, parameters: TimeParameters | None = None) -> None:
+        self._parameters = parameters or TimeParameters()
+        self._block_size = 0  # of the views
+        self._views: list[_View] = []  # by position; one is used only for the very record that it was made of
+
+    @classmethod
+    def of(cls, given: Mapping[str, object]) -> TimeCost:
+        """Make the policy from named parameters. Raises InvalidArgument for one that does not exist or cannot be."""
+        return cls(read_parameters(TYPE_NAME, TimeParameters, given))
+
+    @property
+    def parameters(self) -> TimeParameters:
+        return self._parameters
+
+    def choose(self, state: KvState, draw: float, *, with_terms: bool = False) -> KvChoice:
+        """Choose the rank where the request costs least, or sample one."""
+        views = self._current_views(state)
+        prompt = self._prompt(state, views)
+        costs = self._costs(state, prompt, views)
+        request, temperature = state.request, self._parameters.router_temperature
+        if request.overrides is not None and request.overrides.router_temperature is not None:
+            temperature = request.overrides.router_temperature
+        if temperature > 0.0:
+            position, tied = pick_sampled(costs, temperature, draw)
+            reason = "sampled"
+        else:
+            position, tied = pick_lowest(costs, draw)
+            reason = "lowest_cost"
+        return KvChoice(
+            self.name,
+            "ms",
+            state.ranks[position].rank,
+            position,
+            costs[position],
+            tied,
+            draw,
+            reason,
+            self._described(state, prompt, views, costs) if with_terms else (),
+        )
+
+    # -- what ranks and the decision bring
+
+    def _current_views(self, state: KvState) -> list[_View]:
+        """Return a view of every rank; those of records that have not changed are there already."""
+        ranks, views = state.ranks, self._views
+        if len(views) != len(ranks) or self._block_size != state.block_size:
+            self._block_size = state.block_size
+            views = self._views = [self._view(rank, state.block_size) for rank in ranks]
+            return views
+        for at, rank in enumerate(ranks):
+            if views[at].record is not rank:
+                views[at] = self._view(rank, state.block_size)
+        return views
+
+    def _view(self, rank: RankState, block_size: int) -> _View:
+        weights, timing, total = self._parameters, rank.timing, rank.total_kv_blocks or 0
+        capacity = total * block_size or DEFAULT_CAPACITY_TOKENS
+        budget = rank.max_num_batched_tokens or DEFAULT_PASS_BUDGET
+        fill = min(1.0, rank.context_tokens / capacity)
+        step = timing.decode.at(fill) if rank.streams else 0.0
+        growth = max(0.0, timing.decode.linear + 2 * timing.decode.square * fill) / capacity
+        ends_at = 0.0
+        if rank.pass_started_at is not None:
+            ends_at = rank.pass_started_at + (pass_ms(timing.prefill, rank.pass_tokens, budget) + step) / 1000
+        output_blocks = rank.requests * timing.output_tokens / 2 / block_size
+        free = math.inf
+        if total and rank.held_blocks:
+            free = max(0.0, total - rank.held_blocks)
+        elif rank.oldest_use_at is not None:
+            free = 0.0
+        return _View(
+            rank,
+            ends_at,
+            step / 2,
+            timing.prefill.base,
+            timing.prefill.linear,
+            timing.prefill.square,
+            budget,
+            rank.waiting_tokens,
+            pass_ms(timing.prefill, rank.waiting_tokens, budget),
+            step,
+            weights.future_weight + weights.stall_weight * (rank.streams + rank.waiting_requests),
+            step,
+            growth * (1 + rank.requests / 2),
+            total - rank.decode_blocks - output_blocks if total else math.inf,
+            (timing.decode.at(fill)) / total if total else 0.0,
+            free,
+            timing.prefill.linear * block_size,
+            rank.oldest_use_at or 0.0,
+        )
+
+    def _prompt(self, state: KvState, views: list[_View]) -> _Prompt:
+        request, weights, now = state.request, self._parameters, state.now
+        requests, streams, known, idle = 0, 0, 0, 0.0
+        for view in views:
+            requests += view.record.requests
+            streams += view.record.streams
+            if view.oldest_use_at:
+                known += 1
+                idle += now - view.oldest_use_at
+        output = views[0].record.timing.output_tokens if request.expected_output is None else request.expected_output
+        credit = None if request.overrides is None else request.overrides.overlap_score_credit
+        return _Prompt(
+            request.prompt_tokens,
+            -(-request.prompt_tokens // state.block_size),
+            output,
+            request.prompt_tokens + output / 2,
+            1.0 if credit is None else credit,
+            request.tracks_prefill,
+            max(LEAST_IDLE_SECONDS, idle / known) if known else 0.0,
+            weights.decode_weight / (1 + requests / len(views)) ** 1.5,
+            weights.eviction_weight * (1 + weights.future_weight + weights.stall_weight * streams / len(views)),
+        )
+
+    # -- costs
+
+    def _costs(self, state: KvState, prompt: _Prompt, views: list[_View]) -> list[float]:
+        """Return the cost of each rank, in the order of the state."""
+        matches, now, block_size = state.matches, state.now, state.block_size
+        tokens, blocks, output, added, _, is_computed, mean_idle, decode_weight, block_weight = prompt
+        needed = blocks + output / block_size
+        decoded = output * decode_weight
+        costs = []
+        for at, view in enumerate(views):
+            (
+                _,
+                ends_at,
+                wait,
+                base,
+                linear,
+                square,
+                budget,
+                waiting,
+                waiting_ms,
+                step,
+                others,
+                decode,
+                growth,
+                room,
+            ) = view[:14]
+            match = matches.get(at)
+            held = 0.0 if match is None else self._held_blocks(view.record, match, prompt)
+            if ends_at:
+                wait = max(0.0, (ends_at - now) * 1000.0)
+            if is_computed:
+                computed = waiting + max(1.0, tokens - held * block_size)
+                if computed <= budget:
+                    work = base + (linear + square * computed) * computed
+                    wait += work + step + others * (work - waiting_ms)
+                else:
+                    work = pass_ms(view.record.timing.prefill, computed, budget)
+                    wait += work + step * (computed // budget + 1) + others * (work - waiting_ms)
+            cost = wait + decoded * (decode + growth * added)
+            lost = needed - held - view.free
+            if lost > 0.0:
+                ratio = self._idle_ratio(view, mean_idle, now)
+                cost += lost * view.block_ms * block_weight * ratio
+            over = needed - (0 if match is None else match.active_blocks) - room
+            if over > 0.0:
+                cost += over * view.room_ms * output
+            costs.append(cost)
+        if state.request.has_preferences and not state.request.is_pinned:
+            return [cost * _preference(matches.get(at, NO_MATCH)) for at, cost in enumerate(costs)]
+        return costs
+
+    def _held_blocks(self, rank: RankState, match: RankMatch, prompt: _Prompt) -> float:
+        """Return the blocks of the prompt that need not be computed."""
+        weights, overlap = self._parameters, match.overlap
+        held = (
+            overlap.device + weights.host_cache_hit_weight * overlap.host + weights.disk_cache_hit_weight * overlap.disk
+        )
+        return prompt.credit * TRUSTED_SHARE[rank.trust] * max(held, float(match.coming_blocks))
+
+    @staticmethod
+    def _idle_ratio(view: _View, mean_idle: float, now: float) -> float:
+        """Return what a block that the rank evicts is worth beside one of the mean rank."""
+        if not mean_idle or not view.oldest_use_at:
+            return 1.0
+        ratio = mean_idle / max(LEAST_IDLE_SECONDS, now - view.oldest_use_at)
+        return min(MOST_IDLE_RATIO, ratio * ratio)
+
+    # -- the same, part by part
+
+    def _described(
+        self, state: KvState, prompt: _Prompt, views: list[_View], costs: list[float]
+    ) -> tuple[CandidateCost, ...]:
+        """Return every candidate with the parts of its cost."""
+        described = []
+        for at, (view, total) in enumerate(zip(views, costs, strict=True)):
+            match = state.matches.get(at, NO_MATCH)
+            parts = self._parts(state, prompt, view, match)
+            if state.request.has_preferences and not state.request.is_pinned:
+                parts["preference"] = total - sum(parts.values())
+            described.append(
+                CandidateCost(
+                    view.record.rank,
+                    total,
+                    view.record.trust,
+                    match.overlap.device,
+                    tuple(CostTerm(name, value) for name, value in parts.items()),
+                )
+            )
+        return tuple(described)
+
+    def _parts(self, state: KvState, prompt: _Prompt, view: _View, match: RankMatch) -> dict[str, float]:
+        """Return the parts of the cost of one rank."""
+        weights, rank = self._parameters, view.record
+        held = self._held_blocks(rank, match, prompt)
+        prefill = added = 0.0
+        if prompt.is_computed:
+            computed = view.waiting + max(1.0, prompt.tokens - held * state.block_size)
+            work = pass_ms(rank.timing.prefill, computed, view.budget)
+            steps = 1 if computed <= view.budget else computed // view.budget + 1
+            prefill, added = work + view.step * steps, work - view.waiting_ms
+        needed = prompt.blocks + prompt.output / state.block_size
+        lost = max(0.0, needed - held - view.free)
+        over = max(0.0, needed - match.active_blocks - view.room)
+        return {
+            "wait": max(0.0, (view.ends_at - state.now) * 1000.0) if view.ends_at else view.idle_wait,
+            "prefill": prefill,
+            "stall": weights.stall_weight * (rank.streams + rank.waiting_requests) * added,
+            "future": weights.future_weight * added,
+            "decode": prompt.output * prompt.decode_weight * (view.decode + view.decode_growth * prompt.added),
+            "eviction": lost
+            * view.block_ms
+            * prompt.block_weight
+            * self._idle_ratio(view, prompt.mean_idle, state.now),
+            "room": over * view.room_ms * prompt.output,
+        }
+
+
+def _preference(match: RankMatch) -> float:
+    return math.exp(-math.tanh(match.preferred_weight))

@@ -1,0 +1,198 @@
+"""Learns how fast each rank is, from first tokens and ends of answers. Pure.
+
+A curve is fitted by least squares of relative errors with three unknowns. Old samples fade. Beside a rank's own samples
+stand a few of all ranks together, which decide while the rank has shown little, and the prior, which decides while nobody
+has shown anything. A sample that is far off counts for less, so one slow request moves little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from dynamo.kv.overlap import WorkerRank
+from dynamo.placement.active_load import Booked, LoadOfRank
+from dynamo.placement.prefill_pass import FinishedPasses
+from dynamo.placement.timing import DEFAULT_CAPACITY_TOKENS, DEFAULT_TIMING, RankTiming, TimeCurve
+
+__all__ = ["CurveFit", "TimingLearner"]
+
+FADE: Final = 0.98  # weight of a sample after each later one: about the last fifty count
+POOL_SAMPLES: Final = 6.0  # that all ranks together count for at most
+PRIOR_SAMPLES: Final = 0.1  # that the prior counts for
+USUAL_ERROR: Final = 0.3  # relative; less is never far off
+SPREAD_FADE: Final = 0.1  # how much a new error counts in what is usual for the rank
+LEAST_MS: Final = 0.05  # a shorter sample says nothing about an engine
+FEWEST_STEPS: Final = 8  # of an answer whose steps are measured
+OUTPUT_FADE: Final = 0.02  # how much a new answer's length counts, once there are many
+
+KILO: Final = 1000.0  # tokens: the unit of a prefill's x while it is fitted
+
+Row = tuple[float, float, float]
+
+
+class CurveFit:
+    """The weighted samples of one curve, as sums. `pool` is added to a rank's own samples, with a limited weight."""
+
+    __slots__ = ("_pool", "_prior", "_spread", "_sums", "count", "row")
+
+    def __init__(self, prior: Row, pool: CurveFit | None = None) -> None:
+        self._prior, self._pool = prior, pool
+        self._spread = 0.0  # the usual relative error
+        self._sums = [0.0] * 9  # of products of the parts with each other (6), and with the measured time (3)
+        self.count = 0.0  # samples, each with its weight
+        self.row = prior  # the fitted parts
+
+    def add(self, parts: Row, measured: float) -> None:
+        """Take a sample: the amounts of the three parts, and the time they took together."""
+        if self._pool is not None:
+            self._pool.add(parts, measured)
+        a, b, c = parts
+        expected = max(LEAST_MS, a * self.row[0] + b * self.row[1] + c * self.row[2])
+        error = abs(measured - expected) / expected
+        limit = max(USUAL_ERROR, 3.0 * self._spread)
+        self._spread += SPREAD_FADE * (min(error, 3.0 * limit) - self._spread)
+        weight = min(1.0, limit / error) / (expected * measured) if error else 1.0 / (expected * measured)
+        sums = self._sums
+        fresh = (a * a, a * b, a * c, b * b, b * c, c * c, a * measured, b * measured, c * measured)
+        self._sums = [FADE * old + weight * new for old, new in zip(sums, fresh, strict=True)]
+        self.count = FADE * self.count + 1.0
+        self.row = self._fitted()
+
+    def _fitted(self) -> Row:
+        sums, pool = self._sums, self._pool
+        if pool is not None and pool.count:
+            share = min(1.0, POOL_SAMPLES / pool.count)
+            sums = [own + share * other for own, other in zip(sums, pool._sums, strict=True)]
+        free = [at for at in range(3) if self._prior[at]]
+        while free:
+            found = self._solved(sums, free)
+            wrong = [at for at in free if found[at] * self._prior[at] < 0.0]  # a part keeps the sign of its prior
+            if not wrong:
+                return found[0], found[1], found[2]
+            free = [at for at in free if at not in wrong]
+        return self._prior
+
+    def _solved(self, sums: Sequence[float], free: Sequence[int]) -> list[float]:
+        """Return the least-squares parts, where all but the `free` ones are 0."""
+        table = []
+        for i in free:
+            row = [sums[_PLACE[i][j]] for j in free]
+            strength = PRIOR_SAMPLES / max(abs(self._prior[i]), abs(self.row[i])) ** 2
+            row[free.index(i)] += strength
+            table.append([*row, sums[6 + i] + strength * self._prior[i]])
+        _eliminate(table)
+        found = [0.0, 0.0, 0.0]
+        for at, row in zip(free, table, strict=True):
+            found[at] = row[-1]
+        return found
+
+
+_PLACE: Final = ((0, 1, 2), (1, 3, 4), (2, 4, 5))
+
+
+def _eliminate(table: list[list[float]]) -> None:
+    """Solve a small symmetric positive system in place: its last column becomes the solution."""
+    for at, pivot in enumerate(table):
+        scale = pivot[at]
+        pivot[:] = [value / scale for value in pivot]
+        for other in table:
+            if other is not pivot and other[at]:
+                factor = other[at]
+                other[:] = [value - factor * lead for value, lead in zip(other, pivot, strict=True)]
+
+
+def _prefill_curve(fit: CurveFit) -> TimeCurve:
+    base, linear, square = fit.row
+    return TimeCurve(base, linear / KILO, square / (KILO * KILO))
+
+
+def _decode_curve(fit: CurveFit) -> TimeCurve:
+    base, linear, square = fit.row
+    return TimeCurve(base, linear, max(square, -linear / 2))  # a fuller cache is never faster
+
+
+class _RankFits:
+    __slots__ = ("capacity", "decode", "prefill", "timing")
+
+    def __init__(self, prefill: CurveFit, decode: CurveFit, timing: RankTiming) -> None:
+        self.prefill, self.decode, self.timing = prefill, decode, timing
+        self.capacity = DEFAULT_CAPACITY_TOKENS
+
+
+class TimingLearner:
+    """The speed of every rank. Bounded by the ranks: `keep` forgets those that are gone."""
+
+    __slots__ = ("_answers", "_decode", "_output_tokens", "_prefill", "_ranks")
+
+    def __init__(self) -> None:
+        prefill, decode = DEFAULT_TIMING.prefill, DEFAULT_TIMING.decode
+        self._prefill = CurveFit((prefill.base, prefill.linear * KILO, prefill.square * KILO * KILO))
+        self._decode = CurveFit((decode.base, decode.linear, decode.square))
+        self._ranks: dict[WorkerRank, _RankFits] = {}
+        self._output_tokens = DEFAULT_TIMING.output_tokens
+        self._answers = 0
+
+    def keep(self, capacities: dict[WorkerRank, int | None]) -> None:
+        """Take the ranks there are, with the tokens that the cache of each holds; forget all others."""
+        for gone in self._ranks.keys() - capacities.keys():
+            del self._ranks[gone]
+        for rank, capacity in capacities.items():
+            self._of(rank).capacity = capacity or DEFAULT_CAPACITY_TOKENS
+
+    def timing(self, rank: WorkerRank) -> RankTiming:
+        """Return the speed of a rank as it is believed to be now; that of all ranks, where it has shown nothing itself."""
+        fits = self._of(rank)
+        timing = fits.timing
+        prefill = timing.prefill if fits.prefill.count else _prefill_curve(self._prefill)
+        decode = timing.decode if fits.decode.count else _decode_curve(self._decode)
+        if timing.output_tokens != self._output_tokens or prefill is not timing.prefill or decode is not timing.decode:
+            timing = fits.timing = RankTiming(prefill, decode, self._output_tokens)
+        return timing
+
+    def prefilled(self, rank: WorkerRank, load: LoadOfRank, passes: FinishedPasses) -> None:
+        """Take what a first token has shown."""
+        fits = self._of(rank)
+        others = load.streams - 1  # streams that made steps meanwhile
+        step = fits.timing.decode.at(min(1.0, load.context_tokens / fits.capacity)) if others > 0 else 0.0
+        # An arrival finds the step that runs half done; then every pass does one step beside the prompts.
+        measured = passes.seconds * 1000.0 - step * (passes.passes + (0.5 if passes.was_idle else 0.0))
+        if measured < LEAST_MS or passes.tokens <= 0:
+            return
+        parts = (float(passes.passes), passes.tokens / KILO, passes.squares / (KILO * KILO))
+        fits.prefill.add(parts, measured)
+        fits.timing = RankTiming(_prefill_curve(fits.prefill), fits.timing.decode, self._output_tokens)
+
+    def ended(self, booked: Booked, load: LoadOfRank, now: float) -> None:
+        """Take what the end of an answer has shown."""
+        tokens, begun = booked.output_tokens, booked.first_token_at
+        if begun is None or tokens < 1:
+            return
+        self._answers += 1
+        self._output_tokens += (tokens - self._output_tokens) * max(OUTPUT_FADE, 1.0 / (1 + self._answers))
+        seconds = now - begun
+        if seconds <= 0.0:
+            return
+        # What it generated beside prompts is left out, with the time of those passes.
+        clock, (area, pass_seconds, pass_steps) = load.clock, booked.clock_at_first_token
+        fits = self._of(booked.rank)
+        steps = tokens - 1 - (clock.pass_steps - pass_steps)
+        if steps < FEWEST_STEPS:
+            return
+        step = 1000.0 * (seconds - (clock.pass_seconds - pass_seconds)) / steps
+        if step < LEAST_MS:
+            return
+        fill = min(1.0, (load.clock.area - area) / seconds / fits.capacity)
+        fits.decode.add((1.0, fill, fill * fill), step)
+        fits.timing = RankTiming(fits.timing.prefill, _decode_curve(fits.decode), self._output_tokens)
+
+    def _of(self, rank: WorkerRank) -> _RankFits:
+        fits = self._ranks.get(rank)
+        if fits is None:
+            prefill, decode = DEFAULT_TIMING.prefill, DEFAULT_TIMING.decode
+            fits = self._ranks[rank] = _RankFits(
+                CurveFit((prefill.base, prefill.linear * KILO, prefill.square * KILO * KILO), self._prefill),
+                CurveFit((decode.base, decode.linear, decode.square), self._decode),
+                DEFAULT_TIMING,
+            )
+        return fits

@@ -1,0 +1,150 @@
+"""The policy `time`: each part of its cost does what its sentence says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynamo.errors import InvalidArgument
+from dynamo.kv.overlap import Overlap, WorkerRank
+from dynamo.placement.kv_query import KvOverrides, Trust
+from dynamo.placement.kv_state import KvChoice, KvRequest, KvState, RankMatch, RankState
+from dynamo.placement.policies.kv_policies import kv_policy
+from dynamo.placement.policies.kv_time import TimeCost
+from dynamo.placement.timing import DEFAULT_TIMING, RankTiming, TimeCurve, pass_ms
+
+BLOCK = 16
+TIMING = RankTiming(TimeCurve(20.0, 0.01), TimeCurve(10.0, 0.0), output_tokens=100)
+
+
+def rank(number: int, **values: Any) -> RankState:
+    return RankState(WorkerRank(number), **{"timing": TIMING, "total_kv_blocks": 10_000} | values)
+
+
+def choose(*ranks: RankState, held: dict[int, RankMatch] | None = None, tokens: int = 1600, **request: Any) -> KvChoice:
+    state = KvState(BLOCK, KvRequest(tokens, tokens // BLOCK, **request), ranks, held or {}, now=100.0)
+    return TimeCost().choose(state, 0.0, with_terms=True)
+
+
+def parts(choice: KvChoice, at: int = 0) -> dict[str, float]:
+    return {term.name: term.value for term in choice.candidates[at].terms}
+
+
+def test_an_idle_rank_costs_the_prefill_and_the_steps_to_come() -> None:
+    found = parts(choose(rank(1)))
+    assert found["wait"] == 0.0
+    assert found["prefill"] == 20 + 16
+    assert found["stall"] == found["eviction"] == found["room"] == 0.0
+
+
+def test_held_tokens_are_not_computed_but_the_last_one_is() -> None:
+    assert parts(choose(rank(1), held={0: RankMatch(Overlap(50))}))["prefill"] == 20 + 8
+    assert parts(choose(rank(1), held={0: RankMatch(Overlap(100))}))["prefill"] == pytest.approx(20.01)
+    tiers = {0: RankMatch(Overlap(20, 20, 20))}
+    assert parts(choose(rank(1), held=tiers))["prefill"] == 20 + 0.16 * (100 - 20 - 15 - 5)
+
+
+def test_a_request_waits_for_the_pass_that_runs_and_shares_the_next_one() -> None:
+    running = rank(1, pass_started_at=99.99, pass_tokens=3000, waiting_tokens=400, waiting_requests=2)
+    found = parts(choose(running))
+    assert found["wait"] == pytest.approx(20 + 30 - 10)
+    assert found["prefill"] == 20 + 20
+    assert found["stall"] == pytest.approx(0.17 * 2 * 16)  # two wait with it: 16 ms longer each
+    late = rank(1, pass_started_at=90.0, pass_tokens=3000)
+    assert parts(choose(late))["wait"] == 0.0  # longer than expected: it may end at any moment
+
+
+def test_streams_are_stalled_and_their_step_is_in_the_pass() -> None:
+    found = parts(choose(rank(1, streams=4, requests=4, context_tokens=4000)))
+    assert (found["wait"], found["prefill"]) == (5.0, 20 + 16 + 10)
+    assert found["stall"] == pytest.approx(0.17 * 4 * 36)
+
+
+def test_a_prompt_beyond_the_budget_takes_several_passes() -> None:
+    found = parts(choose(rank(1, max_num_batched_tokens=1000), tokens=2400))
+    assert found["prefill"] == pytest.approx(3 * 20 + 24)
+    assert pass_ms(TIMING.prefill, 2000, 1000) == 2 * 30
+    assert pass_ms(TIMING.prefill, 0, 1000) == 0
+
+
+def test_a_prefix_that_is_being_computed_counts_as_held() -> None:
+    busy = rank(1, pass_started_at=100.0, pass_tokens=1600, requests=1)
+    choice = choose(busy, rank(2), held={0: RankMatch(active_blocks=100, coming_blocks=100)})
+    assert parts(choice)["prefill"] == pytest.approx(20.01)
+    assert parts(choice)["wait"] == pytest.approx(36)
+    unknown = choose(msgspec_replace(busy, trust=Trust.NONE), held={0: RankMatch(coming_blocks=100)})
+    assert parts(unknown)["prefill"] == 36
+
+
+def test_a_report_that_is_not_exact_counts_for_less() -> None:
+    for trust, share in ((Trust.EXACT, 1.0), (Trust.DEGRADED, 0.8), (Trust.PREDICTED, 0.9), (Trust.NONE, 0.0)):
+        choice = choose(rank(1, trust=trust), held={0: RankMatch(Overlap(50))})
+        assert parts(choice)["prefill"] == pytest.approx(36 - 8 * share)
+
+
+def test_a_prompt_that_nobody_holds_goes_where_the_oldest_blocks_lie() -> None:
+    ranks = [rank(1, oldest_use_at=95.0), rank(2, oldest_use_at=40.0), rank(3, oldest_use_at=60.0)]
+    choice = choose(*ranks)
+    assert choice.rank == WorkerRank(2)
+    assert choose(*ranks, rank(4)).rank == WorkerRank(4)  # nothing is lost where there is room
+    held = {0: RankMatch(Overlap(100))}
+    assert choose(*ranks, held=held).rank == WorkerRank(1)
+
+
+def test_room_that_blocks_in_the_index_leave_is_free() -> None:
+    full, half = rank(1, held_blocks=10_000, oldest_use_at=0.0), rank(2, held_blocks=5_000, oldest_use_at=0.0)
+    assert parts(choose(full, half), 0)["eviction"] > 0
+    assert parts(choose(full, half), 1)["eviction"] == 0
+
+
+def test_a_rank_without_room_beside_its_requests_costs_the_time_until_there_is() -> None:
+    crowded = rank(1, total_kv_blocks=1000, decode_blocks=990.0, requests=3, streams=3)
+    assert choose(crowded, rank(2, total_kv_blocks=1000)).rank == WorkerRank(2)
+    assert parts(choose(crowded))["room"] > 0
+
+
+def test_a_wait_at_the_holder_is_accepted_within_bounds() -> None:
+    held = {0: RankMatch(Overlap(90))}
+    short = rank(1, pass_started_at=100.0, pass_tokens=100)
+    long = rank(1, pass_started_at=100.0, pass_tokens=8000, waiting_tokens=8000)
+    assert choose(short, rank(2), held=held, tokens=1600).rank == WorkerRank(2)  # 20 ms to compute it elsewhere
+    assert choose(short, rank(2), held={0: RankMatch(Overlap(490))}, tokens=8000).rank == WorkerRank(1)
+    assert choose(long, rank(2), held={0: RankMatch(Overlap(490))}, tokens=8000).rank == WorkerRank(2)
+
+
+def test_a_decode_worker_computes_no_prompt() -> None:
+    found = parts(choose(rank(1, streams=2, requests=2), tracks_prefill=False))
+    assert found["prefill"] == found["stall"] == found["future"] == 0.0
+
+
+def test_longer_contexts_make_steps_longer() -> None:
+    timing = RankTiming(TIMING.prefill, TimeCurve(5.0, 50.0), 100)
+    light, heavy = (rank(at, timing=timing, streams=2, requests=2, context_tokens=at * 40_000) for at in (1, 2))
+    choice = choose(light, heavy)
+    assert parts(choice, 0)["decode"] < parts(choice, 1)["decode"]
+    assert choice.rank == WorkerRank(1)
+
+
+def test_overrides_and_parameters() -> None:
+    held = {0: RankMatch(Overlap(50))}
+    assert parts(choose(rank(1), held=held, overrides=KvOverrides(overlap_score_credit=0.0)))["prefill"] == 36
+    state = KvState(BLOCK, KvRequest(160, 10), (rank(1), rank(2, streams=9, requests=9)))
+    policy = kv_policy("time", {"router_temperature": 1.0})
+    assert {policy.choose(state, draw / 50).position for draw in range(50)} == {0, 1}
+    assert policy.choose(state, 0.0).reason == "sampled"
+    with pytest.raises(InvalidArgument, match=r"unknown parameter 'stall'; known: stall_weight"):
+        kv_policy("time", {"stall": 1})
+
+
+def test_ranks_that_report_nothing_are_placed_by_load() -> None:
+    plain = [RankState(WorkerRank(at), timing=DEFAULT_TIMING) for at in (1, 2)]
+    assert choose(*plain).tied == 2
+    loaded = RankState(WorkerRank(1), requests=3, streams=3, context_tokens=9000, prefill_tokens=500)
+    assert choose(loaded, plain[1]).rank == WorkerRank(2)
+
+
+def msgspec_replace(record: RankState, **values: Any) -> RankState:
+    import msgspec
+
+    return msgspec.structs.replace(record, **values)

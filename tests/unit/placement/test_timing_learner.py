@@ -1,0 +1,110 @@
+"""What is learned of a rank's speed comes close to the truth, also from few samples, and one odd sample moves little."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dynamo.kv.overlap import WorkerRank
+from dynamo.placement.active_load import ActiveLoad
+from dynamo.placement.timing import DEFAULT_TIMING, TimeCurve
+from dynamo.placement.timing_learner import TimingLearner
+
+A, B = WorkerRank(1), WorkerRank(2)
+CAPACITY = 100_000
+
+
+class Engine:
+    """Answers one request after another, with the times of two curves, and tells the learner."""
+
+    def __init__(self, prefill: TimeCurve, decode: TimeCurve, seed: int = 1) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.load, self.learner = ActiveLoad(16), TimingLearner()
+        self.learner.keep({A: CAPACITY, B: CAPACITY})
+        self.rng, self.now, self.number = random.Random(seed), 0.0, 0
+
+    def answer(self, rank: WorkerRank = A, factor: float = 1.0) -> None:
+        """Serve one request with nothing beside it."""
+        tokens, output = self.rng.randrange(50, 8000), self.rng.randrange(20, 200)
+        name = f"r{self.number}"
+        self.number += 1
+        self.load.add(name, rank, (), prompt_tokens=tokens, cached_tokens=0, now=self.now)
+        self.now += factor * self.prefill.at(tokens) / 1000
+        self.load.prefill_completed(name, self.now)
+        account = self.load.of(rank)
+        passes = account.prefill_pass.take_finished()
+        assert passes is not None
+        self.learner.prefilled(rank, account, passes)
+        self.now += factor * (output - 1) * self.decode.at(tokens / CAPACITY) / 1000
+        self.load.output(name, output)
+        booked = self.load.free(name, self.now)
+        assert booked is not None
+        self.learner.ended(booked, account, self.now)
+
+
+@pytest.mark.parametrize("speed", [0.1, 1.0, 10.0])
+def test_the_curves_come_close_to_the_truth(speed: float) -> None:
+    prefill, decode = TimeCurve(30 / speed, 0.03 / speed, 1e-6 / speed), TimeCurve(12 / speed, 20 / speed)
+    engine = Engine(prefill, decode)
+    for _ in range(60):
+        engine.answer()
+    learned = engine.learner.timing(A)
+    for tokens in (500, 2000, 8000):
+        assert learned.prefill.at(tokens) == pytest.approx(prefill.at(tokens), rel=0.1)
+    for fill in (0.01, 0.05):
+        assert learned.decode.at(fill) == pytest.approx(decode.at(fill), rel=0.15)
+
+
+def test_a_rank_that_has_shown_nothing_is_taken_for_one_of_its_pool() -> None:
+    engine = Engine(TimeCurve(60, 0.06), TimeCurve(25, 0))
+    assert engine.learner.timing(B).prefill.at(4000) == pytest.approx(DEFAULT_TIMING.prefill.at(4000))
+    for _ in range(20):
+        engine.answer(A)
+    assert engine.learner.timing(B).prefill.at(4000) == pytest.approx(300, rel=0.1)
+    engine.answer(B)
+    assert engine.learner.timing(B).prefill.at(4000) == pytest.approx(300, rel=0.3)
+
+
+def test_a_slower_rank_is_told_from_the_others() -> None:
+    engine = Engine(TimeCurve(20, 0.02), TimeCurve(10, 0))
+    for _ in range(40):
+        engine.answer(A)
+        engine.answer(B, factor=3.0)
+    fast, slow = (engine.learner.timing(each).prefill.at(4000) for each in (A, B))
+    assert slow / fast == pytest.approx(3.0, rel=0.3)
+
+
+def test_one_odd_sample_moves_little() -> None:
+    engine = Engine(TimeCurve(20, 0.02), TimeCurve(10, 0))
+    for _ in range(40):
+        engine.answer()
+    before = engine.learner.timing(A).prefill.at(4000)
+    engine.answer(factor=100.0)
+    assert engine.learner.timing(A).prefill.at(4000) == pytest.approx(before, rel=0.5)
+
+
+def test_the_length_of_answers_is_learned() -> None:
+    engine = Engine(TimeCurve(20, 0.02), TimeCurve(10, 0))
+    assert engine.learner.timing(A).output_tokens == DEFAULT_TIMING.output_tokens
+    for _ in range(100):
+        engine.answer()
+    assert engine.learner.timing(B).output_tokens == pytest.approx(110, rel=0.25)
+
+
+def test_ranks_that_are_gone_are_forgotten() -> None:
+    engine = Engine(TimeCurve(20, 0.02), TimeCurve(10, 0))
+    for _ in range(40):
+        engine.answer(A)
+        engine.answer(B, factor=3.0)
+    slow = engine.learner.timing(B).prefill.at(4000)
+    engine.learner.keep({A: CAPACITY})
+    engine.learner.keep({A: CAPACITY, B: CAPACITY})
+    assert engine.learner.timing(B).prefill.at(4000) < 0.8 * slow
+
+
+def test_times_that_cannot_be_are_left_out() -> None:
+    engine = Engine(TimeCurve(0, 0), TimeCurve(0, 0))
+    engine.answer()
+    assert engine.learner.timing(A).prefill.at(4000) == pytest.approx(DEFAULT_TIMING.prefill.at(4000))
+    assert engine.learner.timing(A).decode == DEFAULT_TIMING.decode
