@@ -20,7 +20,7 @@ from dynamo.frontend.metrics import LOG_BUCKETS
 from dynamo.frontend.models.file_policy import FilePolicy
 from dynamo.frontend.native_flags import INERT, ONE_VALUE, REFUSED
 from dynamo.frontend.settings import ApiLimits, FrontendSettings
-from dynamo.mocker.settings import MockerSettings
+from dynamo.mocker.settings import BOOTSTRAP_HOST, MockerSettings
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.reference.guided import COMPILE_LIMIT
 from dynamo.router.kv_settings import KvRouterSettings
@@ -63,7 +63,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
         variables.SELF_HOST_METADATA, variables.RL_ENDPOINT,
     ),
     "runtime-flags": tuple(of_runtime()),
-    "mocker": tuple(own(MockerSettings)),
+    "mocker": (*own(MockerSettings), BOOTSTRAP_HOST),
     "status": (*own(*STATUS_TABLES), *runtime.IGNORED),
     "frontend": (*own(FrontendSettings, flags=True), *ONE_VALUE, frontend.DUMP_CONFIG_TO),
     "frontend-variables": (

@@ -203,6 +203,11 @@ def _worker(
         options = replace(options, zmq_kv_events_port=events)
     if again is not None:
         options = replace(options, zmq_replay_port=again)
+    meeting = _port(settings, settings.bootstrap_ports, "--bootstrap-ports", number)
+    if meeting is not None:
+        options = replace(options, bootstrap_port=meeting)
+    if options.bootstrap_port is not None and options.scheduler.role != "prefill":
+        raise InvalidArgument("--bootstrap-ports is for prefill workers only")
     if options.zmq_replay_port is not None and options.zmq_kv_events_port is None:
         raise InvalidArgument("--zmq-replay-ports needs --zmq-kv-events-ports")
     if number and config.runtime_settings is not None:

@@ -102,7 +102,6 @@ _NOT_BUILT: Final[Mapping[str, object]] = {
     "engine.kv_cache_capacity_bytes": None,
     "engine.native_host_offload": None,
     "gpu_memory_utilization": None,
-    "dynamo.bootstrap_port": None,
     "dynamo.router_queue_policy": None,
 }
 
@@ -139,6 +138,10 @@ class MockOptions:
     zmq_kv_events_port: int | None = None
     """Of rank 0; the others follow. None: KV events go straight to the event plane."""
     zmq_replay_port: int | None = None
+    bootstrap_port: int | None = None
+    """Where decode workers wait for the prompts of this prefill worker; None: prompts are handed over in the answer."""
+    handoff_session_seconds: float = 300.0
+    """How long a computed prompt waits for a decode worker."""
 
     @property
     def has_kv_events(self) -> bool:
@@ -239,6 +242,8 @@ def read_configuration(document: object) -> MockOptions:
         response_trace=Path(trace) if trace else None,
         enable_local_indexer=dynamo.boolean("enable_local_indexer", True),
         zmq_kv_events_port=events,
+        bootstrap_port=dynamo.integer("bootstrap_port", None, minimum=0, maximum=65535),
+        handoff_session_seconds=(dynamo.number("handoff_session_timeout_ms", 300_000.0) or 0.0) / 1000,
         zmq_replay_port=replay,
     )
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from functools import partial
 from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -27,15 +29,19 @@ from dynamo.contract.health_check import build_health_check_payload
 from dynamo.contract.kv_events import KvEventSource
 from dynamo.contract.requests.dp_rank import forced_dp_rank
 from dynamo.contract.requests.token_ids import token_ids_to_list
-from dynamo.errors import EngineShutdown, InvalidArgument
+from dynamo.errors import Disconnected, EngineShutdown, InvalidArgument
+from dynamo.mocker.bootstrap import HandoffDesk, fetch_prompt, room_of
 from dynamo.mocker.configuration import MockOptions
 from dynamo.mocker.engine_wire import EngineWire
 from dynamo.mocker.metrics import MockMetrics
 from dynamo.mocker.output import ResponseTrace, random_ids
 from dynamo.mocker.pass_loop import PassLoop
 from dynamo.mocker.reports import MockReports
+from dynamo.mocker.settings import BOOTSTRAP_HOST
 from dynamo.mocker.stream import MockStream
+from dynamo.runtime.addresses import detect_host
 from dynamo.runtime.context import Context, on_loop
+from dynamo.runtime.tasks import first_of
 from dynamo.scheduling import PassPlan, PassResult, RankGroup, ScheduledRequest, make_core
 
 if TYPE_CHECKING:
@@ -65,6 +71,7 @@ class MockEngine(LLMEngine):
         self._metrics: MockMetrics | None = None
         self._reports: MockReports | None = None
         self._trace: ResponseTrace | None = None
+        self._desk: HandoffDesk | None = None
         self._streams: set[MockStream] = set()
         self._is_closed = False
 
@@ -97,6 +104,7 @@ class MockEngine(LLMEngine):
         self._reports = MockReports(
             cores, lambda: None if self._metrics is None else self._metrics.hit_rate, self._wires()
         )
+        host, port = await self._open_desk()
         self._passes = PassLoop(self._group, self._deliver, self._on_failure)
         return EngineConfig(
             model=self._model,
@@ -107,6 +115,8 @@ class MockEngine(LLMEngine):
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             data_parallel_size=options.dp_size,
+            bootstrap_host=host,
+            bootstrap_port=port,
             runtime_data={"output_replay_consumer": "true"} if self._trace is not None else {},
         )
 
@@ -126,6 +136,15 @@ class MockEngine(LLMEngine):
             raise
         return wires
 
+    async def _open_desk(self) -> tuple[str | None, int | None]:
+        """Listen for decode workers, where this prefill worker has a bootstrap port; return the address to advertise."""
+        options = self._options
+        if options.bootstrap_port is None or options.scheduler.role != "prefill":
+            return None, None
+        host = BOOTSTRAP_HOST.value(os.environ) or detect_host()
+        self._desk = HandoffDesk(options.scheduler.max_num_seqs * options.dp_size, options.handoff_session_seconds)
+        return host, await self._desk.start("::" if ":" in host else "0.0.0.0", options.bootstrap_port)
+
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
         passes = self._passes
         if passes is None or self._is_closed:
@@ -139,13 +158,16 @@ class MockEngine(LLMEngine):
             yield final_chunk(reason, usage=usage(prompt_tokens, shown))
             return
         stream, scheduled = self._scheduled(request, context, prompt, shown, wanted)
-        passes.submit(stream.rank, scheduled)
         self._streams.add(stream)
         forget = context.on_cancel(on_loop(asyncio.get_running_loop(), stream.wake))
+        room: int | None = None
         last: list[int] = []
         is_first = True
         try:
-            while not last:
+            room = await self._meet(request, context, stream)
+            if not context.is_stopped():
+                passes.submit(stream.rank, scheduled)
+            while not last and not context.is_stopped():
                 await stream.wait()
                 if context.is_stopped():
                     break
@@ -166,12 +188,16 @@ class MockEngine(LLMEngine):
             if context.is_stopped():
                 yield final_chunk("cancelled", usage=_counts(prompt_tokens, shown, scheduled))
                 return
+            if room is not None and self._desk is not None:
+                self._desk.complete(room)
             counts = _counts(prompt_tokens, shown + 1, scheduled)
             yield final_chunk("length", last, usage=counts, disaggregated_params=HANDOFF if is_prefill else None)
         finally:
             forget()
             self._streams.discard(stream)
             passes.cancel(stream.rank, scheduled)
+            if room is not None and self._desk is not None:
+                self._desk.end(room)
 
     # -- one request ----------------------------------------------------------------------------------------------------
 
@@ -202,8 +228,26 @@ class MockEngine(LLMEngine):
             lora_name=routing.get("lora_name"),
             cache_salt=routing.get("cache_salt"),
         )
-        stream.request = scheduled
+        scheduled.prompt_arrives = bool(request.get("bootstrap_info") or request.get("prefill_result"))
         return stream, scheduled
+
+    async def _meet(self, request: GenerateRequest, context: Context, stream: MockStream) -> int | None:
+        """Begin the hand-off of a request with bootstrap: a decode worker waits here until its prompt has come. A prefill
+        worker returns the room that `complete` needs.
+        """
+        info = request.get("bootstrap_info")
+        if not info:
+            return None
+        if self._desk is not None:
+            room = room_of(info)
+            lost = partial(stream.fail, Disconnected("the decode worker left before its prompt was computed"))
+            self._desk.open(room, stream.rank, lost)
+            return room
+        if self._options.scheduler.role == "decode":
+            # `stream` has no tokens yet: waiting for it ends when the engine is cleaned up.
+            await first_of(fetch_prompt(info), context.async_killed_or_stopped(), stream.wait())
+            context.notify_first_token()  # an abort is nobody's loss any more
+        return None
 
     def _rank(self, request: GenerateRequest) -> int:
         size = self._options.dp_size
@@ -278,6 +322,8 @@ class MockEngine(LLMEngine):
         self._end_streams(EngineShutdown("the mock engine is shutting down"))
         if self._passes is not None:
             self._passes.close()
+        if self._desk is not None:
+            await self._desk.close()
         if self._reports is not None:
             await self._reports.close()
 

@@ -18,7 +18,13 @@ from dynamo.settings.readers import (
 )
 from dynamo.settings.table import Setting, Status, declared, setting
 
-__all__ = ["REFUSED_FLAGS", "MockerSettings"]
+__all__ = ["BOOTSTRAP_HOST", "REFUSED_FLAGS", "MockerSettings"]
+
+BOOTSTRAP_HOST: Final = declared(
+    "DYN_HTTP_RPC_HOST",
+    text,
+    "Address at which decode workers reach a prefill worker's `--bootstrap-ports`; unset: this machine's",
+)
 
 _MODEL: Final = "model and workers"
 _CACHE: Final = "scheduler and cache"
@@ -136,6 +142,9 @@ class MockerSettings:
     zmq_replay_ports: tuple[int, ...] | None = setting(None, None, _ports,
         "Answer questions for missed KV events at these ports, one for each worker", flag="--zmq-replay-ports",
         group=_EVENTS)
+    bootstrap_ports: tuple[int, ...] | None = setting(None, None, _ports,
+        "Where decode workers wait for the prompts of each prefill worker, one port for each; 0: any free one. Without "
+        "it prompts are handed over in the answer", flag="--bootstrap-ports", group=_EVENTS)
     kv_transfer_bandwidth: float | None = setting(None, None, number(0, unit="GB/s"),
         "Speed at which a prefill worker hands its prompt over; 0: it takes no time", flag="--kv-transfer-bandwidth",
         group=_EVENTS, shown="no time")
@@ -170,7 +179,6 @@ def _refused(*flags: str) -> Setting:
 
 
 REFUSED_FLAGS: Final = (
-    _refused("--bootstrap-ports"),
     _refused("--num-host-blocks"),
     _refused("--host-offload-d2h-bandwidth-gbps"),
     _refused("--host-offload-h2d-bandwidth-gbps"),

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 
 from dynamo.errors import DynamoException
-from dynamo.scheduling import ScheduledRequest
 
 __all__ = ["MockStream"]
 
@@ -14,7 +13,7 @@ __all__ = ["MockStream"]
 class MockStream:
     """The tokens of one request that have not been yielded yet. Used on the event loop only."""
 
-    __slots__ = ("_error", "_waiter", "arrived", "began_at", "is_complete", "last_at", "prompt", "rank", "request")
+    __slots__ = ("_error", "_waiter", "arrived", "began_at", "is_complete", "last_at", "prompt", "rank")
 
     def __init__(self, rank: int, prompt: Sequence[int], began_at: float) -> None:
         self.rank = rank
@@ -23,7 +22,6 @@ class MockStream:
         self.last_at = 0.0  # when its last token came
         self.arrived: list[int] = []
         self.is_complete = False  # the last token is in `arrived`, or was taken
-        self.request: ScheduledRequest | None = None
         self._error: DynamoException | None = None
         self._waiter: asyncio.Future[None] | None = None
 

@@ -54,13 +54,14 @@ class VllmCore(SchedulerCore):
 
     def _admit(self, budget: int, now_ms: float) -> None:
         options, waiting, running = self.options, self.waiting, self.running
-        block_size, computes_prompts = options.block_size, options.role != "decode"
+        block_size = options.block_size
         while waiting and budget > 0 and len(running) < options.max_num_seqs:
             request = waiting[0]
             found = self._admissible(request)
             if found is None:
                 return
             missing = request.known - found * block_size
+            computes_prompts = self._computes(request)
             count = missing if not computes_prompts else min(missing, budget)
             if count < missing and not options.enable_chunked_prefill:
                 if budget < options.max_num_batched_tokens:

@@ -164,19 +164,20 @@ class SchedulerCore(ABC):
         """Sum up what was planned, and ask the timing model."""
         options, timing = self.options, self._timing
         prefills = inputs = prefixes = decodes = context = 0
+        is_decode = options.role == "decode"
         for request in self._planned:
             known, count = request.known, request.scheduled
             if count == 1 and known - request.computed == 1 and known > request.prompt_tokens:
                 decodes += 1
                 context += known
-            elif count:
+            elif count and not (is_decode and request.prompt_arrives):
                 prefills += 1
                 inputs += request.computed + count
                 prefixes += request.computed
         prefill_ms = decode_ms = 0.0
         speedup = options.speedup_ratio
         if speedup:
-            if prefills and options.role != "decode":
+            if prefills:
                 prefill_ms = timing.prefill_ms(prefills, inputs // prefills, prefixes // prefills) / speedup
             if decodes and options.role != "prefill" and options.decode_speedup_ratio:
                 decode_ms = timing.decode_ms(context, context // decodes, options.capacity_tokens)
@@ -300,6 +301,10 @@ class SchedulerCore(ABC):
         gone = set(map(id, dropped))
         self.running = [request for request in self.running if id(request) not in gone]
         self.waiting = deque(request for request in self.waiting if id(request) not in gone)
+
+    def _computes(self, request: ScheduledRequest) -> bool:
+        """Return whether the prompt of a request takes time and budget here."""
+        return not (request.prompt_arrives and self.options.role == "decode")
 
     def _reusable(self, request: ScheduledRequest) -> int:
         """Count the blocks that a request may reuse: its last token must be computed."""

@@ -81,13 +81,13 @@ class SglangCore(SchedulerCore):
     def _admit(self, now_ms: float) -> None:
         options, waiting = self.options, self.waiting
         block_size, clip = options.block_size, options.sglang.clip_max_new_tokens
-        computes_prompts = options.role != "decode"
         budget = min(options.sglang.max_prefill_tokens, options.sglang.chunked_prefill_size)
         reserved = self._ratio * sum(min(request.last - request.known, clip) for request in self.running)
         while waiting and len(self.running) < options.max_num_seqs and budget > 0:
             request = waiting[0]
             found, active = (request.computed // block_size, 0) if request.held else self._matched(request)
             missing = request.known - found * block_size
+            computes_prompts = self._computes(request)
             whole = missing <= budget or not computes_prompts
             count = missing if whole else budget // block_size * block_size
             if not count:

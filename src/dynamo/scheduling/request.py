@@ -34,6 +34,8 @@ class ScheduledRequest:
     """Whatever the caller wants to find here."""
     lora_name: str | None = None
     cache_salt: str | None = None
+    prompt_arrives: bool = True
+    """At a decode worker: the prompt was computed elsewhere, and takes blocks but no time here."""
 
     tail_block: int = 0
     """Number of the block that `tail` begins with."""

@@ -130,10 +130,12 @@ def in_flight(frontend: Frontend) -> int:
     return int(found[1]) if found is not None else 0
 
 
-async def test_prefill_and_decode_workers_serve_a_request_together(cluster: Cluster) -> None:
+@pytest.mark.parametrize("bootstrap", [False, True])
+async def test_prefill_and_decode_workers_serve_a_request_together(cluster: Cluster, bootstrap: bool) -> None:
     flags = ["--block-size", "16", "--speedup-ratio", "20"]
     frontend = cluster.frontend("frontend")
-    mocker(cluster, "prefill", "--disaggregation-mode", "prefill", *flags)
+    meeting = ["--bootstrap-ports", "0"] if bootstrap else []
+    mocker(cluster, "prefill", "--disaggregation-mode", "prefill", *meeting, *flags)
     mocker(cluster, "decode", "--disaggregation-mode", "decode", *flags)
     serving(frontend, "m", 2)
     answer = await chat(frontend, "x" * 200)

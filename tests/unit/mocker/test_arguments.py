@@ -74,7 +74,7 @@ def test_roles_in_both_forms() -> None:
         ([*MODEL, "--disaggregation-mode", "encode"], "no such role"),
         ([*MODEL, "--ais-perf-model"], "aisimulate, which is not public"),
         ([*MODEL, "--aic-system", "h200"], "aisimulate, which is not public"),
-        ([*MODEL, "--bootstrap-ports", "1"], "not in this version"),
+        ([*MODEL, "--bootstrap-ports", "1"], "for prefill workers only"),
         ([*MODEL, "--num-host-blocks", "1"], "not in this version"),
         ([*MODEL, "--block-size", "1"], "block_size must be an integer of at least 2"),
         ([*MODEL, "--ais-nextn", "2", "--decode-speedup-ratio", "2"], "decode_speedup_ratio must be 1"),
@@ -142,7 +142,7 @@ def test_a_configuration_file_takes_the_place_of_the_flags(tmp_path: Path) -> No
         ({"engine": {"timing_model": {"type": "external", "provider": "ais"}}}, "aisimulate"),
         ({"engine": {"kv_cache_groups": [1]}}, r"engine\.kv_cache_groups is not built"),
         ({"engine": {"native_host_offload": {"num_host_blocks": 1}}}, "not built"),
-        ({"dynamo": {"bootstrap_port": 1}}, r"dynamo\.bootstrap_port is not built"),
+        ({"dynamo": {"bootstrap_port": -1}}, r"dynamo\.bootstrap_port must be an integer from 0"),
         ({"dp_size": 0}, "dp_size must be an integer from 1"),
     ],
 )

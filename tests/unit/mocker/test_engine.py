@@ -13,13 +13,14 @@ import pytest
 
 from dynamo.contract.conformance import mock_context, run_conformance
 from dynamo.contract.kv_events import ComponentSnapshot, PushSource
-from dynamo.errors import EngineShutdown, InvalidArgument
+from dynamo.errors import CannotConnect, Disconnected, EngineShutdown, InvalidArgument
 from dynamo.mocker.configuration import KvTransferTime, MockOptions
 from dynamo.mocker.engine import HANDOFF, REJECTED, MockEngine
 from dynamo.mocker.output import ReasoningShape, ResponseTrace
 from dynamo.placement.replica_events import BookedWorker, BookingEvent, decode_bookings
 from dynamo.runtime.context import Context
 from dynamo.scheduling import SchedulerOptions
+from support.processes import until
 
 
 def options(**scheduler: Any) -> MockOptions:
@@ -228,6 +229,77 @@ async def test_a_decode_worker_publishes_no_blocks() -> None:
     await engine.start(0)
     assert await engine.kv_event_sources() == []
     assert len(ids(await answer(engine, request(30)))) == 5
+    await engine.cleanup()
+
+
+async def pair() -> tuple[MockEngine, MockEngine, dict[str, Any]]:
+    """A prefill and a decode worker, and where they meet."""
+    prefill = MockEngine("m", replace(options(role="prefill"), bootstrap_port=0))
+    decode = MockEngine("m", options(role="decode", speedup_ratio=0.0))
+    config = await prefill.start(0)
+    await decode.start(1)
+    info = {"bootstrap_host": "127.0.0.1", "bootstrap_port": config.bootstrap_port, "bootstrap_room": 5}
+    assert config.bootstrap_host
+    return prefill, decode, info
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+async def test_a_decode_worker_waits_where_the_prompt_is_computed(first: str) -> None:
+    prefill, decode, info = await pair()
+    engines = [prefill, decode] if first == "prefill" else [decode, prefill]
+    tasks = [asyncio.create_task(answer(engine, request(bootstrap_info=info))) for engine in engines]
+    began = time.monotonic()
+    answers = dict(zip([first, "other"], await asyncio.gather(*tasks), strict=True))
+    assert time.monotonic() - began >= 0.016
+    assert sorted(len(ids(chunks)) for chunks in answers.values()) == [1, 5]
+    await prefill.cleanup()
+    await decode.cleanup()
+
+
+async def test_each_half_learns_when_the_other_one_leaves() -> None:
+    prefill, decode, info = await pair()
+    slow = request(200, bootstrap_info=info)
+    computing = asyncio.create_task(answer(prefill, slow))
+    context = mock_context()
+    waiting = asyncio.create_task(answer(decode, slow, context))
+    await until(lambda: any(session.is_awaited for session in desk_of(prefill)))
+    context.stop_generating()
+    assert (await waiting)[-1]["finish_reason"] == "cancelled"
+    with pytest.raises(Disconnected, match="decode worker left"):
+        await computing
+    stopped = mock_context()
+    computing = asyncio.create_task(answer(prefill, slow, stopped))
+    waiting = asyncio.create_task(answer(decode, slow))
+    await until(lambda: any(session.is_awaited for session in desk_of(prefill)))
+    stopped.stop_generating()
+    await computing
+    with pytest.raises(Disconnected, match="did not finish the prompt"):
+        await waiting
+    with pytest.raises(InvalidArgument, match="requires a handoff ID"):
+        await answer(prefill, request(bootstrap_info={"bootstrap_host": "x"}))
+    assert desk_of(prefill) == []
+    await prefill.cleanup()
+    with pytest.raises(CannotConnect):
+        await answer(decode, slow)
+    await decode.cleanup()
+
+
+def desk_of(engine: MockEngine) -> list[Any]:
+    desk = engine._desk
+    assert desk is not None
+    return list(desk._sessions.values())
+
+
+async def test_a_decode_worker_computes_a_prompt_that_nobody_computed() -> None:
+    engine = MockEngine("m", options(role="decode"))
+    await engine.start(0)
+    seconds = []
+    for more in ({"prefill_result": {"disaggregated_params": {}}}, {}):
+        began = time.monotonic()
+        await answer(engine, request(20, 1, **more))
+        seconds.append(time.monotonic() - began)
+    assert seconds[1] >= 0.016
+    assert seconds[0] < seconds[1]
     await engine.cleanup()
 
 
