@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dynamo.kv.holders import BlockHolders, RankBits, RankMask
-from dynamo.kv.overlap import Overlap, OverlapIndex, WorkerRank
+from dynamo.kv.overlap import Overlap, WorkerRank
 
-__all__ = ["ApproximateIndex", "CombinedIndex"]
+__all__ = ["ApproximateIndex"]
 
 DEFAULT_TTL_SECONDS: Final = 120.0
 TICKS_PER_SECOND: Final = 10  # blocks expire together every 100 ms
@@ -55,9 +55,9 @@ class ApproximateIndex:
         self._swept = 0  # the tick up to which nothing is left that has ended
 
     def set_capacity(self, rank: WorkerRank, blocks: int | None) -> None:
-        """Set how many blocks a rank can hold, by its worker's word; None: unknown again."""
+        """Set how many blocks a rank can hold, by its worker's word; None or 0: unknown again."""
         held = self._ranks.get(rank)
-        if blocks is None:
+        if not blocks:
             self._capacities.pop(rank, None)
             if held is not None:
                 end = self._swept + self._ttl_ticks  # what had no end gets one
@@ -140,35 +140,3 @@ class ApproximateIndex:
                 for block in ended:
                     del blocks[block]
                 self._holders.discard(held.bit, ended)
-
-
-class CombinedIndex:
-    """Two indexes as one: what events say, and beside it what was routed and has not been reported yet.
-
-    Each rank's answer is the longer one of both; what only the second knows counts as device blocks.
-    """
-
-    def __init__(self, exact: OverlapIndex, predicted: OverlapIndex) -> None:
-        self._exact = exact
-        self._predicted = predicted
-
-    def find(self, sequence: Sequence[int], now: float = 0.0) -> Mapping[WorkerRank, Overlap]:
-        """Return the overlap of each rank with a prompt, as OverlapIndex describes it."""
-        exact = self._exact.find(sequence, now)
-        predicted = self._predicted.find(sequence, now)
-        if not predicted:
-            return exact
-        combined = dict(exact)
-        for rank, expected in predicted.items():
-            known = exact.get(rank)
-            combined[rank] = expected if known is None else _longer(known, expected)
-        return combined
-
-
-def _longer(known: Overlap, expected: Overlap) -> Overlap:
-    """Return what a rank holds if it holds both; host and disk keep what is behind the device blocks of either."""
-    if expected.device <= known.device:
-        return known
-    host_end = max(expected.device, known.device + known.host)
-    disk_end = max(host_end, known.device + known.host + known.disk)
-    return Overlap(expected.device, host_end - expected.device, disk_end - host_end)

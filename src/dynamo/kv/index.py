@@ -173,20 +173,20 @@ class PrefixIndex:
         return frozenset(self._degraded)
 
     def set_capacity(self, rank: WorkerRank, blocks: int | None, tier: str = "device") -> None:
-        """Set how many blocks a rank can hold in a tier, by its worker's word; None: unknown again.
+        """Set how many blocks a rank can hold in a tier, by its worker's word; None or 0: unknown again.
 
         What does not fit is not stored, and the rank counts as degraded until it is forgotten or cleared.
         """
         if blocks is not None and blocks < 0:
             raise ValueError(f"blocks must be at least 0, got {blocks}")
-        if blocks is None:
+        if not blocks:
             self._capacities.pop((rank, tier), None)
         else:
             self._capacities[rank, tier] = blocks
         for domain in _DOMAINS:
             content = self._places.get((tier, domain))
             if content is not None and rank in content.ranks:
-                content.ranks[rank].capacity = DEFAULT_CAPACITY if blocks is None else blocks
+                content.ranks[rank].capacity = blocks or DEFAULT_CAPACITY
 
     def apply(self, event: RouterEvent) -> str:
         """Apply one event and return what became of it, one of STATUSES.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.kv.approximate_index import ApproximateIndex, CombinedIndex
+from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.hashing import sequence_hashes
 from dynamo.kv.overlap import Overlap, WorkerRank
 from support.properties import examples
@@ -72,7 +71,7 @@ def test_a_rank_whose_capacity_is_unknown_again_keeps_nothing_for_ever() -> None
     index = ApproximateIndex(ttl_seconds=1, is_lru=True)
     index.set_capacity(A, 10)
     index.add(A, CHAIN, now=5.0)
-    index.set_capacity(A, None)
+    index.set_capacity(A, 0)
     index.add(A, [7], now=5.5)
     assert index.find(CHAIN, now=5.9) == {A: Overlap(4)}
     assert index.find(CHAIN, now=6.0) == {}
@@ -105,31 +104,6 @@ def test_ranks_beyond_the_limit_are_not_booked() -> None:
     index.add(A, CHAIN, now=0.0)
     index.add(B, CHAIN, now=0.0)
     assert index.find(CHAIN) == {A: Overlap(4)}
-
-
-class Fixed:
-    def __init__(self, found: Mapping[WorkerRank, Overlap]) -> None:
-        self._found = found
-
-    def find(self, sequence: Sequence[int], now: float = 0.0) -> Mapping[WorkerRank, Overlap]:
-        return self._found
-
-
-@pytest.mark.parametrize(
-    ("known", "expected", "both"),
-    [
-        (Overlap(3, 2, 1), Overlap(2), Overlap(3, 2, 1)),
-        (Overlap(3, 2, 1), Overlap(4), Overlap(4, 1, 1)),
-        (Overlap(3, 2, 1), Overlap(6), Overlap(6)),
-        (Overlap(3, 2, 4), Overlap(6), Overlap(6, 0, 3)),
-        (Overlap(3), Overlap(9), Overlap(9)),
-    ],
-)
-def test_of_events_and_prediction_each_rank_has_the_longer_match(
-    known: Overlap, expected: Overlap, both: Overlap
-) -> None:
-    index = CombinedIndex(Fixed({A: known, B: Overlap(1)}), Fixed({A: expected, WorkerRank(9): Overlap(2)}))
-    assert index.find([]) == {A: both, B: Overlap(1), WorkerRank(9): Overlap(2)}
 
 
 @given(st.integers(0, 2**32), st.booleans())

@@ -196,6 +196,12 @@ def test_a_rank_never_holds_more_than_its_worker_has() -> None:
     index.forget(A.worker_id)
     assert not index.degraded
     assert index.apply(stored(A, [5, 6, 7])) == "ok"
+    for unknown in (0, None):
+        index.set_capacity(B, 1)
+        assert index.apply(stored(B, [5, 6])) == "capacity_exhausted"
+        index.set_capacity(B, unknown)
+        assert index.apply(stored(B, [5, 6])) == "ok"
+        index.apply(cleared(B))
     with pytest.raises(ValueError, match="blocks"):
         index.set_capacity(A, -1)
 
