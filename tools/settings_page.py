@@ -24,6 +24,7 @@ from dynamo.mocker.settings import BOOTSTRAP_HOST, MockerSettings
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.reference.guided import COMPILE_LIMIT
 from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.router.service_settings import RouterServiceSettings
 from dynamo.runtime import settings as runtime
 from dynamo.runtime.settings import RuntimeSettings
 from dynamo.settings.table import Setting, Status, settings_of
@@ -64,6 +65,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     ),
     "runtime-flags": tuple(of_runtime()),
     "mocker": (*own(MockerSettings), BOOTSTRAP_HOST),
+    "router-service": tuple(own(RouterServiceSettings)),
     "status": (*own(*STATUS_TABLES), *runtime.IGNORED),
     "frontend": (*own(FrontendSettings, flags=True), *ONE_VALUE, frontend.DUMP_CONFIG_TO),
     "frontend-variables": (

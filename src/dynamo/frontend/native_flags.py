@@ -30,7 +30,7 @@ REFUSED: Final = (
     """,
         """
     --serve-indexer --use-remote-indexer --kserve-grpc-server --enable-anthropic-api
-    --router-conditional-disagg --router-replica-sync --enable-session-prefix-index
+    --router-conditional-disagg --enable-session-prefix-index
     """,
     ),
 )

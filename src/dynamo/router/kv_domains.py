@@ -24,13 +24,14 @@ from dynamo.router.decisions import DecisionHeader, DecisionLog
 from dynamo.router.index_feed import MAX_RECOVERIES, KvEventFeed
 from dynamo.router.kv_metrics import EventCounters, KvMetrics
 from dynamo.router.kv_placement import KvPlacement
-from dynamo.router.kv_router import KvRouter, KvRouterOptions
+from dynamo.router.kv_router import KvRouter, KvRouterOptions, Selection
 from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.router.replica_sync import ReplicaSync
 from dynamo.runtime.endpoint import Endpoint
 from dynamo.runtime.metrics import MetricsRegistry
 from dynamo.runtime.tasks import Background
 
-__all__ = ["DomainKey", "KvDomains", "KvMember", "policy_of"]
+__all__ = ["DomainKey", "KvDomains", "KvMember", "policy_of", "router_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +80,23 @@ def policy_of(settings: KvRouterSettings) -> tuple[KvPolicy, DecisionHeader]:
     return kv_policy(type_name, parameters), DecisionHeader(type_name, parameters)
 
 
+def router_options(settings: KvRouterSettings, *, is_prefill: bool = False) -> KvRouterOptions:
+    """Return what a router counts. `is_prefill`: its workers keep no blocks for longer than a prefill takes."""
+    return KvRouterOptions(
+        host_cache_hit_weight=settings.host_cache_hit_weight,
+        disk_cache_hit_weight=settings.disk_cache_hit_weight,
+        tracks_prefill_tokens=settings.router_track_prefill_tokens,
+        tracks_active_blocks=settings.router_track_active_blocks and not is_prefill,
+        tracks_output_blocks=settings.router_track_output_blocks,
+        assumes_kv_reuse=settings.router_assume_kv_reuse,
+        expiry_seconds=settings.active_request_expiry_seconds,
+    )
+
+
 class KvDomain:
     """The workers of one domain: what their cards say, what is known of their caches, and the placement among them."""
 
-    __slots__ = ("_cards", "_is_decode", "_metrics", "_owners", "_trusts", "index", "placement")
+    __slots__ = ("_cards", "_is_decode", "_metrics", "_owners", "_places", "_trusts", "index", "placement", "relay")
 
     def __init__(
         self, placement: KvPlacement, index: PrefixIndex | None, metrics: KvMetrics, *, is_decode: bool = False
@@ -92,6 +106,8 @@ class KvDomain:
         self._owners: dict[Hashable, dict[tuple[str, int], ModelCard]] = {}
         self._cards: dict[WorkerRank, ModelCard] = {}
         self._trusts: dict[WorkerRank, Trust] = {}  # what the events of a rank are worth; absent: none have come
+        self._places: dict[int, str] = {}  # where each worker is
+        self.relay = _BookingRelay(self._places.get)
         placement.read_ranks = self._ranks
 
     @property
@@ -107,8 +123,10 @@ class KvDomain:
         else:
             self._owners.pop(owner, None)
         cards: dict[WorkerRank, ModelCard] = {}
+        self._places.clear()
         for of_owner in self._owners.values():
-            for (_, instance_id), card in of_owner.items():
+            for (endpoint, instance_id), card in of_owner.items():
+                self._places[instance_id] = endpoint
                 for dp_rank in card.runtime_config.ranks:
                     cards.setdefault(WorkerRank(instance_id, dp_rank), card)
         gone, added = self._cards.keys() - cards.keys(), cards.keys() - self._cards.keys()
@@ -162,6 +180,36 @@ class KvDomain:
         )
 
 
+class _BookingRelay:
+    """Passes the bookings of a domain on to the sync of the endpoint that the worker is at (`BookingObserver`)."""
+
+    __slots__ = ("_endpoint_of", "syncs")
+
+    def __init__(self, endpoint_of: Callable[[int], str | None]) -> None:
+        """`endpoint_of`: from a worker's id to its endpoint; None: the worker has gone."""
+        self._endpoint_of = endpoint_of
+        self.syncs: dict[str, ReplicaSync] = {}  # by endpoint
+
+    def booked(self, request_id: str, selection: Selection) -> None:
+        """Report a request that was booked."""
+        if (sync := self._sync(selection.rank)) is not None:
+            sync.booked(request_id, selection)
+
+    def prefill_completed(self, request_id: str, rank: WorkerRank) -> None:
+        """Report the first token of a request."""
+        if (sync := self._sync(rank)) is not None:
+            sync.prefill_completed(request_id, rank)
+
+    def freed(self, request_id: str, rank: WorkerRank) -> None:
+        """Report the end of a request."""
+        if (sync := self._sync(rank)) is not None:
+            sync.freed(request_id, rank)
+
+    def _sync(self, rank: WorkerRank) -> ReplicaSync | None:
+        endpoint = self._endpoint_of(rank.worker_id)
+        return None if endpoint is None else self.syncs.get(endpoint)
+
+
 class _CountingSink:
     """Passes the events of one endpoint's workers on to their domain, and counts what becomes of them."""
 
@@ -179,11 +227,11 @@ class _CountingSink:
 class _Follower:
     """The feed of one endpoint of a domain, for as long as workers are there."""
 
-    __slots__ = ("feed", "task")
+    __slots__ = ("feed", "tasks")
 
     def __init__(self) -> None:
         self.feed: KvEventFeed | None = None
-        self.task: asyncio.Task[None] | None = None
+        self.tasks: list[asyncio.Task[None]] = []
 
 
 class KvDomains:
@@ -266,16 +314,7 @@ class KvDomains:
             policy=self._policy,
             rng=self._rng,
             index=index,
-            options=KvRouterOptions(
-                host_cache_hit_weight=settings.host_cache_hit_weight,
-                disk_cache_hit_weight=settings.disk_cache_hit_weight,
-                tracks_prefill_tokens=settings.router_track_prefill_tokens,
-                # Prefill workers keep no blocks for longer than a prefill takes.
-                tracks_active_blocks=settings.router_track_active_blocks and key.role != _PREFILL,
-                tracks_output_blocks=settings.router_track_output_blocks,
-                assumes_kv_reuse=settings.router_assume_kv_reuse,
-                expiry_seconds=settings.active_request_expiry_seconds,
-            ),
+            options=router_options(settings, is_prefill=key.role == _PREFILL),
         )
         placement = KvPlacement(
             router,
@@ -299,7 +338,7 @@ class KvDomains:
             elif follower.feed is not None:
                 for rank in gone:
                     follower.feed.forget(rank)
-        if domain.index is not None:
+        if domain.index is not None or self._settings.router_replica_sync:
             for endpoint in endpoints:
                 if (key, endpoint) not in self._followers and not self._background.is_closed:
                     self._follow(key, domain, endpoint)
@@ -308,14 +347,38 @@ class KvDomains:
 
     def _follow(self, key: DomainKey, domain: KvDomain, endpoint: str) -> None:
         follower = self._followers[key, endpoint] = _Follower()
-        follower.task = self._background.start(
-            self._keep_following(follower, domain, endpoint), f"kv events {endpoint}"
-        )
+        if domain.index is not None:
+            work = self._keep_following(follower, domain, endpoint)
+            follower.tasks.append(self._background.start(work, f"kv events {endpoint}"))
+        if self._settings.router_replica_sync:
+            domain.placement.router.observer = domain.relay
+            syncing = self._keep_syncing(domain, endpoint)
+            follower.tasks.append(self._background.start(syncing, f"replica sync {endpoint}"))
 
     def _leave(self, key: DomainKey, endpoint: str) -> None:
         follower = self._followers.pop((key, endpoint))
-        if follower.task is not None:
-            follower.task.cancel()
+        for task in follower.tasks:
+            task.cancel()
+
+    async def _keep_syncing(self, domain: KvDomain, endpoint: str) -> None:
+        """Share the bookings of an endpoint's workers with other routers until this is cancelled; try again after a failure."""
+        router = domain.placement.router
+        while True:
+            try:
+                async with ReplicaSync(
+                    self._endpoint(endpoint), router.load, router_id=self._router_id(), block_size=router.block_size
+                ) as sync:
+                    domain.relay.syncs[endpoint] = sync
+                    await asyncio.get_running_loop().create_future()  # until this is cancelled, or the sync fails
+            except DynamoException as error:
+                logger.warning(
+                    "bookings at %s cannot be shared, next attempt in %g s: %s", endpoint, RETRY_SECONDS, error
+                )
+            except Exception:  # the boundary: one fault of ours must not end the sharing for ever
+                logger.exception("sharing the bookings at %s failed; next attempt in %g s", endpoint, RETRY_SECONDS)
+            finally:
+                domain.relay.syncs.pop(endpoint, None)
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _keep_following(self, follower: _Follower, domain: KvDomain, endpoint: str) -> None:
         """Follow the events of an endpoint until this is cancelled. A failure is logged, and followed by another try."""

@@ -75,6 +75,10 @@ class KvRouterSettings:
     router_track_prefill_tokens: bool = setting(True, "DYN_ROUTER_TRACK_PREFILL_TOKENS", switch,
         "Count the prompt tokens that are still to be computed as load",
         flag="--router-track-prefill-tokens", group=_GROUP)
+    router_replica_sync: bool = setting(False, "DYN_ROUTER_REPLICA_SYNC", switch,
+        "Report what this router books to the other routers of its workers, and count what they book "
+        "([routing](routing.md#several-routers))",
+        flag="--router-replica-sync", group=_GROUP)
     load_aware: bool = setting(False, "DYN_ROUTER_LOAD_AWARE", switch,
         "Route by the load alone: `--router-mode kv` without a look at caches, and without KV events",
         flag="--load-aware", group=_GROUP)

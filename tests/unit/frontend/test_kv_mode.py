@@ -365,3 +365,32 @@ async def test_a_prefill_worker_is_chosen_by_what_it_holds_and_its_rank_is_passe
     assert prefills[1].requests[0]["routing"]["dp_rank"] == 1
     assert decode.requests[0]["routing"]["prefill_dp_rank"] == 1
     assert booked(house) == 0
+
+
+async def test_two_frontends_keep_one_account(tmp_path: Path) -> None:
+    async with (
+        cluster(tmp_path / "one", router_mode="kv", kv_router=KvRouterSettings(router_replica_sync=True)) as first,
+        cluster(tmp_path / "two", router_mode="kv", kv_router=KvRouterSettings(router_replica_sync=True)) as second,
+    ):
+        may_end = asyncio.Event()
+
+        async def slow(body: Any, context: Context, sink: ResponseSink) -> None:
+            sink.send_tokens([65])
+            await may_end.wait()
+            sink.send_tokens([66], finish_reason="stop")
+
+        worker = await add(first, slow)
+        rank = WorkerRank(worker.endpoint.connection_id())
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not (second.frontend.models.served() and domain(first).relay.syncs and domain(second).relay.syncs):
+                await asyncio.sleep(0.005)
+            for here, there in ((first, second), (second, first)):
+                answer = asyncio.ensure_future(complete(here))
+                load = domain(there).placement.router.load
+                while (load.requests(rank), load.decode_blocks(rank), load.prefill_tokens(rank)) != (1, 8, 0):
+                    await asyncio.sleep(0.005)
+                may_end.set()
+                assert (await answer).status == 200
+                while len(load):
+                    await asyncio.sleep(0.005)
+                may_end.clear()

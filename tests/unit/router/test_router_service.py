@@ -1,0 +1,208 @@
+"""The router as a service: its three endpoints, in front of workers of any endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from dynamo.errors import DynamoException, InvalidArgument, Unknown, WorkerUnavailable
+from dynamo.kv.hashing import block_hashes, sequence_hashes
+from dynamo.kv.overlap import Overlap, WorkerRank
+from dynamo.placement.policies.kv_policies import kv_policy
+from dynamo.router.kv_router import KvRouter
+from dynamo.router.service import RouterService, kv_query_of, ranks_of
+from dynamo.runtime.context import Context
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.request_plane.base import ResponseSink
+from support.frontend_cluster import memory_runtime
+from support.processes import until
+
+BLOCK = 16
+PROMPT = list(range(100))
+
+
+class OnePrompt:
+    """An index in which one rank holds the beginning of `PROMPT`."""
+
+    rank: WorkerRank | None = None
+    held = Overlap(3, 2, 1)
+
+    def find(self, sequence: Sequence[int], now: float = 0.0) -> Mapping[WorkerRank, Overlap]:
+        is_it = sequence == sequence_hashes(block_hashes(PROMPT, BLOCK))
+        return {self.rank: self.held} if is_it and self.rank is not None else {}
+
+
+class Pool:
+    """A router service and the workers behind it."""
+
+    def __init__(self, runtime: DistributedRuntime) -> None:
+        self.runtime = runtime
+        self.index = OnePrompt()
+        self.router = KvRouter(block_size=BLOCK, policy=kv_policy("default"), rng=random.Random(1), index=self.index)
+        self.requests: dict[int, list[dict[str, Any]]] = {}
+        self.errors: dict[int, DynamoException] = {}  # of workers that decline
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+        self.runtimes: list[DistributedRuntime] = []
+
+    async def worker(self, **card: Any) -> int:
+        """Start one more worker, and return its id once the router knows it."""
+        runtime = memory_runtime()
+        self.runtimes.append(runtime)
+        endpoint = runtime.endpoint("ns.pool.generate")
+        worker_id = endpoint.connection_id()
+        self.requests[worker_id] = []
+
+        async def generate(body: Any, context: Context, sink: ResponseSink) -> None:
+            self.requests[worker_id].append(body)
+            if worker_id in self.errors:
+                raise self.errors[worker_id]
+            sink.send_tokens([7], extra={"routing_data": {"more": 1}})
+            await self.may_end.wait()
+            sink.send_tokens([8, 9], finish_reason="stop", extra={"usage": 3})
+            sink.send_object({"event": "note", "comment": ["end"]})
+
+        await endpoint.start_serving(generate)
+        if card:
+            await endpoint.publish_model({"display_name": "m", "runtime_config": card})
+        ranks = card.get("data_parallel_size", 1)
+        known = [WorkerRank(worker_id, dp_rank) for dp_rank in range(ranks)]
+        await until(lambda: self.router.ranks.keys() >= set(known))
+        return worker_id
+
+    async def ask(self, endpoint: str, body: Any) -> list[Any]:
+        """Return every item of an answer."""
+        client = await self.runtime.endpoint(f"ns.router.{endpoint}").client()
+        (instance_id,) = await client.wait_for_instances()
+        stream = await client.open(client.named(instance_id), body, Context())
+        try:
+            found: list[Any] = []
+            while items := await stream.next_batch():
+                found += items
+            return found
+        finally:
+            stream.close()
+            await client.close()
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[Pool]:
+    runtime = memory_runtime()
+    pool = Pool(runtime)
+    try:
+        async with RouterService(runtime.endpoint("ns.pool.generate"), pool.router):
+            yield pool
+    finally:
+        for each in [*pool.runtimes, runtime]:
+            await each.aclose()
+
+
+async def test_a_request_goes_where_its_prefix_lies_and_its_answer_comes_back() -> None:
+    async with served() as pool:
+        await pool.worker()
+        holder = await pool.worker(data_parallel_size=2, total_kv_blocks=50)
+        pool.index.rank = WorkerRank(holder, 1)
+        pool.may_end.clear()
+        answer = asyncio.ensure_future(pool.ask("generate", {"token_ids": PROMPT, "model": "m"}))
+        load = pool.router.load
+        await until(lambda: load.decode_blocks(pool.index.rank) == 6 and not load.prefill_tokens(pool.index.rank))
+        pool.may_end.set()
+        first, last, note = await answer
+        who = {
+            "prefill_worker_id": holder, "prefill_dp_rank": 1, "decode_worker_id": holder, "decode_dp_rank": 1,
+        }  # fmt: skip
+        assert (first.token_ids, first.extra) == ([7], {"routing_data": {"worker_id": who, "more": 1}})
+        assert (last.token_ids, last.finish_reason, last.extra) == ([8, 9], "stop", {"usage": 3})
+        assert note.extra == {"event": "note", "comment": ["end"]}
+        (body,) = pool.requests[holder]
+        assert body == {"token_ids": PROMPT, "model": "m", "routing": {"dp_rank": 1}}
+        assert len(load) == 0
+
+
+async def test_the_best_worker_and_what_ranks_hold_can_be_asked() -> None:
+    async with served() as pool:
+        other, holder = await pool.worker(), await pool.worker()
+        pool.index.rank = WorkerRank(holder)
+        (item,) = await pool.ask("best_worker_id", PROMPT)
+        assert item.extra == {"data": holder}
+        (item,) = await pool.ask("get_overlap_scores", {"token_ids": PROMPT})
+        scores = item.extra["data"]
+        assert (scores["block_size"], scores["num_blocks"]) == (16, 6)
+        assert scores["shared_cache"] == {"enabled": False, "total_hit_blocks": 0, "ranges": [], "error": None}
+        assert [each["worker_id"] for each in scores["workers"]] == sorted([other, holder])
+        assert next(each for each in scores["workers"] if each["worker_id"] == holder) == {
+            "worker_id": holder,
+            "dp_rank": 0,
+            "device_blocks": 3,
+            "host_pinned_blocks": 5,
+            "disk_blocks": 6,
+            "host_pinned_extension_blocks": 2,
+            "disk_extension_blocks": 1,
+            "shared_beyond_device_blocks": None,
+        }
+        assert len(pool.router.load) == 0
+
+
+async def test_a_worker_that_declines_is_left_out_and_an_error_of_the_last_one_is_the_answer() -> None:
+    async with served() as pool:
+        first, second = await pool.worker(), await pool.worker()
+        pool.index.rank = WorkerRank(first)
+        pool.errors[first] = WorkerUnavailable("drains")
+        items = await pool.ask("generate", {"token_ids": PROMPT})
+        assert [len(pool.requests[each]) for each in (first, second)] == [1, 1]
+        assert items[0].extra["routing_data"]["worker_id"]["decode_worker_id"] == second
+        with pytest.raises(WorkerUnavailable, match="drains"):
+            await pool.ask("generate", {"token_ids": PROMPT, "routing": {"backend_instance_id": first}})
+        pool.errors[second] = Unknown("broken")
+        with pytest.raises(Unknown, match="broken"):
+            await pool.ask("generate", {"token_ids": PROMPT})
+        assert len(pool.router.load) == 0
+
+
+async def test_what_cannot_be_served_is_a_typed_error() -> None:
+    async with served() as pool:
+        with pytest.raises(WorkerUnavailable):
+            await pool.ask("generate", {"token_ids": PROMPT})
+        with pytest.raises(WorkerUnavailable):
+            await pool.ask("best_worker_id", PROMPT)
+        for endpoint, body in (("generate", [1]), ("generate", {}), ("best_worker_id", {"token_ids": [1]}),
+                               ("best_worker_id", [-1]), ("get_overlap_scores", {}), ("get_overlap_scores", [1])):  # fmt: skip
+            with pytest.raises(InvalidArgument, match="token_ids"):
+                await pool.ask(endpoint, body)
+
+
+def test_a_workers_request_says_where_it_may_go() -> None:
+    query = kv_query_of(
+        {
+            "token_ids": [1, 2],
+            "routing": {
+                "dp_rank": 3,
+                "decode_worker_id": 9,
+                "lora_name": "a",
+                "cache_namespace": "t",
+                "priority": -2,
+                "expected_output_tokens": 40,
+                "allowed_worker_ids": [9, 10],
+                "routing_constraints": {"required_taints": ["x"], "preferred_taints": {"y": 0.5}},
+                "strict_priority": 1,
+            },
+            "router_config_override": {"overlap_score_credit": 0.0},
+        }
+    )
+    assert (query.token_ids, query.pinned_worker_id, query.pinned_dp_rank) == ([1, 2], 9, 3)
+    assert (query.lora_name, query.cache_salt, query.priority, query.expected_output) == ("a", "t", -2, 40)
+    assert (query.allowed, query.required_taints, query.preferred_taints) == ({9, 10}, ["x"], {"y": 0.5})
+    assert query.overrides is not None
+    assert query.overrides.overlap_score_credit == 0.0
+    for wrong in ({"routing": {"dp_rank": "x"}}, {"router_config_override": {"foo": 1}}):
+        with pytest.raises(InvalidArgument, match="routing or router_config_override"):
+            kv_query_of({"token_ids": [1], **wrong})
+
+
+def test_a_worker_without_a_card_has_one_rank() -> None:
+    assert list(ranks_of([5, 6], {})) == [WorkerRank(5), WorkerRank(6)]
