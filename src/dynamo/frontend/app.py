@@ -127,7 +127,8 @@ class Frontend:
         )
         self.watch = StallDetector(stall_policy, self.metrics.stalled)
         self._budget = BodyBudget(settings.pending_bodies_limit_bytes)
-        self.loads = LoadFollower(settings, self.models, self._loads, peers)
+        own_loads = {} if self._kv is None else {"report_own": self._kv.load_reports}
+        self.loads = LoadFollower(settings, self.models, self._loads, peers, **own_loads)
         self._probe: asyncio.TimerHandle | None = None
         self.pipeline = Pipeline(
             settings,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Final
 
 import msgspec
@@ -36,6 +36,12 @@ MAX_BODY_BYTES: Final = 16 * 1024
 Subscribe = Callable[[str], AbstractAsyncContextManager[AsyncIterator[Event]]]
 """From "namespace.component.endpoint" to the load reports of its workers."""
 
+ReportOwn = Callable[[str], AbstractAsyncContextManager[None]]
+
+
+def _nothing_to_report(_endpoint: str) -> AbstractAsyncContextManager[None]:
+    return nullcontext()
+
 
 _decode_load: Final = msgspec.msgpack.Decoder(LoadReport).decode
 _decode_thresholds: Final = msgspec.json.Decoder(BusyThresholds).decode
@@ -46,9 +52,16 @@ class LoadFollower:
     """Follows the loads of the models that have thresholds, and marks their busy workers. Used on the event loop only."""
 
     def __init__(
-        self, settings: FrontendSettings, models: ModelDirectory, subscribe: Subscribe, peers: Peers | None = None
+        self,
+        settings: FrontendSettings,
+        models: ModelDirectory,
+        subscribe: Subscribe,
+        peers: Peers | None = None,
+        *,
+        report_own: ReportOwn = _nothing_to_report,
     ) -> None:
-        self._models, self._subscribe, self._peers = models, subscribe, peers
+        """`report_own`: reports what this process itself has booked at an endpoint, while its loads are followed."""
+        self._models, self._subscribe, self._peers, self._report_own = models, subscribe, peers, report_own
         self._default = BusyThresholds(
             "",
             settings.active_decode_blocks_threshold,
@@ -133,7 +146,7 @@ class LoadFollower:
     async def _follow(self, endpoint: str) -> None:
         while True:
             try:
-                async with self._subscribe(endpoint) as events:
+                async with self._subscribe(endpoint) as events, self._report_own(endpoint):
                     async for event in events:
                         self._report(event)
                 return  # the plane was closed

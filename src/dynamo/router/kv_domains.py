@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final, NamedTuple, Protocol
 
 from dynamo.errors import DynamoException
@@ -26,6 +27,7 @@ from dynamo.router.kv_metrics import EventCounters, KvMetrics
 from dynamo.router.kv_placement import KvPlacement
 from dynamo.router.kv_router import KvRouter, KvRouterOptions, Selection
 from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.router.load_reports import RouterLoadReports
 from dynamo.router.replica_sync import ReplicaSync
 from dynamo.runtime.endpoint import Endpoint
 from dynamo.runtime.metrics import MetricsRegistry
@@ -284,6 +286,17 @@ class KvDomains:
         key = self._owners.pop(owner, None)
         if key is not None:
             self._update(key, owner, ())
+
+    @asynccontextmanager
+    async def load_reports(self, endpoint: str) -> AsyncIterator[None]:
+        """Report the accounts of an endpoint's workers as load, for the busy thresholds of all frontends, for as long as the
+        block runs."""
+        async with AsyncExitStack() as stack:
+            for domain in list(self._domains.values()):
+                if endpoint in domain.endpoints:
+                    load = domain.placement.router.load
+                    await stack.enter_async_context(RouterLoadReports(self._endpoint(endpoint), load))
+            yield
 
     async def aclose(self) -> None:
         """Stop following events, and close the record of decisions. Idempotent."""

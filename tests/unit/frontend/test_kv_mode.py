@@ -394,3 +394,25 @@ async def test_two_frontends_keep_one_account(tmp_path: Path) -> None:
                 while len(load):
                     await asyncio.sleep(0.005)
                 may_end.clear()
+
+
+async def test_what_a_frontend_has_booked_makes_a_worker_busy_without_a_word_from_it(tmp_path: Path) -> None:
+    async with cluster(tmp_path, router_mode="kv", active_prefill_tokens_threshold=20) as house:
+        may_answer = asyncio.Event()
+
+        async def silent(body: Any, context: Context, sink: ResponseSink) -> None:
+            await may_answer.wait()
+            sink.send_tokens([66], finish_reason="stop")
+
+        first, second = await add(house, silent), await add(house, silent)
+        answers = [asyncio.ensure_future(complete(house)) for _ in range(2)]  # 33 tokens to prefill at each worker
+        busy = {first.endpoint.connection_id(), second.endpoint.connection_id()}
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not all(busy <= model.busy for model in house.frontend.models.served()):
+                await asyncio.sleep(0.01)
+            assert (await complete(house)).status == 529
+            may_answer.set()
+            assert [(await each).status for each in answers] == [200, 200]
+            while any(model.busy for model in house.frontend.models.served()):
+                await asyncio.sleep(0.01)
+        assert (await complete(house)).status == 200
