@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
@@ -86,8 +87,8 @@ class KvPlacement:
     """
 
     __slots__ = (
-        "_counted_at", "_decisions", "_is_eagle", "_rng", "_running", "_tracks_output", "_watcher", "_workers", "is_stale",
-        "read_ranks", "router",
+        "_counted_at", "_decisions", "_is_eagle", "_repeated", "_rng", "_running", "_tracks_output", "_watcher", "_workers",
+        "is_stale", "read_ranks", "router",
     )  # fmt: skip
 
     def __init__(
@@ -105,7 +106,7 @@ class KvPlacement:
         self.router = router
         self.read_ranks: Callable[[], Mapping[WorkerRank, RankInfo]] = dict
         self.is_stale = False  # the ranks have changed since they were read
-        self._workers = 0  # that the router knows
+        self._workers: frozenset[int] = frozenset()  # that the router knows
         self._is_eagle = is_eagle
         self._rng = rng
         self._tracks_output = tracks_output
@@ -113,6 +114,7 @@ class KvPlacement:
         self._decisions = decisions
         self._running: dict[str, _Running] = {}  # by the id of the booking; bounded by the streams that are open
         self._counted_at = 0.0
+        self._repeated = 0  # bookings whose id was booked already
 
     def __len__(self) -> int:
         """Return how many requests are booked."""
@@ -173,19 +175,23 @@ class KvPlacement:
         if query is None:  # not a request of a client's own, such as the release of blocks after a hand-over
             query = KvQuery(token_ids=request.token_ids, lora_name=request.lora_name)
         self._refresh()
-        query.allowed = None if len(candidates) == self._workers else {each.instance_id for each in candidates}
+        by_id = {each.instance_id: each for each in reversed(candidates)}
+        query.allowed = None if by_id.keys() == self._workers else by_id.keys()
+        if self._workers.isdisjoint(by_id):  # no card of these workers was seen yet
+            return fewest_in_flight(candidates, self._rng, "kv")
         try:
             selection = self.select(query, now)
-        except WorkerUnavailable as error:  # no card of these workers was seen yet
-            logger.debug("the kv router knows none of %d workers: %s", len(candidates), error)
+        except WorkerUnavailable as error:
+            logger.debug("the kv router finds none of %d workers: %s", len(candidates), error)
             return fewest_in_flight(candidates, self._rng, "kv")
-        worker_id = selection.rank.worker_id
-        candidate = next(each for each in candidates if each.instance_id == worker_id)
-        return _placed(candidate, selection)
+        return _placed(by_id[selection.rank.worker_id], selection)
 
     def settle(self, placement: Placement, request: PlacementRequest, now: float) -> Placement:
         """Return a placement with its decision: a request that names its worker was placed without one."""
         if isinstance(placement, KvPlaced) or request.kv is None:
+            return placement
+        self._refresh()
+        if placement.candidate.instance_id not in self._workers:
             return placement
         query = request.kv
         query.allowed, query.pinned_worker_id = None, placement.candidate.instance_id
@@ -200,7 +206,7 @@ class KvPlacement:
         if self.is_stale:
             self.is_stale = False
             ranks = self.read_ranks()
-            self._workers = len({rank.worker_id for rank in ranks})
+            self._workers = frozenset(rank.worker_id for rank in ranks)
             self.router.set_ranks(ranks)
 
     def select(self, query: KvQuery, now: float) -> Selection:
@@ -224,8 +230,11 @@ class KvPlacement:
             return await worker.client.open(worker.instance, body, context)
         selection, router, clock = placement.selection, self.router, asyncio.get_running_loop().time
         request_id, now = context.id(), clock()
-        while not router.book(request_id, selection, now, expires=False):
-            request_id += "'"  # an attempt before this one is still on its way out
+        if not router.book(request_id, selection, now, expires=False):
+            # An attempt before this one is still on its way out, or a client uses one id for several requests.
+            self._repeated += 1
+            request_id = f"{request_id}\0{self._repeated}"
+            router.book(request_id, selection, now, expires=False)
         self._watcher.booked(selection)
         if self._decisions is not None:
             self._decisions.record(request_id, body.get("model") or "", selection)
@@ -277,6 +286,11 @@ def _overrides(given: Mapping[str, object] | None) -> KvOverrides | None:
     if not given:
         return None
     try:
-        return msgspec.convert(given, KvOverrides)
+        found = msgspec.convert(given, KvOverrides)
     except msgspec.ValidationError as error:
         raise InvalidArgument(f"router_config_override: {error}") from error
+    for name in KvOverrides.__struct_fields__:
+        value = getattr(found, name)
+        if isinstance(value, float) and not 0.0 <= value < math.inf:  # NaN is neither
+            raise InvalidArgument(f"router_config_override.{name} must be a number of at least 0, got {value}")
+    return found
