@@ -82,6 +82,9 @@ class LoraRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(le=2**63 - 1)]  # JSON knows no bound, gauges and the wire do
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+FirstRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=U32)]
+RankCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=4096)]  # a router keeps an account of every one of them
 
 
 class ModelRuntimeConfig(msgspec.Struct, kw_only=True):
@@ -91,7 +94,7 @@ class ModelRuntimeConfig(msgspec.Struct, kw_only=True):
     """
 
     context_length: Count | None = None  # tokens
-    total_kv_blocks: Count | None = None  # per data-parallel rank
+    total_kv_blocks: Size | None = None  # per data-parallel rank
     max_num_seqs: Count | None = None
     max_num_batched_tokens: Count | None = None
     tool_call_parser: str | None = None
@@ -101,8 +104,8 @@ class ModelRuntimeConfig(msgspec.Struct, kw_only=True):
     structural_tag_scope: str = "auto"
     structural_tag_schema: str = "auto"
     exclude_tools_when_tool_choice_none: bool = True
-    data_parallel_start_rank: int = 0
-    data_parallel_size: int = 1
+    data_parallel_start_rank: FirstRank = 0
+    data_parallel_size: RankCount = 1
     enable_local_indexer: bool = True
     enable_eagle: bool = False
     tokenizer_backend: str | None = None
@@ -224,7 +227,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     extra_files: list[Any] = []
     architectural_max_context_length: int | None = None  # tokens, what the weights were made for
     context_length: Count = 0  # tokens, the effective limit; 0: not known
-    kv_cache_block_size: Count = DEFAULT_BLOCK_SIZE
+    kv_cache_block_size: Size = DEFAULT_BLOCK_SIZE
     migration_limit: Count = 0
     model_type: str = ""  # "Chat | Completions"; empty: no OpenAI surface
     model_input: str = "Tokens"

@@ -243,3 +243,16 @@ def test_slugs(name: str, slug: str) -> None:
 @pytest.mark.process  # computes for seconds
 def test_a_slug_is_its_own_slug(name: str) -> None:
     assert slugify(slugify(name)) == slugify(name)
+
+
+def test_a_card_whose_sizes_cannot_be_is_refused_by_name() -> None:
+    for name, value in (
+        ("data_parallel_size", 2**32 - 1),  # a router keeps an account of each rank
+        ("data_parallel_size", -1),
+        ("data_parallel_start_rank", -1),
+        ("total_kv_blocks", -5),
+    ):
+        with pytest.raises(InvalidArgument, match=name):
+            decode_card({"display_name": "m", "slug": "m", "runtime_config": {name: value}})
+    with pytest.raises(InvalidArgument, match="kv_cache_block_size"):
+        decode_card({"display_name": "m", "slug": "m", "kv_cache_block_size": -16})
