@@ -8,6 +8,7 @@ waited, began at that moment.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Final
 
 import msgspec
@@ -43,7 +44,8 @@ class PrefillPass:
 
     def __init__(self) -> None:
         self.budget = DEFAULT_PASS_BUDGET
-        self.running: dict[str, int] = {}  # request id to the uncached tokens that are left, in the order of arrival
+        # Request id to the uncached tokens that are left, in the order of arrival: an order that can be taken from in front.
+        self.running: OrderedDict[str, int] = OrderedDict()
         self.waiting: dict[str, int] = {}
         self.running_tokens = self.waiting_tokens = 0
         self.started_at = 0.0
@@ -97,13 +99,18 @@ class PrefillPass:
 
     def _start_next(self, done: int, now: float) -> None:
         """Begin the pass after one that computed the first `done` tokens of those that ran."""
-        left: dict[str, int] = {}
-        for request_id, tokens in self.running.items():
+        running = self.running
+        self.running_tokens += self.waiting_tokens
+        while running:
+            request_id, tokens = next(iter(running.items()))
             if tokens > done:
-                left[request_id] = tokens - done
-            done = max(0, done - tokens)
-        self.running = {**left, **self.waiting}
-        self.running_tokens = sum(left.values()) + self.waiting_tokens
+                running[request_id] = tokens - done
+                self.running_tokens -= done
+                break
+            del running[request_id]
+            self.running_tokens -= tokens
+            done -= tokens
+        running.update(self.waiting)
         self.waiting, self.waiting_tokens = {}, 0
         self.started_at, self.was_idle = now, False
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from dynamo.placement.prefill_pass import FinishedPasses, PrefillPass
+from support.properties import examples
 
 
 def test_what_arrives_during_a_pass_waits_for_the_next() -> None:
@@ -58,3 +64,44 @@ def test_a_request_that_is_given_up_leaves_room() -> None:
     assert (rank.running, rank.running_tokens, rank.started_at) == ({"c": 10}, 10, 0.3)
     rank.drop("unknown", 0.4)
     assert rank.running_tokens == 10
+
+
+@examples(40)
+@given(st.lists(st.tuples(st.sampled_from(["join", "complete", "drop"]), st.integers(0, 9), st.integers(0, 30))))
+def test_the_sums_are_those_of_the_requests_and_nothing_is_left_at_the_end(steps: list[tuple[str, int, int]]) -> None:
+    rank = PrefillPass()
+    rank.budget = 10
+    known: set[str] = set()
+    for now, (step, number, tokens) in enumerate(steps):
+        request_id = str(number)
+        if step == "join" and request_id not in known:
+            known.add(request_id)
+            rank.join(request_id, tokens, float(now))
+        elif step == "complete" and request_id in known:
+            known.remove(request_id)
+            rank.complete(request_id, float(now))
+        elif step == "drop":
+            known.discard(request_id)
+            rank.drop(request_id, float(now))
+        assert known.issuperset(rank.running)
+        assert known.issuperset(rank.waiting)
+        assert rank.running_tokens == sum(rank.running.values())
+        assert rank.waiting_tokens == sum(rank.waiting.values())
+        assert rank.running or not rank.waiting
+    for request_id in known:
+        rank.drop(request_id, 0.0)
+    assert not rank.running
+    assert not rank.waiting
+    assert not rank.running_tokens
+    assert not rank.waiting_tokens
+
+
+def test_a_long_queue_costs_each_first_token_no_more_than_a_short_one() -> None:
+    rank = PrefillPass()
+    began = time.process_time()
+    for number in range(10_000):
+        rank.join(str(number), 9_000, 0.0)
+    for number in range(10_000):
+        rank.complete(str(number), 1.0)
+    assert not rank.running
+    assert time.process_time() - began < 3.0  # takes 0.02 s; a step for each waiting request takes over a minute
