@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
 from dynamo.cli.bench.replay.command import main
 from dynamo.cli.bench.replay.options import read_options
 from dynamo.cli.main import main as dynamo
+from dynamo.cli.usage import UsageError
 from dynamo.replay.presets import PRESETS, Bar
+from dynamo.replay.trace import prompt_token_ids
 
 FEW = ["--requests", "40", "--mode", "round-robin", "--mode", "kv:default"]
 
@@ -123,3 +128,49 @@ def test_a_bar_is_a_figure_or_a_ratio() -> None:
 def test_every_preset_draws_its_trace() -> None:
     for preset in PRESETS.values():
         assert len(preset.make_trace(1, 20).requests) >= 20
+
+
+class _Server(BaseHTTPRequestHandler):
+    """Answers completions with two tokens, and counts 16 tokens of each prompt as cached."""
+
+    protocol_version = "HTTP/1.1"
+    asked: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(asked)
+        usage = {
+            "prompt_tokens": len(asked["prompt"]),
+            "completion_tokens": 2,
+            "prompt_tokens_details": {"cached_tokens": 16},
+        }
+        events = [{"choices": [{"text": text}]} for text in "ab"] + [{"choices": [], "usage": usage}]
+        body = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Stay silent."""
+
+
+def test_a_live_server_is_sent_the_same_prompts_and_is_one_more_row(capsys: pytest.CaptureFixture[str]) -> None:
+    _Server.asked.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        live = ["--live", url, "--model", "m", "--requests", "30", "--speedup", "20", "--mode", "random"]
+        assert main(["1k", *live]) == 0
+        server.shutdown()
+    trace = PRESETS["1k"].make_trace(0, 30)
+    prompts = [prompt_token_ids(request).tolist() for request in trace.requests]
+    assert sorted(asked["prompt"] for asked in _Server.asked) == sorted(prompts)
+    assert all(asked["model"] == "m" and asked["stream"] for asked in _Server.asked)
+    (row,) = (line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("live  "))
+    assert float(row[1]) == pytest.approx(30 * 16 / trace.prompt_tokens, abs=1e-3)
+
+
+def test_live_needs_the_name_of_a_model() -> None:
+    with pytest.raises(UsageError, match="--model"):
+        read_options(["1k", "--mode", "random", "--live", "http://127.0.0.1:1"])

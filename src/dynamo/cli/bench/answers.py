@@ -153,6 +153,7 @@ _KEPT: Final = 64  # bytes carried into the next read: longer than every mark, a
 _KEPT_USAGE: Final = 2048
 _KEPT_ERROR: Final = 2048
 _COMPLETION: Final = re.compile(rb'"completion_tokens": ?(\d+)')
+_CACHED: Final = re.compile(rb'"cached_tokens": ?(\d+)')
 _PROMPT: Final = re.compile(rb'"prompt_tokens": ?(\d+)')
 
 
@@ -201,6 +202,12 @@ class StreamMeter:
         """The last usage in the stream."""
         prompt, completion = _PROMPT.findall(self._usage), _COMPLETION.findall(self._usage)
         return (int(prompt[-1]) if prompt else None, int(completion[-1]) if completion else None)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the server had in a cache, as the last usage in the stream says; 0 where it does not."""
+        cached = _CACHED.findall(self._usage)
+        return int(cached[-1]) if cached else 0
 
     @property
     def failure(self) -> tuple[str, str] | None:

@@ -10,11 +10,13 @@ answer's reader and the recorder.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Final, NamedTuple, cast
 
 from dynamo.cli.bench.answers import AnswerReader, BadAnswer, StreamMeter, error_of, usage_of
@@ -53,7 +55,13 @@ class Shape:
     seconds: float | None = None  # send nothing new after so long
     rate: float | None = None  # requests per second
     is_even: bool = False  # the same time between requests, instead of a Poisson process
+    times: tuple[float, ...] = ()  # open: seconds after the start at which requests are due, rising; in place of `rate`
     timeout_seconds: float = 600.0  # until a request is given up
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests have times of their own."""
+        return self.rate is not None or bool(self.times)
 
 
 def arrival_times(rate: float, rng: random.Random, *, is_even: bool = False) -> Iterator[float]:
@@ -108,11 +116,11 @@ class Load:
         self._begun = self.recorder.begun = _clock()
         self._sweeper = loop.call_later(SWEEP_SECONDS, self._sweep)
         try:
-            if self._shape.rate is None:
+            if not self._shape.is_open:
                 for number in range(self._shape.connections):
                     self._closed_turn(number % len(self._targets), None)
             else:
-                self._arrivals = arrival_times(self._shape.rate, self._rng, is_even=self._shape.is_even)
+                self._arrivals = self._times()
                 self._due = self._begun + next(self._arrivals)
                 self._arrive()
             self._check_finished()
@@ -127,6 +135,12 @@ class Load:
                 connection.abandon()
             if self._is_stopped or not self.recorder.ended:
                 self.recorder.ended = _clock()
+
+    def _times(self) -> Iterator[float]:
+        shape = self._shape
+        if shape.times:
+            return chain(shape.times, repeat(math.inf))
+        return arrival_times(shape.rate or 1.0, self._rng, is_even=shape.is_even)
 
     @property
     def elapsed(self) -> float:
@@ -149,8 +163,10 @@ class Load:
         if self._sending_ended:
             return False
         shape = self._shape
-        is_over = (shape.requests is not None and self._number >= shape.requests) or (
-            shape.seconds is not None and _clock() - self._begun >= shape.seconds
+        is_over = (
+            (len(shape.times) <= self._number if shape.times else False)
+            or (shape.requests is not None and self._number >= shape.requests)
+            or (shape.seconds is not None and _clock() - self._begun >= shape.seconds)
         )
         self._sending_ended = is_over
         return not is_over
@@ -204,7 +220,7 @@ class Load:
         """Go on after a request has ended; `connection` is given if it can be used again."""
         if self._is_stopped:
             return
-        if self._shape.rate is None:
+        if not self._shape.is_open:
             self._closed_turn(target, connection)
             return
         if self._waiting:
@@ -237,7 +253,7 @@ class Load:
             self._failed(f"connect: {what}", f"{target.url}: {error}")
             self._later(REFUSED_PAUSE_SECONDS, self._free, job.target, None)
             return
-        if self._shape.rate is None and not job.is_retry:
+        if not self._shape.is_open and not job.is_retry:
             job.due = _clock()  # a sender of the closed loop has its connection first
         self.recorder.connections += 1
         protocol.send(job)
@@ -287,6 +303,8 @@ class Load:
         else:
             now = self._ended()
             prompt, tokens = meter.usage if meter is not None else usage_of(bytes(connection.body))
+            if meter is not None:
+                recorder.cached_tokens += meter.cached_tokens
             if tokens is None:
                 tokens = meter.text_events if meter is not None else 0
                 recorder.output_estimated += 1
@@ -350,7 +368,7 @@ class _Connection(asyncio.Protocol):
         self.first_text = self.last_text = 0.0
         now = _clock()
         late = now - job.due
-        if self._load._shape.rate is not None:
+        if self._load._shape.is_open:
             self._load.recorder.late.add(late)
         self.begun = job.due if late > TIMER_SECONDS else now
         self._transport.write(job.request.data)

@@ -134,6 +134,7 @@ class Recorder:
     output_tokens: int = 0
     output_estimated: int = 0  # answers without usage: their tokens are counted as events
     input_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts, as usage told
     input_counted: int = 0  # answers whose usage told the prompt's length
     text_events: int = 0
     received_bytes: int = 0

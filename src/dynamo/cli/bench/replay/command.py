@@ -11,7 +11,8 @@ from typing import Final
 import msgspec
 
 from dynamo.cli.bench.replay.jobs import Replayed, replay_all, trace_of
-from dynamo.cli.bench.replay.options import ReplayOptions, read_options
+from dynamo.cli.bench.replay.live import replay_live
+from dynamo.cli.bench.replay.options import LiveTarget, ReplayOptions, read_options
 from dynamo.cli.bench.replay.report import HEAD, PresetReport, as_json, reports_of
 from dynamo.cli.console import Console
 from dynamo.cli.usage import UsageError
@@ -34,6 +35,8 @@ def main(argv: list[str]) -> int:
     replayed = list(replay_all(options, argv))
     seconds, cpu = time.monotonic() - started, time.process_time() - cpu
     reports = reports_of(options.presets, replayed)
+    if options.live is not None:
+        _add_live(reports[0], options, options.live)
     for report in reports:
         _show(report, options, console)
     requests = sum(len(figures.requests) for each in replayed for figures in each.figures)
@@ -41,6 +44,18 @@ def main(argv: list[str]) -> int:
     _write_files(options, reports, argv, cpu, console)
     missed = any(not bar.holds for report in reports for bar in report.bars())
     return EXIT_MISSED if options.is_strict and missed else 0
+
+
+def _add_live(report: PresetReport, options: ReplayOptions, live: LiveTarget) -> None:
+    """Send the preset's trace to a server, at the same times."""
+    setup = report.preset.setup
+    if setup.concurrency is not None:
+        raise UsageError("--live sends requests at their times; leave --concurrency out")
+    trace = trace_of(options, report.preset, options.seeds[0])
+    figures = replay_live(trace, live.target, live.model, setup.arrival_speedup_ratio)
+    pooled = next(iter(report.rows.values()))["pooled_hit_rate"]
+    by_pooled = figures["prefix_cache_reused_ratio"] / pooled if pooled else 0.0
+    report.rows["live"] = {**figures, "hit_rate_by_pooled": by_pooled}
 
 
 def _show(report: PresetReport, options: ReplayOptions, console: Console) -> None:

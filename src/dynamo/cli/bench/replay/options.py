@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from dynamo.cli.bench.targets import Target
 from dynamo.cli.usage import UsageError
 from dynamo.errors import InvalidArgument
 from dynamo.replay.modes import COUNTING_MODES, frontend_of
@@ -20,7 +21,7 @@ from dynamo.replay.setup import ReplaySetup
 from dynamo.scheduling import SchedulerOptions
 from dynamo.settings.command import CommandParser
 
-__all__ = ["ReplayOptions", "TraceFile", "read_options"]
+__all__ = ["LiveTarget", "ReplayOptions", "TraceFile", "read_options"]
 
 MAX_JOBS: Final = 256
 MAX_SEEDS: Final = 1000
@@ -58,6 +59,14 @@ class TraceFile:
 
 
 @dataclass(frozen=True, slots=True)
+class LiveTarget:
+    """A server that is sent the same trace."""
+
+    target: Target
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReplayOptions:
     """What to replay, and what to write."""
 
@@ -73,6 +82,7 @@ class ReplayOptions:
     svg_file: Path | None
     requests_file: Path | None
     trace_out: TraceFile | None
+    live: LiveTarget | None
 
 
 def read_options(argv: list[str]) -> ReplayOptions:
@@ -103,8 +113,19 @@ def read_options(argv: list[str]) -> ReplayOptions:
         html_file=given.html,
         svg_file=given.svg,
         requests_file=given.per_request,
+        live=_live(given, presets),
         trace_out=None if given.write_trace is None else TraceFile(given.write_trace, given.trace_block_tokens),
     )
+
+
+def _live(given: argparse.Namespace, presets: tuple[Preset, ...]) -> LiveTarget | None:
+    if given.live is None:
+        return None
+    if given.model is None:
+        raise UsageError("--live needs --model: the name that the server serves")
+    if len(presets) != 1 or len(given.seeds) != 1:
+        raise UsageError("--live sends one trace; name one preset and one seed")
+    return LiveTarget(Target.of(given.live), given.model)
 
 
 def _presets(given: argparse.Namespace) -> list[Preset]:
@@ -192,6 +213,10 @@ def _parser() -> CommandParser:
         help="tokens that one of its hash_ids stands for (default: %(default)s)",
     )  # fmt: skip
     add("--write-trace", type=Path, metavar="FILE", help="write the preset's trace as JSONL, and replay nothing")
+    add(
+        "--live", metavar="URL", help="send the trace to an OpenAI-compatible server, too; its figures are one more row"
+    )
+    add("--model", metavar="NAME", help="with --live: what to ask for")
     add("--json", type=Path, metavar="FILE", help="every figure of every replay")
     add("--html", type=Path, metavar="FILE", help="tables and plots as one page")
     add("--svg", type=Path, metavar="FILE", help="the comparison as a plot")

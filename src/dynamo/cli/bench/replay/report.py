@@ -43,6 +43,8 @@ _RATIOS: Final = {"mean_ttft_ms", "mean_e2e_latency_ms"}  # followed by the rati
 _REMARKS: Final = {
     "equal_choices": "{label}: the other frontends would have chosen the same worker {value:.1%} of the time",
     "exact_after_ms": "{label}: every index was exact again {value:,.0f} ms after a restart",
+    "failed": "{label}: {value:,.0f} requests failed",
+    "p99_late_ms": "{label}: requests were sent up to {value:,.1f} ms late (p99)",
     "lost_events": "{label}: {value:,.0f} KV events were lost on their way",
     "stampede_workers": "{label}: the common prefix was computed on {value:.1f} workers",
 }
@@ -118,7 +120,7 @@ def _means(reports: Sequence[Mapping[str, object]]) -> Row:
 
 def _cells(row: Row, first: Row) -> Iterator[str]:
     for _, figure, text in _COLUMNS:
-        yield text.format(row[figure])
+        yield text.format(row[figure]) if figure in row else ""
         if figure in _RATIOS:
             yield f"{row[figure] / first[figure]:.2f}" if first[figure] else ""
 
