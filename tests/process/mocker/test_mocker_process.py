@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.kv.events import RouterEvent
+from dynamo.kv.events import BlockUpdate, RouterEvent
 from dynamo.mocker.engine import MockEngine
 from dynamo.router import KvEventFeed
 from dynamo.runtime.context import Context
@@ -56,10 +56,12 @@ class Held:
 
     def apply(self, event: RouterEvent) -> None:
         held = self.blocks.setdefault(event.worker_id, set())
-        if "stored" in event.event.data:
-            held.update(block["block_hash"] for block in event.event.data["stored"]["blocks"])
-        else:
-            held.difference_update(event.event.data["removed"]["block_hashes"])
+        change = event.event.data
+        assert isinstance(change, BlockUpdate)
+        if change.stored is not None:
+            held.update(block.block_hash for block in change.stored.blocks)
+        if change.removed is not None:
+            held.difference_update(change.removed.block_hashes)
 
     def forget(self, worker_id: int, dp_rank: int) -> None:
         self.blocks[worker_id] = set()
@@ -108,6 +110,23 @@ async def test_two_workers_of_one_process_answer_and_publish_their_blocks(
     workers.terminate()
     assert workers.exit_code() == 0, workers.log
     assert workers.log.count("Engine cleanup complete") == 2
+
+
+async def test_a_kv_router_sends_a_prompt_to_the_worker_that_holds_it(cluster: Cluster, tmp_path: Path) -> None:
+    frontend = cluster.frontend("frontend", "--router-mode", "kv")
+    mocker(cluster, "mocker", "--num-workers", "4", "--block-size", "16", "--speedup-ratio", "20")
+    serving(frontend, "m", 4)
+    held = Held()
+    store = FileDiscovery(tmp_path / "store")
+    async with (
+        DistributedRuntime(None, None, "tcp", discovery=store) as runtime,
+        KvEventFeed(runtime.endpoint("dynamo.backend.generate"), held),
+    ):
+        first = await chat(frontend, "x" * 400)
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        await until(lambda: any(len(blocks) >= 25 for blocks in held.blocks.values()), lambda: str(held.blocks))
+        again = [await chat(frontend, "x" * 400) for _ in range(4)]
+    assert all(answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 400 for answer in again)
 
 
 async def test_an_answer_is_the_same_when_its_worker_dies_in_the_middle(cluster: Cluster) -> None:
