@@ -11,11 +11,13 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from dynamo.errors import DynamoException, StreamIncomplete
+from dynamo.placement import PlacementRequest
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.failover import DispatchRequest, Failover
 from dynamo.router.migration import Move, continued, tokens_left
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.query_of_death import QueriesOfDeath, Suspect
+from dynamo.router.record import DispatchRecord
 from dynamo.router.stages import DispatchStage, StageJob, run_stages
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseStream, StreamItem, TokenLane
@@ -50,6 +52,18 @@ class Dispatcher:
         if request.stall_detector is not None:
             request.stall_detector.add(stream)
         return stream
+
+    async def advise(self, body: WorkerRequest, record: DispatchRecord, *, pinned: int | None) -> None:
+        """Note in `record` where a request would go now. Nothing is sent, and nothing is booked.
+
+        Raises what the choice of a worker raises.
+        """
+        for stage in self.stages:
+            body = await stage.advise(body, record)
+        pool, kv = self.pool, self.pool.kv
+        query = None if kv is None else await kv.query(body, record, pinned=pinned)
+        request = PlacementRequest(token_ids=body.get("token_ids") or (), pinned_instance_id=pinned, kv=query)
+        record.placement = pool.choose(request).placement
 
 
 class _Loss:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Final, TypedDict
 
 from dynamo.kv.overlap import Overlap, WorkerRank
+from dynamo.placement import Placement
 from dynamo.placement.kv_state import NO_MATCH, CandidateCost, KvChoice, KvPolicy, KvState, RankMatch, RankState
+from dynamo.router.kv_placement import KvPlaced
 
-__all__ = ["ExplainedCandidate", "ExplainedChoice", "explain"]
+__all__ = ["ExplainedCandidate", "ExplainedChoice", "ExplainedPlacement", "explain", "explain_placement", "trust_of"]
 
 MAX_CANDIDATES: Final = 64  # of the cheapest ones; an explanation travels in an answer
 _UNIT_DIGITS: Final = {"ms": 2}
@@ -54,6 +56,33 @@ class ExplainedChoice(TypedDict):
     candidates: list[ExplainedCandidate]  # the cheapest first
     candidates_in_all: int
     excluded: list[ExcludedRank]
+
+
+class ExplainedPlacement(TypedDict):
+    """Where a request went, in the modes that look at no caches."""
+
+    summary: str
+    policy: str
+    worker_id: int
+    reasons: dict[str, float | None]
+
+
+def explain_placement(placement: Placement) -> ExplainedChoice | ExplainedPlacement:
+    """Explain where a request went, in any router mode."""
+    if isinstance(placement, KvPlaced):
+        selection = placement.selection
+        return explain(placement.kv_policy, selection.state, selection.choice)
+    return {
+        "summary": f"Worker {placement}.",
+        "policy": placement.policy,
+        "worker_id": placement.candidate.instance_id,
+        "reasons": {reason.code: reason.value for reason in placement.reasons},
+    }
+
+
+def trust_of(placement: Placement) -> str | None:
+    """Return how far it was known what the chosen worker holds; None in the modes that look at no caches."""
+    return str(placement.selection.trust) if isinstance(placement, KvPlaced) else None
 
 
 def explain(policy: KvPolicy, state: KvState, made: KvChoice) -> ExplainedChoice:

@@ -21,6 +21,7 @@ from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import Candidate, Placement, PlacementReason, PlacementRequest
 from dynamo.placement.kv_query import KvOverrides, KvQuery, RankInfo
+from dynamo.placement.kv_state import KvPolicy
 from dynamo.placement.policies.least_loaded import fewest_in_flight
 from dynamo.protocol.worker_request import RoutingHints, WorkerRequest
 from dynamo.router.decisions import DecisionLog
@@ -46,6 +47,7 @@ class KvPlaced(Placement, frozen=True, gc=False, kw_only=True):
     """A placement with the decision behind it."""
 
     selection: Selection
+    kv_policy: KvPolicy  # that made it
 
 
 class KvWatcher:
@@ -184,7 +186,7 @@ class KvPlacement:
         except WorkerUnavailable as error:
             logger.debug("the kv router finds none of %d workers: %s", len(candidates), error)
             return fewest_in_flight(candidates, self._rng, "kv")
-        return _placed(by_id[selection.rank.worker_id], selection)
+        return self._placed(by_id[selection.rank.worker_id], selection)
 
     def settle(self, placement: Placement, request: PlacementRequest, now: float) -> Placement:
         """Return a placement with its decision: a request that names its worker was placed without one."""
@@ -199,7 +201,24 @@ class KvPlacement:
             selection = self.select(query, now)
         except WorkerUnavailable:
             return placement
-        return _placed(placement.candidate, selection, _PINNED)
+        return self._placed(placement.candidate, selection, _PINNED)
+
+    def _placed(
+        self, candidate: Candidate, selection: Selection, reasons: tuple[PlacementReason, ...] | None = None
+    ) -> KvPlaced:
+        choice = selection.choice
+        why = reasons or (
+            PlacementReason(choice.reason, choice.cost),
+            PlacementReason("cached_tokens", selection.cached_tokens),
+        )
+        return KvPlaced(
+            candidate,
+            f"kv {choice.policy}",
+            why,
+            dp_rank=selection.rank.dp_rank,
+            selection=selection,
+            kv_policy=self.router.policy,
+        )
 
     def _refresh(self) -> None:
         """Take the ranks there are now, if they have changed."""
@@ -270,15 +289,6 @@ class KvPlacement:
         if tokens > running.counted:
             self.router.output(request_id, tokens - running.counted, now)
             running.counted = tokens
-
-
-def _placed(candidate: Candidate, selection: Selection, reasons: tuple[PlacementReason, ...] | None = None) -> KvPlaced:
-    choice = selection.choice
-    why = reasons or (
-        PlacementReason(choice.reason, choice.cost),
-        PlacementReason("cached_tokens", selection.cached_tokens),
-    )
-    return KvPlaced(candidate, f"kv {choice.policy}", why, dp_rank=selection.rank.dp_rank, selection=selection)
 
 
 def _overrides(given: Mapping[str, object] | None) -> KvOverrides | None:

@@ -151,6 +151,19 @@ class PrefillRouter:
                 )
                 last = error
 
+    async def advise(self, body: WorkerRequest, record: DispatchRecord) -> WorkerRequest:
+        """Note in `record` which worker would get the prefill of `body` now, and return the request of its decode.
+
+        Raises what the choice of a worker raises.
+        """
+        kv = self.workers.kv
+        pinned = (body.get("routing") or {}).get("prefill_worker_id")
+        query = None if kv is None else await kv.query(body, record, pinned=pinned, is_prefill=True)
+        placement = self._choose(body, pinned, [], query).placement
+        record.prefill_placement = placement
+        record.prefill_instance_id = placement.candidate.instance_id
+        return decode_request(_with_rank(body, placement), placement.candidate.instance_id, {})
+
     def release_blocks(self, handoff: Handoff, workers: Decoders, context: Context) -> None:
         """Let a decode worker fetch the blocks of a request whose client left between the two halves, to have them freed.
 

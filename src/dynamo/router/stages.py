@@ -47,6 +47,10 @@ class DispatchStage(Protocol):
         """
         ...
 
+    async def advise(self, body: WorkerRequest, record: DispatchRecord) -> WorkerRequest:
+        """Note in `record` which worker this stage would take now, and return the next stage's request."""
+        ...
+
 
 async def run_stages(stages: Sequence[DispatchStage], job: StageJob, answer: Proceed) -> list[StreamItem]:
     """Pass the request through `stages` in order, then to `answer`; return the first items of the answer."""
@@ -66,6 +70,16 @@ class PrefillStage:
     def __init__(self, router: PrefillRouter, decoders: ModelPool) -> None:
         """`decoders`: the workers of the next stage."""
         self.router, self._decoders = router, decoders
+
+    async def advise(self, body: WorkerRequest, record: DispatchRecord) -> WorkerRequest:
+        """Note the prefill worker. See `DispatchStage.advise`."""
+        router = self.router
+        try:
+            return await router.advise(body, record)
+        except DynamoException as error:
+            if router.is_enforced or not can_fall_back_to_decode(error):
+                raise
+            return body
 
     async def run(self, job: StageJob, proceed: Proceed) -> list[StreamItem]:
         """Request the prefill and pass on where to fetch the result. See `DispatchStage.run`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import KvQuery, Trust
+from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.router.decisions import read_decisions, recompute
 from dynamo.router.kv_domains import KvDomain
 from dynamo.router.kv_settings import KvRouterSettings
 from dynamo.runtime.context import Context
@@ -416,3 +419,85 @@ async def test_what_a_frontend_has_booked_makes_a_worker_busy_without_a_word_fro
             while any(model.busy for model in house.frontend.models.served()):
                 await asyncio.sleep(0.01)
         assert (await complete(house)).status == 200
+
+
+# -- what a client is told -------------------------------------------------------------------------------------------
+
+EXPLAIN = {"x-dynamo-explain-routing": "1"}
+
+
+async def test_an_answer_says_why_its_worker_was_chosen(house: Cluster) -> None:
+    holder, other = await add(house), await add(house)
+    cache = Cache(holder)
+    await cache.hold(house, PROMPT)
+    answer = await complete(house, headers=EXPLAIN)
+    told = answer.json["nvext"]["routing"]["decode"]
+    holder_id, other_id = (each.endpoint.connection_id() for each in (holder, other))
+    assert (told["worker_id"], told["trust"], told["prompt_blocks"]) == (holder_id, "exact", 8)
+    assert told["summary"].startswith(f"Worker {holder_id:x} costs ")
+    assert "holds 8 of the prompt's 8 complete blocks of 4 tokens" in told["summary"]
+    first, second = told["candidates"]
+    assert (first["worker_id"], first["is_chosen"], first["cached_blocks"]["device"]) == (holder_id, True, 8)
+    assert (second["worker_id"], second["is_chosen"], second["cached_blocks"]["device"]) == (other_id, False, 0)
+    for candidate in told["candidates"]:
+        assert sum(candidate["terms"].values()) == pytest.approx(candidate["cost"])
+    assert first["cost"] < second["cost"]
+    assert answer.headers["x-dynamo-worker-instance-id"] == str(holder_id)
+    assert (answer.headers["x-dynamo-dp-rank"], answer.headers["x-dynamo-kv-trust"]) == ("0", "exact")
+    await cache.close()
+
+
+async def test_a_stream_says_so_before_its_data(house: Cluster) -> None:
+    worker = await add(house)
+    answer = await complete(house, headers=EXPLAIN, stream=True)
+    name, _, value = answer.body.decode().split("\n\n")[0].partition("\n: ")
+    assert name == "event: routing"
+    told = json.loads(json.loads(value))["decode"]
+    assert told["worker_id"] == worker.endpoint.connection_id()
+    assert answer.headers["x-dynamo-kv-trust"] == "none"
+    assert answer.text() == "hello"
+    plain = await complete(house, stream=True)
+    assert b"routing" not in plain.body
+    assert "x-dynamo-kv-trust" not in plain.headers
+
+
+async def test_the_other_modes_explain_what_they_look_at(tmp_path: Path) -> None:
+    async with cluster(tmp_path, router_mode="least-loaded") as house:
+        worker = await add(house)
+        told = (await complete(house, headers=EXPLAIN)).json["nvext"]["routing"]["decode"]
+    assert (told["worker_id"], told["policy"]) == (worker.endpoint.connection_id(), "least-loaded")
+    assert told["reasons"] == {"in_flight": 0}
+
+
+async def test_a_query_for_the_worker_runs_nothing(house: Cluster) -> None:
+    holder, other = await add(house), await add(house)
+    cache = Cache(holder)
+    await cache.hold(house, PROMPT)
+    holder_id = holder.endpoint.connection_id()
+    ids = {"prefill_worker_id": holder_id, "decode_worker_id": holder_id, "prefill_dp_rank": 0, "decode_dp_rank": 0}
+    nvext = {"annotations": ["query_instance_id:"]}
+    (chunk,) = (await complete(house, stream=True, nvext=nvext)).chunks
+    assert chunk["nvext"] == {"worker_id": ids, "token_ids": PROMPT}
+    assert (await complete(house, nvext=nvext)).json["nvext"]["worker_id"] == ids
+    (chunk,) = (await house.client.chat("hi", stream=True, nvext=nvext)).chunks
+    assert chunk["choices"][0]["delta"] == {"role": "assistant"}
+    assert (served(holder, other), booked(house)) == ([0, 0], 0)
+    await cache.close()
+
+
+async def test_decisions_are_recorded_and_come_out_the_same_again(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    async with cluster(tmp_path, router_mode="kv", kv_router=KvRouterSettings(decisions_path=str(path))) as house:
+        workers = [await add(house) for _ in range(3)]
+        cache = Cache(workers[2])
+        await cache.hold(house, PROMPT)
+        for length in range(1, len(PROMPT)):
+            assert (await complete(house, PROMPT[:length])).status == 200
+        await cache.close()
+    found = list(read_decisions(path.read_bytes().splitlines()))
+    assert len(found) == len(PROMPT) - 1
+    for header, record in found:
+        assert recompute(kv_policy(header.policy, header.parameters), record).rank == record.rank
+    assert [len(each.requests) for each in workers] == [
+        sum(record.rank.worker_id == each.endpoint.connection_id() for _, record in found) for each in workers
+    ]

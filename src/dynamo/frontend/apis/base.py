@@ -17,6 +17,7 @@ from dynamo.frontend.pipeline.events import ChoiceOutput, Logprobs
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.frontend.pipeline.preprocess import Preprocessor
+from dynamo.frontend.pipeline.routing_answer import explained_routing, queried_routing, worker_ids
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.openai.body import BodyLimits
@@ -45,15 +46,27 @@ class RenderOptions:
 class Answer:
     """What is known of the request that is answered, and the optional members that every API can show."""
 
-    __slots__ = ("_wanted", "created", "exchange", "id", "model", "model_name", "received_at", "request", "work")
+    __slots__ = (
+        "_wanted", "created", "exchange", "explains_routing", "id", "model", "model_name", "received_at", "request", "work",
+    )  # fmt: skip
 
-    def __init__(self, exchange: Exchange, request: Request, model: ServedModel, work: WorkRequest) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        request: Request,
+        model: ServedModel,
+        work: WorkRequest,
+        *,
+        explains_routing: bool = False,
+    ) -> None:
+        """`explains_routing`: the answer says why its worker was chosen."""
         self.exchange, self.request, self.model, self.work = exchange, request, model, work
         self.id = exchange.context.id()
         self.received_at = time.time() - (exchange.now() - exchange.arrival.at)  # seconds since the epoch
         self.created = int(self.received_at)
         self.model_name = request.model
         self._wanted = frozenset(request.extra_fields)
+        self.explains_routing = explains_routing
 
     def rename(self, id: str) -> None:
         """Take the id of a worker that writes the answer itself; before anything was rendered."""
@@ -65,7 +78,9 @@ class Answer:
 
     @property
     def wants_nvext(self) -> bool:
-        return bool(self._wanted)
+        if self.work.plan.is_query:
+            return True
+        return bool(self._wanted) or (self.explains_routing and not self.request.is_streaming)
 
     @property
     def choices(self) -> int:
@@ -108,19 +123,19 @@ class Answer:
         `worker_id` is in every part of the answer, `timing` in the part that ends a choice (`finished`).
         """
         wanted = self._wanted
+        if self.work.plan.is_query:
+            return nvext_json(**queried_routing(self.work.plan, self.work.tally))
         members: dict[str, Any] = {
             "stop_reason": stop_reason if "stop_reason" in wanted else None,
             "completion_token_ids": token_ids if "completion_token_ids" in wanted else None,
             "engine_data": engine_data if "engine_data" in wanted else None,
         }
-        if "worker_id" in wanted and self.work.tally.instances:
-            worker_id = self.work.tally.instances[-1].instance_id
-            prefill_id = (
-                worker_id if self.work.tally.prefill_instance_id is None else self.work.tally.prefill_instance_id
-            )
-            members["worker_id"] = {"prefill_worker_id": prefill_id, "decode_worker_id": worker_id}
+        if "worker_id" in wanted:
+            members["worker_id"] = worker_ids(self.work.tally)
         if finished and "timing" in wanted:
             members["timing"] = self._timing()
+        if self.explains_routing and not self.request.is_streaming:
+            members["routing"] = explained_routing(self.work.tally)
         return nvext_json(**members)
 
     def _timing(self) -> dict[str, float]:
@@ -163,6 +178,10 @@ class Renderer(ABC):
     @abstractmethod
     def end(self, *, with_usage: bool) -> bytes:
         """Return the last bytes of a stream, after every choice has finished."""
+
+    @abstractmethod
+    def routed(self, nvext: bytes) -> bytes:
+        """Return the one event of a stream that was only placed: no text, and `nvext` with where it would have gone."""
 
     @abstractmethod
     def collect(self, collected: CollectedAnswer) -> bytes:

@@ -89,6 +89,9 @@ class _ChatRenderer(Renderer):
         usage = self._answer.usage() if with_usage else None
         return DONE if usage is None else self._opened().usage_chunk(usage) + DONE
 
+    def routed(self, nvext: bytes) -> bytes:
+        return self._opened().members(0, b"", nvext=nvext)
+
     def collect(self, collected: CollectedAnswer) -> bytes:
         answer = self._answer
         return chat_body(

@@ -139,6 +139,9 @@ class _CompletionRenderer(Renderer):
         usage = self._usage() if with_usage else None
         return DONE if usage is None else self._opened().usage_chunk(usage) + DONE
 
+    def routed(self, nvext: bytes) -> bytes:
+        return self._opened().delta(0, "", logprobs=b"null", nvext=nvext)
+
     def collect(self, collected: CollectedAnswer) -> bytes:
         answer = self._answer
         choices = []

@@ -16,6 +16,7 @@ from dynamo.frontend.pipeline.exchange import Phase
 from dynamo.frontend.pipeline.generation import SingleGeneration, generate
 from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
 from dynamo.frontend.pipeline.parsing_stage import ParsingStage
+from dynamo.frontend.pipeline.routing_answer import routing_event, routing_headers
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
 from dynamo.frontend.pipeline.stage_timer import PARSE
 from dynamo.frontend.pipeline.text_generation import TextSource, TextTally
@@ -90,7 +91,7 @@ class StreamDelivery(_Delivery):
             else:
                 async with aclosing(generate(answer.model, answer.work, self._exchange.context)) as batches:
                     async for deltas in batches:
-                        if data := head + self._encode(deltas):
+                        if data := self._explained(head) + self._encode(deltas):
                             head = b""
                             await stream.write(data)
                             timer.answering()
@@ -102,6 +103,12 @@ class StreamDelivery(_Delivery):
             timer.ended()
             last = timer.comment() + last
         await stream.end(head + last)
+
+    def _explained(self, head: bytes) -> bytes:
+        """Return what comes before the data: `head`, and once, for a client that wants to know, why the worker was chosen."""
+        if not self._answer.explains_routing or self._has_begun:
+            return head
+        return head + routing_event(self._answer.work.tally)
 
     def _encode(self, deltas: list[Delta]) -> bytes:
         outputs = self._outputs(deltas)
@@ -124,7 +131,7 @@ class StreamDelivery(_Delivery):
 
         async with aclosing(SingleGeneration(answer.model, answer.work, exchange.context)) as single:
             while (deltas := await single.next()) is not None:
-                if data := head + encode(deltas):
+                if data := self._explained(head) + encode(deltas):
                     head = b""
                     await stream.write(data)
                     exchange.timer.answering()
@@ -161,10 +168,10 @@ class UnaryDelivery(_Delivery):
         finally:
             self.close()
         body = self._renderer.collect(collected)
-        headers: HeaderPairs = ()
+        headers: HeaderPairs = routing_headers(answer.work.tally.placement) if answer.explains_routing else ()
         if timer.is_wanted:
             timer.ended()
-            headers = timer.headers()
+            headers = (*headers, *timer.headers())
         await sink.reply(200, body, headers)
 
 

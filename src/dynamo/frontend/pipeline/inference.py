@@ -11,16 +11,17 @@ import logging
 import uuid
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from dynamo.errors import DynamoException, Overloaded, ResponseTimeout
 from dynamo.frontend.admission.model import Shed, urgency_of
 from dynamo.frontend.admission.process import Admission, NotReady
-from dynamo.frontend.apis.base import Answer, Api, RenderOptions
+from dynamo.frontend.apis.base import Answer, Api, Renderer, RenderOptions
 from dynamo.frontend.http.offload import LARGE_BODY_BYTES, takes_long
 from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics, RequestType
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
+from dynamo.frontend.pipeline.collector import CollectedAnswer
 from dynamo.frontend.pipeline.delivery import StreamDelivery, UnaryDelivery, annotation_events
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
 from dynamo.frontend.pipeline.failures import classify, rejection_of
@@ -28,7 +29,8 @@ from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
 from dynamo.frontend.pipeline.plan import Tally, WorkRequest
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.request_records import CLIENT_LEFT, begin_record, end_record, log_declined
-from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream
+from dynamo.frontend.pipeline.routing_answer import routing_event, routing_headers
+from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
 from dynamo.frontend.pipeline.stage_timer import QUEUE, StageTimer, wants_stage_times
 from dynamo.frontend.settings import KEEP_ALIVE_SECONDS, FrontendSettings
 from dynamo.protocol.openai.body import BodyLimits
@@ -36,6 +38,7 @@ from dynamo.protocol.openai.errors import RequestRejected, model_not_found, mode
 from dynamo.protocol.openai.headers import HeaderEffects, apply_headers
 from dynamo.protocol.openai.requests import ChatRequest, Request
 from dynamo.protocol.openai.sse import DONE
+from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.stall_detector import StallDetector
 
 __all__ = ["Call", "Pipeline"]
@@ -216,17 +219,18 @@ class Call:
     async def _serve_admitted(self, exchange: Exchange, resolved: Resolved, sink: AnswerSink) -> None:
         loop = asyncio.get_running_loop()
         settings, request, context = self._settings, resolved.request, exchange.context
+        effects = resolved.effects
         assert exchange.counters is not None
         exchange.enter(Phase.ADMITTED, loop.time())
-        if resolved.effects.metadata:
-            context.metadata = resolved.effects.metadata
+        if effects.metadata:
+            context.metadata = effects.metadata
         begin_record(exchange)
         stream: AnswerStream | None = None
         if request.is_streaming:
             stream = sink.open_stream(
                 peek_seconds=settings.peek_seconds,
                 keep_alive_seconds=_keep_alive(settings, request),
-                late_headers=exchange.timer.headers,
+                late_headers=partial(_late_headers, exchange) if effects.explains_routing else exchange.timer.headers,
             )
         expiry: asyncio.TimerHandle | None = None
         if (limit := settings.request_timeout_seconds) is not None:
@@ -263,17 +267,36 @@ class Call:
         plan, text = await self._api.prepare(pipeline.preprocessor, request, resolved.effects, model, timer)
         exchange.work = work = WorkRequest(plan, timer, pipeline.stalls)
         exchange.enter(Phase.PREPROCESSED, loop.time())
-        answer = Answer(exchange, request, model, work)
+        answer = Answer(exchange, request, model, work, explains_routing=resolved.effects.explains_routing)
         limit = self._settings.backend_stream_timeout_seconds
         idle = None if limit is None else IdleTimeout(exchange, work.fail_over_idle_streams, limit)
         renderer = self._api.renderer(answer, self._options(request))
-        if stream is None:
+        if plan.is_query:
+            await self._place_only(answer, renderer, sink, stream)
+        elif stream is None:
             await UnaryDelivery(answer, renderer, idle).send(sink)
         else:
             head = annotation_events(request, answer, text)
             with_usage = request.include_usage or self._settings.force_include_usage
             await StreamDelivery(answer, renderer, idle).send(stream, head, with_usage=with_usage)
         self._count_end(exchange, work.tally)
+
+    async def _place_only(
+        self, answer: Answer, renderer: Renderer, sink: AnswerSink, stream: AnswerStream | None
+    ) -> None:
+        """Answer where the first prompt would go. No worker hears of it."""
+        work = answer.work
+        body = cast(WorkerRequest, {**work.plan.body, "token_ids": work.plan.prompts[0]})
+        await answer.model.dispatcher.advise(body, work.tally, pinned=work.plan.pinned_instance_id)
+        answer.exchange.end()
+        if stream is None:
+            headers = routing_headers(work.tally.placement) if answer.explains_routing else ()
+            await sink.reply(200, renderer.collect(CollectedAnswer(answer.choices)), headers)
+            return
+        nvext = answer.nvext(finished=True)
+        assert nvext is not None
+        event = routing_event(work.tally) if answer.explains_routing else b""
+        await stream.end(event + renderer.routed(nvext) + DONE)
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
@@ -343,6 +366,12 @@ def _keep_alive(settings: FrontendSettings, request: Request) -> float | None:
     """Return how long a stream may be silent. A request that may hold back all output has a limit even if others do not."""
     holds_back = isinstance(request, ChatRequest) and request.fills_content
     return settings.keep_alive_seconds or (KEEP_ALIVE_SECONDS if holds_back else None)
+
+
+def _late_headers(exchange: Exchange) -> HeaderPairs:
+    """Return the headers of a stream whose client wants to know why its worker was chosen."""
+    placement = None if exchange.tally is None else exchange.tally.placement
+    return (*exchange.timer.headers(), *routing_headers(placement))
 
 
 def _used(exchange: Exchange) -> tuple[int, int]:

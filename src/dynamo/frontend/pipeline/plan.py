@@ -83,10 +83,20 @@ class Plan:
     limits: DispatchLimits = _DEFAULT_LIMITS
     options: ChatOptions | None = None  # of a chat request
     parsing: OutputPlan | None = None  # how the text is read; None: it is shown as it comes
+    is_query: bool = False  # the client only wants to know where the request would go
 
     def reading(self, options: ChatOptions, parsing: OutputPlan | None) -> Plan:
         """Return this plan with the options of a chat, and how the text of its answer is read."""
-        return Plan(self.body, self.prompts, self.choices, self.pinned_instance_id, self.limits, options, parsing)
+        return Plan(
+            self.body,
+            self.prompts,
+            self.choices,
+            self.pinned_instance_id,
+            self.limits,
+            options,
+            parsing,
+            self.is_query,
+        )
 
     @property
     def streams_per_prompt(self) -> int:

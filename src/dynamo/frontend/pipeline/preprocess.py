@@ -23,7 +23,7 @@ from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.guided_limits import find_excess
 from dynamo.protocol.openai.chat_options import ChatOptions, chat_options
 from dynamo.protocol.openai.closed_schema import bounded_guidance
-from dynamo.protocol.openai.errors import RequestRejected, not_built
+from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.model_limits import check_ranks, check_token_ids
 from dynamo.protocol.openai.requests import (
@@ -212,9 +212,6 @@ class Preprocessor:
         model: ServedModel,
         prompts: list[list[int]],
     ) -> Plan:
-        for annotation in request.annotations:
-            if annotation.startswith(_QUERY):
-                raise not_built("The annotation `query_instance_id:` is not in this version", "nvext.annotations")
         check_ranks(request, model.ranks, model.prefill_ranks)
         if model.text.vocabulary_size is not None and not model.takes_text:
             check_token_ids(request, model.text.vocabulary_size)
@@ -241,7 +238,8 @@ class Preprocessor:
             longest_movable_tokens=self._settings.migration_max_seq_len,
             card_retries=model.card.migration_limit,
         )
-        return Plan(body, prompts, request.choices_per_prompt, pinned, limits)
+        is_query = any(annotation.startswith(_QUERY) for annotation in request.annotations)
+        return Plan(body, prompts, request.choices_per_prompt, pinned, limits, is_query=is_query)
 
     def _check_guided(self, body: dict[str, Any]) -> None:
         """Refuse a grammar or schema that could end a worker's compiler."""

@@ -124,6 +124,7 @@ def text_plan(request: ChatRequest | CompletionRequest, plan: Plan) -> TextPlan:
         plan.choices,
         plan.pinned_instance_id,
         plan.limits,
+        is_query=plan.is_query,
         bodies=bodies,
         stops=stops["stop"] or (),
         include_stop=request.include_stop_str_in_output is True,

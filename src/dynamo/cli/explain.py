@@ -1,0 +1,162 @@
+"""`dynamo explain`: what was decided, why, and what another policy would have done."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final
+
+from dynamo.errors import InvalidArgument
+from dynamo.placement.kv_state import NO_MATCH, KvChoice, KvPolicy, KvState
+from dynamo.placement.policies.kv_policies import kv_policy, kv_policy_types
+from dynamo.router.decisions import DecisionHeader, DecisionRecord, read_decisions, recompute
+from dynamo.router.explain import explain
+from dynamo.settings.command import CommandParser
+
+__all__ = ["Comparison", "main"]
+
+_DESCRIPTION: Final = """\
+Reads decisions that a frontend recorded (--router-mode kv --router-decisions FILE), computes each again, and says whether
+it comes out the same. With --policy it also says what that policy would have decided from the same figures: one step
+each, as the requests that were to come would have met other workers.
+"""
+
+
+_EPILOG: Final = """\
+example:
+  dynamo explain decisions.jsonl --policy default --set overlap_score_credit=0
+"""
+
+
+@dataclass(slots=True)
+class Comparison:
+    """A file of decisions, computed again."""
+
+    decisions: int = 0
+    equal: int = 0  # came out as recorded
+    other: int = 0  # the asked policy chooses another rank
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts, where they went
+    other_cached_tokens: int = 0  # where the asked policy would have sent them
+
+    def add(self, record: DecisionRecord, again: KvChoice, asked: KvChoice | None) -> None:
+        """Take one decision: as recorded, computed again, and of the asked policy."""
+        self.decisions += 1
+        self.equal += again.rank == record.rank and again.cost == record.cost
+        self.prompt_tokens += record.state.request.prompt_tokens
+        self.cached_tokens += _cached(record.state, again)
+        if asked is not None:
+            self.other += asked.rank != record.rank
+            self.other_cached_tokens += _cached(record.state, asked)
+
+    def lines(self, policy: str, asked: str | None) -> list[str]:
+        """Return what there is to say."""
+        if not self.decisions:
+            return ["The file holds no decision."]
+        found = [
+            f"{self.decisions} decisions of the policy {policy}: {self.equal} come out as recorded.",
+            f"Cached where the requests went: {_share(self.cached_tokens, self.prompt_tokens)} of the prompt tokens.",
+        ]
+        if asked is not None:
+            found += [
+                f"The policy {asked} would have chosen another worker for {self.other} "
+                f"({_share(self.other, self.decisions)}).",
+                f"Cached where it would have sent them: {_share(self.other_cached_tokens, self.prompt_tokens)}.",
+            ]
+        return found
+
+
+def _cached(state: KvState, choice: KvChoice) -> int:
+    overlap = state.matches.get(choice.position, NO_MATCH).overlap
+    return min(state.request.prompt_tokens, overlap.device * state.block_size)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "0 %"
+
+
+def build_parser() -> CommandParser:
+    """Make the parser of this command."""
+    parser = CommandParser("dynamo explain", description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("file", metavar="FILE", help="recorded decisions")
+    parser.add_argument("--policy", choices=kv_policy_types(), help="ask this policy, too")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of that policy (repeatable)"
+    )
+    parser.add_argument("--request", metavar="ID", help="explain the decisions of this request")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="explain the first N decisions")
+    parser.add_argument("--json", action="store_true", help="write JSON: the explained decisions, then the figures")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status: 1 when a decision does not come out as recorded."""
+    parser = build_parser()
+    given = parser.parse_args(argv)
+    try:
+        asked = None if given.policy is None else kv_policy(given.policy, _parameters(given.set))
+        with open(given.file, "rb") as file:
+            header, compared = _compare(read_decisions(file, given.file), asked, given)
+    except (InvalidArgument, OSError) as error:
+        parser.error(str(error))
+    name = "" if header is None else header.policy
+    if given.json:
+        print(json.dumps({name: getattr(compared, name) for name in Comparison.__slots__}))
+    else:
+        print("\n".join(compared.lines(name, given.policy)))
+    return 0 if compared.equal == compared.decisions else 1
+
+
+def _compare(
+    decisions: Any, asked: KvPolicy | None, given: argparse.Namespace
+) -> tuple[DecisionHeader | None, Comparison]:
+    compared, policies, header, shown = Comparison(), dict[str, KvPolicy](), None, 0
+    for header, record in decisions:
+        key = f"{header.policy} {sorted(header.parameters.items())}"
+        policy = policies.get(key)
+        if policy is None:
+            policy = policies[key] = kv_policy(header.policy, header.parameters)
+        again = recompute(policy, record)
+        other = None if asked is None else recompute(asked, record)
+        compared.add(record, again, other)
+        if shown < given.show or record.request_id == given.request:
+            shown += 1
+            _show(record, explain(policy, record.state, again), as_json=given.json)
+            if asked is not None and other is not None and other.rank != again.rank:
+                _show(record, explain(asked, record.state, other), as_json=given.json)
+    return header, compared
+
+
+def _show(record: DecisionRecord, explained: Any, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"request_id": record.request_id, "model": record.model, **explained}))
+        return
+    print(f"{record.request_id} ({record.model}), {explained['policy']}: {explained['summary']}")
+    for each in islice(explained["candidates"], 8):
+        terms = ", ".join(f"{name} {value:.1f}" for name, value in each["terms"].items())
+        mark = "*" if each["is_chosen"] else " "
+        print(
+            f"  {mark} {each['worker_id']:x}.{each['dp_rank']}  {each['cost']:.1f} {explained['unit']} = {terms};  cached "
+            f"{each['cached_blocks']['device']}, requests {each['load']['requests']}, trust {each['trust']}"
+        )
+
+
+def _parameters(given: Sequence[str]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not equals:
+            raise InvalidArgument(f"--set {one}: write NAME=VALUE")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise InvalidArgument(f"--set {one}: {value!r} is not a number") from None
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

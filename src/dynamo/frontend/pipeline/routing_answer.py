@@ -1,0 +1,63 @@
+"""What an answer tells of its routing: which workers served it, why they were chosen, and where it would have gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynamo.frontend.pipeline.plan import Plan, Tally
+from dynamo.placement import Placement
+from dynamo.protocol.openai.escaping import json_line
+from dynamo.protocol.openai.sse import annotation_event
+from dynamo.router.explain import explain_placement, trust_of
+
+__all__ = ["explained_routing", "queried_routing", "routing_event", "routing_headers", "worker_ids"]
+
+
+def worker_ids(tally: Tally) -> dict[str, int] | None:
+    """Return the workers of an answer, and their data-parallel ranks where a router chose them; None while there is none."""
+    placement, prefill = tally.placement, tally.prefill_placement
+    if tally.instances:
+        decode_id = tally.instances[-1].instance_id
+    elif placement is not None:
+        decode_id = placement.candidate.instance_id
+    else:
+        return None
+    is_apart = tally.prefill_instance_id is not None
+    ranks = {
+        "prefill_dp_rank": prefill if is_apart else placement,
+        "decode_dp_rank": placement,
+    }
+    return {
+        "prefill_worker_id": tally.prefill_instance_id if tally.prefill_instance_id is not None else decode_id,
+        "decode_worker_id": decode_id,
+        **{name: by.dp_rank for name, by in ranks.items() if by is not None and by.dp_rank is not None},
+    }
+
+
+def explained_routing(tally: Tally) -> dict[str, Any] | None:
+    """Return why the workers of an answer were chosen, by stage; None while there is none."""
+    stages = {"prefill": tally.prefill_placement, "decode": tally.placement}
+    return {stage: explain_placement(made) for stage, made in stages.items() if made is not None} or None
+
+
+def routing_event(tally: Tally) -> bytes:
+    """Return the same as the annotation that comes before the data of a stream; b"" while there is none."""
+    found = explained_routing(tally)
+    return b"" if found is None else annotation_event("routing", json_line(found).decode())
+
+
+def queried_routing(plan: Plan, tally: Tally) -> dict[str, Any]:
+    """Return the extension members of a request that was only placed."""
+    return {"worker_id": worker_ids(tally), "token_ids": plan.prompts[0]}
+
+
+def routing_headers(placement: Placement | None) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the headers that name the worker of an answer and the trust in what it was said to hold."""
+    if placement is None:
+        return ()
+    headers = [(b"x-dynamo-worker-instance-id", b"%d" % placement.candidate.instance_id)]
+    if placement.dp_rank is not None:
+        headers.append((b"x-dynamo-dp-rank", b"%d" % placement.dp_rank))
+    if (trust := trust_of(placement)) is not None:
+        headers.append((b"x-dynamo-kv-trust", trust.encode()))
+    return tuple(headers)
