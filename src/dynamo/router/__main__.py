@@ -102,8 +102,9 @@ async def _serve(settings: RouterServiceSettings, of_runtime: RuntimeSettings) -
                 predicted=_predictions(kv),
                 options=router_options(kv),
             )
+            service = RouterService(endpoint, router)
             if held is not None:
-                await stack.enter_async_context(KvEventFeed(endpoint, held))
+                await stack.enter_async_context(KvEventFeed(endpoint, held, on_trust=service.set_trust))
             await stack.enter_async_context(RouterLoadReports(endpoint, router.load))
             if kv.router_replica_sync:
                 router.observer = await stack.enter_async_context(
@@ -111,7 +112,7 @@ async def _serve(settings: RouterServiceSettings, of_runtime: RuntimeSettings) -
                         endpoint, router.load, router_id=runtime.connection_id(), block_size=settings.block_size
                     )
                 )
-            service = await stack.enter_async_context(RouterService(endpoint, router))
+            await stack.enter_async_context(service)
             logger.info("routing to the workers of %s, blocks of %d tokens", endpoint.path, settings.block_size)
             await asked.wait()
             logger.info("draining")

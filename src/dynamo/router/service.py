@@ -20,7 +20,7 @@ import msgspec
 
 from dynamo.errors import CannotConnect, InvalidArgument, Overloaded, WorkerUnavailable
 from dynamo.kv.overlap import Overlap, WorkerRank
-from dynamo.placement.kv_query import KvOverrides, KvQuery, RankInfo
+from dynamo.placement.kv_query import KvOverrides, KvQuery, RankInfo, Trust
 from dynamo.protocol.records import ModelCard, decode_model_record
 from dynamo.router.kv_router import KvRouter, Selection
 from dynamo.runtime.client import Client
@@ -55,6 +55,7 @@ class RouterService:
         self._workers, self._router = workers, router
         self._stack = AsyncExitStack()
         self._cards: dict[str, tuple[int, ModelCard]] = {}  # by key; instance id and card
+        self._trusts: dict[WorkerRank, Trust] = {}  # what the events of a rank are worth; absent: none have come
         self._client: Client | None = None
         self._served: list[ServedEndpoint] = []
         self._attempts = itertools.count(1)
@@ -205,18 +206,30 @@ class RouterService:
         except InvalidArgument as error:
             logger.warning("model card %s is not read: %s", change.key, error)
 
+    def set_trust(self, rank: WorkerRank, trust: Trust) -> None:
+        """Take what the events of a rank are worth from now on (`index_feed.OnTrust`)."""
+        if trust is Trust.NONE:
+            self._trusts.pop(rank, None)
+        else:
+            self._trusts[rank] = trust
+        if self._client is not None:
+            self._set_ranks()
+
     def _set_ranks(self) -> None:
         assert self._client is not None
-        self._router.set_ranks(ranks_of(self._client.instance_ids(), dict(self._cards.values())))
+        self._router.set_ranks(ranks_of(self._client.instance_ids(), dict(self._cards.values()), self._trusts))
 
 
-def ranks_of(instance_ids: Iterable[int], cards: Mapping[int, ModelCard]) -> dict[WorkerRank, RankInfo]:
-    """Return the ranks of workers. A worker without a card has one rank of which nothing is known."""
+def ranks_of(
+    instance_ids: Iterable[int], cards: Mapping[int, ModelCard], trusts: Mapping[WorkerRank, Trust]
+) -> dict[WorkerRank, RankInfo]:
+    """Return the ranks of workers. A worker without a card has one rank of which nothing but the trust is known."""
     found: dict[WorkerRank, RankInfo] = {}
     for instance_id in instance_ids:
         card = cards.get(instance_id)
         if card is None:
-            found[WorkerRank(instance_id)] = RankInfo()
+            rank = WorkerRank(instance_id)
+            found[rank] = RankInfo(trust=trusts.get(rank, Trust.NONE))
             continue
         runtime = card.runtime_config
         info = RankInfo(
@@ -227,7 +240,8 @@ def ranks_of(instance_ids: Iterable[int], cards: Mapping[int, ModelCard]) -> dic
             topology=runtime.topology_domains,
             is_decode=card.worker_type == "decode",
         )
-        found.update((WorkerRank(instance_id, dp_rank), info) for dp_rank in runtime.ranks)
+        for rank in (WorkerRank(instance_id, dp_rank) for dp_rank in runtime.ranks):
+            found[rank] = msgspec.structs.replace(info, trust=trusts.get(rank, Trust.NONE))
     return found
 
 

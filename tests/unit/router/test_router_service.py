@@ -13,6 +13,7 @@ import pytest
 from dynamo.errors import DynamoException, InvalidArgument, Unknown, WorkerUnavailable
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import Overlap, WorkerRank
+from dynamo.placement.kv_query import Trust
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.router.kv_router import KvRouter
 from dynamo.router.service import RouterService, kv_query_of, ranks_of
@@ -49,6 +50,7 @@ class Pool:
         self.may_end = asyncio.Event()
         self.may_end.set()
         self.runtimes: list[DistributedRuntime] = []
+        self.service: RouterService
 
     async def worker(self, **card: Any) -> int:
         """Start one more worker, and return its id once the router knows it."""
@@ -95,7 +97,7 @@ async def served() -> AsyncIterator[Pool]:
     runtime = memory_runtime()
     pool = Pool(runtime)
     try:
-        async with RouterService(runtime.endpoint("ns.pool.generate"), pool.router):
+        async with RouterService(runtime.endpoint("ns.pool.generate"), pool.router) as pool.service:
             yield pool
     finally:
         for each in [*pool.runtimes, runtime]:
@@ -205,4 +207,18 @@ def test_a_workers_request_says_where_it_may_go() -> None:
 
 
 def test_a_worker_without_a_card_has_one_rank() -> None:
-    assert list(ranks_of([5, 6], {})) == [WorkerRank(5), WorkerRank(6)]
+    found = ranks_of([5, 6], {}, {WorkerRank(6): Trust.DEGRADED})
+    assert {rank: info.trust for rank, info in found.items()} == {
+        WorkerRank(5): Trust.NONE,
+        WorkerRank(6): Trust.DEGRADED,
+    }
+
+
+async def test_the_trust_in_a_ranks_events_reaches_the_choice() -> None:
+    async with served() as pool:
+        rank = WorkerRank(await pool.worker(data_parallel_size=2), 1)
+        assert pool.router.ranks[rank].trust is Trust.NONE
+        for trust in (Trust.EXACT, Trust.DEGRADED, Trust.NONE):
+            pool.service.set_trust(rank, trust)
+            assert pool.router.ranks[rank].trust is trust
+            assert pool.router.ranks[WorkerRank(rank.worker_id)].trust is Trust.NONE
