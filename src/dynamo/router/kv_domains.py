@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final, NamedTuple, Protocol
 
 from dynamo.errors import DynamoException
+from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.events import RouterEvent
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.overlap import WorkerRank
@@ -23,6 +24,7 @@ from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.protocol.records import DEFAULT_BLOCK_SIZE, ModelCard
 from dynamo.router.decisions import DecisionHeader, DecisionLog
 from dynamo.router.index_feed import MAX_RECOVERIES, KvEventFeed
+from dynamo.router.kv_indexes import EventlessGuesses
 from dynamo.router.kv_metrics import EventCounters, KvMetrics
 from dynamo.router.kv_placement import KvPlacement
 from dynamo.router.kv_router import KvRouter, KvRouterOptions, Selection
@@ -78,6 +80,12 @@ def policy_of(settings: KvRouterSettings) -> tuple[KvPolicy, DecisionHeader]:
             "disk_cache_hit_weight": settings.disk_cache_hit_weight,
             "router_temperature": settings.router_temperature,
         }
+    elif settings.policy == "time":
+        parameters = {
+            "host_cache_hit_weight": settings.host_cache_hit_weight,
+            "disk_cache_hit_weight": settings.disk_cache_hit_weight,
+            "router_temperature": settings.router_temperature,
+        }
     type_name = {"two-tier": "dynamo-two-tier-cost-fn"}.get(settings.policy, settings.policy)
     return kv_policy(type_name, parameters), DecisionHeader(type_name, parameters)
 
@@ -95,15 +103,54 @@ def router_options(settings: KvRouterSettings, *, is_prefill: bool = False) -> K
     )
 
 
+def guesses_of(settings: KvRouterSettings) -> ApproximateIndex | EventlessGuesses | None:
+    """Return what guesses the workers' caches by where prompts went; None where caches are not looked at.
+
+    Without events that is all there is to know. With them it is for what is on its way (`--router-predicted-ttl-secs`), or
+    else for the workers that publish no events.
+    """
+    if settings.guesses:
+        is_lru = settings.router_approximate_cache_policy == "lru"
+        return ApproximateIndex(ttl_seconds=settings.router_ttl_secs, is_lru=is_lru)
+    if not settings.reads_events:
+        return None
+    if settings.router_predicted_ttl_secs is not None:
+        return ApproximateIndex(ttl_seconds=settings.router_predicted_ttl_secs)
+    return EventlessGuesses(settings.router_ttl_secs)
+
+
+def _publishes(card: ModelCard) -> bool:
+    """Return whether a worker may publish KV events; a worker that does not say so may."""
+    return card.runtime_config.kv_event_publishing_enabled is not False
+
+
 class KvDomain:
     """The workers of one domain: what their cards say, what is known of their caches, and the placement among them."""
 
-    __slots__ = ("_cards", "_is_decode", "_metrics", "_owners", "_places", "_trusts", "index", "placement", "relay")
+    __slots__ = (
+        "_cards",
+        "_is_decode",
+        "_metrics",
+        "_owners",
+        "_places",
+        "_trusts",
+        "guesses",
+        "index",
+        "placement",
+        "relay",
+    )
 
     def __init__(
-        self, placement: KvPlacement, index: PrefixIndex | None, metrics: KvMetrics, *, is_decode: bool = False
+        self,
+        placement: KvPlacement,
+        index: PrefixIndex | None,
+        metrics: KvMetrics,
+        *,
+        guesses: ApproximateIndex | EventlessGuesses | None = None,
+        is_decode: bool = False,
     ) -> None:
-        """`index`: fed by events; None: events are not read."""
+        """`index`: fed by events; None: events are not read. `guesses`: of what workers hold, by where prompts went."""
+        self.guesses = guesses
         self.placement, self.index, self._metrics, self._is_decode = placement, index, metrics, is_decode
         self._owners: dict[Hashable, dict[tuple[str, int], ModelCard]] = {}
         self._cards: dict[WorkerRank, ModelCard] = {}
@@ -133,6 +180,11 @@ class KvDomain:
                     cards.setdefault(WorkerRank(instance_id, dp_rank), card)
         gone, added = self._cards.keys() - cards.keys(), cards.keys() - self._cards.keys()
         self._cards = cards
+        if self.guesses is not None:
+            for rank in gone:
+                self.guesses.forget(*rank)
+        if isinstance(self.guesses, EventlessGuesses):
+            self.guesses.ranks = frozenset(rank for rank, card in cards.items() if not _publishes(card))
         for rank in added:
             self._set_capacity(rank)
         self.placement.is_stale = True
@@ -161,13 +213,22 @@ class KvDomain:
     def _set_capacity(self, rank: WorkerRank) -> None:
         """Bound what the index keeps of a rank by what its worker has."""
         card = self._cards.get(rank)
-        if self.index is not None and card is not None:
+        if card is None:
+            return
+        if self.index is not None:
             self.index.set_capacity(rank, card.runtime_config.total_kv_blocks)
+        if isinstance(self.guesses, ApproximateIndex):
+            self.guesses.set_capacity(rank, card.runtime_config.total_kv_blocks)
 
     def _ranks(self) -> Mapping[WorkerRank, RankInfo]:
         ranks = {rank: self._info(rank, card) for rank, card in self._cards.items()}
         self._metrics.set_ranks(info.trust for info in ranks.values())
         return ranks
+
+    def _trust_without_events(self, card: ModelCard) -> Trust:
+        if self.guesses is None or (self.index is not None and _publishes(card)):
+            return Trust.NONE
+        return Trust.PREDICTED
 
     def _info(self, rank: WorkerRank, card: ModelCard) -> RankInfo:
         runtime = card.runtime_config
@@ -178,7 +239,7 @@ class KvDomain:
             taints=frozenset(runtime.taints),
             topology=runtime.topology_domains,
             is_decode=self._is_decode,
-            trust=self._trusts.get(rank, Trust.NONE),
+            trust=self._trusts.get(rank, self._trust_without_events(card)),
         )
 
 
@@ -322,11 +383,13 @@ class KvDomains:
         }
         metrics = KvMetrics(self._registry, labels, role=key.role)
         index = PrefixIndex() if settings.reads_events else None
+        guesses = guesses_of(settings)
         router = KvRouter(
             block_size=key.block_size,
             policy=self._policy,
             rng=self._rng,
-            index=index,
+            index=guesses if index is None else index,
+            predicted=None if index is None else guesses,
             options=router_options(settings, is_prefill=key.role == _PREFILL),
         )
         placement = KvPlacement(
@@ -337,7 +400,7 @@ class KvDomains:
             watcher=metrics,
             decisions=self._decisions,
         )
-        return KvDomain(placement, index, metrics, is_decode=key.role == _DECODE)
+        return KvDomain(placement, index, metrics, guesses=guesses, is_decode=key.role == _DECODE)
 
     def _update(self, key: DomainKey, owner: Hashable, members: Iterable[KvMember]) -> None:
         domain = self._domain(key)

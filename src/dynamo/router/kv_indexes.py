@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.overlap import Overlap, OverlapIndex, WorkerRank
 
-__all__ = ["KvIndexes", "LearningIndex", "SizedIndex"]
+__all__ = ["EventlessGuesses", "KvIndexes", "LearningIndex", "SizedIndex"]
 
 _NONE: Mapping[WorkerRank, Overlap] = {}
 
@@ -27,6 +28,30 @@ class SizedIndex(Protocol):
     def blocks(self, rank: WorkerRank | None = None) -> int:
         """Return the blocks of one rank, or of all."""
         ...
+
+
+class EventlessGuesses:
+    """Guesses what those workers hold that publish no KV events, beside the index of the others."""
+
+    __slots__ = ("_guesses", "ranks")
+
+    def __init__(self, ttl_seconds: float) -> None:
+        """`ttl_seconds`: how long a guess holds."""
+        self._guesses = ApproximateIndex(ttl_seconds=ttl_seconds)
+        self.ranks: frozenset[WorkerRank] = frozenset()  # of those workers
+
+    def find(self, sequence: Sequence[int], now: float = 0.0) -> Mapping[WorkerRank, Overlap]:
+        """Return what the guesses say. See `OverlapIndex.find`."""
+        return self._guesses.find(sequence, now) if self.ranks else _NONE
+
+    def add(self, rank: WorkerRank, sequence: Sequence[int], now: float) -> None:
+        """Take a prompt that is sent to a rank."""
+        if rank in self.ranks:
+            self._guesses.add(rank, sequence, now)
+
+    def forget(self, worker_id: int, dp_rank: int | None = None) -> None:
+        """Drop what was guessed of a worker, or of one rank of it."""
+        self._guesses.forget(worker_id, dp_rank)
 
 
 class KvIndexes:

@@ -11,7 +11,7 @@ from dynamo.settings.table import setting
 
 __all__ = ["KV_POLICIES", "KvRouterSettings"]
 
-KV_POLICIES: Final = ("default", "two-tier")
+KV_POLICIES: Final = ("time", "default", "two-tier")
 MIB: Final = 1024 * 1024
 
 _GROUP: Final = "kv router"
@@ -25,9 +25,9 @@ class KvRouterSettings:
     """What `--router-mode kv` goes by. The names of the fields are those of the native `KvRouterConfig` where it has them."""
 
     # fmt: off
-    policy: str = setting("default", "DYN_ROUTER_POLICY", one_of(*KV_POLICIES, metavar="POLICY"),
-        "What `--router-mode kv` decides by: `default` (the cost function of the native router) or `two-tier` (the longest "
-        "prefix while the workers are in balance, else the least loaded)",
+    policy: str = setting("time", "DYN_ROUTER_POLICY", one_of(*KV_POLICIES, metavar="POLICY"),
+        "What `--router-mode kv` decides by: `time` (what a placement costs in milliseconds), `default` (the cost function "
+        "of the native router) or `two-tier` (the longest prefix while the workers are in balance, else the least loaded)",
         flag="--router-policy", group=_GROUP)
     kv_cache_block_size: int | None = setting(None, "DYN_KV_CACHE_BLOCK_SIZE", integer(1),
         "Tokens of a KV block; unset: what the model's card says", flag="--kv-cache-block-size", group=_GROUP)
@@ -61,7 +61,7 @@ class KvRouterSettings:
         flag="--router-approximate-cache-policy", group=_GROUP)
     router_predicted_ttl_secs: float | None = setting(None, "DYN_ROUTER_PREDICTED_TTL_SECS", _off_at_zero,
         "With KV events: count a prompt's blocks as held by its worker for so long, until its events say so. "
-        "Unset or 0: not at all",
+        "Unset or 0: not at all, as `time` knows by itself what is on its way",
         flag="--router-predicted-ttl-secs", group=_GROUP)
     router_assume_kv_reuse: bool = setting(True, "DYN_ROUTER_ASSUME_KV_REUSE", switch,
         "Requests with a common prefix share its blocks at a worker. Off: each is counted as if alone",

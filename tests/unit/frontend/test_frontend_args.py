@@ -79,7 +79,7 @@ def test_route_paths_can_be_moved() -> None:
 @pytest.mark.parametrize(("argv", "env"), [(["--router-mode", "kv"], {}), ([], {"DYN_ROUTER_MODE": "kv"})])
 def test_the_kv_router_reads_events_unless_told_otherwise(argv: list[str], env: dict[str, str]) -> None:
     settings = parse_args(argv, env)
-    assert (settings.router_mode, settings.kv_router.policy) == ("kv", "default")
+    assert (settings.router_mode, settings.kv_router.policy) == ("kv", "time")
     assert (settings.kv_router.reads_events, settings.kv_router.guesses) == (True, False)
 
 
@@ -102,7 +102,7 @@ def test_routing_by_load_alone_is_the_kv_mode_without_caches() -> None:
     [
         (["--router-predicted-ttl-secs", "5", "--no-kv-events"], "--router-predicted-ttl-secs adds to KV events"),
         (["--router-approximate-cache-policy", "lru"], "lru needs --no-router-kv-events"),
-        (["--router-policy", "best"], "--router-policy: 'best' is unknown; use one of default, two-tier"),
+        (["--router-policy", "best"], "--router-policy: 'best' is unknown; use one of time, default, two-tier"),
         (["--router-temperature", "-1"], "--router-temperature: -1.0 is below 0"),
         (["--router-tracking-hash", "keyed-xxh3-v1"], "use one of public-xxh3-v1"),
     ],

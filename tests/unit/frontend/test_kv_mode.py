@@ -33,7 +33,8 @@ PROMPT = list(range(1, 34))  # eight complete blocks, and one token
 
 @pytest.fixture
 async def house(tmp_path: Path) -> AsyncIterator[Cluster]:
-    async with cluster(tmp_path, router_mode="kv") as found:
+    # The policy `time` also learns how fast a worker is, and these workers take no time at all.
+    async with cluster(tmp_path, router_mode="kv", kv_router=KvRouterSettings(policy="default")) as found:
         yield found
 
 
@@ -501,3 +502,28 @@ async def test_decisions_are_recorded_and_come_out_the_same_again(tmp_path: Path
     assert [len(each.requests) for each in workers] == [
         sum(record.rank.worker_id == each.endpoint.connection_id() for _, record in found) for each in workers
     ]
+
+
+# -- without events --------------------------------------------------------------------------------------------------
+
+
+async def test_without_events_a_prompt_goes_back_to_where_it_went_before(tmp_path: Path) -> None:
+    async with cluster(
+        tmp_path, router_mode="kv", kv_router=KvRouterSettings(policy="default", use_kv_events=False)
+    ) as house:
+        workers = [await add(house) for _ in range(4)]
+        answers = [await complete(house, headers=EXPLAIN) for _ in range(6)]
+        assert sorted(served(*workers)) == [0, 0, 0, 6]
+        assert {answer.headers["x-dynamo-kv-trust"] for answer in answers} == {"predicted"}
+
+
+async def test_a_worker_without_events_is_guessed_beside_one_with_events(house: Cluster) -> None:
+    silent = await add(house, config={"kv_event_publishing_enabled": False})
+    nvext = {"backend_instance_id": silent.endpoint.connection_id()}
+    assert (await complete(house, nvext=nvext)).status == 200
+    other = await add(house)
+    answer = await complete(house, headers=EXPLAIN)
+    trusts = {each["worker_id"]: each["trust"] for each in answer.json["nvext"]["routing"]["decode"]["candidates"]}
+    ids = [each.endpoint.connection_id() for each in (silent, other)]
+    assert [trusts[each] for each in ids] == ["predicted", "none"]
+    assert served(silent, other) == [2, 0]

@@ -106,7 +106,7 @@ async def test_a_full_file_is_moved_aside_and_both_can_be_read(tmp_path: Path) -
 
 
 async def test_what_is_recorded_is_in_the_file_within_a_moment(tmp_path: Path) -> None:
-    log = DecisionLog(str(tmp_path / "decisions"), DecisionHeader("default"), limit_bytes=1 << 20)
+    log = DecisionLog(str(tmp_path / "decisions"), DecisionHeader("time"), limit_bytes=1 << 20)
     record(log, KvRouterSettings(), 1)
     async with asyncio.timeout(10):
         while b"request-0" not in (tmp_path / "decisions").read_bytes():
@@ -140,6 +140,6 @@ def test_a_policy_or_a_parameter_that_does_not_exist_is_an_error_of_use(
 
 
 def test_a_recorded_policy_keeps_its_weights() -> None:
-    policy, header = policy_of(KvRouterSettings(overlap_score_credit=0.5, router_temperature=0.25))
+    policy, header = policy_of(KvRouterSettings(policy="default", overlap_score_credit=0.5, router_temperature=0.25))
     assert kv_policy(header.policy, header.parameters).name == policy.name
     assert (header.parameters["overlap_score_credit"], header.parameters["router_temperature"]) == (0.5, 0.25)
