@@ -152,3 +152,20 @@ def test_a_mistake_in_a_models_profile_names_the_model() -> None:
     )
     with pytest.raises(InvalidPolicy, match=r"^models\.m\.policy_classes\[0\]\.quantum: "):
         read_policy_file(text)
+
+
+def test_a_file_that_unfolds_without_end_is_refused_at_once() -> None:
+    doubled = "a0: &a0 {x: 1}\n" + "\n".join(f"a{at}: &a{at} [*a{at - 1}, *a{at - 1}]" for at in range(1, 40))
+    merged = "a0: &a0 {x: 1}\n" + "\n".join(f"a{at}: &a{at} {{<<: [*a{at - 1}, *a{at - 1}]}}" for at in range(1, 40))
+    for text in (doubled, merged):
+        with pytest.raises(InvalidPolicy, match="values"):
+            read_policy_file(text)
+    for text in ("router: &a [*a]", "router: " + "[" * 5000 + "]" * 5000):
+        with pytest.raises(InvalidPolicy, match="levels"):
+            read_policy_file(text)
+
+
+def test_a_value_that_its_tag_does_not_fit_is_refused() -> None:
+    for text in ("router: !!int x", "router: 2001-99-99", "router: !!timestamp 99999"):
+        with pytest.raises(InvalidPolicy, match="not valid YAML"):
+            read_policy_file(text)

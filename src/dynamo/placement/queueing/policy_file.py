@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Final, Literal, TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ __all__ = ["BUILT_IN_SELECTOR", "PolicyFile", "RouterFileSettings", "Selector", 
 
 T = TypeVar("T")
 BUILT_IN_SELECTOR: Final = "default"
+MAX_NODES: Final = 20_000  # values of a file
 SelectorRole = Literal["aggregated", "prefill", "decode", "encode"]
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*)`")
 
@@ -133,16 +135,24 @@ def _parsed(text: str) -> object:
     try:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)  # the one in C is not in every build
         node = loader.get_single_node()
-        _refuse_repeated_keys(node, "")
+        _check_nodes(node, "", count(1))
         return {} if node is None else loader.construct_document(node)
-    except yaml.YAMLError as error:
+    except RecursionError as error:
+        raise InvalidPolicy("policy file", "has too many levels, or holds itself") from error
+    except (yaml.YAMLError, ValueError, AttributeError) as error:  # the last two: of values such as `!!int x`
+        if isinstance(error, InvalidPolicy):
+            raise
         raise InvalidPolicy("policy file", f"is not valid YAML: {error}") from error
 
 
-def _refuse_repeated_keys(node: object, path: str) -> None:
-    """Raise InvalidPolicy for a key that a map gives twice: YAML readers silently take the last one."""
+def _check_nodes(node: object, path: str, numbers: Iterator[int]) -> None:
+    """Raise InvalidPolicy for a key that a map gives twice, as YAML readers silently take the last one, and for a file that
+    its references (`*name`) make larger than any that is meant.
+    """
     import yaml
 
+    if next(numbers) > MAX_NODES:
+        raise InvalidPolicy("policy file", f"has more than {MAX_NODES} values, each reference counted in full")
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -150,10 +160,10 @@ def _refuse_repeated_keys(node: object, path: str) -> None:
             if name in seen:
                 raise InvalidPolicy(f"{path}{name}", "is given twice")
             seen.add(name)
-            _refuse_repeated_keys(value, f"{path}{name}.")
+            _check_nodes(value, f"{path}{name}.", numbers)
     elif isinstance(node, yaml.SequenceNode):
         for number, value in enumerate(node.value):
-            _refuse_repeated_keys(value, f"{path.removesuffix('.')}[{number}].")
+            _check_nodes(value, f"{path.removesuffix('.')}[{number}].", numbers)
 
 
 def _converted(value: object, form: type[T], path: str = "") -> T:
