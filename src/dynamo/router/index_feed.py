@@ -228,9 +228,16 @@ class KvEventFeed:
 
     async def _recover(self, rank: WorkerRank, state: _State, start: int | None) -> None:
         """Request what is missing from `start` on (None: everything), apply it, and then what has waited."""
+        cause = state.waiting[0].event.event_id if state.waiting else 0
         answer = await self._answer(rank, state, start)
         if answer is not None:
             self._apply_answer(rank, state, answer)
+            if state.next_id is not None and cause > state.next_id and state.waiting:
+                # The worker does not know what came before this event. Another question would have the same answer.
+                logger.warning("worker %x rank %d: KV event %d is not one of its own", *rank, cause)
+                if state.waiting[0].event.event_id == cause:
+                    state.waiting.popleft()
+                self._trust(rank, state, Trust.DEGRADED)
         state.asking = None
         while state.waiting and state.asking is None:  # another gap among them asks again; the rest waits on
             self._advance(rank, state, state.waiting.popleft())

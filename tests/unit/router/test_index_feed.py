@@ -150,6 +150,26 @@ async def test_lost_events_are_asked_for_and_nothing_is_applied_twice(plane: str
         await worker.recovery.close()
 
 
+async def test_an_event_that_its_worker_does_not_know_is_asked_about_once(tmp_path: Path) -> None:
+    async with runtime("mem", tmp_path) as working, runtime("mem", tmp_path) as routing:
+        worker = Worker(working)
+        await worker.offer_recovery()
+        index = Index()
+        async with KvEventFeed(routing.endpoint(PATH), index) as feed:
+            worker.store(1)
+            await index.until(lambda: index.held.get(worker.rank) == {1} and feed.dumps == 1)
+            worker_id, dp_rank = worker.rank
+            event = {"event_id": 2**40, "data": "cleared", "dp_rank": dp_rank}
+            worker.channel.publish({"worker_id": worker_id, "event": event})
+            await index.until(lambda: feed.gaps == 1 and feed.dumps >= 2)
+            worker.store(2)  # what is true comes through again
+            await index.until(lambda: index.held.get(worker.rank) == {1, 2})
+            assert feed.gaps == 1
+            assert feed.dumps <= 3
+        assert worker.recovery is not None
+        await worker.recovery.close()
+
+
 async def test_a_gap_too_old_for_the_worker_is_answered_with_everything(tmp_path: Path) -> None:
     async with runtime("mem", tmp_path) as working, runtime("mem", tmp_path) as routing:
         worker = Worker(working)
