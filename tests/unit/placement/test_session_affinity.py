@@ -203,3 +203,16 @@ def test_whatever_happens_leases_end_at_nothing(steps: list[tuple[str, int]]) ->
     table.reap(now + TTL)
     assert len(table) == 0
     assert not table._idle
+
+
+def test_a_session_that_rested_and_is_in_use_again_does_not_expire() -> None:
+    table = Table()
+    first = table.lease()
+    first.bind(A, 0.0, 1)
+    first.release(0.0)
+    again = table.lease(now=5.0)
+    assert table.reap(5.0 + TTL) == 0
+    assert again.rank == table.bound_rank("s", 5.0 + TTL) == A
+    again.release(6.0 + TTL)
+    assert table.reap(6.0 + 2 * TTL) == 1
+    assert not len(table)
