@@ -222,13 +222,15 @@ class ActiveLoad:
         prompt_tokens: int,
         cached_tokens: int,
         now: float,
+        coming_tokens: int = 0,
         expected_output: int | None = None,
         counts_prefill: bool = True,
         expires: bool = True,
     ) -> bool:
         """Book a request; return False for one that is booked already, which changes nothing.
 
-        `sequence` are the chained hashes of the prompt's complete blocks. `expires=False`: the caller frees it in any case.
+        `sequence` are the chained hashes of the prompt's complete blocks. `coming_tokens` are not cached, but will be before
+        this prompt is begun: they count as tokens of the rank, and not as work of its passes. `expires=False`: the caller frees it in any case.
         """
         if request_id in self._booked:
             return False
@@ -245,7 +247,7 @@ class ActiveLoad:
         if counts_prefill:
             booked.prefill_tokens = max(0, prompt_tokens - cached_tokens)
             load.prefill_tokens += booked.prefill_tokens
-            load.prefill_pass.join(request_id, booked.prefill_tokens, now)
+            load.prefill_pass.join(request_id, max(1, booked.prefill_tokens - coming_tokens), now)
         self.changed.add(booked.rank)
         return True
 

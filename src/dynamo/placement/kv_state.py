@@ -73,7 +73,7 @@ class RankMatch(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
     overlap: Overlap = Overlap()
     active_blocks: int = 0  # blocks of requests that are active there
-    coming_blocks: int = 0  # blocks that are there once the prefill that runs now is done
+    coming_blocks: int = 0  # blocks that prompts before this one compute there
     preferred_weight: float = 0.0  # sum of the preferred weights that the rank matches
 
 

@@ -56,6 +56,11 @@ class PrefillPass:
         """Take how many tokens a pass computes at most; None or less than 1: not known."""
         self.budget = tokens if tokens and tokens > 0 else DEFAULT_PASS_BUDGET
 
+    @property
+    def next_is_full(self) -> bool:
+        """Whether what waits fills the next pass, so that a new prompt is begun after it."""
+        return self.waiting_tokens >= self.budget
+
     def join(self, request_id: str, tokens: int, now: float) -> None:
         """Count a request with `tokens` uncached tokens that is sent to the rank at `now`."""
         if self.running:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Final, Protocol
 
 import msgspec
@@ -205,6 +206,7 @@ class KvRouter:
             selection.tracking_sequence,
             prompt_tokens=request.prompt_tokens,
             cached_tokens=selection.cached_tokens,
+            coming_tokens=self._coming_tokens(selection),
             now=now,
             expected_output=request.expected_output,
             counts_prefill=request.tracks_prefill,
@@ -363,6 +365,11 @@ class KvRouter:
             self._potential_blocks(record.decode_blocks, match.active_blocks, lookup),
         )
 
+    def _coming_tokens(self, selection: Selection) -> int:
+        """Return the tokens of a prompt that others compute on its rank, beyond the cached ones."""
+        match = selection.state.matches.get(selection.choice.position, _NO_MATCH)
+        return max(0, match.coming_blocks * self._block_size - selection.cached_tokens)
+
     def _potential_blocks(self, active: float, shared: int, lookup: Lookup) -> float:
         """Return the blocks of a rank with the prompt, its unfinished last block included."""
         return active - shared - (-lookup.prompt_tokens // self._block_size)
@@ -383,9 +390,14 @@ _NO_MATCH: Final = RankMatch()
 
 
 def _coming_blocks(load: LoadOfRank, tracking: Sequence[int], active: int) -> int:
-    """Return how many of the `active` leading blocks are there once the pass that runs now is done."""
-    best = 0
-    for seen, request_id in enumerate(load.prefill_pass.running):
+    """Return how many of the `active` leading blocks are there before the prompt is begun.
+
+    The running pass leaves its blocks behind. So does the next one where it is full already: then the prompt is begun after
+    it. A prompt that fits into the same pass as another one is computed beside it, and gets nothing from it.
+    """
+    prefills, best = load.prefill_pass, 0
+    ahead = chain(prefills.running, prefills.waiting) if prefills.next_is_full else prefills.running
+    for seen, request_id in enumerate(ahead):
         booked = load.booked.get(request_id)
         if booked is None or seen >= EXAMINED_PREFILLS:
             break
