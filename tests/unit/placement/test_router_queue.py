@@ -254,7 +254,7 @@ def test_quanta_of_four_to_one_give_four_to_one_service() -> None:
     costs=st.lists(st.integers(1, 200), min_size=1, max_size=12) | st.lists(st.integers(1, 3), min_size=1),
 )
 @examples(100)
-def test_each_class_gets_its_share_within_a_quantum_and_one_request(quanta: list[int], costs: list[int]) -> None:
+def test_each_class_gets_its_share_where_a_quantum_pays_for_a_request(quanta: list[int], costs: list[int]) -> None:
     names = [str(number) for number in range(len(quanta))]
     turns = DeficitRoundRobin(dict(zip(names, quanta, strict=True)))
     served, count, largest = dict.fromkeys(names, 0), Counter[str](), max(costs)
@@ -269,6 +269,8 @@ def test_each_class_gets_its_share_within_a_quantum_and_one_request(quanta: list
         if min(quanta) >= largest:  # else a class may be visited again before another one can pay
             assert run <= quanta[int(name)] + largest  # a burst is bounded
         assert 0 <= turns.credit(name) < quanta[int(name)] + largest
+    if min(quanta) < largest:
+        return  # rounds that are added at once bring credit that a visit spends in place of its quantum, so shares drift
     rounds = [served[name] / quanta[int(name)] for name in names]
     slack = [(quanta[int(name)] + largest) / quanta[int(name)] for name in names]
     assert max(rounds) - min(rounds) <= 2 * max(slack) + 1

@@ -173,6 +173,29 @@ def test_what_a_pass_computes_now_is_seen_as_coming() -> None:
     )
 
 
+def test_a_prefix_that_waits_for_a_full_pass_is_seen_as_coming_and_is_no_work_a_second_time() -> None:
+    router = make()
+    router.set_ranks({A: RankInfo(max_num_batched_tokens=100)})
+    running = router.select(KvQuery(token_ids=list(range(1000, 1100))), 0.0)
+    router.book("running", running, 0.0)
+    router.book(
+        "first", router.select(KvQuery(token_ids=PROMPT), 0.0), 0.0
+    )  # 160 tokens: more than the next pass takes
+    second = router.select(KvQuery(token_ids=[*PROMPT, *range(700, 708)]), 0.01)
+    assert second.state.matches[0].coming_blocks == 10
+    router.book("second", second, 0.01)
+    assert router.load.of(A).prefill_pass.waiting == {"first": 160, "second": 8}
+    assert router.load.prefill_tokens(A) == 100 + 160 + 168  # what the native account says stays
+
+
+def test_a_prefix_that_fits_into_the_same_pass_is_not_coming() -> None:
+    router = make()
+    router.set_ranks({A: RankInfo(max_num_batched_tokens=1000)})
+    router.book("running", router.select(KvQuery(token_ids=list(range(1000, 1100))), 0.0), 0.0)
+    router.book("first", router.select(KvQuery(token_ids=PROMPT), 0.0), 0.0)
+    assert router.select(KvQuery(token_ids=PROMPT), 0.01).state.matches[0].coming_blocks == 0
+
+
 def test_without_reuse_no_block_is_shared_in_the_account() -> None:
     router = make(assumes_kv_reuse=False)
     router.set_ranks({A: RankInfo()})
