@@ -134,17 +134,28 @@ class _Cost:
         request, matches, block_size = state.request, state.matches, state.block_size
         tokens, complete = request.prompt_tokens, request.complete_blocks
         scale, request_weight = weights.prefill_load_scale, weights.decode_active_request_weight
-        if not request.tracks_prefill or request.shared_hits or request.has_preferences:
+        if (
+            not request.tracks_prefill
+            or request.shared_hits
+            or request.has_preferences
+            or weights.overlap_score_credit_decay
+        ):
             return [self._total(rank, matches.get(at, NO_MATCH)) for at, rank in enumerate(state.ranks)]
-        # The common case: a rank that holds nothing of the prompt costs its load and the whole prompt.
-        return [
-            scale * ((rank.prefill_tokens + tokens) / block_size)
-            + (rank.decode_blocks + complete)
-            + request_weight * rank.requests
-            if at not in matches
-            else self._total(rank, matches[at])
-            for at, rank in enumerate(state.ranks)
-        ]
+        # The common case, in one loop: the same sums as in `_total`, which a test compares.
+        device, host, disk = weights.overlap_score_credit, weights.host_cache_hit_weight, weights.disk_cache_hit_weight
+        costs = []
+        for at, rank in enumerate(state.ranks):
+            raw = ((rank.prefill_tokens if rank.has_load else 0) + tokens) / block_size
+            match = matches.get(at)
+            decode = rank.decode_blocks + complete
+            if match is not None:
+                overlap = match.overlap
+                decode -= match.active_blocks
+                raw -= device * overlap.device + host * overlap.host + disk * overlap.disk
+                if raw < 0.0:
+                    raw = 0.0
+            costs.append(scale * raw + decode + request_weight * rank.requests)
+        return costs
 
     def _total(self, rank: RankState, match: RankMatch) -> float:
         request, weights = self._state.request, self._weights

@@ -41,6 +41,8 @@ TRUSTED_SHARE: Final = {Trust.EXACT: 1.0, Trust.DEGRADED: 0.8, Trust.PREDICTED: 
 """How much of a reported prefix is counted on. An index that lost events still tells most of the truth; what was only
 predicted may have been evicted meanwhile."""
 
+_EXACT: Final = Trust.EXACT
+
 LEAST_IDLE_SECONDS: Final = 1e-3  # of the oldest block; keeps the price of an eviction finite
 
 MOST_IDLE_RATIO: Final = 4.0
@@ -52,7 +54,7 @@ class TimeParameters(msgspec.Struct, frozen=True, gc=False):
 
     stall_weight: Weight = 0.17
     future_weight: Weight = 0.33
-    decode_weight: Weight = 1.8
+    decode_weight: Weight = 0.6
     eviction_weight: Weight = 1.0
     host_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.75
     disk_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
@@ -80,6 +82,8 @@ class _View(NamedTuple):
     free: float  # blocks that can be taken without an eviction
     block_ms: float  # to compute one block
     oldest_use_at: float  # 0: not known
+    requests: int
+    streams: int
 
 
 class _Prompt(NamedTuple):
@@ -163,7 +167,9 @@ class TimeCost:
         budget = rank.max_num_batched_tokens or DEFAULT_PASS_BUDGET
         fill = min(1.0, rank.context_tokens / capacity)
         step = timing.decode.at(fill) if rank.streams else 0.0
-        growth = max(0.0, timing.decode.linear + 2 * timing.decode.square * fill) / capacity
+        growth = 0.0  # a step over a full cache gets no longer: what is shared is counted in every context
+        if fill < 1.0:
+            growth = max(0.0, timing.decode.linear + 2 * timing.decode.square * fill) / capacity
         ends_at = 0.0
         if rank.pass_started_at is not None:
             ends_at = rank.pass_started_at + (pass_ms(timing.prefill, rank.pass_tokens, budget) + step) / 1000
@@ -192,17 +198,17 @@ class TimeCost:
             free,
             timing.prefill.linear * block_size,
             rank.oldest_use_at or 0.0,
+            rank.requests,
+            rank.streams,
         )
 
     def _prompt(self, state: KvState, views: list[_View]) -> _Prompt:
         request, weights, now = state.request, self._parameters, state.now
-        requests, streams, known, idle = 0, 0, 0, 0.0
-        for view in views:
-            requests += view.record.requests
-            streams += view.record.streams
-            if view.oldest_use_at:
-                known += 1
-                idle += now - view.oldest_use_at
+        requests = sum([view.requests for view in views])
+        streams = sum([view.streams for view in views])
+        oldest = [view.oldest_use_at for view in views if view.oldest_use_at]
+        known = len(oldest)
+        idle = known * now - sum(oldest)
         output = views[0].record.timing.output_tokens if request.expected_output is None else request.expected_output
         credit = None if request.overrides is None else request.overrides.overlap_score_credit
         return _Prompt(
@@ -225,44 +231,44 @@ class TimeCost:
         tokens, blocks, output, added, _, is_computed, mean_idle, decode_weight, block_weight = prompt
         needed = blocks + output / block_size
         decoded = output * decode_weight
+        fresh = max(1.0, tokens)  # to be computed where nothing is held
+        is_timed = mean_idle > 0.0
         costs = []
         for at, view in enumerate(views):
-            (
-                _,
-                ends_at,
-                wait,
-                base,
-                linear,
-                square,
-                budget,
-                waiting,
-                waiting_ms,
-                step,
-                others,
-                decode,
-                growth,
-                room,
-            ) = view[:14]
+            # fmt: off
+            (record, ends_at, wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth, room,
+             room_ms, free, block_ms, oldest_use_at, _, _) = view
+            # fmt: on
             match = matches.get(at)
-            held = 0.0 if match is None else self._held_blocks(view.record, match, prompt)
+            if match is None:
+                missing = over = needed
+                computed = waiting + fresh
+            else:
+                held = self._held_blocks(record, match, prompt)
+                missing, over = needed - held, needed - match.active_blocks
+                uncached = tokens - held * block_size
+                computed = waiting + (uncached if uncached > 1.0 else 1.0)
             if ends_at:
-                wait = max(0.0, (ends_at - now) * 1000.0)
+                wait = (ends_at - now) * 1000.0
+                if wait < 0.0:
+                    wait = 0.0
+            cost = wait + decoded * (decode + growth * added)
             if is_computed:
-                computed = waiting + max(1.0, tokens - held * block_size)
                 if computed <= budget:
                     work = base + (linear + square * computed) * computed
-                    wait += work + step + others * (work - waiting_ms)
+                    cost += work + step + others * (work - waiting_ms)
                 else:
-                    work = pass_ms(view.record.timing.prefill, computed, budget)
-                    wait += work + step * (computed // budget + 1) + others * (work - waiting_ms)
-            cost = wait + decoded * (decode + growth * added)
-            lost = needed - held - view.free
-            if lost > 0.0:
-                ratio = self._idle_ratio(view, mean_idle, now)
-                cost += lost * view.block_ms * block_weight * ratio
-            over = needed - (0 if match is None else match.active_blocks) - room
+                    work = pass_ms(record.timing.prefill, computed, budget)
+                    cost += work + step * (computed // budget + 1) + others * (work - waiting_ms)
+            missing -= free
+            if missing > 0.0:
+                ratio = 1.0
+                if is_timed and oldest_use_at:
+                    ratio = _idle_ratio(mean_idle, now - oldest_use_at)
+                cost += missing * block_ms * block_weight * ratio
+            over -= room
             if over > 0.0:
-                cost += over * view.room_ms * output
+                cost += over * room_ms * output
             costs.append(cost)
         if state.request.has_preferences and not state.request.is_pinned:
             return [cost * _preference(matches.get(at, NO_MATCH)) for at, cost in enumerate(costs)]
@@ -270,19 +276,16 @@ class TimeCost:
 
     def _held_blocks(self, rank: RankState, match: RankMatch, prompt: _Prompt) -> float:
         """Return the blocks of the prompt that need not be computed."""
-        weights, overlap = self._parameters, match.overlap
-        held = (
-            overlap.device + weights.host_cache_hit_weight * overlap.host + weights.disk_cache_hit_weight * overlap.disk
-        )
-        return prompt.credit * TRUSTED_SHARE[rank.trust] * max(held, float(match.coming_blocks))
-
-    @staticmethod
-    def _idle_ratio(view: _View, mean_idle: float, now: float) -> float:
-        """Return what a block that the rank evicts is worth beside one of the mean rank."""
-        if not mean_idle or not view.oldest_use_at:
-            return 1.0
-        ratio = mean_idle / max(LEAST_IDLE_SECONDS, now - view.oldest_use_at)
-        return min(MOST_IDLE_RATIO, ratio * ratio)
+        overlap = match.overlap
+        held: float = overlap.device
+        if overlap.host or overlap.disk:
+            weights = self._parameters
+            held += weights.host_cache_hit_weight * overlap.host + weights.disk_cache_hit_weight * overlap.disk
+        if match.coming_blocks > held:
+            held = match.coming_blocks
+        if rank.trust is _EXACT:
+            return prompt.credit * held
+        return prompt.credit * TRUSTED_SHARE[rank.trust] * held
 
     # -- the same, part by part
 
@@ -318,6 +321,9 @@ class TimeCost:
             steps = 1 if computed <= view.budget else computed // view.budget + 1
             prefill, added = work + view.step * steps, work - view.waiting_ms
         needed = prompt.blocks + prompt.output / state.block_size
+        ratio = 1.0
+        if prompt.mean_idle and view.oldest_use_at:
+            ratio = _idle_ratio(prompt.mean_idle, state.now - view.oldest_use_at)
         lost = max(0.0, needed - held - view.free)
         over = max(0.0, needed - match.active_blocks - view.room)
         return {
@@ -326,12 +332,15 @@ class TimeCost:
             "stall": weights.stall_weight * (rank.streams + rank.waiting_requests) * added,
             "future": weights.future_weight * added,
             "decode": prompt.output * prompt.decode_weight * (view.decode + view.decode_growth * prompt.added),
-            "eviction": lost
-            * view.block_ms
-            * prompt.block_weight
-            * self._idle_ratio(view, prompt.mean_idle, state.now),
+            "eviction": lost * view.block_ms * prompt.block_weight * ratio,
             "room": over * view.room_ms * prompt.output,
         }
+
+
+def _idle_ratio(mean_idle: float, idle: float) -> float:
+    """Return what a block is worth that was last used `idle` seconds ago, beside one of the mean rank."""
+    ratio = mean_idle / max(LEAST_IDLE_SECONDS, idle)
+    return min(MOST_IDLE_RATIO, ratio * ratio)
 
 
 def _preference(match: RankMatch) -> float:
