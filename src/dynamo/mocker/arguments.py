@@ -22,7 +22,8 @@ from dynamo.mocker.configuration import (
 )
 from dynamo.mocker.model_shape import kv_bytes_per_token
 from dynamo.mocker.settings import REFUSED_FLAGS, MockerSettings
-from dynamo.runtime.settings import RuntimeSettings
+from dynamo.runtime.addresses import bind_host
+from dynamo.runtime.settings import RuntimeSettings, discovery_store
 from dynamo.settings.flags import add_flags
 from dynamo.settings.table import read_settings, settings_of
 
@@ -116,6 +117,8 @@ def _fleet(settings: MockerSettings, args: argparse.Namespace) -> MockFleet:
         raise InvalidArgument(
             f"engine.worker_type is {options.scheduler.role}, but --disaggregation-mode makes it {role}: give both"
         )
+    store = discovery_store(config.discovery_backend, os.environ.get("ETCD_ENDPOINTS"))
+    options = replace(options, listen_host=bind_host(store, None, "0.0.0.0"))
     config = replace(
         config,
         enable_local_indexer=config.enable_local_indexer and options.enable_local_indexer and options.has_kv_events,

@@ -18,6 +18,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.mocker.output import ReasoningShape
 from dynamo.mocker.profile import read_profile
 from dynamo.mocker.timing import FixedTiming, PolynomialTiming
+from dynamo.runtime.addresses import LOOPBACK
 from dynamo.scheduling import PassTiming, SchedulerOptions, SglangOptions
 
 __all__ = [
@@ -135,6 +136,8 @@ class MockOptions:
     reasoning: ReasoningShape | None = None
     response_trace: Path | None = None
     enable_local_indexer: bool = True
+    listen_host: str = LOOPBACK
+    """Where the sockets of KV events and of bootstrap listen."""
     zmq_kv_events_port: int | None = None
     """Of rank 0; the others follow. None: KV events go straight to the event plane."""
     zmq_replay_port: int | None = None

@@ -39,7 +39,7 @@ from dynamo.mocker.pass_loop import PassLoop
 from dynamo.mocker.reports import MockReports
 from dynamo.mocker.settings import BOOTSTRAP_HOST
 from dynamo.mocker.stream import MockStream
-from dynamo.runtime.addresses import detect_host
+from dynamo.runtime.addresses import LOOPBACK, detect_host
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.tasks import first_of
 from dynamo.scheduling import PassPlan, PassResult, RankGroup, ScheduledRequest, make_core
@@ -129,7 +129,7 @@ class MockEngine(LLMEngine):
         try:
             for rank in range(options.dp_size):
                 again = None if replay is None else replay + rank
-                wires.append(EngineWire(rank, options.scheduler.block_size, events + rank, again))
+                wires.append(EngineWire(rank, options.scheduler.block_size, options.listen_host, events + rank, again))
         except BaseException:
             for wire in wires:
                 wire.close()
@@ -141,9 +141,10 @@ class MockEngine(LLMEngine):
         options = self._options
         if options.bootstrap_port is None or options.scheduler.role != "prefill":
             return None, None
-        host = BOOTSTRAP_HOST.value(os.environ) or detect_host()
+        is_local = options.listen_host == LOOPBACK
+        host = BOOTSTRAP_HOST.value(os.environ) or (LOOPBACK if is_local else detect_host())
         self._desk = HandoffDesk(options.scheduler.max_num_seqs * options.dp_size, options.handoff_session_seconds)
-        return host, await self._desk.start("::" if ":" in host else "0.0.0.0", options.bootstrap_port)
+        return host, await self._desk.start(options.listen_host, options.bootstrap_port)
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
         passes = self._passes

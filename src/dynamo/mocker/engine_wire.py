@@ -32,8 +32,8 @@ _END: Final = (-1).to_bytes(8, "big", signed=True)
 class EngineWire:
     """The sockets of one rank. Use it on the event loop."""
 
-    def __init__(self, rank: int, block_size: int, port: int, replay_port: int | None) -> None:
-        """Raises CannotConnect when a port is taken."""
+    def __init__(self, rank: int, block_size: int, host: str, port: int, replay_port: int | None) -> None:
+        """Bind `port` of `host`. Raises CannotConnect when a port is taken."""
         self._rank = rank
         self._block_size = block_size
         self._sequence = 0
@@ -41,18 +41,18 @@ class EngineWire:
         self._context = zmq.Context()
         self._replay: SocketReader | None = None
         self._replay_socket: zmq.Socket[bytes] | None = None
-        self._socket = self._bound(zmq.PUB, port)
+        self._socket = self._bound(zmq.PUB, host, port)
         if replay_port is not None:
-            self._replay_socket = self._bound(zmq.ROUTER, replay_port)
+            self._replay_socket = self._bound(zmq.ROUTER, host, replay_port)
             self._replay = SocketReader(self._replay_socket, self._answer)
             self._replay.start()
 
-    def _bound(self, kind: int, port: int) -> zmq.Socket[bytes]:
+    def _bound(self, kind: int, host: str, port: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, HIGH_WATER_MARK)
         try:
-            socket.bind(f"tcp://0.0.0.0:{port}")
+            socket.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise CannotConnect(f"KV events of rank {self._rank}: port {port} cannot be bound: {error}") from error

@@ -38,6 +38,15 @@ def test_the_defaults_are_the_native_ones() -> None:
     assert (worker.config.model_name, worker.config.served_model_name) == ("my-model", "my-model")
 
 
+def test_sockets_are_open_to_the_network_in_a_cluster_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ETCD_ENDPOINTS", raising=False)
+    (worker,) = read_arguments(MODEL).workers
+    assert worker.options.listen_host == "127.0.0.1"
+    monkeypatch.setenv("ETCD_ENDPOINTS", "http://localhost:2379")
+    (worker,) = read_arguments([*MODEL, "--discovery-backend", "etcd"]).workers
+    assert worker.options.listen_host == "0.0.0.0"
+
+
 def test_each_backend_has_its_own_block_size() -> None:
     for backend, size in (("vllm", 64), ("sglang", 1), ("trtllm", 32)):
         (worker,) = read_arguments([*MODEL, "--engine-type", backend]).workers

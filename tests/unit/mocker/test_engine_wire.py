@@ -52,10 +52,10 @@ async def test_blocks_travel_with_their_tokens_and_can_be_asked_for_again() -> N
     request = ScheduledRequest.of_tokens("r", prompt, 8, 4, itertools.count(1000), owner=stream, lora_name="a")
     core = make_core(SchedulerOptions(num_gpu_blocks=8, block_size=4), FixedTiming(1, 1))
     line = play(core, [(0, request)])
-    wire = EngineWire(3, 4, events_port, replay_port)
+    wire = EngineWire(3, 4, "127.0.0.1", events_port, replay_port)
     try:
         with pytest.raises(CannotConnect, match=str(events_port)):
-            EngineWire(3, 4, events_port, None)
+            EngineWire(3, 4, "127.0.0.1", events_port, None)
         async with asyncio.timeout(PATIENCE_SECONDS), subscribed(events_port, replay_port) as (subscriber, asker):
             while not await subscriber.poll(10):  # until the subscription is there
                 wire.publish([EvictedBlocks([7])])
