@@ -85,6 +85,7 @@ def _check(settings: FrontendSettings) -> None:
     _check_files(settings)
     _check_tls(settings)
     _check_chaos(settings)
+    _check_decisions(settings)
     if settings.admin_port is not None and settings.disable_admin_api:
         raise ValueError("--admin-port has nothing to serve: DYN_DISABLE_FRONTEND_ADMIN_API is set")
     if settings.runtime.response_plane == "quic":
@@ -149,6 +150,13 @@ def _check_chaos(settings: FrontendSettings) -> None:
     if settings.workers > 1:
         raise ValueError(
             f"--chaos is for one process: --workers {settings.workers} would count requests in each; use 1"
+        )
+
+
+def _check_decisions(settings: FrontendSettings) -> None:
+    if settings.kv_router.decisions_path is not None and settings.workers > 1:
+        raise ValueError(
+            f"--router-decisions is for one process: each of --workers {settings.workers} would write to the same file; use 1"
         )
 
 

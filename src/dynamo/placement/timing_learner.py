@@ -22,6 +22,8 @@ POOL_SAMPLES: Final = 6.0  # that all ranks together count for at most
 PRIOR_SAMPLES: Final = 0.1  # that the prior counts for
 USUAL_ERROR: Final = 0.3  # relative; less is never far off
 SPREAD_FADE: Final = 0.1  # how much a new error counts in what is usual for the rank
+FITTED_EACH: Final = 8.0  # samples: up to so many each one is fitted at once
+SAMPLES_PER_FIT: Final = 8  # after that; a fit takes some 20 us, and one sample of fifty moves little
 LEAST_MS: Final = 0.05  # a shorter sample says nothing about an engine
 FEWEST_STEPS: Final = 8  # of an answer whose steps are measured
 OUTPUT_FADE: Final = 0.02  # how much a new answer's length counts, once there are many
@@ -34,12 +36,13 @@ Row = tuple[float, float, float]
 class CurveFit:
     """The weighted samples of one curve, as sums. `pool` is added to a rank's own samples, with a limited weight."""
 
-    __slots__ = ("_pool", "_prior", "_spread", "_sums", "count", "row")
+    __slots__ = ("_pool", "_prior", "_spread", "_sums", "_unfitted", "count", "row")
 
     def __init__(self, prior: Row, pool: CurveFit | None = None) -> None:
         self._prior, self._pool = prior, pool
         self._spread = 0.0  # the usual relative error
         self._sums = [0.0] * 9  # of products of the parts with each other (6), and with the measured time (3)
+        self._unfitted = 0  # samples since the last fit
         self.count = 0.0  # samples, each with its weight
         self.row = prior  # the fitted parts
 
@@ -57,7 +60,10 @@ class CurveFit:
         fresh = (a * a, a * b, a * c, b * b, b * c, c * c, a * measured, b * measured, c * measured)
         self._sums = [FADE * old + weight * new for old, new in zip(sums, fresh, strict=True)]
         self.count = FADE * self.count + 1.0
-        self.row = self._fitted()
+        self._unfitted += 1
+        if self.count < FITTED_EACH or self._unfitted >= SAMPLES_PER_FIT:
+            self._unfitted = 0
+            self.row = self._fitted()
 
     def _fitted(self) -> Row:
         sums, pool = self._sums, self._pool

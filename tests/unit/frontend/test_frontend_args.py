@@ -232,3 +232,12 @@ def test_help_explains_every_flag_that_is_served(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     for flag in ("--http-port", "--namespace-prefix", "--max-requests-in-flight", "DYN_HTTP_MAX_REQUESTS_IN_FLIGHT"):
         assert flag in text
+
+
+def test_decisions_of_several_processes_are_not_written_to_one_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_args(["--workers", "2", "--router-mode", "kv", "--router-decisions", str(tmp_path / "d.jsonl")])
+    assert left.value.code == 2
+    assert "--router-decisions is for one process" in capsys.readouterr().err
