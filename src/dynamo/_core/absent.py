@@ -7,11 +7,11 @@ from typing import Final, NoReturn
 __all__ = ["ABSENT", "raise_absent"]
 
 _FRONTEND: Final = "run the frontend as a process (python -m dynamo.frontend) or embed dynamo.frontend.Frontend"
-_ROUTER: Final = "this version places requests without an index of KV blocks, see endpoint.client(router_mode)"
+_ROUTER: Final = "embed dynamo.router.KvRouter, or run the router as a process (python -m dynamo.router)"
 _KV_STATE: Final = "KV events travel on the event plane; read them with dynamo.router.KvEventFeed"
 _FORWARD_PASS: Final = "forward-pass metrics are not published; register your own with register_prometheus"
 _PLANNER: Final = "there is no planner; scale by the workers' /metrics"
-_MOCKER: Final = "use dynamo.common.backend.sample_engine, or the simulation (dynamo simulate)"
+_MOCKER: Final = "replay traces with `dynamo bench replay`; serve mock engines with python -m dynamo.mocker"
 
 ABSENT: Final[dict[str, str]] = {
     **dict.fromkeys(
@@ -26,7 +26,7 @@ ABSENT: Final[dict[str, str]] = {
         (
             *("KvRouter", "KvRouterConfig", "RoutingConstraints", "SelectionCacheConfig"),
             *("SelectionService", "run_select_service", "run_slot_tracker"),
-            "resolve_routing_image_token_id",
+            *("ApproxKvIndexer", "KvIndexer", "resolve_routing_image_token_id"),
         ),
         _ROUTER,
     ),
