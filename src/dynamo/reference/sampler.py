@@ -134,7 +134,9 @@ def draw(
     if sampling.temperature == 0:
         token = int(row.argmax())
     else:
-        candidates, weights = _candidates(row / sampling.temperature, sampling)
+        with np.errstate(over="ignore"):  # next to nothing is left of the others, and a temperature may be tiny
+            scaled = (row - row.max()) / sampling.temperature
+        candidates, weights = _candidates(scaled, sampling)
         point = uniform(sampling.seed, choice, position)
         cumulated = np.cumsum(weights)
         place = int(np.searchsorted(cumulated, point * cumulated[-1], side="right"))

@@ -96,6 +96,11 @@ def test_whatever_the_options_the_token_exists_and_is_the_same_again(
         assert (logits > logits[token]).sum() < top_k
 
 
+def test_a_tiny_temperature_leaves_the_most_likely_token() -> None:
+    for temperature in (1e-3, 1e-30, 1e-300, 5e-324):
+        assert one(np.array([1.0, 30.0, -30.0], np.float32), temperature=temperature).token == 1
+
+
 def test_seed_choice_and_position_each_change_the_draw() -> None:
     points = {uniform(*key) for key in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (11, 0, 0), (1, 10, 0), (-1, 0, 0)]}
     assert len(points) == 7
