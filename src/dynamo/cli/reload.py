@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +20,8 @@ _SKIPPED: Final = frozenset({"__pycache__", "node_modules", "site-packages", "bu
 async def watch_sources(directory: Path, on_change: Callable[[str], None]) -> None:
     """Call `on_change(text)` each time Python files below `directory` have changed and then held still for one poll.
 
-    Editors and `git checkout` write several files in a row: one call for all of them. Never returns.
+    Editors and `git checkout` write several files in a row: one call for all of them. Their bytecode files are removed
+    first. Never returns.
     """
     seen = source_times(directory)
     while True:
@@ -35,6 +38,7 @@ async def watch_sources(directory: Path, on_change: Callable[[str], None]) -> No
             now = later
         changed, seen = changed_files(seen, now), now
         if changed:
+            _remove_bytecode(directory, changed)
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             on_change(f"{changed[0]}{more} changed")
 
@@ -55,6 +59,17 @@ def source_times(directory: Path) -> dict[str, int]:
 def changed_files(before: dict[str, int], after: dict[str, int]) -> list[str]:
     """Return the files that are new, removed or written since."""
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+
+
+def _remove_bytecode(directory: Path, names: list[str]) -> None:
+    """Make Python compile these files again.
+
+    It takes a bytecode file for current when the source has the same size and the same second of modification, and two
+    saves within a second are common.
+    """
+    for name in names:
+        with contextlib.suppress(OSError):  # none was written, or the directory cannot be written to
+            os.unlink(importlib.util.cache_from_source(os.path.join(directory, name)))
 
 
 def _sources(directory: Path) -> Iterator[str]:
