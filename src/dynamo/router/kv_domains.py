@@ -86,8 +86,7 @@ def policy_of(settings: KvRouterSettings) -> tuple[KvPolicy, DecisionHeader]:
             "disk_cache_hit_weight": settings.disk_cache_hit_weight,
             "router_temperature": settings.router_temperature,
         }
-    type_name = {"two-tier": "dynamo-two-tier-cost-fn"}.get(settings.policy, settings.policy)
-    return kv_policy(type_name, parameters), DecisionHeader(type_name, parameters)
+    return kv_policy(settings.policy, parameters), DecisionHeader(settings.policy, parameters)
 
 
 def router_options(settings: KvRouterSettings, *, is_prefill: bool = False) -> KvRouterOptions:

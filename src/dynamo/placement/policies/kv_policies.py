@@ -16,7 +16,7 @@ _TYPES: Final[Mapping[str, Callable[[Mapping[str, object]], KvPolicy]]] = {
     kv_two_tier.TYPE_NAME: kv_two_tier.TwoTierCost.of,
     kv_time.TYPE_NAME: kv_time.TimeCost.of,
 }
-_SHORT_NAMES: Final = {"default": kv_default.TYPE_NAME}
+_SHORT_NAMES: Final = {"default": kv_default.TYPE_NAME, "two-tier": kv_two_tier.TYPE_NAME}
 _NOT_BUILT: Final = frozenset({"thunderagent"})
 
 
