@@ -579,6 +579,9 @@ fn encode_path(path: &str) -> String {
 ///
 /// Makes the runtime, starts logging by `DYN_LOG`, and returns after the clean-up. The error is what failed first; a `main`
 /// that returns it ends with status 1 and the error as the last line on stderr.
+///
+/// An `InvalidArgument`, which another attempt would meet again, ends the process here with the same last line and status
+/// 2: a supervisor can tell that a restart is of no use.
 pub fn run(engine: Arc<dyn LLMEngine>, config: WorkerConfig) -> anyhow::Result<()> {
     crate::logging::init();
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -591,5 +594,14 @@ pub fn run(engine: Arc<dyn LLMEngine>, config: WorkerConfig) -> anyhow::Result<(
     let outcome = runtime.block_on(Worker::new(engine, config).run());
     // Tasks that ignore their end must not hold the process.
     runtime.shutdown_timeout(Duration::from_secs(1));
+    if let Err(mistake) = &outcome
+        && matches!(
+            mistake.error_type(),
+            ErrorType::InvalidArgument | ErrorType::Backend(BackendError::InvalidArgument)
+        )
+    {
+        eprintln!("Error: {mistake}");
+        std::process::exit(2);
+    }
     Ok(outcome?)
 }
