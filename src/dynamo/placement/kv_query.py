@@ -5,6 +5,7 @@ The filters are pure functions: ranks and a query in, the eligible ranks out, or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Final
@@ -29,6 +30,7 @@ __all__ = [
     "eligible_ranks",
     "is_unconstrained",
     "preferred_weight",
+    "read_overrides",
 ]
 
 
@@ -88,6 +90,21 @@ class KvOverrides(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, for
     assume_kv_reuse: bool | None = None
     track_prefill_tokens: bool | None = None
     shared_cache_multiplier: float | None = None
+
+
+def read_overrides(given: object) -> KvOverrides | None:
+    """Return what a request changes in the router's settings. Raises InvalidArgument that names the member."""
+    if not given:
+        return None
+    try:
+        found = msgspec.convert(given, KvOverrides)
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(f"router_config_override: {error}") from error
+    for name in KvOverrides.__struct_fields__:
+        value = getattr(found, name)
+        if isinstance(value, float) and not 0.0 <= value < math.inf:  # NaN is neither
+            raise InvalidArgument(f"router_config_override.{name} must be a number of at least 0, got {value}")
+    return found
 
 
 class KvQuery(msgspec.Struct):

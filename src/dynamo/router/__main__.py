@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,15 +12,9 @@ from contextlib import AsyncExitStack
 from typing import Final
 
 from dynamo.errors import DynamoException, text_of
-from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.index import PrefixIndex
-from dynamo.kv.overlap import OverlapIndex
-from dynamo.router.index_feed import KvEventFeed
-from dynamo.router.kv_domains import policy_of, router_options
-from dynamo.router.kv_router import KvRouter
-from dynamo.router.kv_settings import KvRouterSettings
-from dynamo.router.load_reports import RouterLoadReports
-from dynamo.router.replica_sync import ReplicaSync
+from dynamo.router.kv_domains import policy_of
+from dynamo.router.routed_endpoint import new_router, routed_endpoint
 from dynamo.router.service import RouterService
 from dynamo.router.service_settings import RouterServiceSettings
 from dynamo.runtime.distributed import DistributedRuntime
@@ -94,44 +87,15 @@ async def _serve(settings: RouterServiceSettings, of_runtime: RuntimeSettings) -
             endpoint = runtime.endpoint(settings.endpoint)
             kv = settings.kv
             held = PrefixIndex() if kv.reads_events else None
-            router = KvRouter(
-                block_size=settings.block_size,
-                policy=policy_of(kv)[0],
-                rng=random.Random(),
-                index=held if held is not None else _guesses(kv),
-                predicted=_predictions(kv),
-                options=router_options(kv),
-            )
-            service = RouterService(endpoint, router)
-            if held is not None:
-                await stack.enter_async_context(KvEventFeed(endpoint, held, on_trust=service.set_trust))
-            await stack.enter_async_context(RouterLoadReports(endpoint, router.load))
-            if kv.router_replica_sync:
-                router.observer = await stack.enter_async_context(
-                    ReplicaSync(
-                        endpoint, router.load, router_id=runtime.connection_id(), block_size=settings.block_size
-                    )
-                )
-            await stack.enter_async_context(service)
+            router = new_router(kv, settings.block_size, policy_of(kv)[0], endpoint, held)
+            workers = await stack.enter_async_context(routed_endpoint(endpoint, router, kv, held))
+            service = await stack.enter_async_context(RouterService(workers))
             logger.info("routing to the workers of %s, blocks of %d tokens", endpoint.path, settings.block_size)
             await asked.wait()
             logger.info("draining")
             await service.drain(runtime.settings.shutdown_seconds)
     finally:
         await runtime.aclose()
-
-
-def _guesses(kv: KvRouterSettings) -> OverlapIndex | None:
-    """Return the index of what was sent where, for workers whose KV events are not read."""
-    if not kv.guesses:
-        return None
-    return ApproximateIndex(ttl_seconds=kv.router_ttl_secs, is_lru=kv.router_approximate_cache_policy == "lru")
-
-
-def _predictions(kv: KvRouterSettings) -> OverlapIndex | None:
-    """Return the index that counts a prompt's blocks as held until its worker's events say so."""
-    seconds = kv.router_predicted_ttl_secs
-    return ApproximateIndex(ttl_seconds=seconds) if kv.reads_events and seconds is not None else None
 
 
 if __name__ == "__main__":

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
-from dynamo.errors import DynamoException, InvalidArgument, WorkerUnavailable
+from dynamo.errors import DynamoException, WorkerUnavailable
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import Candidate, Placement, PlacementReason, PlacementRequest
-from dynamo.placement.kv_query import KvOverrides, KvQuery, RankInfo
+from dynamo.placement.kv_query import KvQuery, RankInfo, read_overrides
 from dynamo.placement.kv_state import KvPolicy
 from dynamo.placement.policies.least_loaded import fewest_in_flight
 from dynamo.protocol.worker_request import RoutingHints, WorkerRequest
@@ -143,7 +140,7 @@ class KvPlacement:
             required_taints=constraints.get("required_taints") or (),
             preferred_taints=constraints.get("preferred_taints") or {},
             expected_output=None if is_prefill else routing.get("expected_output_tokens"),
-            overrides=_overrides(body.get("router_config_override")),
+            overrides=read_overrides(body.get("router_config_override")),
         )
 
     async def _sequence(
@@ -289,18 +286,3 @@ class KvPlacement:
         if tokens > running.counted:
             self.router.output(request_id, tokens - running.counted, now)
             running.counted = tokens
-
-
-def _overrides(given: Mapping[str, object] | None) -> KvOverrides | None:
-    """Return what a request changes in the router's settings. Raises InvalidArgument that names the member."""
-    if not given:
-        return None
-    try:
-        found = msgspec.convert(given, KvOverrides)
-    except msgspec.ValidationError as error:
-        raise InvalidArgument(f"router_config_override: {error}") from error
-    for name in KvOverrides.__struct_fields__:
-        value = getattr(found, name)
-        if isinstance(value, float) and not 0.0 <= value < math.inf:  # NaN is neither
-            raise InvalidArgument(f"router_config_override.{name} must be a number of at least 0, got {value}")
-    return found

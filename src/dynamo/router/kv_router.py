@@ -194,10 +194,13 @@ class KvRouter:
         choice = self._policy.choose(state, self._rng.random(), with_terms=explain)
         return self._selection(state, choice, lookup, tracking)
 
-    def book(self, request_id: str, selection: Selection, now: float, *, expires: bool = True) -> bool:
+    def book(
+        self, request_id: str, selection: Selection, now: float, *, expires: bool = True, is_learned: bool = True
+    ) -> bool:
         """Count a request for the rank that was selected. False: the id is booked already, and nothing changes.
 
         `expires=False`: the caller frees the request in any case, so it counts for however long it runs.
+        `is_learned=False`: the indexes that guess by where prompts went do not count it.
         """
         request = selection.state.request
         is_new = self.load.add(
@@ -213,10 +216,15 @@ class KvRouter:
             expires=expires,
         )
         if is_new:
-            self._indexes.add(selection.rank, selection.lookup.sequence, now)
+            if is_learned:
+                self.learn(selection, now)
             if self.observer is not None:
                 self.observer.booked(request_id, selection)
         return is_new
+
+    def learn(self, selection: Selection, now: float) -> None:
+        """Tell the indexes that guess by where prompts went of a prompt that goes where it was selected."""
+        self._indexes.add(selection.rank, selection.lookup.sequence, now)
 
     def first_token(self, request_id: str, now: float) -> None:
         """Count the first token of a request: its prompt is computed. Unknown ids and second calls change nothing."""

@@ -16,7 +16,8 @@ from dynamo.kv.overlap import Overlap, WorkerRank
 from dynamo.placement.kv_query import Trust
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.router.kv_router import KvRouter
-from dynamo.router.service import RouterService, kv_query_of, ranks_of
+from dynamo.router.routed_endpoint import RoutedEndpoint, kv_query_of, ranks_of
+from dynamo.router.service import RouterService
 from dynamo.runtime.context import Context
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.request_plane.base import ResponseSink
@@ -50,7 +51,7 @@ class Pool:
         self.may_end = asyncio.Event()
         self.may_end.set()
         self.runtimes: list[DistributedRuntime] = []
-        self.service: RouterService
+        self.workers: RoutedEndpoint
 
     async def worker(self, **card: Any) -> int:
         """Start one more worker, and return its id once the router knows it."""
@@ -97,7 +98,10 @@ async def served() -> AsyncIterator[Pool]:
     runtime = memory_runtime()
     pool = Pool(runtime)
     try:
-        async with RouterService(runtime.endpoint("ns.pool.generate"), pool.router) as pool.service:
+        async with (
+            RoutedEndpoint(runtime.endpoint("ns.pool.generate"), pool.router) as pool.workers,
+            RouterService(pool.workers),
+        ):
             yield pool
     finally:
         for each in [*pool.runtimes, runtime]:
@@ -201,8 +205,13 @@ def test_a_workers_request_says_where_it_may_go() -> None:
     assert (query.allowed, query.required_taints, query.preferred_taints) == ({9, 10}, ["x"], {"y": 0.5})
     assert query.overrides is not None
     assert query.overrides.overlap_score_credit == 0.0
-    for wrong in ({"routing": {"dp_rank": "x"}}, {"router_config_override": {"foo": 1}}):
-        with pytest.raises(InvalidArgument, match="routing or router_config_override"):
+    for wrong, named in (
+        ({"routing": {"dp_rank": "x"}}, r"routing: .*dp_rank"),
+        ({"router_config_override": {"foo": 1}}, "router_config_override: .*foo"),
+        ({"router_config_override": {"router_temperature": -1.0}}, "router_config_override.router_temperature"),
+        ({"router_config_override": {"prefill_load_scale": float("nan")}}, "router_config_override.prefill_load_scale"),
+    ):
+        with pytest.raises(InvalidArgument, match=named):
             kv_query_of({"token_ids": [1], **wrong})
 
 
@@ -219,6 +228,6 @@ async def test_the_trust_in_a_ranks_events_reaches_the_choice() -> None:
         rank = WorkerRank(await pool.worker(data_parallel_size=2), 1)
         assert pool.router.ranks[rank].trust is Trust.NONE
         for trust in (Trust.EXACT, Trust.DEGRADED, Trust.NONE):
-            pool.service.set_trust(rank, trust)
+            pool.workers.set_trust(rank, trust)
             assert pool.router.ranks[rank].trust is trust
             assert pool.router.ranks[WorkerRank(rank.worker_id)].trust is Trust.NONE
