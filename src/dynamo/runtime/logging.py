@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -305,7 +306,7 @@ def _span_fields(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     """Return the fields of a record: those of its span, then its own `extra`."""
-    own = {key: value for key, value in vars(record).items() if key not in _STANDARD and not key.startswith("_")}
+    own = {key: value for key, value in vars(record).items() if key not in _STANDARD and key[:1] != "_"}
     span = _SPAN.get()
     return {**span, **own} if span else own
 
@@ -323,6 +324,7 @@ def _function_target(record: logging.LogRecord) -> str:
 # -- formats --------------------------------------------------------------------------------------------------------------
 
 _NAMES: Final = ((logging.ERROR, "ERROR"), (logging.WARNING, "WARN"), (logging.INFO, "INFO"), (logging.DEBUG, "DEBUG"))
+_LEVEL_NAMES: Final = dict(_NAMES)
 _COLORS: Final = {"ERROR": "31", "WARN": "33", "INFO": "32", "DEBUG": "34", "TRACE": "35"}
 _QUOTED: Final = re.compile(r'[\s"=]')
 MAX_FIELDS: Final = 48  # of one record; ours have ten at most
@@ -330,14 +332,20 @@ MAX_NAME_CHARACTERS: Final = 128  # of a field, a span or a target
 
 
 def _level_name(level: int) -> str:
-    return next((name for floor, name in _NAMES if level >= floor), "TRACE")
+    return _LEVEL_NAMES.get(level) or next((name for floor, name in _NAMES if level >= floor), "TRACE")
 
 
 def _time_text(created: float, *, local: bool) -> str:
     if local:
         return datetime.fromtimestamp(created).astimezone().isoformat(timespec="microseconds")
-    moment = datetime.fromtimestamp(created, timezone.utc).replace(tzinfo=None)  # noqa: UP017 - `datetime` is the class
-    return moment.isoformat(timespec="microseconds") + "Z"
+    moment = datetime.fromtimestamp(created, timezone.utc)  # noqa: UP017 - `datetime` is the class
+    return moment.isoformat(timespec="microseconds")[:26] + "Z"
+
+
+@lru_cache(maxsize=512)
+def _safe_name(text: str) -> str:
+    """Return the name of a logger or span as one safe line; nearly every record has one of a few dozen."""
+    return one_line(text, MAX_NAME_CHARACTERS)
 
 
 def _text(value: Any) -> str:
@@ -402,15 +410,17 @@ def format_readable(
     fields = fields_of(record)
     span = fields.pop("span_name", None)
     level = _level_name(record.levelno)
-    target = one_line(target_of(record), MAX_NAME_CHARACTERS)
+    target = _safe_name(target_of(record))
     moment, padded = _time_text(record.created, local=local_time), f"{level:>5}"
     if ansi:
         moment, target = f"\x1b[2m{moment}\x1b[0m", f"\x1b[2m{target}\x1b[0m"
         padded = f"\x1b[{_COLORS[level]}m{padded}\x1b[0m"
-    opened = f"{one_line(str(span), MAX_NAME_CHARACTERS)}: " if span else ""
+    opened = f"{_safe_name(str(span))}: " if span else ""
     line = f"{moment} {padded} {opened}{target}: {one_line(prefix + record.getMessage())}"
     line += _fields_text(fields)
-    return "\n    ".join([line, *_trouble(record)])
+    if record.exc_info or record.exc_text or record.stack_info:
+        return "\n    ".join([line, *_trouble(record)])
+    return line
 
 
 def format_jsonl(record: logging.LogRecord, *, local_time: bool = False, prefix: str = "") -> str:
@@ -465,6 +475,14 @@ class LogHandler(logging.Handler):
     @property
     def prefix(self) -> str:
         return self._prefix
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Write one record. The same as the inherited one, without three calls where nothing filters."""
+        if self.filters or self.lock is None:
+            return super().handle(record)
+        with self.lock:
+            self.emit(record)
+        return True
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -411,6 +411,11 @@ def start_request_span(
     return found.start_request_span(context, model=model, input_tokens=input_tokens, role=role, link=link)
 
 
+def is_tracing() -> bool:
+    """Return whether spans are exported, so that attributes are worth making."""
+    return (_Process.tracing if _Process.ready else tracing()) is not None
+
+
 def start_server_span(context: Context, name: str, attributes: Mapping[str, Any]) -> RequestSpan | None:
     """Open the span of one HTTP request, attached to `context`; None when nothing is exported. Call `finish()` on it."""
     found = _Process.tracing if _Process.ready else tracing()

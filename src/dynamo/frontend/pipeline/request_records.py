@@ -10,13 +10,15 @@ from typing import Any, Final
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.plan import Tally
 from dynamo.frontend.pipeline.stage_timer import ROUTE, WIRE
+from dynamo.runtime.log_site import LogSite
 from dynamo.runtime.logging import close_log_span, enter_log_span, request_level
 from dynamo.runtime.request_log import COMPLETED, RECEIVED
-from dynamo.runtime.tracing import RequestSpan, start_server_span
+from dynamo.runtime.tracing import RequestSpan, is_tracing, start_server_span
 
 __all__ = ["CLIENT_LEFT", "GEN_AI_OPERATIONS", "begin_record", "end_record", "log_declined"]
 
 logger = logging.getLogger(__name__)
+_completed: Final = LogSite(logger, COMPLETED, "end_record")
 
 SENT: Final = "http response sent"
 SPAN: Final = "http-request"
@@ -38,26 +40,18 @@ _CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 
 def begin_record(exchange: Exchange) -> None:
     """Log an admitted request, open its server span, and name it in the task's further records."""
-    context, fields = exchange.context, _request_fields(exchange)
-    span = start_server_span(
-        context,
-        f"POST {fields['route']}",
-        {
-            "http.request.method": "POST",
-            "http.route": fields["route"],
-            _OPERATION: GEN_AI_OPERATIONS.get(fields["endpoint"], fields["endpoint"]),
-            _PROVIDER: "dynamo",
-            _REQUEST_MODEL: fields["model"],
-            _STREAM: fields["request_type"] == "stream",
-        },
-    )
-    ids = {**_ids(exchange), "trace_id": context.trace_id, "span_id": None if span is None else span.span_id}
-    if context.trace is not None:
-        ids["parent_id"] = context.trace.span_id
+    context, ids = exchange.context, _ids(exchange)
+    if is_tracing():
+        span = start_server_span(context, f"POST {exchange.arrival.path}", _span_attributes(exchange))
+        ids["trace_id"] = context.trace_id
+        if span is not None:
+            ids["span_id"] = span.span_id
+    if (trace := context.trace) is not None:
+        ids["trace_id"], ids["parent_id"] = context.trace_id, trace.span_id
     enter_log_span(SPAN, ids)
     level = request_level()
     if logger.isEnabledFor(level):
-        logger.log(level, RECEIVED, extra=fields)
+        logger.log(level, RECEIVED, extra=_request_fields(exchange))
 
 
 def end_record(
@@ -69,20 +63,18 @@ def end_record(
     """
     seconds = now - exchange.arrival.at
     if logger.isEnabledFor(logging.INFO):
-        fields, level = _request_fields(exchange), request_level()
-        if logger.isEnabledFor(level):
-            sent = {**fields, "http_status": http_status, "latency_ms": _milliseconds(seconds)}
-            logger.log(level, SENT, extra=sent)
-        ends = {
-            **fields,
-            "status": "error" if error_type else "success",
-            "http_status": http_status,
-            "error_type": error_type or None,
-            "error": error,
-            "elapsed_ms": _milliseconds(seconds),
-            **_stream_fields(exchange),
-        }
-        logger.info(COMPLETED, extra=_known(ends))
+        fields, level, elapsed = _request_fields(exchange), request_level(), round(seconds * 1000, 3)
+        if level == logging.INFO or logger.isEnabledFor(level):
+            logger.log(level, SENT, extra={**fields, "http_status": http_status, "latency_ms": elapsed})
+        fields["status"] = "error" if error_type else "success"
+        fields["http_status"] = http_status
+        if error_type:
+            fields["error_type"] = error_type
+        if error is not None:
+            fields["error"] = error
+        fields["elapsed_ms"] = elapsed
+        _add_stream_fields(fields, exchange)
+        _completed.log(logging.INFO, fields)
     close_log_span(seconds)
     span = exchange.context.current_span()
     if isinstance(span, RequestSpan):
@@ -101,13 +93,27 @@ def log_declined(exchange: Exchange, endpoint: str, http_status: int, error_type
             "error_type": error_type,
             "error": error,
         }
-        logger.info(COMPLETED, extra=_known(fields))
+        logger.info(COMPLETED, extra=fields)
+
+
+def _span_attributes(exchange: Exchange) -> dict[str, Any]:
+    fields = _request_fields(exchange)
+    return {
+        "http.request.method": "POST",
+        "http.route": fields["route"],
+        _OPERATION: GEN_AI_OPERATIONS.get(fields["endpoint"], fields["endpoint"]),
+        _PROVIDER: "dynamo",
+        _REQUEST_MODEL: fields["model"],
+        _STREAM: fields["request_type"] == "stream",
+    }
 
 
 def _ids(exchange: Exchange) -> dict[str, Any]:
     arrival = exchange.arrival
-    ids: dict[str, Any] = {"request_id": exchange.context.id(), "x_request_id": arrival.client_request_id}
-    if arrival.client_request_id is None and arrival.request_id_note:
+    ids: dict[str, Any] = {"request_id": exchange.context.id()}
+    if arrival.client_request_id is not None:
+        ids["x_request_id"] = arrival.client_request_id
+    elif arrival.request_id_note:
         ids["x_request_id_note"] = arrival.request_id_note.strip(" ()")  # what became of the client's id
     return ids
 
@@ -116,10 +122,6 @@ def _request_fields(exchange: Exchange) -> dict[str, Any]:
     assert exchange.counters is not None  # it was admitted
     model, endpoint, request_type = exchange.counters.key
     return {"route": exchange.arrival.path, "model": model, "endpoint": endpoint, "request_type": request_type}
-
-
-def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _end_span(span: RequestSpan, exchange: Exchange, http_status: int, error_type: str) -> None:
@@ -146,24 +148,28 @@ def _end_span(span: RequestSpan, exchange: Exchange, http_status: int, error_typ
     span.finish()
 
 
-def _stream_fields(exchange: Exchange) -> dict[str, Any]:
+def _add_stream_fields(fields: dict[str, Any], exchange: Exchange) -> None:
+    """Add what came of the answer; what is not known is left out."""
     counted, tally = exchange.counters, exchange.tally
     assert counted is not None
-    first = counted.first_token_seconds
-    fields: dict[str, Any] = {"ttft_ms": None if first is None else _milliseconds(first)}
+    tokens = 0
+    if tally is not None:
+        tokens = tally.completion_tokens
+        fields["input_tokens"] = tally.prompt_tokens
+        fields["output_tokens"] = tokens
+        if (cached := tally.cached_tokens) is not None:
+            fields["cached_tokens"] = cached
+    if (first := counted.first_token_seconds) is not None:
+        fields["ttft_ms"] = round(first * 1000, 3)
     if tally is None:
-        return fields
-    tokens = tally.completion_tokens
-    return {
-        "input_tokens": tally.prompt_tokens,
-        "output_tokens": tokens,
-        "cached_tokens": tally.cached_tokens,
-        **fields,
-        "avg_itl_ms": _milliseconds(counted.generating_seconds / (tokens - 1)) if tokens > 1 else None,
-        "finish_reason": tally.finish_reason,
-        **_workers(tally),
-        "migrations": len(tally.moves) or None,
-    }
+        return
+    if tokens > 1:
+        fields["avg_itl_ms"] = round(counted.generating_seconds / (tokens - 1) * 1000, 3)
+    if tally.finish_reason is not None:
+        fields["finish_reason"] = tally.finish_reason
+    fields |= _workers(tally)
+    if tally.moves:
+        fields["migrations"] = len(tally.moves)
 
 
 def _workers(tally: Tally) -> dict[str, str]:
@@ -189,7 +195,3 @@ def _add_parts(span: RequestSpan, stage_seconds: Sequence[float]) -> None:
         if seconds:
             span.past_child(name, at, ended, is_call=name == "dispatch")
         at = ended
-
-
-def _milliseconds(seconds: float) -> float:
-    return round(seconds * 1000, 3)
