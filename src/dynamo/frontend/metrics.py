@@ -15,7 +15,17 @@ from dynamo.frontend.worker_gauges import WorkerGauges
 from dynamo.router.migration import Move
 from dynamo.router.stall_detector import StallKind
 from dynamo.runtime.metric_snapshots import absorb
-from dynamo.runtime.metrics import Counter, Family, Gauge, Histogram, MetricsRegistry, Vector
+from dynamo.runtime.metrics import (
+    Counter,
+    Family,
+    Gauge,
+    Histogram,
+    MetricsRegistry,
+    Vector,
+    count_over,
+    count_up,
+    observe_each,
+)
 from dynamo.runtime.settings import env_float, env_int
 
 __all__ = ["UNKNOWN_MODEL", "FrontendMetrics", "RequestMetrics", "RequestType", "check_buckets", "log_buckets"]
@@ -84,13 +94,12 @@ class ModelSeries:
         "cached_tokens",
         "duration",
         "inflight",
-        "input_tokens",
         "inter_token",
-        "output_tokens",
         "output_tokens_total",
         "queue_age",
         "queued",
         "time_to_first_token",
+        "tokens",
     )
 
     def __init__(self, owner: FrontendMetrics, model: str) -> None:
@@ -101,8 +110,7 @@ class ModelSeries:
         self.duration: Histogram = owner._duration.labels(model)
         self.time_to_first_token: Histogram = owner._ttft.labels(model)
         self.inter_token: Histogram = owner._itl.labels(model)
-        self.input_tokens: Histogram = owner._isl.labels(model)
-        self.output_tokens: Histogram = owner._osl.labels(model)
+        self.tokens: tuple[Histogram, Histogram] = (owner._isl.labels(model), owner._osl.labels(model))  # input, output
         self.cached_tokens: Histogram = owner._cached.labels(model)
         self.output_tokens_total: Counter = owner._output_total.labels(model)
 
@@ -110,11 +118,12 @@ class ModelSeries:
 class RouteSeries:
     """The series of one (model, endpoint, request type)."""
 
-    __slots__ = ("model", "request_success", "started")
+    __slots__ = ("at_start", "model", "request_success")
 
     def __init__(self, owner: FrontendMetrics, model: str, endpoint: str, request_type: str) -> None:
         self.model = owner.model(model)
-        self.started: Counter = owner._started.labels(model, endpoint, request_type)
+        started: Counter = owner._started.labels(model, endpoint, request_type)
+        self.at_start = (started, self.model.inflight, self.model.queued)
         self.request_success: Counter = owner._requests.labels(model, endpoint, request_type, "success", "")
 
 
@@ -196,10 +205,12 @@ class FrontendMetrics:
         self.tokenizer_latency = one("tokenizer_latency_ms").histogram(registry, {"operation": "tokenize"})
         stage = one("stage_duration_seconds").histograms(registry)
         self.preprocess_seconds: Histogram = stage.labels("preprocess", "")
-        self._route_seconds: Histogram = stage.labels("route", "")
-        self._dispatch_seconds: Histogram = stage.labels("dispatch", "")
         stages = one("overhead_seconds").histograms(registry)
-        self._stages: tuple[Histogram, ...] = tuple([stages.labels(name) for name in STAGES])
+        self._stages: tuple[Histogram, ...] = (  # as `observe_stages` counts them
+            *[stages.labels(name) for name in STAGES],
+            stage.labels("route", ""),
+            stage.labels("dispatch", ""),
+        )
         self.processes = one("processes").gauge(registry)
         self.processes.set(1)
         self.process_restarts = one("process_restarts_total").counter(registry)
@@ -303,10 +314,8 @@ class FrontendMetrics:
 
     def observe_stages(self, timer: StageTimer) -> None:
         """Count the stages of a request that was answered in full."""
-        for histogram, seconds in zip(self._stages, timer.seconds, strict=True):
-            histogram.observe(seconds)
-        self._route_seconds.observe(timer.seconds[ROUTE])
-        self._dispatch_seconds.observe(timer.dispatch_seconds)
+        seconds = timer.seconds
+        observe_each(self._stages, (*seconds, seconds[ROUTE], timer.dispatch_seconds))
 
     def request(self, model: str, endpoint: str, request_type: RequestType, now: float) -> RequestMetrics:
         """Begin to count one request that arrived at `now` (loop time); `model` must be registered or `UNKNOWN_MODEL`."""
@@ -329,17 +338,14 @@ class RequestMetrics:
         self._last_at = now
         self._observe_gap = series.model.inter_token.observe_many  # bound once: it runs for every token
         self._ended = False
-        series.started.inc()
-        series.model.inflight.inc()
-        series.model.queued.inc()
+        count_up(*series.at_start)
 
     def tokens(self, count: int, now: float) -> None:
         """Count `count` tokens that arrived together at `now`; the interval since the last ones is spread over them."""
         if self._first_at is None:
             model = self._series.model
             self._first_at = now
-            model.queued.dec()
-            model.active.inc()
+            count_over(model.queued, model.active)
             model.time_to_first_token.observe(now - self._started_at)
         elif count > 0:
             self._observe_gap((now - self._last_at) / count, count)
@@ -400,8 +406,7 @@ class RequestMetrics:
 
     def _count_tokens(self, prompt_tokens: int, output_tokens: int, cached_tokens: int | None) -> None:
         model = self._series.model
-        model.input_tokens.observe(prompt_tokens)
-        model.output_tokens.observe(output_tokens)
+        observe_each(model.tokens, (prompt_tokens, output_tokens))
         model.output_tokens_total.inc(output_tokens)
         if cached_tokens is not None:
             model.cached_tokens.observe(cached_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from dynamo.runtime.metrics import Family, Gauge, MetricsRegistry
+from dynamo.runtime.metrics import Family, Gauge, MetricsRegistry, set_each
 
 __all__ = ["WorkerGauges"]
 
@@ -25,37 +25,45 @@ class WorkerGauges:
         self._families = {short: families[f"worker_{short}"] for short in _LOAD}
         self._families |= {short: families[f"worker_last_{short}"] for short in _LAST}
         self._gauges: dict[int, dict[tuple[str, str], Gauge]] = {}  # by worker, then (name, rank)
+        self._last: dict[int, tuple[Gauge, ...]] = {}  # by worker, those of `_LAST` in its order
         self._roles: dict[int, str] = {}
 
     def answered(self, worker_id: int, first_token_seconds: float, input_tokens: int, itl_seconds: float) -> None:
         """Note the last request that a worker answered; `itl_seconds` is its mean time between tokens."""
-        for short, value in zip(_LAST, (first_token_seconds, input_tokens, itl_seconds), strict=True):
-            self._set(worker_id, short, NO_RANK, value)
+        last = self._last.get(worker_id)
+        if last is None:
+            found = [self._gauge(worker_id, short, NO_RANK) for short in _LAST]
+            last = tuple([gauge for gauge in found if gauge is not None])
+            if len(last) < len(_LAST):
+                return
+            self._last[worker_id] = last
+        set_each(last, (first_token_seconds, input_tokens, itl_seconds))
 
     def loaded(self, worker_id: int, dp_rank: int, decode_blocks: int | None, prefill_tokens: int | None) -> None:
         """Note the load that one rank reported."""
         for short, value in zip(_LOAD, (decode_blocks, prefill_tokens), strict=True):
-            if value is not None:
-                self._set(worker_id, short, str(dp_rank), value)
+            if value is not None and (gauge := self._gauge(worker_id, short, str(dp_rank))) is not None:
+                gauge.set(value)
 
     def keep_only(self, roles: Mapping[int, str]) -> None:
         """Learn the workers that exist and their roles; the gauges of the others go."""
         for worker_id in self._gauges.keys() - roles.keys():
+            self._last.pop(worker_id, None)
             for gauge in self._gauges.pop(worker_id).values():
                 self._registry.remove(gauge)
         self._roles = dict(roles)
 
-    def _set(self, worker_id: int, short: str, dp_rank: str, value: float) -> None:
+    def _gauge(self, worker_id: int, short: str, dp_rank: str) -> Gauge | None:
         role = self._roles.get(worker_id)
         if role is None:
-            return  # it has left, and its gauges with it
+            return None  # it has left, and its gauges with it
         held = self._gauges.get(worker_id)
         if held is None:
             if len(self._gauges) >= MAX_WORKERS:
-                return
+                return None
             held = self._gauges[worker_id] = {}
         gauge = held.get((short, dp_rank))
         if gauge is None:
             labels = {"worker_id": f"{worker_id:x}", "dp_rank": dp_rank, "worker_type": role}
             gauge = held[short, dp_rank] = self._families[short].gauge(self._registry, labels)
-        gauge.set(value)
+        return gauge

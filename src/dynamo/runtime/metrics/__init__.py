@@ -12,6 +12,10 @@ from dynamo.runtime.metrics.registry import (
     MetricsRegistry,
     TooManySeries,
     Vector,
+    count_over,
+    count_up,
+    observe_each,
+    set_each,
 )
 
 __all__ = [
@@ -27,6 +31,10 @@ __all__ = [
     "TooManySeries",
     "TypedFamily",
     "Vector",
+    "count_over",
+    "count_up",
     "escape_label",
+    "observe_each",
     "sanitize",
+    "set_each",
 ]

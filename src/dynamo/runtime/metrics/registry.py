@@ -45,6 +45,10 @@ __all__ = [
     "MetricsRegistry",
     "TooManySeries",
     "Vector",
+    "count_over",
+    "count_up",
+    "observe_each",
+    "set_each",
 ]
 
 DURATION_BUCKETS: Final = (
@@ -132,7 +136,8 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
+        bounds = self._bounds
+        self._counts[0 if value <= bounds[0] else bisect_left(bounds, value)] += 1
         self._sum += value
 
     def observe_many(self, value: float, count: int) -> None:
@@ -174,6 +179,32 @@ class Histogram:
         lines.append(f"{name}_sum{braces(labels)} {number_text(self._sum)}")
         lines.append(f"{name}_count{braces(labels)} {total}")
         return lines
+
+
+def observe_each(histograms: Sequence[Histogram], values: Sequence[float]) -> None:
+    """Observe one value in each histogram. One call for what a request has to count: many of its values are 0 or tiny."""
+    for histogram, value in zip(histograms, values, strict=True):
+        bounds = histogram._bounds
+        histogram._counts[0 if value <= bounds[0] else bisect_left(bounds, value)] += 1
+        histogram._sum += value
+
+
+def count_up(*metrics: Counter | Gauge) -> None:
+    """Add 1 to each metric."""
+    for metric in metrics:
+        metric._value += 1
+
+
+def set_each(gauges: Sequence[Gauge], values: Sequence[float]) -> None:
+    """Set each gauge to its value."""
+    for gauge, value in zip(gauges, values, strict=True):
+        gauge._value = value
+
+
+def count_over(source: Gauge, target: Gauge) -> None:
+    """Move what is counted once from one gauge to another one."""
+    source._value -= 1
+    target._value += 1
 
 
 Metric = Counter | Gauge | Histogram
