@@ -41,10 +41,14 @@ def test_a_record_has_every_member_of_one_that_the_logger_makes(kept: Kept) -> N
     made, usual = (vars(record) for record in kept.records)
     assert set(made) == set(usual)
     times = {"created", "msecs", "relativeCreated", "lineno"}
-    assert {key: made[key] for key in made if key not in times} == {key: usual[key] for key in usual if key not in times}
+    assert {key: made[key] for key in made if key not in times} == {
+        key: usual[key] for key in usual if key not in times
+    }
     assert 0 <= usual["created"] - made["created"] < 60
     assert made["msecs"] == int((made["created"] % 1) * 1000)
-    assert abs((made["relativeCreated"] - usual["relativeCreated"]) / 1000 - (made["created"] - usual["created"])) < 0.01
+    assert (
+        abs((made["relativeCreated"] - usual["relativeCreated"]) / 1000 - (made["created"] - usual["created"])) < 0.01
+    )
 
 
 def test_records_do_not_share_fields(kept: Kept) -> None:
