@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from dynamo.kv.overlap import WorkerRank
+from dynamo.placement.block_weights import BlockWeights, OutputBlocks
 from dynamo.placement.prefill_pass import FinishedPasses, PrefillPass
 from dynamo.placement.reuse_clock import ReuseClock
 
@@ -35,7 +36,7 @@ class Booked:
         "expected_output",
         "expires",
         "first_token_at",
-        "output_blocks",
+        "output",
         "output_tokens",
         "prefill_tokens",
         "rank",
@@ -49,7 +50,7 @@ class Booked:
         self.context_tokens = 0
         self.expected_output: int | None = None
         self.output_tokens = 0
-        self.output_blocks: list[int] = []
+        self.output = OutputBlocks()
         self.first_token_at: float | None = None
         self.clock_at_first_token = (0.0, 0.0, 0.0)  # area, pass_seconds, pass_steps
         self.expires = True
@@ -89,15 +90,13 @@ class LoadOfRank:
         "prefill_pass",
         "prefill_tokens",
         "reuse",
-        "saved",
         "streams",
         "weights",
     )
 
     def __init__(self) -> None:
         self.blocks: dict[int, int] = {}  # sequence hash to the number of requests that hold it
-        self.weights: dict[int, float] = {}  # of blocks that count for less than 1
-        self.saved = 0.0  # what those weights take off
+        self.weights = BlockWeights()
         self.booked: dict[str, Booked] = {}
         self.prefill_tokens = 0
         self.streams = 0
@@ -109,7 +108,7 @@ class LoadOfRank:
     @property
     def decode_blocks(self) -> float:
         """The distinct active blocks, each with its weight."""
-        return len(self.blocks) - self.saved if self.weights else float(len(self.blocks))
+        return len(self.blocks) - self.weights.saved
 
     def hold(self, sequence: Sequence[int]) -> None:
         """Count one more request for each block."""
@@ -118,7 +117,7 @@ class LoadOfRank:
             blocks[block] = blocks.get(block, 0) + 1
         if self.weights:
             for block in sequence:
-                self._reset_weight(block)  # a block that is shared now counts in full
+                self.weights.reset(block)  # a block that is shared now counts in full
 
     def let_go(self, sequence: Sequence[int]) -> None:
         """Count one request less for each block."""
@@ -132,21 +131,11 @@ class LoadOfRank:
         if self.weights:
             for block in sequence:
                 if block not in blocks:
-                    self._reset_weight(block)
+                    self.weights.reset(block)
 
-    def weigh_unshared(self, sequence: Sequence[int], weight: float) -> None:
-        """Let the blocks at the end of `sequence` that nobody else holds count for `weight` each."""
-        blocks, weights = self.blocks, self.weights
-        for block in reversed(sequence):
-            if blocks[block] > 1:
-                return
-            self.saved += weights.get(block, 1.0) - weight
-            weights[block] = weight
-
-    def _reset_weight(self, block: int) -> None:
-        weight = self.weights.pop(block, None)
-        if weight is not None:
-            self.saved = self.saved - (1.0 - weight) if self.weights else 0.0
+    def weigh_unshared(self, booked: Booked, weight: float) -> None:
+        """Let the blocks that only this request holds count for `weight` each, back to its last shared block."""
+        self.weights.weigh(booked.output, booked.sequence, self.blocks, weight)
 
     def active_blocks(self, sequence: Sequence[int], guess: int = 0) -> int:
         """Return how many blocks of a prompt are active, from the first one on. `guess` is tried first."""
@@ -302,8 +291,8 @@ class ActiveLoad:
         load.context_tokens -= booked.context_tokens
         load.reuse.touch(booked.sequence, now)
         load.let_go(booked.sequence)
-        if booked.output_blocks:
-            load.let_go(booked.output_blocks)
+        if booked.output.names:
+            load.let_go(booked.output.names)
         self.changed.add(booked.rank)
         return booked
 
@@ -314,11 +303,10 @@ class ActiveLoad:
             return False
         load = self._ranks[booked.rank]
         self._output_serial -= 1
-        booked.output_blocks.append(self._output_serial)
+        booked.output.names.append(self._output_serial)
         load.hold((self._output_serial,))
         if decay_fraction is not None:
-            load.weigh_unshared(booked.output_blocks, decay_fraction)
-            load.weigh_unshared(booked.sequence, decay_fraction)
+            load.weigh_unshared(booked, decay_fraction)
         self.changed.add(booked.rank)
         return True
 
@@ -413,12 +401,11 @@ class ActiveLoad:
             return
         for _ in range(blocks):
             self._output_serial -= 1
-            booked.output_blocks.append(self._output_serial)
-        load.hold(booked.output_blocks[-blocks:])
+            booked.output.names.append(self._output_serial)
+        load.hold(booked.output.names[-blocks:])
         if booked.expected_output is not None:
             weight = max(0.0, 1.0 - booked.output_tokens / max(1, booked.expected_output))
-            load.weigh_unshared(booked.output_blocks, weight)
-            load.weigh_unshared(booked.sequence, weight)
+            load.weigh_unshared(booked, weight)
 
 
 def common_blocks(first: Sequence[int], second: Sequence[int], floor: int = 0) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -211,3 +213,68 @@ def test_the_account_is_what_a_recount_gives(steps: list[tuple[str, str, WorkerR
             assert waiting.running_tokens == sum(waiting.running.values())
             assert waiting.waiting_tokens == sum(waiting.waiting.values())
             assert bool(waiting.running) or not waiting.waiting
+
+
+class CountedBlocks(list[int]):
+    """The blocks of a prompt, with a count of those that were read."""
+
+    read = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.read += 1
+        return super().__getitem__(at)
+
+    def __iter__(self) -> Iterator[int]:
+        self.read += len(self)
+        return super().__iter__()
+
+    def __reversed__(self) -> Iterator[int]:
+        self.read += len(self)
+        return super().__reversed__()
+
+
+def test_an_output_block_costs_the_same_for_a_prompt_of_any_length() -> None:
+    load = ActiveLoad(BLOCK, tracks_output_blocks=True)
+    sequence = CountedBlocks(chain(*range(1000)))
+    load.add("r", A, sequence, prompt_tokens=16_000, cached_tokens=0, now=0.0, expected_output=1600)
+    load.output("r", BLOCK)
+    before = sequence.read
+    for _ in range(99):
+        load.output("r", BLOCK)
+    assert load.decode_blocks(A) == pytest.approx(0)
+    assert sequence.read - before <= 300
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(1, 12)), max_size=40))
+@examples(100)
+def test_blocks_weigh_what_a_recount_gives(steps: list[tuple[int, int, int]]) -> None:
+    """The weights of a request are set with each of its output blocks, and a block that gets a second holder counts in full."""
+    load = ActiveLoad(BLOCK)
+    weights: dict[int, float] = {}
+    held: dict[str, list[int]] = {}
+    serial = 0
+    for kind, number, size in steps:
+        name = f"r{number}"
+        if kind == 0 and name not in held:
+            held[name] = chain(*[min(each, 3 + number) for each in range(size)])
+            load.add(name, A, list(held[name]), prompt_tokens=16 * size, cached_tokens=0, now=0.0)
+            for block in held[name]:
+                weights.pop(block, None)
+        elif kind == 1 and name in held:
+            load.free(name, 1.0)
+            gone = held.pop(name)
+            for block in gone:
+                if not any(block in blocks for blocks in held.values()):
+                    weights.pop(block, None)
+        elif name in held:
+            weight = size / 12
+            load.output_block(name, weight)
+            serial += 1
+            held[name].append(-serial)
+            for block in reversed(held[name]):
+                if sum(block in blocks for blocks in held.values()) > 1:
+                    break
+                weights[block] = weight
+        distinct = {block for blocks in held.values() for block in blocks}
+        expected = sum(weights.get(block, 1.0) for block in distinct)
+        assert load.decode_blocks(A) == pytest.approx(expected, abs=1e-9)
