@@ -18,12 +18,13 @@ from dynamo.kv.hashing import extend_sequence
 from dynamo.kv.holders import BlockHolders, RankBits, RankMask, extend_depths
 from dynamo.kv.overlap import Overlap, WorkerRank
 
-__all__ = ["STATUSES", "PrefixIndex"]
+__all__ = ["MAX_CAPACITY", "STATUSES", "PrefixIndex"]
 
 OK: Final = "ok"
 PARENT_NOT_FOUND: Final = "parent_block_not_found"
 BLOCK_NOT_FOUND: Final = "block_not_found"
 INVALID_SEQUENCE: Final = "invalid_block_sequence"
+INVALID_BLOCK: Final = "invalid_block"
 CAPACITY_EXHAUSTED: Final = "capacity_exhausted"
 UNSUPPORTED_DOMAIN: Final = "unsupported_residency_domain"
 STATUSES: Final = (
@@ -31,14 +32,19 @@ STATUSES: Final = (
     PARENT_NOT_FOUND,
     BLOCK_NOT_FOUND,
     INVALID_SEQUENCE,
+    INVALID_BLOCK,
     CAPACITY_EXHAUSTED,
     UNSUPPORTED_DOMAIN,
 )
 """What can become of an event."""
 
-# A rank whose worker has said nothing of its size may hold this many blocks in each tier, some 150 MB of this process.
+# A rank whose worker has said nothing of its size may hold this many blocks in each tier, some 100 MB of this process.
 DEFAULT_CAPACITY: Final = 1_000_000
+MAX_CAPACITY: Final = 4_000_000  # of a rank and tier, whatever its worker says: 64 million tokens in blocks of 16
 MAX_RANKS: Final = 16_384
+
+_U64: Final = 2**64 - 1
+_I64: Final = -(2**63)
 
 _WORKER: Final = "worker"
 _CACHE_OWNER: Final = "cache_owner"
@@ -104,11 +110,13 @@ class _RankBlocks:
         self.holders.discard(self.bit, self._release([block for block in known if block is not None]))
         return is_complete
 
-    def fits(self, names: list[int]) -> bool:
-        """Tell whether there is room for blocks of these names."""
-        if self.count + len(names) <= self.capacity:
+    def fits(self, blocks: Sequence[HeldBlock]) -> bool:
+        """Tell whether there is room for blocks."""
+        if self.count + len(blocks) <= self.capacity:
             return True
-        return self.count + sum(self.sequence_hash(name) is None for name in names) <= self.capacity
+        if len(blocks) > self.capacity:  # each has a name of its own
+            return False
+        return self.count + sum(self.sequence_hash(block.block_hash) is None for block in blocks) <= self.capacity
 
     def items(self) -> Iterable[tuple[int, int]]:
         """Return name and sequence hash of each block."""
@@ -163,26 +171,30 @@ class PrefixIndex:
         self._device = _PlaceBlocks()
         self._places: dict[Place, _PlaceBlocks] = {_DEVICE: self._device}  # further ones as they are needed
         self._capacities: dict[tuple[tuple[int, int], str], int] = {}
-        self._degraded: set[WorkerRank] = set()
+        self._degraded: frozenset[WorkerRank] = frozenset()
         # What an event's four words lead to, so that most events need one look; emptied whenever a rank is.
         self._routes: dict[tuple[int, int, str, str | msgspec.UnsetType | None], _RankBlocks] = {}
 
     @property
     def degraded(self) -> frozenset[WorkerRank]:
-        """Ranks that reported more blocks than their worker has, so that removals must have been lost."""
-        return frozenset(self._degraded)
+        """Ranks that reported more blocks than their worker has, so that removals must have been lost.
+
+        It is another object whenever it has changed, and the same object while it has not.
+        """
+        return self._degraded
 
     def set_capacity(self, rank: WorkerRank, blocks: int | None, tier: str = "device") -> None:
         """Set how many blocks a rank can hold in a tier, by its worker's word; None or 0: unknown again.
 
-        What does not fit is not stored, and the rank counts as degraded until it is forgotten or cleared.
+        What does not fit is not stored, and the rank counts as degraded until it is forgotten or cleared. No rank holds
+        more than `MAX_CAPACITY`.
         """
         if blocks is not None and blocks < 0:
             raise ValueError(f"blocks must be at least 0, got {blocks}")
         if not blocks:
             self._capacities.pop((rank, tier), None)
         else:
-            self._capacities[rank, tier] = blocks
+            blocks = self._capacities[rank, tier] = min(blocks, MAX_CAPACITY)
         for domain in _DOMAINS:
             content = self._places.get((tier, domain))
             if content is not None and rank in content.ranks:
@@ -270,6 +282,9 @@ class PrefixIndex:
         blocks = stored.blocks
         if not blocks:
             return OK
+        if not held.fits(blocks):  # before anything is hashed, which takes a microsecond for each block
+            self._degrade(WorkerRank(route[0], route[1]))
+            return CAPACITY_EXHAUSTED
         names = [block.block_hash for block in blocks]
         parent_name = stored.parent_hash
         parent: int | None = None
@@ -281,14 +296,21 @@ class PrefixIndex:
                 parent = self._sequence_hash(route[:2], parent_name)
                 if parent is None:
                     return PARENT_NOT_FOUND
-        sequence = extend_sequence(parent, [block.tokens_hash for block in blocks])
-        if names != sequence and len(set(names)) < len(names):
-            return INVALID_SEQUENCE
-        if not held.fits(names):
-            self._degraded.add(WorkerRank(route[0], route[1]))
-            return CAPACITY_EXHAUSTED
+        try:
+            sequence = extend_sequence(parent, [block.tokens_hash for block in blocks])
+        except ValueError:  # a hash of more than 64 bits, which a JSON text can hold
+            return INVALID_BLOCK
+        if names != sequence:
+            if max(names) > _U64 or min(names) < _I64:
+                return INVALID_BLOCK
+            if len(set(names)) < len(names):
+                return INVALID_SEQUENCE
         held.store(names, sequence, parent)
         return OK
+
+    def _degrade(self, rank: WorkerRank) -> None:
+        if rank not in self._degraded:
+            self._degraded |= {rank}
 
     def _clear_for(self, event: RouterEvent) -> str:
         domain = event.residency_domain
@@ -304,7 +326,8 @@ class PrefixIndex:
                 held = content.ranks.pop(rank, None)
                 if held is not None and held.count:
                     content.holders.drop(held.bit)
-        self._degraded.discard(rank)
+        if rank in self._degraded:
+            self._degraded -= {rank}
         if not any(rank in content.ranks for content in self._places.values()):
             self._bits.give_back(rank)
 
@@ -328,17 +351,22 @@ class PrefixIndex:
         held = None if content is None else content.ranks.get(rank)
         if held is not None or stored is None or not stored.blocks:
             return held
+        capacity = self._capacities.get((rank, place[0]), DEFAULT_CAPACITY)
+        if len(stored.blocks) > capacity:
+            self._degrade(rank)
+            return CAPACITY_EXHAUSTED
         parent = stored.parent_hash
-        if any(block.block_hash == parent for block in stored.blocks):
-            return INVALID_SEQUENCE
-        if parent is not None and self._sequence_hash(rank, parent) is None:
-            return PARENT_NOT_FOUND
+        if parent is not None:
+            if any(block.block_hash == parent for block in stored.blocks):
+                return INVALID_SEQUENCE
+            if self._sequence_hash(rank, parent) is None:
+                return PARENT_NOT_FOUND
         bit = self._bits.take(rank)
         if bit is None:
+            self._degrade(rank)
             return CAPACITY_EXHAUSTED
         if content is None:
             content = self._places[place] = _PlaceBlocks()
-        capacity = self._capacities.get((rank, place[0]), DEFAULT_CAPACITY)
         held = content.ranks[rank] = _RankBlocks(bit, content.holders, capacity)
         return held
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import pytest
@@ -20,8 +20,9 @@ from dynamo.kv.events import (
     read_events,
 )
 from dynamo.kv.hashing import sequence_hashes
-from dynamo.kv.index import PrefixIndex
+from dynamo.kv.index import MAX_CAPACITY, PrefixIndex
 from dynamo.kv.overlap import Overlap, WorkerRank
+from support.cases import each_case
 from support.properties import examples
 
 A, B = WorkerRank(1), WorkerRank(2, 3)
@@ -206,6 +207,40 @@ def test_a_rank_never_holds_more_than_its_worker_has() -> None:
         index.set_capacity(A, -1)
 
 
+class UnreadBlocks(list[HeldBlock]):
+    """More blocks than anybody should look at."""
+
+    def __iter__(self) -> Iterator[HeldBlock]:
+        raise AssertionError("the blocks of an event that cannot fit were read")
+
+
+def test_an_event_that_cannot_fit_is_refused_by_its_size() -> None:
+    blocks = UnreadBlocks([HeldBlock(1, 1)] * (MAX_CAPACITY + 1))
+    for rank in (A, B):
+        index = index_of(stored(A, [1, 2]))
+        index.set_capacity(rank, 2**63)  # no worker has that many
+        update = BlockUpdate(stored=BlocksAdded(blocks, CHAIN[0]))
+        assert index.apply(RouterEvent(rank.worker_id, KvChange(1, update, rank.dp_rank))) == "capacity_exhausted"
+        assert index.degraded == {rank}
+        assert index.blocks() == 2
+
+
+@each_case("number", [2**64, -(2**63) - 1, 10**400])
+def test_a_hash_beyond_64_bits_costs_its_event_and_nothing_else(number: int) -> None:
+    index = index_of(stored(A, [1, 2]))
+    for event in (
+        stored(A, [number], [7]),
+        stored(A, [3, number], [7, 8], parent=CHAIN[1]),
+        stored(A, [3], [number]),
+        stored(B, [number], [7]),
+    ):
+        assert index.apply(event) == "invalid_block"
+    assert index.apply(stored(A, [3], [7], parent=number)) == "parent_block_not_found"
+    assert index.apply(removed(A, number)) == "block_not_found"
+    assert index.find(CHAIN) == {A: Overlap(2)}
+    assert index.blocks() == 2
+
+
 def test_too_many_ranks_are_not_followed() -> None:
     index = PrefixIndex(max_ranks=1)
     assert index.apply(stored(A, [1])) == "ok"
@@ -250,6 +285,8 @@ class Naive:
 
     def __init__(self) -> None:
         self.held: dict[WorkerRank, dict[tuple[str, str], dict[int, int]]] = {}
+        self.capacities: dict[WorkerRank, int] = {}  # of the device
+        self.degraded: set[WorkerRank] = set()
 
     def apply(self, event: RouterEvent) -> str:
         rank = WorkerRank(event.worker_id, event.event.dp_rank)
@@ -257,6 +294,7 @@ class Naive:
         domain = "worker" if event.residency_domain is msgspec.UNSET else event.residency_domain
         data = event.event.data
         if data == "cleared":
+            self.degraded.discard(rank)
             for place in list(places):
                 if event.residency_domain is msgspec.UNSET or place[1] == domain:
                     del places[place]
@@ -270,6 +308,9 @@ class Naive:
             return "block_not_found" if None in found else "ok"
         assert data.stored is not None
         names = [block.block_hash for block in data.stored.blocks]
+        if self.exceeds(rank, place, names):
+            self.degraded.add(rank)
+            return "capacity_exhausted"
         if data.stored.parent_hash in names:
             return "invalid_block_sequence"
         chain: list[int] = []
@@ -280,6 +321,8 @@ class Naive:
             if data.stored.parent_hash not in known:
                 return "parent_block_not_found"
             chain = [known[data.stored.parent_hash]]
+        if any(not -(2**63) <= each < 2**64 for block in data.stored.blocks for each in msgspec.structs.astuple(block)):
+            return "invalid_block"
         if len(set(names)) < len(names):
             return "invalid_block_sequence"
         tokens = [block.tokens_hash for block in data.stored.blocks]
@@ -287,8 +330,17 @@ class Naive:
         places.setdefault(place, {}).update(zip(names, sequence, strict=True))
         return "ok"
 
+    def exceeds(self, rank: WorkerRank, place: tuple[str, str], names: list[int]) -> bool:
+        if not names or place[0] != "device" or rank not in self.capacities:
+            return False
+        held = self.held[rank].get(place, {})
+        limit = self.capacities[rank]
+        return len(names) > limit or len(held) + sum(name not in held for name in names) > limit
+
     def forget(self, rank: WorkerRank) -> None:
         self.held.pop(rank, None)
+        self.capacities.pop(rank, None)
+        self.degraded.discard(rank)
 
     def find(self, sequence: Sequence[int]) -> dict[WorkerRank, Overlap]:
         found = {}
@@ -332,6 +384,9 @@ def random_event(rng: random.Random, naive: Naive, *, is_renamed: bool) -> Route
     if kind < 0.4:
         return removed(rank, *names, tier=tier, domain=domain)
     parent = (rng.randrange(12) if is_renamed else chain[start - 1]) if start else None
+    if tokens and rng.random() < 0.03:
+        wrong = rng.choice((tokens, names))
+        wrong[rng.randrange(len(wrong))] = rng.choice((2**64, -(2**63) - 1, 10**400))
     return stored(rank, tokens, names, parent=parent, tier=tier, domain=domain)
 
 
@@ -347,6 +402,11 @@ def test_the_index_equals_a_naive_model_under_random_streams(seed: int, is_renam
             rank = rng.choice(RANKS)
             index.forget(*rank)
             naive.forget(rank)
+        if rng.random() < 0.05:
+            rank, limit = rng.choice(RANKS), rng.randrange(1, 12)
+            index.set_capacity(rank, limit)
+            naive.capacities[rank] = limit
+        assert index.degraded == naive.degraded
         path = sequence_hashes(rng.choice(PATHS))
         assert index.find(path) == naive.find(path)
     for rank in RANKS:
