@@ -72,22 +72,22 @@ class EtcdDiscovery:
             raise
 
     async def put(self, key: str, value: bytes) -> None:
-        await self._call(self._store.put(key, value))
+        await self._call(self._store.records.put(key, value))
 
     async def put_new(self, key: str, value: bytes) -> bool:
-        return await self._call(self._store.put_new(key, value))
+        return await self._call(self._store.records.put_new(key, value))
 
     async def delete(self, key: str) -> None:
-        await self._call(self._store.delete(key))
+        await self._call(self._store.records.delete(key))
 
     async def lose_lease(self) -> None:
         """Drop the lease and this process's records in etcd, for fault injection. The process then takes the lease
         again.
         """
-        await self._call(self._store.lose())
+        await self._call(self._store.lose_lease())
 
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
-        return await self._call(self._store.get(prefix))
+        return await self._call(self._store.views.get(prefix))
 
     @asynccontextmanager
     async def watch(self, prefix: str) -> AsyncIterator[AsyncIterator[list[Change]]]:
@@ -147,7 +147,7 @@ class EtcdDiscovery:
 
     async def _open(self, feed: ChangeFeed, prefix: str) -> None:
         try:
-            found = await self._store.view(prefix)
+            found = await self._store.views.view(prefix)
             self._on_loop(partial(feed.open, found))
             self._feeds[feed] = prefix
         finally:
