@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.runtime.discovery import Delete, FileDiscovery, Put
-from dynamo.runtime.discovery import file_store as file_store_module
-from dynamo.runtime.discovery.file_store import CONFIRM_SECONDS, FileStore
+from dynamo.runtime.discovery.file_bucket import CONFIRM_SECONDS
+from dynamo.runtime.discovery.file_directory import LOCK_ATTEMPTS
+from dynamo.runtime.discovery.file_store import FileStore
 from dynamo.runtime.discovery.keys import decode_name, encode_name, split_key
 from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
 
@@ -278,7 +279,7 @@ def test_an_idle_poll_reads_no_directory(
     store.poll()
     scans: list[object] = []
     real = os.scandir
-    monkeypatch.setattr(file_store_module.os, "scandir", lambda path: (scans.append(path), real(path))[1])
+    monkeypatch.setattr(os, "scandir", lambda path: (scans.append(path), real(path))[1])
     for _ in range(20):
         clocks.advance(0.05)
         store.poll()
@@ -403,7 +404,7 @@ def test_a_lock_that_another_program_never_releases_keeps_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(file_store_module.time, "sleep", waits.append)
+    monkeypatch.setattr(time, "sleep", waits.append)
     first, second = (FileStore(tmp_path, ttl_seconds=10) for _ in range(2))
     for store in (first, second):
         store.open()
@@ -413,11 +414,11 @@ def test_a_lock_that_another_program_never_releases_keeps_nobody_out(
     try:
         fcntl.flock(with_lock, fcntl.LOCK_EX)
         first.put("v1/instances/a", b"1")
-        assert len(waits) == file_store_module.LOCK_ATTEMPTS - 1  # about a second, once
+        assert len(waits) == LOCK_ATTEMPTS - 1  # about a second, once
         assert (first.put_new("v1/instances/b", b"2"), second.put_new("v1/instances/b", b"3")) == (True, False)
         first.delete("v1/instances/a")
         assert second.read("v1/instances")[0] == {"v1/instances/b": b"2"}
-        assert len(waits) == 2 * (file_store_module.LOCK_ATTEMPTS - 1)  # each process has waited once
+        assert len(waits) == 2 * (LOCK_ATTEMPTS - 1)  # each process has waited once
         warnings = [record.getMessage() for record in caplog.records]
         assert len(warnings) == 2
         assert "going on without the lock" in warnings[0]
