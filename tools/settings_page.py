@@ -30,6 +30,7 @@ from dynamo.runtime.settings import RuntimeSettings
 from dynamo.settings.table import Setting, Status, settings_of
 from dynamo.text.template_sandbox import BudgetSpec
 from dynamo.worker import settings as variables
+from dynamo.worker import topology
 from dynamo.worker.lifecycle import ShutdownTimes
 
 PAGE: Final = Path(__file__).parent.parent / "docs" / "settings.md"
@@ -61,7 +62,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "worker": (*own(WorkerConfig), ENABLE_STRUCTURAL_TAG, HEALTH_CHECK_PAYLOAD, worker.DUMP_CONFIG_TO, *worker.KEPT),
     "worker-variables": (
         NAMESPACE_SUFFIX, *own(ShutdownTimes), variables.VALIDATE, variables.MAP_BUILTIN_ERRORS,
-        variables.SELF_HOST_METADATA, variables.RL_ENDPOINT,
+        variables.SELF_HOST_METADATA, variables.RL_ENDPOINT, *topology.VARIABLES,
     ),
     "runtime-flags": tuple(of_runtime()),
     "mocker": (*own(MockerSettings), BOOTSTRAP_HOST),

@@ -13,6 +13,7 @@ import msgspec
 
 from dynamo.errors import InvalidArgument, Overloaded, WorkerUnavailable
 from dynamo.placement.kv_query import KvQuery
+from dynamo.placement.kv_transfer import TransferRule
 
 __all__ = ["Candidate", "Placement", "PlacementReason", "PlacementRequest", "Policy", "WorkerKey", "eligible", "place"]
 
@@ -45,6 +46,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     excluded: Collection[WorkerKey] = ()  # workers that this request has tried
     healthy_only: bool = False  # the caller has another way: no worker with an open circuit
     kv: KvQuery | None = None  # the same request as the kv mode sees it; None in the other modes
+    transfer: TransferRule | None = None  # where the KV blocks of its prompt can be sent; None: anywhere
 
 
 class PlacementReason(msgspec.Struct, frozen=True, gc=False):

@@ -18,7 +18,7 @@ from dynamo.router.migration import Move, continued, tokens_left
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.query_of_death import QueriesOfDeath, Suspect
 from dynamo.router.record import DispatchRecord
-from dynamo.router.stages import DispatchStage, StageJob, run_stages
+from dynamo.router.stages import DispatchStage, Onward, StageJob, run_stages
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseStream, StreamItem, TokenLane
 
@@ -58,11 +58,13 @@ class Dispatcher:
 
         Raises what the choice of a worker raises.
         """
+        transfer = None
         for stage in self.stages:
-            body = await stage.advise(body, record)
+            body, transfer = await stage.advise(body, record)
         pool, kv = self.pool, self.pool.kv
         query = None if kv is None else await kv.query(body, record, pinned=pinned)
-        request = PlacementRequest(token_ids=body.get("token_ids") or (), pinned_instance_id=pinned, kv=query)
+        prompt = body.get("token_ids") or ()
+        request = PlacementRequest(token_ids=prompt, pinned_instance_id=pinned, kv=query, transfer=transfer)
         record.placement = pool.choose(request).placement
 
 
@@ -286,20 +288,20 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         stages, request = self._dispatcher.stages, self._request
         if not stages:
             return await self._begin(lost_by)
+        self._failover.transfer = None  # the prompt goes through the stages again
         if lost_by is not None and not self._dispatcher.pool.has_worker(self._failover.placement()):
             # No worker could go on, so no prompt need be computed again.
             if not self._failover.expects_replacement(lost_by):
                 raise lost_by
             if await self._failover.await_replacement(lost_by, self._now()) is None:
                 return []
-        detector = request.stall_detector
-        limit = None if detector is None else detector.policy.first_token_seconds
         job = StageJob(
-            self._body, self._context, request.record, request.timer, request.limits.retries, limit, self._suspect
-        )
+            self._body, self._context, request.record, request.timer, request.limits.retries, request.first_token_seconds,
+            self._suspect, self._failover.has_worker_for,
+        )  # fmt: skip
 
-        async def answer(body: WorkerRequest) -> list[StreamItem]:
-            self._body = body
+        async def answer(onward: Onward) -> list[StreamItem]:
+            self._body, self._failover.transfer = onward
             return await self._begin(lost_by)
 
         return await run_stages(stages, job, answer)

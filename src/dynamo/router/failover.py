@@ -20,6 +20,7 @@ from dynamo.errors import (
 )
 from dynamo.placement import PlacementRequest, WorkerKey
 from dynamo.placement.kv_query import KvQuery
+from dynamo.placement.kv_transfer import TransferRule
 from dynamo.protocol.worker_request import RoutingHints, WorkerRequest
 from dynamo.router.migration import migration_blocker
 from dynamo.router.pool import ChosenWorker, ModelPool
@@ -115,7 +116,14 @@ class DispatchRequest:
         """How many tokens were generated so far."""
         return self.text_tokens if self.takes_text else len(self.generated)
 
-    def placement(self, excluded: Collection[WorkerKey], *, healthy_only: bool = False) -> PlacementRequest:
+    @property
+    def first_token_seconds(self) -> float | None:
+        """How long a worker may take for its first token; None: any time."""
+        return None if self.stall_detector is None else self.stall_detector.policy.first_token_seconds
+
+    def placement(
+        self, excluded: Collection[WorkerKey], *, healthy_only: bool = False, transfer: TransferRule | None = None
+    ) -> PlacementRequest:
         """Return what the choice of a worker may look at."""
         routing = self.body.get("routing") or {}
         return PlacementRequest(
@@ -126,6 +134,7 @@ class DispatchRequest:
             excluded=excluded,
             healthy_only=healthy_only,
             kv=self.kv,
+            transfer=transfer,
         )
 
 
@@ -173,7 +182,7 @@ class Attempts:
 class Failover:
     """Decides what one request does after a failure. It opens no stream itself."""
 
-    __slots__ = ("_context", "_pool", "_replacement_wait_seconds", "_request", "attempts", "exempt_error")
+    __slots__ = ("_context", "_pool", "_replacement_wait_seconds", "_request", "attempts", "exempt_error", "transfer")
 
     def __init__(
         self, pool: ModelPool, request: DispatchRequest, context: Context, replacement_wait_seconds: float
@@ -182,10 +191,15 @@ class Failover:
         self._replacement_wait_seconds = replacement_wait_seconds
         self.attempts = Attempts()
         self.exempt_error: DynamoException | None = None  # does not count against the worker
+        self.transfer: TransferRule | None = None  # where the KV blocks of its prompt can be sent; None: anywhere
 
     def placement(self, *, healthy_only: bool = False) -> PlacementRequest:
         """Return what the choice of the next worker may look at."""
-        return self._request.placement(self.attempts.excluded, healthy_only=healthy_only)
+        return self._request.placement(self.attempts.excluded, healthy_only=healthy_only, transfer=self.transfer)
+
+    def has_worker_for(self, rule: TransferRule) -> bool:
+        """Return whether a worker that was not tried is there for KV blocks that can be sent by this rule only."""
+        return self._pool.has_worker(self._request.placement(self.attempts.excluded, transfer=rule))
 
     def migration_blocker(self) -> str | None:
         """Return what keeps the rest of the answer from another worker; None: nothing does."""

@@ -7,8 +7,16 @@ from collections.abc import Awaitable, Mapping
 from typing import Final
 
 from dynamo.errors import StreamIncomplete, Unknown, revive
+from dynamo.placement.kv_transfer import TransferRule
 from dynamo.protocol.finish import EngineFailed, normalise
-from dynamo.protocol.worker_request import BootstrapInfo, PrefillResult, RoutingHints, TokenLimits, WorkerRequest
+from dynamo.protocol.worker_request import (
+    BootstrapInfo,
+    PrefillResult,
+    RoutingHints,
+    TaintPreferences,
+    TokenLimits,
+    WorkerRequest,
+)
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamItem
 
@@ -34,11 +42,18 @@ class PrefillAnswer:
 class Handoff:
     """A prompt that is computed, or being computed, and the request that continues it."""
 
-    __slots__ = ("_running", "body", "instance")
+    __slots__ = ("_running", "body", "instance", "transfer")
 
-    def __init__(self, instance: Instance, body: WorkerRequest, running: asyncio.Task[None] | None = None) -> None:
-        """`instance` computes the prompt; `body` is for the decode worker. `running`: the prefill, where it still runs."""
-        self.instance, self.body, self._running = instance, body, running
+    def __init__(
+        self,
+        instance: Instance,
+        body: WorkerRequest,
+        running: asyncio.Task[None] | None = None,
+        transfer: TransferRule | None = None,
+    ) -> None:
+        """`instance` computes the prompt; `body` is for the decode worker. `running`: the prefill, where it still runs.
+        `transfer`: which decode workers the blocks can be sent to; None: all."""
+        self.instance, self.body, self._running, self.transfer = instance, body, running, transfer
 
     async def join_decode(self, first_items: Awaitable[list[StreamItem]]) -> list[StreamItem]:
         """Await the decode's first items. A failure of one half ends the other half, and is raised."""
@@ -136,11 +151,25 @@ def prefill_request(body: WorkerRequest, instance_id: int) -> WorkerRequest:
     return {**body, "stop_conditions": stops, "routing": routing}
 
 
-def decode_request(body: WorkerRequest, instance_id: int, members: WorkerRequest) -> WorkerRequest:
-    """Return the request that continues `body` behind its prefill; `members` tell where the result is."""
+def decode_request(
+    body: WorkerRequest, instance_id: int, members: WorkerRequest, transfer: TransferRule | None = None
+) -> WorkerRequest:
+    """Return the request that continues `body` behind its prefill; `members` tell where the result is.
+
+    `transfer`: which decode workers it can be sent to; None: all.
+    """
     routing: RoutingHints = {**(body.get("routing") or {}), "prefill_worker_id": instance_id}
+    if transfer is not None:
+        routing["routing_constraints"] = _within(transfer, routing.get("routing_constraints") or {})
     override = {**(body.get("router_config_override") or {}), **_DECODE_OVERRIDES}
     return {**body, "routing": routing, "router_config_override": override, **members}
+
+
+def _within(rule: TransferRule, given: TaintPreferences) -> TaintPreferences:
+    """Return the constraints of a request with a rule added to those that are given."""
+    if rule.is_required:
+        return {**given, "required_taints": [*(given.get("required_taints") or ()), rule.taint]}
+    return {**given, "preferred_taints": {**(given.get("preferred_taints") or {}), rule.taint: rule.weight}}
 
 
 def _bootstrap(params: Mapping[str, object]) -> BootstrapInfo | None:

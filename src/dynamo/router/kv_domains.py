@@ -20,6 +20,7 @@ from dynamo.kv.index import PrefixIndex
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import RankInfo, Trust
 from dynamo.placement.kv_state import KvPolicy
+from dynamo.placement.kv_transfer import topology_taints
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.protocol.records import DEFAULT_BLOCK_SIZE, ModelCard
 from dynamo.router.decisions import DecisionHeader, DecisionLog
@@ -235,7 +236,7 @@ class KvDomain:
             total_kv_blocks=runtime.total_kv_blocks,
             max_num_batched_tokens=runtime.max_num_batched_tokens,
             max_num_seqs=runtime.max_num_seqs,
-            taints=frozenset(runtime.taints),
+            taints=frozenset(runtime.taints) | topology_taints(runtime),
             topology=runtime.topology_domains,
             is_decode=self._is_decode,
             trust=self._trusts.get(rank, self._trust_without_events(card)),

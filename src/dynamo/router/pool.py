@@ -10,8 +10,9 @@ import contextlib
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
-from dynamo.errors import DynamoException, WorkerUnavailable
+from dynamo.errors import DynamoException, InvalidArgument, WorkerUnavailable
 from dynamo.placement import Candidate, Placement, PlacementRequest, Policy, WorkerKey, eligible, place
+from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.kv_placement import KvPlacement
@@ -71,7 +72,9 @@ class ModelPool:
     Workers of several models and roles may share an endpoint name; one model may stand on several endpoints.
     """
 
-    __slots__ = ("_clients", "_members", "_policy", "_waiters", "busy", "emptied_at", "kv", "name", "runtime_config")
+    __slots__ = (
+        "_clients", "_members", "_places", "_policy", "_waiters", "busy", "emptied_at", "kv", "name", "runtime_config",
+    )  # fmt: skip
 
     def __init__(self, name: str, clients: Mapping[str, WorkerClient], policy: Policy) -> None:
         """`name`: for error texts. `clients` by endpoint ("namespace.component.endpoint"); it may change any time.
@@ -87,6 +90,7 @@ class ModelPool:
         self._members: Mapping[str, frozenset[int]] = {}  # instance ids by endpoint
         self.runtime_config = ModelRuntimeConfig()  # what the engine registered about itself
         self.busy: frozenset[int] = frozenset()  # members whose reported load exceeds a threshold
+        self._places: Mapping[int, frozenset[str]] = {}  # topology taints, of the members that have any
 
     def use(self, policy: Policy) -> None:
         """Choose by another policy from now on."""
@@ -99,6 +103,11 @@ class ModelPool:
         for endpoint, instance_id in members:
             found.setdefault(endpoint, set()).add(instance_id)
         self._members = {endpoint: frozenset(ids) for endpoint, ids in found.items()}
+
+    def set_places(self, configs: Mapping[int, ModelRuntimeConfig]) -> None:
+        """Take over where the members are, by what each registered about itself."""
+        taints = {instance_id: topology_taints(config) for instance_id, config in configs.items()}
+        self._places = {instance_id: found for instance_id, found in taints.items() if found}
 
     @property
     def workers(self) -> int:
@@ -159,12 +168,13 @@ class ModelPool:
         """Choose the worker of one attempt. Open it in the same turn of the loop: that is where its load is booked.
 
         Raises:
-            InvalidArgument: the request names a worker that is not a member, or the policy cannot place the request.
+            InvalidArgument: the request names a worker that is not a member or that its KV blocks cannot be sent to, or the
+                policy cannot place the request.
             WorkerUnavailable: no member is left.
             Overloaded: every member that is left is busy.
         """
         now = asyncio.get_running_loop().time()
-        placement = place(self._policy, request, self.candidates(), now, scope=f"model {self.name}")
+        placement = place(self._policy, request, self._in_reach(request), now, scope=f"model {self.name}")
         if self.kv is not None:
             placement = self.kv.settle(placement, request, now)
         endpoint, instance_id = placement.candidate.key
@@ -174,9 +184,27 @@ class ModelPool:
     def has_worker(self, request: PlacementRequest) -> bool:
         """Return whether `choose` would find a worker that is not busy; nothing is chosen, so no turn is used up."""
         try:
-            return bool(eligible(request, self.candidates(), scope=self.name))
+            return bool(eligible(request, self._in_reach(request), scope=self.name))
         except DynamoException:
             return False
+
+    def _in_reach(self, request: PlacementRequest) -> list[Candidate]:
+        """Return the members that the KV blocks of a request can be sent to; all of them where that does not matter.
+
+        Where a place is only preferred, the kv mode has a weight for it. In the other modes workers of that place go
+        before the others, for as long as one of them is healthy, free and untried.
+        """
+        candidates, rule = self.candidates(), request.transfer
+        if rule is None:
+            return candidates
+        near = [each for each in candidates if rule.taint in self._places.get(each.instance_id, ())]
+        if not rule.is_required:
+            can_serve = any(not (each.is_circuit_open or each.is_busy or each.key in request.excluded) for each in near)
+            return near if can_serve and self.kv is None and request.pinned_instance_id is None else candidates
+        pinned = request.pinned_instance_id
+        if pinned in {each.instance_id for each in candidates} - {each.instance_id for each in near}:
+            raise InvalidArgument(f"worker {pinned} is not in reach of the prefill worker: it has no {rule.taint}")
+        return near
 
     def candidates(self) -> list[Candidate]:
         """Return the members that discovery lists, as a policy sees them."""

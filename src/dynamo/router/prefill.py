@@ -12,7 +12,7 @@ import asyncio
 import logging
 import random
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from dynamo.errors import (
@@ -26,6 +26,7 @@ from dynamo.errors import (
 )
 from dynamo.placement import Placement, PlacementRequest, WorkerKey
 from dynamo.placement.kv_query import KvQuery
+from dynamo.placement.kv_transfer import TransferRule, transfer_rule
 from dynamo.protocol.finish import LENGTH
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.protocol.worker_request import BootstrapInfo, RoutingHints, WorkerRequest
@@ -37,11 +38,14 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseStream
 from dynamo.runtime.tasks import Background, Work
 
-__all__ = ["DispatchTimer", "PrefillRouter", "can_fall_back_to_decode"]
+__all__ = ["CanReceive", "DispatchTimer", "PrefillRouter", "can_fall_back_to_decode"]
 
 logger = logging.getLogger(__name__)
 
 MAX_ROOM: Final = 2**63 - 1
+
+CanReceive = Callable[[TransferRule], bool]
+"""Whether a decode worker is there to which blocks can be sent by this rule."""
 
 HAND_OVER_SECONDS: Final = 5.0
 """How long a decode worker gets to fetch, and thereby free, the blocks of a request whose client has left. Longer than
@@ -72,6 +76,7 @@ class PrefillRouter:
         self.is_enforced = enforced
         self._rng = rng or random.Random()
         self._configs: Mapping[int, ModelRuntimeConfig] = {}
+        self._rules: Mapping[WorkerKey, TransferRule] = {}  # of the workers whose blocks cannot be sent anywhere
         self._running = Background()  # at most one per request in flight, and the moment after
         self._is_degraded = False
 
@@ -79,6 +84,7 @@ class PrefillRouter:
         """Take over the prefill workers: (endpoint, instance id) with what each registered about itself."""
         self.workers.set_members(members)
         self._configs = {instance_id: config for (_, instance_id), config in members.items()}
+        self._rules = {key: rule for key, config in members.items() if (rule := transfer_rule(config)) is not None}
 
     @property
     def ranks(self) -> frozenset[range]:
@@ -99,10 +105,12 @@ class PrefillRouter:
         retries: int = 0,
         limit_seconds: float | None = None,
         suspect: Suspect | None = None,
+        can_receive: CanReceive | None = None,
     ) -> Handoff | PrefillAnswer:
         """Request the prefill of `body`, trying up to `retries` other workers after failures that depend on the worker.
 
-        `record` gets the placement of the worker that has taken it.
+        `record` gets the placement of the worker that has taken it. `can_receive`: whether a decode worker is there for a
+        prefill worker's rule; a worker without one is passed over.
 
         Raises:
             InvalidArgument: the request names a prefill worker that is not there, or the worker refused the request.
@@ -117,7 +125,7 @@ class PrefillRouter:
         query = None if kv is None else await kv.query(body, record, pinned=pinned, is_prefill=True)
         while True:
             try:
-                worker = self._choose(body, pinned, tried, query)
+                worker = self._choose(body, pinned, [*tried, *self._cut_off(can_receive)], query)
             except WorkerUnavailable as error:
                 raise last or error from None  # why the last one failed says more
             record.prefill_placement = worker.placement
@@ -151,18 +159,23 @@ class PrefillRouter:
                 )
                 last = error
 
-    async def advise(self, body: WorkerRequest, record: DispatchRecord) -> WorkerRequest:
-        """Note in `record` which worker would get the prefill of `body` now, and return the request of its decode.
+    async def advise(
+        self, body: WorkerRequest, record: DispatchRecord, can_receive: CanReceive | None = None
+    ) -> Handoff:
+        """Note in `record` which worker would get the prefill of `body` now, and return what it would hand over.
 
         Raises what the choice of a worker raises.
         """
         kv = self.workers.kv
         pinned = (body.get("routing") or {}).get("prefill_worker_id")
         query = None if kv is None else await kv.query(body, record, pinned=pinned, is_prefill=True)
-        placement = self._choose(body, pinned, [], query).placement
-        record.prefill_placement = placement
-        record.prefill_instance_id = placement.candidate.instance_id
-        return decode_request(_with_rank(body, placement), placement.candidate.instance_id, {})
+        worker = self._choose(body, pinned, self._cut_off(can_receive), query)
+        record.prefill_placement = placement = worker.placement
+        record.prefill_instance_id = instance_id = placement.candidate.instance_id
+        rule = self._rules.get(worker.key)
+        return Handoff(
+            worker.instance, decode_request(_with_rank(body, placement), instance_id, {}, rule), transfer=rule
+        )
 
     def release_blocks(self, handoff: Handoff, workers: Decoders, context: Context) -> None:
         """Let a decode worker fetch the blocks of a request whose client left between the two halves, to have them freed.
@@ -186,6 +199,13 @@ class PrefillRouter:
                 failure,
             )
 
+    def _cut_off(self, can_receive: CanReceive | None) -> list[WorkerKey]:
+        """Return the workers whose blocks can be sent to no decode worker."""
+        if can_receive is None or not self._rules:
+            return []
+        verdicts = {rule: can_receive(rule) for rule in self._rules.values() if rule.is_required}
+        return [key for key, rule in self._rules.items() if not verdicts.get(rule, True)]
+
     def _choose(
         self, body: WorkerRequest, pinned: int | None, tried: list[WorkerKey], query: KvQuery | None
     ) -> ChosenWorker:
@@ -207,7 +227,7 @@ class PrefillRouter:
     async def _on(
         self, worker: ChosenWorker, body: WorkerRequest, context: Context, timer: DispatchTimer
     ) -> Handoff | PrefillAnswer:
-        instance = worker.instance
+        instance, rule = worker.instance, self._rules.get(worker.key)
         request = prefill_request(body, instance.instance_id)
         bootstrap = self._bootstrap(instance.instance_id, body)
         if bootstrap is not None:
@@ -220,7 +240,8 @@ class PrefillRouter:
         if bootstrap is not None:
             # Awaited also where the decode's first items are read.
             task = self._start(self._drain(stream), f"prefill {context.id()}")
-            return Handoff(instance, decode_request(body, instance.instance_id, {"bootstrap_info": bootstrap}), task)
+            onward = decode_request(body, instance.instance_id, {"bootstrap_info": bootstrap}, rule)
+            return Handoff(instance, onward, task, transfer=rule)
         reply = await read_reply(stream, context)
         timer.arrived(failed=True)  # what was awaited is only the first half: the answer is still to come
         if reply.reason != LENGTH:
@@ -229,7 +250,8 @@ class PrefillRouter:
             return PrefillAnswer(instance, reply.items)  # it was done before it heard of that, and let the blocks go
         if reply.params is None:
             raise Unknown("No disaggregated params in prefill response")
-        return Handoff(instance, decode_request(body, instance.instance_id, reply.handed_over()))
+        onward = decode_request(body, instance.instance_id, reply.handed_over(), rule)
+        return Handoff(instance, onward, transfer=rule)
 
     async def _drain(self, stream: ResponseStream) -> None:
         try:
@@ -298,7 +320,7 @@ async def _release_blocks(handoff: Handoff, workers: Decoders, context: Context)
     own = context.detached(context.id())  # a worker does not even begin a request that is cancelled already
     try:
         async with asyncio.timeout(HAND_OVER_SECONDS):
-            stream = await workers.choose(PlacementRequest()).open(body, own)
+            stream = await workers.choose(PlacementRequest(transfer=handoff.transfer)).open(body, own)
             try:
                 while await stream.next_batch():
                     pass

@@ -21,6 +21,7 @@ from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.overlap import OverlapIndex, WorkerRank
 from dynamo.placement.kv_query import KvQuery, RankInfo, Trust, read_overrides
 from dynamo.placement.kv_state import KvPolicy
+from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.records import ModelCard, decode_model_record
 from dynamo.router.index_feed import KvEventFeed, KvSink
 from dynamo.router.kv_domains import router_options
@@ -311,7 +312,7 @@ def ranks_of(
             total_kv_blocks=runtime.total_kv_blocks,
             max_num_batched_tokens=runtime.max_num_batched_tokens,
             max_num_seqs=runtime.max_num_seqs,
-            taints=frozenset(runtime.taints),
+            taints=frozenset(runtime.taints) | topology_taints(runtime),
             topology=runtime.topology_domains,
             is_decode=card.worker_type == "decode",
         )

@@ -5,20 +5,25 @@ Today that is the prefill of disaggregated models. An encode stage for media tak
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from dynamo.errors import DynamoException, InvalidArgument, Unknown
+from dynamo.errors import DynamoException, InvalidArgument, Unknown, rule_of
+from dynamo.placement import PlacementRequest
+from dynamo.placement.kv_transfer import TransferRule
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.handoff import PrefillAnswer
+from dynamo.router.handoff import Handoff, PrefillAnswer
 from dynamo.router.pool import ModelPool
-from dynamo.router.prefill import DispatchTimer, PrefillRouter, can_fall_back_to_decode
+from dynamo.router.prefill import CanReceive, DispatchTimer, PrefillRouter, can_fall_back_to_decode
 from dynamo.router.query_of_death import Suspect
 from dynamo.router.record import DispatchRecord
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import StreamItem
 
-__all__ = ["DispatchStage", "DispatchTimer", "PrefillStage", "Proceed", "StageJob", "run_stages"]
+__all__ = ["DispatchStage", "DispatchTimer", "Onward", "PrefillStage", "Proceed", "StageJob", "run_stages"]
+
+logger = logging.getLogger(__name__)
 
 
 class StageJob(NamedTuple):
@@ -31,9 +36,17 @@ class StageJob(NamedTuple):
     retries: int  # how many other workers a stage may try
     limit_seconds: float | None  # what one worker of a stage may take, where its answer is awaited
     suspect: Suspect  # counts the workers that die on the request
+    can_receive: CanReceive  # whether a worker that may answer, and was not tried, is there for a prefill worker's rule
 
 
-Proceed = Callable[[WorkerRequest], Awaitable[list[StreamItem]]]
+class Onward(NamedTuple):
+    """What a stage passes on to the next one, or to the worker that answers."""
+
+    body: WorkerRequest
+    transfer: TransferRule | None = None  # which workers the KV blocks of its prompt can be sent to; None: all
+
+
+Proceed = Callable[[Onward], Awaitable[list[StreamItem]]]
 """From the request of the next stage to the first items of the answer."""
 
 
@@ -41,13 +54,13 @@ class DispatchStage(Protocol):
     """One step before the worker that answers."""
 
     async def run(self, job: StageJob, proceed: Proceed) -> list[StreamItem]:
-        """Do this stage's part, then return `await proceed(body)` with the next stage's request.
+        """Do this stage's part, then return what `proceed` returns for the next stage's request.
 
         A stage that ends the request by itself returns the items of the answer without calling `proceed`.
         """
         ...
 
-    async def advise(self, body: WorkerRequest, record: DispatchRecord) -> WorkerRequest:
+    async def advise(self, body: WorkerRequest, record: DispatchRecord) -> Onward:
         """Note in `record` which worker this stage would take now, and return the next stage's request."""
         ...
 
@@ -55,11 +68,11 @@ class DispatchStage(Protocol):
 async def run_stages(stages: Sequence[DispatchStage], job: StageJob, answer: Proceed) -> list[StreamItem]:
     """Pass the request through `stages` in order, then to `answer`; return the first items of the answer."""
     if not stages:
-        return await answer(job.body)
+        return await answer(Onward(job.body))
     first, rest = stages[0], stages[1:]
     if not rest:
         return await first.run(job, answer)
-    return await first.run(job, lambda body: run_stages(rest, job._replace(body=body), answer))
+    return await first.run(job, lambda onward: run_stages(rest, job._replace(body=onward.body), answer))
 
 
 class PrefillStage:
@@ -71,43 +84,70 @@ class PrefillStage:
         """`decoders`: the workers of the next stage."""
         self.router, self._decoders = router, decoders
 
-    async def advise(self, body: WorkerRequest, record: DispatchRecord) -> WorkerRequest:
+    async def advise(self, body: WorkerRequest, record: DispatchRecord) -> Onward:
         """Note the prefill worker. See `DispatchStage.advise`."""
         router = self.router
         try:
-            return await router.advise(body, record)
+            handoff = await router.advise(body, record, self._can_receive)
         except DynamoException as error:
             if router.is_enforced or not can_fall_back_to_decode(error):
                 raise
-            return body
+            return Onward(body)
+        return Onward(handoff.body, handoff.transfer)
 
     async def run(self, job: StageJob, proceed: Proceed) -> list[StreamItem]:
-        """Request the prefill and pass on where to fetch the result. See `DispatchStage.run`."""
+        """Request the prefill and pass on where to fetch the result. See `DispatchStage.run`.
+
+        Where the last decode worker in reach of the prefill worker is lost, a prefill worker with others in reach is tried.
+        """
         router, context = self.router, job.context
-        try:
-            handoff = await router.prefill(
-                job.body,
-                context,
-                job.timer,
-                record=job.record,
-                retries=job.retries,
-                limit_seconds=job.limit_seconds,
-                suspect=job.suspect,
-            )
-        except DynamoException as error:
-            if router.is_enforced or context.is_stopped() or not can_fall_back_to_decode(error):
-                raise
-            router.note(error)
+        for tries_left in range(job.retries, -1, -1):
             try:
-                return await proceed(job.body)
-            except (InvalidArgument, Unknown) as refusal:
-                raise error from refusal  # an engine that only decodes: it is not the client's request that is wrong
-        router.note(None)
-        job.record.prefill_instance_id = handoff.instance.instance_id
-        if isinstance(handoff, PrefillAnswer):
-            job.record.instances.append(handoff.instance)
-            return handoff.items
-        if context.is_stopped():
-            router.release_blocks(handoff, self._decoders, context)
-            return []
-        return await handoff.join_decode(proceed(handoff.body))
+                handoff = await router.prefill(
+                    job.body,
+                    context,
+                    job.timer,
+                    record=job.record,
+                    retries=job.retries,
+                    limit_seconds=job.limit_seconds,
+                    suspect=job.suspect,
+                    can_receive=job.can_receive,
+                )
+            except DynamoException as error:
+                if router.is_enforced or context.is_stopped() or not can_fall_back_to_decode(error):
+                    raise
+                router.note(error)
+                try:
+                    return await proceed(Onward(job.body))
+                except (InvalidArgument, Unknown) as refusal:
+                    raise error from refusal  # an engine that only decodes: it is not the client's request that is wrong
+            router.note(None)
+            job.record.prefill_instance_id = handoff.instance.instance_id
+            if isinstance(handoff, PrefillAnswer):
+                job.record.instances.append(handoff.instance)
+                return handoff.items
+            if context.is_stopped():
+                router.release_blocks(handoff, self._decoders, context)
+                return []
+            try:
+                return await handoff.join_decode(proceed(Onward(handoff.body, handoff.transfer)))
+            except DynamoException as error:
+                if not tries_left or context.is_stopped() or not _is_stranded(job, handoff, error):
+                    raise
+                logger.warning(
+                    "request %s: no decode worker in reach of prefill worker %x is left (%s: %s); computing the prompt again",
+                    context.id(),
+                    handoff.instance.instance_id,
+                    type(error).__name__,
+                    error,
+                )
+        raise AssertionError("the last round returns or raises")
+
+    def _can_receive(self, rule: TransferRule) -> bool:
+        return self._decoders.has_worker(PlacementRequest(transfer=rule))
+
+
+def _is_stranded(job: StageJob, handoff: Handoff, error: DynamoException) -> bool:
+    """Return whether an answer failed because the blocks of its prompt can be sent to no decode worker any more."""
+    rule = handoff.transfer
+    return rule is not None and rule.is_required and rule_of(error).retryable and not job.can_receive(rule)

@@ -39,6 +39,7 @@ from dynamo.worker.registration import (
 from dynamo.worker.running_requests import RunningRequests
 from dynamo.worker.serving import RawServing, TokenServing
 from dynamo.worker.settings import MAP_BUILTIN_ERRORS, VALIDATE
+from dynamo.worker.topology import describe_place
 
 if TYPE_CHECKING:
     from dynamo.runtime.chaos.worker import WorkerChaos
@@ -162,6 +163,7 @@ class Setup:
             media_decoder=config.media_decoder,
             media_fetcher=config.media_fetcher,
         )
+        await describe_place(card.runtime_config, os.environ)
         await await_hook(self._engine.on_endpoint_ready(self._endpoint))
         await self._publish(card)
 

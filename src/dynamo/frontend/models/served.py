@@ -94,6 +94,7 @@ class ServedModel(ModelPool):
         )
         self.ranks = _ranks(group)
         self.set_members((entry.endpoint, entry.instance_id) for entry in group.accepted)
+        self.set_places({entry.instance_id: entry.card.runtime_config for entry in group.accepted})
         self.admission.set_capacity(_capacity(group))
 
     @property
