@@ -86,7 +86,7 @@ async def every_worker_is_known(cluster: Cluster) -> None:
 
 PROGRAMS = {
     "mocker": ["-m", "dynamo.mocker", "--model-name", "mock", "--speedup-ratio", "10", "--model-path"],
-    "sample": ["-m", "dynamo.engines.sample.main", "--max-tokens", "64", "--delay", "0", "--model-name"],
+    "sample": ["-m", "dynamo.common.backend.sample_main", "--max-tokens", "64", "--delay", "0", "--model-name"],
 }
 
 
