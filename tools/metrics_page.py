@@ -16,6 +16,7 @@ from pages import write_page
 from dynamo.frontend.metric_families import FAMILIES as FRONTEND
 from dynamo.mocker.metrics import FAMILIES as MOCKER
 from dynamo.router.kv_metrics import FAMILIES as KV_ROUTER
+from dynamo.router.queue_metrics import FAMILIES as ROUTER_QUEUE
 from dynamo.runtime.endpoint_metrics import FAMILIES as ENDPOINT
 from dynamo.runtime.event_plane.metrics import FAMILIES as EVENTS
 from dynamo.runtime.loop_watchdog import FAMILIES as LOOP
@@ -35,7 +36,7 @@ TABLES: Final[Mapping[str, tuple[Family, ...]]] = {
     "engine": ENGINE,
     "kv": KV_PUBLISHER,
     "mocker": MOCKER,
-    "kv_router": KV_ROUTER,
+    "kv_router": (*KV_ROUTER, *ROUTER_QUEUE),
     "frontend": tuple(family.under("dynamo_frontend") for family in FRONTEND),
 }
 

@@ -24,9 +24,9 @@ REFUSED: Final = (
         Status.REFUSED,
         """
     --model-name --model-path --grpc-metrics-port --frontend-route-extension --router-min-initial-workers
-    --router-session-affinity-ttl-secs --router-session-affinity-mode --router-policy-config
-    --router-conditional-disagg-config --router-prefill-policy --router-decode-policy --router-prefill-load-model
-    --router-tracking-key-file --router-tracking-key-id --router-queue-threshold --tool-call-parser --reasoning-parser
+    --router-session-affinity-ttl-secs --router-session-affinity-mode
+    --router-conditional-disagg-config --router-prefill-load-model
+    --router-tracking-key-file --router-tracking-key-id --tool-call-parser --reasoning-parser
     """,
         """
     --serve-indexer --use-remote-indexer --kserve-grpc-server --enable-anthropic-api
@@ -35,13 +35,12 @@ REFUSED: Final = (
     ),
 )
 
-# Accepted, because leaving them out of a script would change nothing: the kv router has one thread, and neither a queue nor
-# a shared cache; the `--ai?-...` ones tune the load model that `--router-prefill-load-model ais` names, under both of its
+# Accepted, because leaving them out of a script would change nothing: the kv router has one thread, and no shared cache; the `--ai?-...` ones tune the load model that `--router-prefill-load-model ais` names, under both of its
 # names.
 INERT: Final = _flags(
     Status.INERT,
     """
-    --router-event-threads --router-queue-policy --shared-cache-multiplier
+    --router-event-threads --shared-cache-multiplier
     --aic-attention-dp-size --aic-backend --aic-backend-version --aic-model-path --aic-moe-ep-size --aic-moe-tp-size
     --aic-mtp-seed --aic-nextn --aic-nextn-accept-rates --aic-perf-config --aic-system --aic-tp-size
     --ais-attention-dp-size --ais-backend --ais-backend-version --ais-model-path --ais-moe-ep-size --ais-moe-tp-size

@@ -171,6 +171,7 @@ class ActiveLoad:
         "_ranks",
         "_tracks_output",
         "changed",
+        "on_relief",
     )
 
     def __init__(
@@ -187,6 +188,8 @@ class ActiveLoad:
         self._ranks: dict[WorkerRank, LoadOfRank] = {}
         self._booked: dict[str, Booked] = {}  # oldest first
         self.changed: set[WorkerRank] = set()  # ranks whose account changed since somebody cleared this
+        # Called when a load may have fallen; empty unless requests wait for that.
+        self.on_relief: dict[object, Callable[[], None]] = {}
         self._next_scan = 0.0
         self._output_serial = 0  # names of output blocks are negative, so no hash is ever one of them
 
@@ -255,6 +258,8 @@ class ActiveLoad:
         load.clock.advance(load.context_tokens, now)
         booked.clock_at_first_token = (load.clock.area, load.clock.pass_seconds, load.clock.pass_steps)
         self.changed.add(booked.rank)
+        if self.on_relief:
+            self.relieved()
         return booked
 
     def output(self, request_id: str, tokens: int) -> None:
@@ -294,6 +299,8 @@ class ActiveLoad:
         if booked.output.names:
             load.let_go(booked.output.names)
         self.changed.add(booked.rank)
+        if self.on_relief:
+            self.relieved()
         return booked
 
     def output_block(self, request_id: str, decay_fraction: float | None = None) -> bool:
@@ -338,6 +345,13 @@ class ActiveLoad:
             for request_id in self._ranks.pop(rank).booked:
                 del self._booked[request_id]
             self.changed.add(rank)
+        if self.on_relief:
+            self.relieved()
+
+    def relieved(self) -> None:
+        """Tell what waits for room that a load may have fallen, or that the ranks have changed."""
+        for tell in tuple(self.on_relief.values()):
+            tell()
 
     # -- what is read
 

@@ -28,6 +28,7 @@ __all__ = [
     "RankInfo",
     "Trust",
     "eligible_ranks",
+    "exclusion_of",
     "is_unconstrained",
     "preferred_weight",
     "read_overrides",
@@ -121,8 +122,10 @@ class KvQuery(msgspec.Struct):
     cache_salt: str | None = None
     mm_hashes: Mapping[int, Sequence[int]] | None = None  # media objects by block number
     shared_hits: tuple[tuple[int, int], ...] = ()  # ranges [start, end) of blocks that a shared cache holds
-    priority: int = 0
+    priority: float = 0  # in seconds of waiting, in a queue of first come, first served
+    strict_priority: int = 0  # a higher one always goes first
     policy_class: str | None = None
+    queued_seconds: float = 0.0  # how long it has waited for its turn
     pinned_worker_id: int | None = None
     pinned_dp_rank: int | None = None
     allowed: Collection[int] | None = None  # worker ids; None: all
@@ -176,7 +179,7 @@ def eligible_ranks(
     left: list[WorkerRank] = []
     excluded: list[RankExclusion] = []
     for rank, info in ranks.items():
-        reason = _exclusion(rank, info, query)
+        reason = exclusion_of(rank, info, query)
         if reason is None:
             left.append(rank)
         else:
@@ -212,7 +215,7 @@ def _check_pin(ranks: Mapping[WorkerRank, RankInfo], query: KvQuery) -> None:
         raise PinnedRankOutOfRange(f"no worker has a rank {dp_rank}")
 
 
-def _exclusion(rank: WorkerRank, info: RankInfo, query: KvQuery) -> str | None:
+def exclusion_of(rank: WorkerRank, info: RankInfo, query: KvQuery) -> str | None:
     """Find the first filter that excludes a rank. None: the rank is eligible."""
     worker_id = rank.worker_id
     if query.pinned_worker_id is not None and worker_id != query.pinned_worker_id:

@@ -39,6 +39,8 @@ class RoutingHints(TypedDict, total=False):
     lora_name: str
     cache_salt: str
     priority: int
+    priority_jump: float
+    strict_priority: int
     expected_output_tokens: int
     routing_constraints: TaintPreferences
 

@@ -7,6 +7,7 @@ from dynamo.router.index_feed import KvEventFeed, KvSink
 from dynamo.router.kv_router import KvQuery, KvRouter, KvRouterOptions, RankInfo, Selection
 from dynamo.router.pool import ChosenWorker, ModelPool, WorkerClient
 from dynamo.router.prefill import PrefillRouter
+from dynamo.router.queue_gate import QueueGate, RouterRanks
 from dynamo.router.record import DispatchRecord
 from dynamo.router.stages import DispatchStage, PrefillStage
 from dynamo.router.stall_detector import StallDetector, StallPolicy
@@ -28,8 +29,10 @@ __all__ = [
     "PrefillAnswer",
     "PrefillRouter",
     "PrefillStage",
+    "QueueGate",
     "RankInfo",
     "RoutedStream",
+    "RouterRanks",
     "Selection",
     "StallDetector",
     "StallPolicy",

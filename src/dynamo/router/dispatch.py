@@ -314,11 +314,14 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         context, timer, record = self._context, self._request.timer, self._request.record
         move: Move | None = None
         lost_at = 0.0
-        kv = self._dispatcher.pool.kv
+        pool = self._dispatcher.pool
+        kv, may_wait = pool.kv, pool.gate is not None and last is None  # before the first attempt only
         while True:
             if kv is not None:
                 self._request.kv = await kv.query(self._body, record, pinned=self._request.pinned_instance_id)
             worker = await self._failover.choose(last)
+            if worker is not None and may_wait and (wait := pool.wait_for_turn(worker, self._request.kv, context)):
+                worker = await self._failover.choose(None) if await wait else None
             if worker is None:
                 return []  # cancelled while it waited for one
             timer.routed()
@@ -349,7 +352,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
                     type(error).__name__,
                     error,
                 )
-                last = error
+                last, may_wait = error, False
                 move = Move(is_ongoing=False)
                 record.moves.append(move)
                 lost_at = self._now()

@@ -11,9 +11,10 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Final, NamedTuple, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 
-from dynamo.errors import DynamoException
+from dynamo.errors import DynamoException, InvalidArgument
 from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.events import RouterEvent
 from dynamo.kv.index import PrefixIndex
@@ -29,18 +30,24 @@ from dynamo.router.kv_indexes import EventlessGuesses
 from dynamo.router.kv_metrics import EventCounters, KvMetrics
 from dynamo.router.kv_placement import KvPlacement
 from dynamo.router.kv_router import KvRouter, KvRouterOptions, Selection
-from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.router.kv_settings import KV_POLICIES, KvRouterSettings
 from dynamo.router.load_reports import RouterLoadReports
+from dynamo.router.queue_gate import PoolRanks, QueueGate
+from dynamo.router.queue_metrics import QueueMetrics
 from dynamo.router.replica_sync import ReplicaSync
 from dynamo.runtime.endpoint import Endpoint
 from dynamo.runtime.metrics import MetricsRegistry
 from dynamo.runtime.tasks import Background
+
+if TYPE_CHECKING:
+    from dynamo.router.pool import ModelPool
 
 __all__ = ["DomainKey", "KvDomains", "KvMember", "policy_of", "router_options"]
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = 1.0
+AGGREGATED: Final = "aggregated"
 _DECODE: Final = "decode"
 _PREFILL: Final = "prefill"
 
@@ -68,8 +75,20 @@ class DomainKey(NamedTuple):
     is_eagle: bool = False
 
 
-def policy_of(settings: KvRouterSettings) -> tuple[KvPolicy, DecisionHeader]:
-    """Return the policy that the settings name, and how it is written down. Raises InvalidArgument for a bad weight."""
+def policy_of(settings: KvRouterSettings, role: str = AGGREGATED) -> tuple[KvPolicy, DecisionHeader]:
+    """Return the policy that the settings name for workers of a role, and how it is written down.
+
+    Raises InvalidArgument for a type, a parameter or a weight that cannot be used.
+    """
+    try:
+        selector = settings.selector(role)
+    except ValueError as error:
+        raise InvalidArgument(str(error)) from error
+    if selector is not None and (selector.parameters or selector.type not in KV_POLICIES):
+        given = cast("dict[str, float]", selector.parameters)  # the policy checks them
+        return kv_policy(selector.type, given), DecisionHeader(selector.type, given)
+    if selector is not None:
+        settings = replace(settings, policy=selector.type)
     parameters: dict[str, float] = {}
     if settings.policy == "default":
         parameters = {
@@ -188,6 +207,7 @@ class KvDomain:
         for rank in added:
             self._set_capacity(rank)
         self.placement.is_stale = True
+        self.placement.router.load.relieved()  # what waits may wait for one of these
         return frozenset(gone)
 
     # -- a sink of events (`index_feed.KvSink`) ----------------------------------------------------------------------
@@ -315,9 +335,13 @@ class KvDomains:
         """
         self._settings, self._endpoint, self._registry, self._rng = settings, endpoint, registry, rng
         self._router_id = router_id
-        self._policy, header = policy_of(settings)
+        made = {role: policy_of(settings, role) for role in (AGGREGATED, _PREFILL, _DECODE)}
+        self._policies = {role: policy for role, (policy, _) in made.items()}
+        header = made[AGGREGATED][1]
         self._decisions: DecisionLog | None = None
         if settings.decisions_path is not None:
+            if any(other != header for _, other in made.values()):
+                raise InvalidArgument("--router-decisions needs one policy for all roles: its file names one")
             self._decisions = DecisionLog(settings.decisions_path, header, limit_bytes=settings.decisions_limit_bytes)
         self._domains: dict[DomainKey, KvDomain] = {}
         self._owners: dict[Hashable, DomainKey] = {}  # where each owner's workers are
@@ -333,6 +357,19 @@ class KvDomains:
     def placement(self, key: DomainKey) -> KvPlacement:
         """Return the placement of a domain, which need not have workers yet."""
         return self._domain(key).placement
+
+    def gate(self, key: DomainKey, model: str, pool: ModelPool) -> QueueGate | None:
+        """Return where requests for the workers of a pool wait; None: they do not.
+
+        A domain may have several: each model has the policy classes of its name.
+        """
+        profile = self._settings.profile(model)
+        if not profile.parks:
+            return None
+        placement = self._domain(key).placement
+        kind = _PREFILL if key.role == _PREFILL else _DECODE
+        metrics = QueueMetrics(self._registry, model=model, worker_type=kind, classes=profile.classes)
+        return QueueGate(placement.router, profile, PoolRanks(pool, placement), metrics)
 
     def update(self, owner: Hashable, key: DomainKey, members: Iterable[KvMember]) -> None:
         """Take over the workers of one owner, such as a model: all of them are in the domain `key`."""
@@ -386,7 +423,7 @@ class KvDomains:
         guesses = guesses_of(settings)
         router = KvRouter(
             block_size=key.block_size,
-            policy=self._policy,
+            policy=self._policies.get(key.role, self._policies[AGGREGATED]),
             rng=self._rng,
             index=guesses if index is None else index,
             predicted=None if index is None else guesses,

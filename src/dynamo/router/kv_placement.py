@@ -134,7 +134,8 @@ class KvPlacement:
             prompt_tokens=len(prompt),
             lora_name=lora_name,
             cache_salt=cache_salt,
-            priority=routing.get("priority") or 0,
+            priority=routing.get("priority_jump") or routing.get("priority") or 0,
+            strict_priority=routing.get("strict_priority") or 0,
             pinned_worker_id=pinned,
             pinned_dp_rank=routing.get("prefill_dp_rank") if is_prefill else routing.get("dp_rank"),
             required_taints=constraints.get("required_taints") or (),
@@ -216,6 +217,11 @@ class KvPlacement:
             selection=selection,
             kv_policy=self.router.policy,
         )
+
+    def current_router(self) -> KvRouter:
+        """Return the router, with the ranks there are now."""
+        self._refresh()
+        return self.router
 
     def _refresh(self) -> None:
         """Take the ranks there are now, if they have changed."""

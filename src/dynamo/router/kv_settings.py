@@ -6,7 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
-from dynamo.settings.readers import SettingReader, integer, mebibytes, number, off_at_zero, one_of, seconds, switch
+import msgspec
+
+from dynamo.placement.queueing import PolicyFile, PolicyProfile, QueueOrder, Selector, read_policy_file
+from dynamo.placement.queueing.policy_file import SelectorRole
+from dynamo.settings.readers import (
+    SettingReader,
+    integer,
+    mebibytes,
+    number,
+    off_at_zero,
+    one_of,
+    seconds,
+    switch,
+    text,
+)
 from dynamo.settings.table import setting
 
 __all__ = ["KV_POLICIES", "KvRouterSettings"]
@@ -15,6 +29,20 @@ KV_POLICIES: Final = ("time", "default", "two-tier")
 MIB: Final = 1024 * 1024
 
 _GROUP: Final = "kv router"
+_NO_FILE: Final = PolicyFile()
+_ROLES: Final[Mapping[str, SelectorRole]] = {
+    "aggregated": "aggregated", "prefill": "prefill", "decode": "decode", "encode": "encode",
+}  # fmt: skip
+# Settings of a policy file that have one value here, and the bounds of those that are numbers.
+_ONE_VALUE: Final[Mapping[str, object]] = {
+    "router_tracking_hash": "public-xxh3-v1", "router_tracking_key_file": None, "router_tracking_key_id": None,
+    "router_prefill_load_model": "none", "use_remote_indexer": False, "serve_indexer": False,
+    "shared_cache_type": "none", "enable_session_prefix_index": False,
+}  # fmt: skip
+_AT_LEAST: Final = {
+    "host_cache_hit_weight": (0, 1), "disk_cache_hit_weight": (0, 1), "router_ttl_secs": (0.1, 2**53),
+    "router_predicted_ttl_secs": (0, 2**53),
+}  # fmt: skip
 _weight: Final = number(0, metavar="WEIGHT")
 _part: Final = number(0, 1, metavar="PART")
 _off_at_zero: Final = off_at_zero(seconds())
@@ -79,6 +107,22 @@ class KvRouterSettings:
         "Report what this router books to the other routers of its workers, and count what they book "
         "([routing](routing.md#several-routers))",
         flag="--router-replica-sync", group=_GROUP)
+    router_queue_threshold: float | None = setting(None, "DYN_ROUTER_QUEUE_THRESHOLD", number(0, metavar="PART"),
+        "Let a request wait while every worker that could serve it has more prompt tokens to compute than this part of "
+        "`max_num_batched_tokens` ([queues](routing.md#queues)). Also for the classes of `--router-policy-config` that "
+        "have no threshold of their own", flag="--router-queue-threshold", group=_GROUP)
+    router_queue_policy: str = setting("fcfs", "DYN_ROUTER_QUEUE_POLICY", one_of("fcfs", "wspt"),
+        "Who goes first where no policy class says: the request that came first (`fcfs`), or the one with the fewest "
+        "tokens to compute (`wspt`)", flag="--router-queue-policy", group=_GROUP)
+    router_policy_config: str | None = setting(None, "DYN_ROUTER_POLICY_CONFIG", SettingReader(str, metavar="FILE"),
+        "YAML with policy classes, policies by role, and router settings ([queues](routing.md#queues)); what it gives "
+        "beats flags and variables", flag="--router-policy-config", group=_GROUP)
+    worker_selection_policy: str | None = setting(None, "DYN_ROUTER_WORKER_SELECTION_POLICY", text,
+        "A policy by name, from `worker_selection` of that file or one of `--router-policy`, for all roles")
+    router_prefill_policy: str | None = setting(None, "DYN_ROUTER_PREFILL_POLICY", text,
+        "The same for workers that only compute prompts", flag="--router-prefill-policy", group=_GROUP)
+    router_decode_policy: str | None = setting(None, "DYN_ROUTER_DECODE_POLICY", text,
+        "The same for workers that only decode", flag="--router-decode-policy", group=_GROUP)
     load_aware: bool = setting(False, "DYN_ROUTER_LOAD_AWARE", switch,
         "Route by the load alone: `--router-mode kv` without a look at caches, and without KV events",
         flag="--load-aware", group=_GROUP)
@@ -90,9 +134,37 @@ class KvRouterSettings:
     decisions_limit_bytes: int = setting(64 * MIB, "DYN_ROUTER_DECISIONS_MB", mebibytes,
         "Size at which that file becomes `FILE.1` and a new one begins; two are kept")
     # fmt: on
+    policies: PolicyFile = _NO_FILE  # what `router_policy_config` says
 
     def settle(self, env: Mapping[str, str]) -> Self:
-        """Apply `load_aware`, and check what more than one setting decides. Raises ValueError."""
+        """Read the policy file, apply `load_aware`, and check what more than one setting decides. Raises ValueError."""
+        made = self if self.router_policy_config is None else self._with_file(self.router_policy_config)
+        return made._settled()
+
+    def _with_file(self, path: str) -> Self:
+        """Return the settings over those of a policy file. Raises ValueError."""
+        try:
+            with open(path, encoding="utf-8") as file:
+                policies = read_policy_file(file.read())
+        except OSError as error:
+            raise ValueError(f"--router-policy-config {path}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ValueError(f"--router-policy-config {path}: {error}") from error
+        given = {name: it for name, it in msgspec.structs.asdict(policies.router).items() if it is not None}
+        for name in given.keys() & _ONE_VALUE.keys():
+            if given.pop(name) != _ONE_VALUE[name]:
+                raise ValueError(f"--router-policy-config {path}: router.{name}: {_ONE_VALUE[name]!r} is the only one")
+        given.pop("router_event_threads", None)  # there is one thread
+        for name in given.keys() & _AT_LEAST.keys():
+            least, most = _AT_LEAST[name]
+            if not least <= given[name] <= most:
+                raise ValueError(f"--router-policy-config {path}: router.{name} must be between {least} and {most:g}")
+        policy = given.get("router_approximate_cache_policy", "ttl")
+        if policy not in ("ttl", "lru"):
+            raise ValueError(f"--router-policy-config {path}: router.router_approximate_cache_policy: ttl or lru")
+        return replace(self, policies=policies, **given)
+
+    def _settled(self) -> Self:
         if self.load_aware:
             return replace(
                 self,
@@ -110,6 +182,26 @@ class KvRouterSettings:
         if self.router_approximate_cache_policy == "lru" and self.use_kv_events:
             raise ValueError("--router-approximate-cache-policy lru needs --no-router-kv-events")
         return self
+
+    def profile(self, model: str) -> PolicyProfile:
+        """Return the policy classes of a model."""
+        found = self.policies.profile(model)
+        if found is not None:
+            return found if self.router_queue_threshold is None else found.with_threshold(self.router_queue_threshold)
+        order = QueueOrder(self.router_queue_policy)
+        return PolicyProfile.of_one_class(queue_threshold=self.router_queue_threshold, order=order)
+
+    def selector(self, role: str) -> Selector | None:
+        """Return how workers of a role are chosen; None: by `policy`. Raises ValueError for a name that nothing has."""
+        flag = {"prefill": self.router_prefill_policy, "decode": self.router_decode_policy}.get(role)
+        name = flag or self.worker_selection_policy
+        if name is None:
+            return self.policies.selector(_ROLES[role]) if role in _ROLES else None
+        found = self.policies.named_selector(name)
+        if found is None and name not in KV_POLICIES:
+            known = ", ".join([*self.policies.selector_names, *KV_POLICIES])
+            raise ValueError(f"no worker selection policy is called {name!r}; known: {known}")
+        return found or Selector(name, name)
 
     @property
     def reads_events(self) -> bool:

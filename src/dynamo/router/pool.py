@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Coroutine, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from dynamo.errors import DynamoException, InvalidArgument, WorkerUnavailable
 from dynamo.placement import Candidate, Placement, PlacementRequest, Policy, WorkerKey, eligible, place
+from dynamo.placement.kv_query import KvQuery
 from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.kv_placement import KvPlacement
+from dynamo.router.kv_placement import KvPlaced, KvPlacement
+from dynamo.router.queue_gate import QueueGate
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.base import Instance, ResponseStream
 
@@ -73,7 +75,8 @@ class ModelPool:
     """
 
     __slots__ = (
-        "_clients", "_members", "_places", "_policy", "_waiters", "busy", "emptied_at", "kv", "name", "runtime_config",
+        "_busy", "_clients", "_members", "_places", "_policy", "_waiters", "emptied_at", "gate", "kv", "name",
+        "runtime_config",
     )  # fmt: skip
 
     def __init__(self, name: str, clients: Mapping[str, WorkerClient], policy: Policy) -> None:
@@ -81,6 +84,7 @@ class ModelPool:
         `policy`: of this pool alone, as it keeps the pool's turn; only a `KvPlacement` may be shared."""
         self.name = name
         self._clients = clients
+        self.gate: QueueGate | None = None  # where requests wait for a worker; None: they do not
         self.use(policy)
         # Requests that wait for a worker, in order of arrival; bounded by those in flight.
         self._waiters: dict[asyncio.Future[None], None] = {}
@@ -89,13 +93,28 @@ class ModelPool:
         )
         self._members: Mapping[str, frozenset[int]] = {}  # instance ids by endpoint
         self.runtime_config = ModelRuntimeConfig()  # what the engine registered about itself
-        self.busy: frozenset[int] = frozenset()  # members whose reported load exceeds a threshold
+        self._busy: frozenset[int] = frozenset()
         self._places: Mapping[int, frozenset[str]] = {}  # topology taints, of the members that have any
 
     def use(self, policy: Policy) -> None:
         """Choose by another policy from now on."""
         self._policy = policy
         self.kv = policy if isinstance(policy, KvPlacement) else None
+
+    def set_gate(self, gate: QueueGate | None) -> None:
+        """Let requests wait at `gate` from now on; None: they do not wait."""
+        self.gate = gate
+
+    @property
+    def busy(self) -> frozenset[int]:
+        """The members whose reported load exceeds a threshold."""
+        return self._busy
+
+    @busy.setter
+    def busy(self, busy: frozenset[int]) -> None:
+        self._busy = busy
+        if self.gate is not None:
+            self.gate.changed()
 
     def set_members(self, members: Iterable[WorkerKey]) -> None:
         """Take over the members: (endpoint, instance id) pairs."""
@@ -144,6 +163,8 @@ class ModelPool:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
+        if self.gate is not None:
+            self.gate.changed()
 
     async def wait_for_change(self, context: Context, until: float) -> None:
         """Return when the members have changed, at the time `until`, or when `context` is stopped."""
@@ -181,6 +202,20 @@ class ModelPool:
         client = self._clients[endpoint]
         return ChosenWorker(placement, client.named(instance_id), client, self.kv)
 
+    def wait_for_turn(
+        self, worker: ChosenWorker, query: KvQuery | None, context: Context
+    ) -> Coroutine[None, None, bool] | None:
+        """Return the wait of a request that is about to go to `worker`; None: it may go at once.
+
+        Await it: True: choose again, and open in the same turn of the loop; False: the request was cancelled meanwhile.
+        It raises RouterQueueLimitExceeded where too many wait already.
+        """
+        gate, placement = self.gate, worker.placement
+        if gate is None or query is None or not isinstance(placement, KvPlaced):
+            return None
+        policy = gate.parks(placement.selection, query, context)
+        return None if policy is None else gate.wait(policy, placement.selection, query, context)
+
     def has_worker(self, request: PlacementRequest) -> bool:
         """Return whether `choose` would find a worker that is not busy; nothing is chosen, so no turn is used up."""
         try:
@@ -211,7 +246,7 @@ class ModelPool:
         found: list[Candidate] = []
         for endpoint, ids in self._members.items():
             if (client := self._clients.get(endpoint)) is not None:
-                found += client.candidates(members=ids, busy=self.busy)
+                found += client.candidates(members=ids, busy=self._busy)
         return found
 
     def instance(self, instance_id: int) -> Instance | None:

@@ -125,7 +125,12 @@ class PrefillRouter:
         query = None if kv is None else await kv.query(body, record, pinned=pinned, is_prefill=True)
         while True:
             try:
-                worker = self._choose(body, pinned, [*tried, *self._cut_off(can_receive)], query)
+                without = [*tried, *self._cut_off(can_receive)]
+                worker = self._choose(body, pinned, without, query)
+                if not tried and (wait := self.workers.wait_for_turn(worker, query, context)) is not None:
+                    if not await wait:
+                        return PrefillAnswer(worker.instance, [])  # cancelled while it waited
+                    worker = self._choose(body, pinned, without, query)
             except WorkerUnavailable as error:
                 raise last or error from None  # why the last one failed says more
             record.prefill_placement = worker.placement

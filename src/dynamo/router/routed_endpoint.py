@@ -28,6 +28,8 @@ from dynamo.router.kv_domains import router_options
 from dynamo.router.kv_router import KvRouter, Selection
 from dynamo.router.kv_settings import KvRouterSettings
 from dynamo.router.load_reports import RouterLoadReports
+from dynamo.router.queue_gate import QueueGate, RouterRanks
+from dynamo.router.queue_metrics import QueueMetrics
 from dynamo.router.replica_sync import ReplicaSync
 from dynamo.runtime.client import Client
 from dynamo.runtime.context import Context
@@ -52,9 +54,10 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 class RoutedEndpoint:
     """Follows the workers of an endpoint for a router, and sends them requests. Use as `async with`."""
 
-    def __init__(self, workers: Endpoint, router: KvRouter) -> None:
-        """`workers`: the endpoint whose instances serve the requests. What feeds the router's index is the caller's."""
-        self.endpoint, self.router = workers, router
+    def __init__(self, workers: Endpoint, router: KvRouter, *, gate: QueueGate | None = None) -> None:
+        """`workers`: the endpoint whose instances serve the requests. What feeds the router's index is the caller's. `gate`:
+        where requests wait for a worker; None: they do not."""
+        self.endpoint, self.router, self.gate = workers, router, gate
         self._stack = AsyncExitStack()
         self._cards: dict[str, tuple[int, ModelCard]] = {}  # by key; instance id and card
         self._trusts: dict[WorkerRank, Trust] = {}  # what the events of a rank are worth; absent: none have come
@@ -87,10 +90,11 @@ class RoutedEndpoint:
         """Send a request where its prefix lies, and book it until its answer ends.
 
         Raises InvalidArgument for a request that is not one, what `KvRouter.select` raises where no rank may serve it,
-        and the last worker's error when all that were tried decline it.
+        RouterQueueLimitExceeded where too many wait already, and the last worker's error when all that were tried decline it.
+        The answer to a request that is cancelled while it waits is empty.
         """
         answer = RoutedAnswer(self, body, context, kv_query_of(body) if query is None else query)
-        await answer.begin()
+        await answer.start()
         return answer
 
     def booking_id(self, request_id: str) -> str:
@@ -132,6 +136,7 @@ class RoutedEndpoint:
 
     def _set_ranks(self) -> None:
         self.router.set_ranks(ranks_of(self.client.instance_ids(), dict(self._cards.values()), self._trusts))
+        self.router.load.relieved()  # what waits may wait for one of these
 
 
 class RoutedAnswer:
@@ -157,13 +162,26 @@ class RoutedAnswer:
         self._has_begun = False  # an item has come
         self.selection: Selection | None = None  # of the worker that serves it, or was asked last
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
+        """Wait for a turn where all workers have too much to prefill, then `begin`; do nothing when cancelled meanwhile."""
+        gate, query, context = self._endpoint.gate, self._query, self._context
+        selection: Selection | None = None
+        if gate is not None:
+            selection = self._endpoint.router.select(query, _now())
+            if (policy := gate.parks(selection, query, context)) is not None:
+                if not await gate.wait(policy, selection, query, context):
+                    return
+                selection = None
+        await self.begin(selection)
+
+    async def begin(self, selection: Selection | None = None) -> None:
         """Choose a worker and open the stream there; go on with others where it declines. See `RoutedEndpoint.open`."""
         while True:
             self._query.excluded = self._excluded
-            selection = self.selection = self._endpoint.router.select(self._query, _now())
+            self.selection = selection or self._endpoint.router.select(self._query, _now())
+            selection = None
             try:
-                await self._open_at(selection)
+                await self._open_at(self.selection)
                 return
             except _NOT_STARTED as error:
                 self._decline(error)
@@ -286,7 +304,7 @@ async def routed_endpoint(
 ) -> AsyncIterator[RoutedEndpoint]:
     """Follow an endpoint's workers for a router, feed `sink` their KV events, and share the bookings, as the settings say."""
     async with AsyncExitStack() as stack:
-        workers = RoutedEndpoint(endpoint, router)
+        workers = RoutedEndpoint(endpoint, router, gate=_gate(kv, router, endpoint))
         if sink is not None:
             await stack.enter_async_context(KvEventFeed(endpoint, sink, on_trust=workers.set_trust))
         await stack.enter_async_context(RouterLoadReports(endpoint, router.load))
@@ -294,6 +312,15 @@ async def routed_endpoint(
             sync = ReplicaSync(endpoint, router.load, router_id=endpoint.connection_id(), block_size=router.block_size)
             router.observer = await stack.enter_async_context(sync)
         yield await stack.enter_async_context(workers)
+
+
+def _gate(kv: KvRouterSettings, router: KvRouter, endpoint: Endpoint) -> QueueGate | None:
+    """Return the queue in front of an endpoint's workers; None where the settings ask for none."""
+    profile = kv.profile("")  # that of no model in particular: an endpoint may serve several
+    if not profile.parks:
+        return None
+    metrics = QueueMetrics(endpoint.runtime.metrics, model=endpoint.path, worker_type="decode", classes=profile.classes)
+    return QueueGate(router, profile, RouterRanks(router), metrics)
 
 
 def ranks_of(
@@ -335,7 +362,9 @@ class _Hints(msgspec.Struct):
     lora_name: str | None = None
     cache_salt: str | None = None
     cache_namespace: str | None = None
-    priority: int | None = None
+    priority: float | None = None
+    priority_jump: float | None = None
+    strict_priority: int | None = None
     expected_output_tokens: int | None = None
     allowed_worker_ids: list[int] | None = None
     routing_constraints: _Constraints | None = None
@@ -355,7 +384,8 @@ def kv_query_of(body: Mapping[str, object]) -> KvQuery:
         token_ids=token_ids_of(body["token_ids"]),
         lora_name=hints.lora_name,
         cache_salt=hints.cache_salt or hints.cache_namespace,
-        priority=hints.priority or 0,
+        priority=hints.priority_jump or hints.priority or 0,
+        strict_priority=hints.strict_priority or 0,
         pinned_worker_id=hints.decode_worker_id if pinned is None else pinned,
         pinned_dp_rank=hints.dp_rank,
         allowed=None if hints.allowed_worker_ids is None else set(hints.allowed_worker_ids),

@@ -15,7 +15,9 @@ from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import Overlap, WorkerRank
 from dynamo.placement.kv_query import Trust
 from dynamo.placement.policies.kv_policies import kv_policy
+from dynamo.placement.queueing import PolicyClass, PolicyProfile, UncachedIslBucket
 from dynamo.router.kv_router import KvRouter
+from dynamo.router.queue_gate import QueueGate, RouterRanks
 from dynamo.router.routed_endpoint import RoutedEndpoint, kv_query_of, ranks_of
 from dynamo.router.service import RouterService
 from dynamo.runtime.context import Context
@@ -94,12 +96,14 @@ class Pool:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[Pool]:
+async def served(profile: PolicyProfile | None = None) -> AsyncIterator[Pool]:
+    """`profile`: requests wait by it for a worker."""
     runtime = memory_runtime()
     pool = Pool(runtime)
+    gate = None if profile is None else QueueGate(pool.router, profile, RouterRanks(pool.router))
     try:
         async with (
-            RoutedEndpoint(runtime.endpoint("ns.pool.generate"), pool.router) as pool.workers,
+            RoutedEndpoint(runtime.endpoint("ns.pool.generate"), pool.router, gate=gate) as pool.workers,
             RouterService(pool.workers),
         ):
             yield pool
@@ -231,3 +235,31 @@ async def test_the_trust_in_a_ranks_events_reaches_the_choice() -> None:
             pool.workers.set_trust(rank, trust)
             assert pool.router.ranks[rank].trust is trust
             assert pool.router.ranks[WorkerRank(rank.worker_id)].trust is Trust.NONE
+
+
+async def test_requests_wait_for_a_worker_with_little_to_prefill() -> None:
+    one = PolicyClass(
+        name="only", quantum=1, policy_family="f", cache_bucket="b", prefill_busy_threshold=0,
+        request_queue_limit_per_worker=2,
+    )  # fmt: skip
+    async with served(PolicyProfile((one,), (UncachedIslBucket(0, "b"),), "f")) as pool:
+        worker = await pool.worker()
+        gate, load = pool.workers.gate, pool.router.load
+        assert gate is not None
+        load.add("b0b/theirs", WorkerRank(worker), (), prompt_tokens=10, cached_tokens=0, now=0.0)
+        asked = [asyncio.ensure_future(pool.ask("generate", {"token_ids": PROMPT})) for _ in range(2)]
+        await until(lambda: len(gate) == 2)
+        with pytest.raises(DynamoException, match="queue requests limit reached"):
+            await pool.ask("generate", {"token_ids": PROMPT})
+        leaving, context = asked.pop(), Context("leaves")
+        leaving.cancel()
+        await until(lambda: len(gate) == 1)
+        opening = asyncio.ensure_future(pool.workers.open({"token_ids": PROMPT}, context))
+        await until(lambda: len(gate) == 2)
+        context.kill()
+        assert len(gate) == 1
+        assert await (await opening).next_batch() == []
+        assert pool.requests[worker] == []
+        load.free("b0b/theirs", 0.0)
+        assert [item.token_ids for item in (await asked[0])[:2]] == [[7], [8, 9]]
+        assert (len(gate), len(load)) == (0, 0)

@@ -256,6 +256,7 @@ class ModelDirectory:
         for key in self._served.drop_abandoned(lambda key: cards.group(key) is not None):
             self._readiness.forget(key)
             self._reports.gone(key, is_last=not cards.groups(key.model))
+        self._prefill.instances_changed()
         self._cluster.changes.note()
 
     def _update(self) -> None:

@@ -48,11 +48,21 @@ class PrefillPools:
         router = self._routers.get(_place(key))
         if router is None:
             workers = ModelPool(key.model, self._clients, self._rules.policy(group))
+            workers.set_gate(self._rules.gate(group, workers))
             router = PrefillRouter(workers, enforced=self._rules.enforce_disagg, rng=self._rules.rng)
             self._routers[_place(key)] = router
         elif self._rules.kv is not None:
-            router.workers.use(self._rules.policy(group))  # other workers may have blocks of another size
+            policy = self._rules.policy(group)
+            if policy is not router.workers.kv:  # other workers may have blocks of another size
+                router.workers.use(policy)
+                router.workers.set_gate(self._rules.gate(group, router.workers))
         router.set_members({(entry.endpoint, entry.instance_id): entry.card.runtime_config for entry in group.accepted})
+
+    def instances_changed(self) -> None:
+        """Let requests that wait for a prefill worker look again."""
+        for router in self._routers.values():
+            if (gate := router.workers.gate) is not None:
+                gate.changed()
 
     def group_gone(self, key: GroupKey) -> None:
         """Take the loss of the last prefill worker."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
 
-from dynamo.errors import DynamoException, Overloaded, ResponseTimeout
+from dynamo.errors import DynamoException, Overloaded, ResponseTimeout, RouterQueueLimitExceeded
 from dynamo.frontend.admission.model import Shed, urgency_of
 from dynamo.frontend.admission.process import Admission, NotReady
 from dynamo.frontend.apis.base import Answer, Api, Renderer, RenderOptions
@@ -331,7 +331,11 @@ class Call:
         if exchange.reason is not None:
             error = exchange.reason
         rejected = self._rejection(error)
-        if isinstance(error, Overloaded) and rejected.retry_after_seconds is not None and exchange.slot is not None:
+        if (
+            isinstance(error, Overloaded | RouterQueueLimitExceeded)
+            and rejected.retry_after_seconds is not None
+            and exchange.slot is not None
+        ):
             # The workers are full. How soon that passes is known better here than by the worker that refused last.
             rejected.retry_after_seconds = max(rejected.retry_after_seconds, exchange.slot.retry_after_seconds(now))
         failure = classify(error, rejected)

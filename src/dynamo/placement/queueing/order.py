@@ -25,7 +25,7 @@ def order_key(
     order: QueueOrder,
     *,
     strict_priority: int,
-    priority: int,
+    priority: float,
     arrived_at: float,
     uncached_tokens: int,
     number: int,

@@ -86,7 +86,7 @@ class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PolicyFile:
     """What a policy file says. Immutable."""
 
-    __slots__ = ("_models", "_root", "_selectors", "router")
+    __slots__ = ("_models", "_named", "_root", "_selectors", "router")
 
     def __init__(
         self,
@@ -94,9 +94,11 @@ class PolicyFile:
         root: PolicyProfile | None = None,
         models: Mapping[str, PolicyProfile] | None = None,
         selectors: Mapping[SelectorRole, Selector] | None = None,
+        named: Mapping[str, Selector] | None = None,
         router: RouterFileSettings | None = None,
     ) -> None:
         self._root, self._models, self._selectors = root, dict(models or {}), dict(selectors or {})
+        self._named = dict(named or {})
         self.router = router or RouterFileSettings()
 
     def profile(self, model: str) -> PolicyProfile | None:
@@ -110,6 +112,15 @@ class PolicyFile:
         """Return the selector of a role; None: the built-in one."""
         return self._selectors.get(role)
 
+    def named_selector(self, name: str) -> Selector | None:
+        """Return a selector by its name, whatever role it has."""
+        return self._named.get(name)
+
+    @property
+    def selector_names(self) -> tuple[str, ...]:
+        """The names of all selectors."""
+        return tuple(self._named)
+
 
 def read_policy_file(text: str) -> PolicyFile:
     """Read YAML (or JSON, which is YAML). Raises InvalidPolicy, which names the key, for anything that cannot be meant."""
@@ -121,10 +132,12 @@ def read_policy_file(text: str) -> PolicyFile:
         raise InvalidPolicy("request_classifier", "request classifiers are not built in this version")
     if not (found.models or any(value is not None for key, value in document.items() if key != "models")):
         raise InvalidPolicy("policy file", "gives none of router, policy classes, models and worker_selection")
+    selection = found.worker_selection or _Selection()
     return PolicyFile(
         root=_root(found),
         models={name: _profile(each, f"models.{name}") for name, each in found.models.items()},
-        selectors=_selectors(found.worker_selection or _Selection()),
+        selectors=_selectors(selection, named := _named(selection)),
+        named=named,
         router=found.router,
     )
 
@@ -196,7 +209,7 @@ def _profile(value: object, path: str) -> PolicyProfile:
     return PolicyProfile(found.policy_classes, found.uncached_isl_buckets, found.default_policy_family, path=f"{path}.")
 
 
-def _selectors(found: _Selection) -> dict[SelectorRole, Selector]:
+def _named(found: _Selection) -> dict[str, Selector]:
     named: dict[str, Selector] = {}
     for number, each in enumerate(found.instances):
         path = f"worker_selection.instances[{number}].name"
@@ -206,6 +219,10 @@ def _selectors(found: _Selection) -> dict[SelectorRole, Selector]:
         if each.name in named:
             raise InvalidPolicy(path, f"{each.name!r} is given twice")
         named[each.name] = each
+    return named
+
+
+def _selectors(found: _Selection, named: Mapping[str, Selector]) -> dict[SelectorRole, Selector]:
     roles: dict[SelectorRole, str | None] = {
         "aggregated": found.aggregated,
         "prefill": found.prefill,

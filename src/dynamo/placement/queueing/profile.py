@@ -77,11 +77,14 @@ class PolicyClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def is_busy(self, rank: RankPrefill) -> bool:
         """Return whether a rank is too busy for a request of this class."""
-        tokens = rank.active_prefill_tokens
-        if self.prefill_busy_threshold is not None and tokens > self.prefill_busy_threshold:
+        return self.is_over(rank.active_prefill_tokens, rank.max_num_batched_tokens)
+
+    def is_over(self, active_prefill_tokens: float, max_num_batched_tokens: int | None) -> bool:
+        """Return whether a rank with so many prefill tokens is too busy for a request of this class."""
+        if self.prefill_busy_threshold is not None and active_prefill_tokens > self.prefill_busy_threshold:
             return True
         part = self.prefill_busy_threshold_frac
-        return part is not None and tokens > part * (rank.max_num_batched_tokens or UNKNOWN_BATCH_TOKENS)
+        return part is not None and active_prefill_tokens > part * (max_num_batched_tokens or UNKNOWN_BATCH_TOKENS)
 
     def check(self, path: str) -> None:
         """Raise InvalidPolicy for a value that cannot be meant."""
@@ -145,8 +148,8 @@ class PolicyProfile:
         """Make the profile of a router without a policy file: one class, which parks above `queue_threshold`, a part of
         the tokens that a worker takes in one step. None: nothing is ever parked.
         """
-        if queue_threshold is not None and not 0 <= queue_threshold < 2**63:
-            raise InvalidPolicy("queue_threshold", f"must be a number of at least 0, got {queue_threshold}")
+        if queue_threshold is not None:
+            _check_threshold(queue_threshold)
         made = cls.__new__(cls)  # `lcfs`, which no file may name, is allowed here
         only = PolicyClass(
             name=DEFAULT_CLASS,
@@ -161,6 +164,28 @@ class PolicyProfile:
         made._bucketed = {DEFAULT_CLASS: {DEFAULT_CLASS: only}}
         made._default_family = DEFAULT_CLASS
         return made
+
+    def with_threshold(self, queue_threshold: float) -> PolicyProfile:
+        """Return the profile in which classes without a threshold of their own have this one."""
+        _check_threshold(queue_threshold)
+        made = PolicyProfile.__new__(PolicyProfile)
+        made.classes = MappingProxyType(
+            {
+                name: each if each.parks else msgspec.structs.replace(each, prefill_busy_threshold_frac=queue_threshold)
+                for name, each in self.classes.items()
+            }
+        )
+        made._buckets, made._default_family = self._buckets, self._default_family
+        made._bucketed = {
+            family: {bucket: made.classes[each.name] for bucket, each in found.items()}
+            for family, found in self._bucketed.items()
+        }
+        return made
+
+    @property
+    def parks(self) -> bool:
+        """Whether any class can ever keep a request waiting."""
+        return any(each.parks for each in self.classes.values())
 
     def resolve(self, asked: str | None, uncached_tokens: int) -> PolicyClass:
         """Return the class of a request.
@@ -184,6 +209,11 @@ def check_name(name: str, path: str) -> None:
     """Raise InvalidPolicy for a name that could not stand in a metric's label."""
     if not _NAME.fullmatch(name):
         raise InvalidPolicy(path, f"a name has letters, digits, '_', '.' and '-', got {name!r}")
+
+
+def _check_threshold(queue_threshold: float) -> None:
+    if not 0 <= queue_threshold < 2**63:
+        raise InvalidPolicy("queue_threshold", f"must be a number of at least 0, got {queue_threshold}")
 
 
 def _check_buckets(buckets: tuple[UncachedIslBucket, ...], path: str) -> None:

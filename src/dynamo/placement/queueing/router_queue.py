@@ -38,7 +38,7 @@ class QueueRequest(msgspec.Struct, Generic[P], frozen=True, gc=False):
     """The most that an eligible rank holds of the prompt."""
     policy_class: str | None = None
     """The class or family that the request asks for."""
-    priority: int = 0
+    priority: float = 0
     strict_priority: int = 0
     pinned: WorkerRank | None = None
     """The one rank that may serve it."""
@@ -116,10 +116,12 @@ class RouterQueue(Generic[P]):
 
     def usage(self) -> Mapping[str, QueueUsage]:
         """Return what waits in each class."""
-        return {
-            name: QueueUsage(len(queue.lanes), queue.raw_isl_tokens, queue.cached_tokens)
-            for name, queue in self._queues.items()
-        }
+        return {name: self.usage_of(name) for name in self._queues}
+
+    def usage_of(self, name: str) -> QueueUsage:
+        """Return what waits in one class."""
+        queue = self._queues[name]
+        return QueueUsage(len(queue.lanes), queue.raw_isl_tokens, queue.cached_tokens)
 
     def arrive(self, request: QueueRequest[P], ranks: EligibleRanks[P], now: float) -> bool:
         """Return True when a request may be dispatched at once; otherwise it is parked, and `ready` returns it later.
@@ -129,16 +131,20 @@ class RouterQueue(Generic[P]):
         Raises:
             RouterQueueLimitExceeded: a limit of the class was reached before this request came.
         """
-        queue = self._queues[self.profile.resolve(request.policy_class, request.uncached_tokens).name]
-        if not queue.policy.parks:
+        policy = self.profile.resolve(request.policy_class, request.uncached_tokens)
+        if not policy.parks:
             return True
         found = list(ranks.eligible(request))
         if not found:
             return True
-        if not queue.lanes.waiting(request.pinned) and not all(map(queue.policy.is_busy, found)):
+        if not self.has_backlog(policy, request.pinned) and not all(map(policy.is_busy, found)):
             return True
-        self._park(request, queue, ranks.workers(), now)
+        self.park(request, policy, ranks.workers(), now)
         return False
+
+    def has_backlog(self, policy: PolicyClass, pinned: WorkerRank | None) -> bool:
+        """Return whether a request waits already where a new one of the class would. `pinned`: the rank that it names."""
+        return self._queues[policy.name].lanes.waiting(pinned) > 0
 
     def ready(self, ranks: EligibleRanks[P], now: float) -> Iterator[QueueRequest[P]]:
         """Yield the requests that may be dispatched now, each no longer parked.
@@ -168,7 +174,13 @@ class RouterQueue(Generic[P]):
         self._take_out(entry)
         return True
 
-    def _park(self, request: QueueRequest[P], queue: _ClassQueue[P], workers: int, now: float) -> None:
+    def park(self, request: QueueRequest[P], policy: PolicyClass, workers: int, now: float) -> None:
+        """Park a request of a class; `ready` returns it later. `workers`: how many there are.
+
+        Raises:
+            RouterQueueLimitExceeded: a limit of the class was reached before this request came.
+        """
+        queue = self._queues[policy.name]
         if request.request_id in self._parked:
             raise ValueError(f"request {request.request_id} is parked already")
         self._check_limits(queue, workers)

@@ -1,0 +1,262 @@
+"""The queue of the kv router mode from the door: who waits, who goes, and what a client sees when it is full."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from dynamo.errors import EngineShutdown
+from dynamo.kv.overlap import WorkerRank
+from dynamo.protocol.model_types import ModelType, WorkerType
+from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.tasks import first_of
+from dynamo.settings.table import read_settings
+from support.asgi_client import Exchange
+from support.frontend_cluster import Cluster, ScriptedWorker, cluster
+from support.patience import PATIENCE_SECONDS
+
+BLOCK = 4
+BATCH = 100
+PROMPT = list(range(1, 61))  # 60 tokens: one of them makes a worker busy at a threshold of 0.5
+
+POLICY = """
+default_policy_family: rest
+uncached_isl_buckets: [{min_tokens: 0, bucket: all}]
+policy_classes:
+  - {name: rest, policy_family: rest, cache_bucket: all, quantum: 60, prefill_busy_threshold: 0}
+  - {name: gold, quantum: 240, prefill_busy_threshold: 0, request_queue_limit_per_worker: 3}
+"""
+
+
+class Gated:
+    """Workers that answer the requests one at a time, whenever the test says so; the order in which they came."""
+
+    def __init__(self) -> None:
+        self.arrived: list[str] = []
+        self._permits = asyncio.Semaphore(0)
+
+    async def script(self, body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        self.arrived.append(str(body["token_ids"][0]))
+        await first_of(self._permits.acquire(), context.async_killed_or_stopped())
+        sink.send_tokens(list(b"z"), finish_reason="stop")
+
+    def answer(self, requests: int = 1) -> None:
+        for _ in range(requests):
+            self._permits.release()
+
+
+@asynccontextmanager
+async def queued(tmp_path: Path, **settings: Any) -> AsyncIterator[Cluster]:
+    settings = {"policy": "default", "use_kv_events": False, "router_queue_threshold": 0.5, **settings}
+    made = KvRouterSettings(**settings).settle({})
+    async with cluster(tmp_path, router_mode="kv", kv_router=made) as found:
+        yield found
+
+
+async def add(house: Cluster, script: Any, **members: Any) -> ScriptedWorker:
+    config = ModelRuntimeConfig(total_kv_blocks=1000, max_num_batched_tokens=BATCH)
+    return await house.worker(script, kv_cache_block_size=BLOCK, runtime_config=config, **members)
+
+
+def ask(house: Cluster, first: int = 1, *, policy_class: str | None = None, **fields: Any) -> Exchange:
+    headers = {} if policy_class is None else {"x-dynamo-meta-policy-class": policy_class}
+    prompt = [first, *PROMPT[1:]]
+    return house.client.begin("POST", "/v1/completions", {"model": "m", "prompt": prompt, **fields}, headers=headers)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def waiting(house: Cluster, policy_class: str = "default", worker_type: str = "decode") -> float:
+    labels = {"model": "m", "worker_type": worker_type, "policy_class": policy_class}
+    return house.metric("dynamo_frontend_router_queue_pending_requests", **labels)
+
+
+def booked(house: Cluster) -> int:
+    domains = house.frontend.models._rules.kv
+    assert domains is not None
+    return sum(len(each.placement.router.load) for each in domains._domains.values())
+
+
+async def test_requests_wait_for_a_worker_and_go_as_prefills_end(tmp_path: Path) -> None:
+    async with queued(tmp_path) as house:
+        work = Gated()
+        await add(house, work.script)
+        asked = [ask(house, number) for number in range(4)]
+        await until(lambda: waiting(house) == 3)
+        assert work.arrived == ["0"]
+        for number in range(4):
+            work.answer()
+            assert (await asked[number].done()).status == 200
+            await until(lambda done=number: len(work.arrived) == min(4, done + 2))
+        assert work.arrived == ["0", "1", "2", "3"]
+        assert (waiting(house), booked(house)) == (0, 0)
+
+
+async def test_a_full_class_answers_529_with_its_figures_and_when_to_come_back(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(POLICY)
+    async with queued(tmp_path, router_policy_config=str(file)) as house:
+        work = Gated()
+        await add(house, work.script)
+        asked = [ask(house, 0)]
+        await until(lambda: len(work.arrived) == 1)
+        asked += [ask(house, number, policy_class="gold") for number in range(1, 4)]
+        await until(lambda: waiting(house, "gold") == 3)
+        refused = await ask(house, 4, policy_class="gold").done()
+        assert refused.status == 529
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json["details"] == {"policy_class": "gold", "limit_kind": "requests", "current": 3, "limit": 3}
+        assert 'router policy class "gold" queue requests limit reached' in refused.json["message"]
+        other = ask(house, 5)  # another class has room
+        await until(lambda: waiting(house, "rest") == 1)
+        work.answer(5)
+        for each in [*asked, other]:
+            assert (await each.done()).status == 200
+        reason = {"model": "m", "worker_type": "decode", "policy_class": "gold", "reason": "request_limit"}
+        assert house.metric("dynamo_frontend_router_queue_backpressure_total", **reason) == 1
+        assert booked(house) == 0
+
+
+async def test_a_client_that_leaves_gives_its_place_away(tmp_path: Path) -> None:
+    async with queued(tmp_path) as house:
+        work = Gated()
+        worker = await add(house, work.script)
+        first = ask(house, 0)
+        await until(lambda: len(work.arrived) == 1)
+        leaving, staying = ask(house, 1, stream=True), ask(house, 2)
+        await until(lambda: waiting(house) == 2)
+        leaving.disconnect()
+        await until(lambda: waiting(house) == 1)
+        work.answer(2)
+        assert (await first.done()).status == (await staying.done()).status == 200
+        assert work.arrived == ["0", "2"]
+        assert len(worker.requests) == 2
+
+
+async def test_a_deadline_passes_in_the_queue(tmp_path: Path) -> None:
+    made = KvRouterSettings(policy="default", use_kv_events=False, router_queue_threshold=0.5)
+    async with cluster(tmp_path, router_mode="kv", kv_router=made, request_timeout_seconds=0.3) as house:
+        worker = await add(house, Gated().script)
+        domains = house.frontend.models._rules.kv
+        assert domains is not None
+        (domain,) = domains._domains.values()
+        rank = WorkerRank(worker.endpoint.connection_id())
+        domain.placement.router.load.add(
+            "b0b/theirs", rank, (), prompt_tokens=60, cached_tokens=0, now=0, expires=False
+        )
+        assert (await ask(house).done()).status == 504
+        assert (waiting(house), worker.requests) == (0, [])
+        late = {"model": "m", "worker_type": "decode", "policy_class": "default", "reason": "due_time_passed"}
+        assert house.metric("dynamo_frontend_router_admission_rejected_total", **late) == 1
+
+
+async def test_when_the_workers_are_gone_what_waits_fails_and_a_new_worker_takes_it(tmp_path: Path) -> None:
+    async with queued(tmp_path) as house:
+        work = Gated()
+        lost = await add(house, work.script)
+        asked = [ask(house, number) for number in range(3)]
+        await until(lambda: waiting(house) == 2)
+        await lost.served.drain(0)
+        assert [(await each.done()).status for each in asked] == [503, 503, 503]
+        assert waiting(house) == 0
+        work.answer(9)
+        await add(house, work.script)
+        assert (await ask(house, 4).done()).status == 200
+
+
+async def test_a_worker_that_joins_takes_what_waits(tmp_path: Path) -> None:
+    async with queued(tmp_path) as house:
+        first, second = Gated(), Gated()
+        await add(house, first.script)
+        asked = [ask(house, number) for number in range(2)]
+        await until(lambda: waiting(house) == 1)
+        await add(house, second.script)
+        await until(lambda: second.arrived == ["1"])
+        first.answer()
+        second.answer()
+        assert [(await each.done()).status for each in asked] == [200, 200]
+
+
+async def test_an_answer_that_lost_its_worker_does_not_wait_again(tmp_path: Path) -> None:
+    async with queued(tmp_path) as house:
+        work, broken = Gated(), asyncio.Event()
+
+        async def breaks(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+            sink.send_tokens(list(b"a"))
+            await broken.wait()
+            raise EngineShutdown("gone")
+
+        await add(house, breaks)
+        moved = ask(house, 0)
+        await until(lambda: booked(house) == 1)
+        await add(house, work.script)
+        first = ask(house, 1, nvext={"backend_instance_id": house.workers[1].endpoint.connection_id()})
+        await until(lambda: work.arrived == ["1"])
+        broken.set()
+        await until(lambda: work.arrived == ["1", "0"])  # although that worker is above the threshold
+        work.answer(2)
+        assert (await moved.done()).status == (await first.done()).status == 200
+
+
+async def test_draining_serves_what_waits_and_a_cut_ends_it(tmp_path: Path) -> None:
+    async with queued(tmp_path) as house:
+        work = Gated()
+        await add(house, work.script)
+        asked = [ask(house, number) for number in range(3)]
+        await until(lambda: waiting(house) == 2)
+        draining = asyncio.ensure_future(house.frontend.drain(PATIENCE_SECONDS))
+        work.answer(1)
+        await until(lambda: len(work.arrived) == 2)
+        assert house.frontend.cut() == 2
+        assert [(await each.done()).status for each in asked] == [200, 503, 503]
+        assert await draining
+        assert (waiting(house), booked(house)) == (0, 0)
+
+
+async def test_prompts_of_a_disaggregated_model_wait_for_its_prefill_workers(tmp_path: Path) -> None:
+    async with queued(tmp_path) as house:
+        prefills = Gated()
+
+        async def prefill(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+            prefills.arrived.append(str(body["token_ids"][0]))
+            await prefills._permits.acquire()
+            sink.send_tokens([1], finish_reason="length", extra={"disaggregated_params": {"at": 1}})
+
+        decodes = Gated()
+        decodes.answer(9)
+        await add(
+            house,
+            prefill,
+            component="prefill",
+            model_type=ModelType.Prefill,
+            worker_type=WorkerType.Prefill,
+            wait=False,
+        )
+        await add(house, decodes.script, worker_type=WorkerType.Decode, needs=[[WorkerType.Prefill]])
+        asked = [ask(house, number) for number in range(3)]
+        await until(lambda: waiting(house, worker_type="prefill") == 2)
+        assert prefills.arrived == ["0"]
+        leaving = ask(house, 3, stream=True)
+        await until(lambda: waiting(house, worker_type="prefill") == 3)
+        leaving.disconnect()
+        await until(lambda: waiting(house, worker_type="prefill") == 2)
+        prefills.answer(3)
+        assert [(await each.done()).status for each in asked] == [200, 200, 200]
+        assert (prefills.arrived, sorted(decodes.arrived)) == (["0", "1", "2"], ["0", "1", "2"])
+        assert (waiting(house, worker_type="prefill"), booked(house)) == (0, 0)
+
+
+def test_the_threshold_is_read_from_its_variable() -> None:
+    made = read_settings(KvRouterSettings, {"DYN_ROUTER_QUEUE_THRESHOLD": "0.5"})
+    assert made.profile("m").parks
+    assert not read_settings(KvRouterSettings, {"DYN_ROUTER_QUEUE_THRESHOLD": "nan"}).profile("m").parks
