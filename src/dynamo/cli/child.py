@@ -115,7 +115,7 @@ def _be_worker(engine_spec: str, argv: list[str], report: Reports, lifeline: Lif
     from dynamo.errors import DynamoException, InvalidArgument, text_of
     from dynamo.runtime.distributed import DistributedRuntime
     from dynamo.runtime.log_text import one_line
-    from dynamo.worker.run import exit_status, run_engine
+    from dynamo.worker.run import exit_at_once, exit_status, run_engine
 
     path = ""
 
@@ -138,6 +138,7 @@ def _be_worker(engine_spec: str, argv: list[str], report: Reports, lifeline: Lif
             instance_id=runtime.connection_id(),
         )
 
+    status = 0
     try:
         run_engine(engine_cls, argv, make, on_serving=serving, force_exit=lifeline.force_exit)
     except DynamoException as error:
@@ -147,8 +148,11 @@ def _be_worker(engine_spec: str, argv: list[str], report: Reports, lifeline: Lif
             )  # several workers meet the same mistake: the parent prints it once
         else:
             print(one_line(text_of(error)), file=sys.stderr)
-        return exit_status(error)
-    return 0
+        status = exit_status(error)
+    if engine_cls.skips_teardown:
+        lifeline.sweep()
+        exit_at_once(status)
+    return status
 
 
 def endpoint_path(config: WorkerConfig) -> str:

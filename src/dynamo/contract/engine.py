@@ -21,7 +21,14 @@ from dynamo.contract.chunks import (
     usage,
 )
 from dynamo.contract.engine_config import EngineConfig, LlmRegistration
-from dynamo.contract.hooks import Controllable, Drains, PublishesKvEvents, PublishesLoad
+from dynamo.contract.hooks import (
+    Controllable,
+    Drains,
+    HasProcesses,
+    PublishesKvEvents,
+    PublishesLoad,
+    ReportsFailure,
+)
 from dynamo.contract.requests.logits import (
     ForcedTokenSequenceSpec,
     LogitsProcessorEntry,
@@ -76,7 +83,7 @@ class EngineMetrics(Protocol):
         """Append `callback()`, Prometheus exposition text, at every scrape."""
 
 
-class BaseEngine(Controllable, PublishesLoad, Drains, ABC):
+class BaseEngine(Controllable, PublishesLoad, Drains, ReportsFailure, HasProcesses, ABC):
     """What every engine has, whatever it produces. The optional hooks are grouped in `dynamo.contract.hooks`."""
 
     @classmethod

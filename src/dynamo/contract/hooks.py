@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+import asyncio
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from dynamo.contract.kv_events import KvEventSource
 
-__all__ = ["Controllable", "Drains", "PublishesKvEvents", "PublishesLoad"]
+__all__ = ["Controllable", "Drains", "HasProcesses", "PublishesKvEvents", "PublishesLoad", "ReportsFailure"]
 
 
 class Controllable(Protocol):
@@ -69,3 +70,35 @@ class Drains(Protocol):
         Polled at the shutdown of a prefill worker, if overridden.
         """
         return None
+
+
+class ReportsFailure(Protocol):
+    """Reports what went wrong in its own terms: its own end, and the kinds of its exceptions."""
+
+    async def wait_dead(self) -> str:
+        """Return the reason once this engine can never serve again, such as a core process that died. Default: never.
+
+        Awaited once, from the moment the worker serves; cancelled at shutdown. The worker then leaves discovery
+        at once, ends running streams with `EngineShutdown` (routers move them to another worker), calls `cleanup()` but
+        not `drain()`, and ends with status 1. Raising an exception means the same as returning.
+        """
+        return str(await asyncio.get_running_loop().create_future())
+
+    def map_error(self, error: Exception) -> Exception | None:
+        """Return the exception to report in place of one that left `start` or `generate`; None: `error` itself.
+
+        For exceptions of the engine's own kinds: `InvalidArgument` is the caller's fault, `EngineShutdown` has the
+        request served elsewhere, an `HttpError` carries a status. `dynamo.errors` never get here. Fast and without I/O.
+        """
+        return None
+
+
+class HasProcesses(Protocol):
+    """Declares what the engine's libraries do to the process of the worker."""
+
+    has_child_processes: ClassVar[bool] = False
+    """The engine starts processes. They are killed when the worker's process is gone, however that ended."""
+
+    skips_teardown: ClassVar[bool] = False
+    """The process may end without the teardown of the interpreter, once `cleanup()` has returned, exit callbacks have run
+    and everything buffered is written. Large libraries take seconds for a teardown that has no effect."""

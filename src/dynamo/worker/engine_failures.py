@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from typing import TYPE_CHECKING
 
 from dynamo.errors import (
     Cancelled,
@@ -21,13 +22,46 @@ from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.runtime.tasks import is_being_cancelled, take_back_cancellation
 from dynamo.worker.cancellation import CancellationWatch
 
-__all__ = ["end_failed", "is_engine_failure", "log_failure", "wrap_error"]
+if TYPE_CHECKING:
+    from dynamo.contract.engine import BaseEngine
+
+__all__ = ["ErrorMapping", "end_failed", "is_engine_failure", "log_failure", "wrap_error"]
 
 logger = logging.getLogger(__name__)
 
 
+class ErrorMapping:
+    """Maps what leaves one engine to typed errors: the engine's own mapping first, then the rules of `wrap_error`."""
+
+    def __init__(self, engine: BaseEngine, *, map_builtin_errors: bool = False) -> None:
+        self._engine = engine
+        self._map_builtin_errors = map_builtin_errors
+
+    def typed(self, error: BaseException) -> DynamoException:
+        """Convert an exception; the original stays reachable as the cause of what is returned."""
+        reported = error
+        if isinstance(error, Exception) and not isinstance(error, DynamoException):
+            reported = self._engine_says(error)
+        if reported is not error and reported.__cause__ is None:
+            reported.__cause__ = error
+        return wrap_error(reported, map_builtin_errors=self._map_builtin_errors)
+
+    def _engine_says(self, error: Exception) -> Exception:
+        try:
+            mapped: object = self._engine.map_error(error)
+        except Exception:
+            logger.warning("map_error(%s) failed; the error is reported as it is", type(error).__name__, exc_info=True)
+            return error
+        if mapped is None:
+            return error
+        if isinstance(mapped, Exception):
+            return mapped
+        logger.warning("map_error(%s) returned %s; return an exception or None", type(error).__name__, type(mapped))
+        return error
+
+
 def end_failed(
-    error: BaseException, context: Context, sink: ResponseSink, watch: CancellationWatch, map_builtin_errors: bool
+    error: BaseException, context: Context, sink: ResponseSink, watch: CancellationWatch, mapping: ErrorMapping
 ) -> DynamoException | None:
     """End a stream whose generator raised. Returns the typed failure, or None when nothing failed: the request or the
     whole task was cancelled."""
@@ -44,7 +78,7 @@ def end_failed(
         failure: DynamoException = EngineShutdown("the engine cancelled a request that nobody had cancelled")
         failure.__cause__ = error
     else:
-        failure = wrap_error(error, map_builtin_errors=map_builtin_errors)
+        failure = mapping.typed(error)
     sink.end(failure)
     log_failure(context, error, failure)
     return failure

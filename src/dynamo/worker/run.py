@@ -8,13 +8,15 @@ took too long and was cut.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from contextlib import suppress
+from typing import Any, Final, NoReturn
 
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import BaseEngine
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 EngineFactory = Callable[[list[str] | None], Awaitable[tuple[BaseEngine, WorkerConfig]]]
 """Replaces `from_args`: `await factory(argv)` gives the engine, not started, and the worker's configuration."""
 
+EXIT_CALLBACK_SECONDS: Final = 2.0  # for the callbacks of `atexit`, where nothing else of the interpreter is torn down
+
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2  # as argparse: a supervisor does not start the same command line again
 
@@ -46,14 +50,36 @@ def run(
 
     `on_serving` is awaited beside the worker once its instance is routable.
 
-    Returns after a graceful shutdown. Raises SystemExit (see above) when the worker failed; an exception of `from_args`
-    that is none of ours passes through.
+    Returns after a graceful shutdown; the process of an engine that `skips_teardown` ends instead. Raises SystemExit (see
+    above) when the worker failed; an exception of `from_args` that is none of ours passes through.
     """
     try:
         run_engine(engine_cls, argv, engine_factory, on_serving=on_serving)
     except DynamoException as error:
         print(one_line(text_of(error)), file=sys.stderr)  # noqa: T201 - the last line of a process that failed is for its operator
+        if engine_cls.skips_teardown:
+            exit_at_once(exit_status(error))
         raise SystemExit(exit_status(error)) from error
+    if engine_cls.skips_teardown:
+        exit_at_once(0)
+
+
+def exit_at_once(status: int) -> NoReturn:
+    """End this process without the teardown of the interpreter, which takes seconds with large libraries.
+
+    Callbacks of `atexit` run first (the log is written by one of them), within `EXIT_CALLBACK_SECONDS`, and standard
+    output and error are flushed. Threads are cut where they are.
+    """
+    limit = threading.Timer(EXIT_CALLBACK_SECONDS, os._exit, (status,))
+    limit.daemon = True
+    limit.start()
+    try:
+        atexit._run_exitfuncs()  # a failing callback has been printed
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # its reader is gone, or the engine closed it
+                stream.flush()
+        os._exit(status)
 
 
 def exit_status(error: DynamoException) -> int:

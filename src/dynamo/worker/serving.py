@@ -30,7 +30,7 @@ from dynamo.worker.chunk_checks import (
     choice_count,
     invalid_chunk,
 )
-from dynamo.worker.engine_failures import end_failed, is_engine_failure, wrap_error
+from dynamo.worker.engine_failures import ErrorMapping, end_failed, is_engine_failure, wrap_error
 from dynamo.worker.running_requests import RunningRequest, RunningRequests
 
 __all__ = ["CHUNKS_PER_TURN", "RawServing", "SpanRecorder", "TokenServing", "wrap_error"]
@@ -89,7 +89,7 @@ class TokenServing:
         self._engine = engine
         self._mode = mode
         self._validate = validate
-        self._map_builtin_errors = map_builtin_errors
+        self._errors = ErrorMapping(engine, map_builtin_errors=map_builtin_errors)
         self._start_span = start_span
         self._running = running
 
@@ -104,7 +104,7 @@ class TokenServing:
             stream = self._engine.generate(request, context=context)  # type: ignore[arg-type]
             await self._pump(stream, choice_count(request), call)
         except BaseException as error:
-            failure = end_failed(error, context, sink, watch, self._map_builtin_errors)
+            failure = end_failed(error, context, sink, watch, self._errors)
             if span is not None and failure is None:
                 span.dropped()
             elif span is not None:
@@ -239,7 +239,7 @@ class RawServing:
 
     def __init__(self, engine: RawEngine, *, map_builtin_errors: bool = False) -> None:
         self._engine = engine
-        self._map_builtin_errors = map_builtin_errors
+        self._errors = ErrorMapping(engine, map_builtin_errors=map_builtin_errors)
 
     async def handle(self, body: Any, context: Context, sink: ResponseSink) -> None:
         """Serve one request."""
@@ -262,7 +262,7 @@ class RawServing:
                     await sink.wait_credit()
             sink.end()
         except BaseException as error:
-            end_failed(error, context, sink, watch, self._map_builtin_errors)
+            end_failed(error, context, sink, watch, self._errors)
             if not is_engine_failure(error):
                 raise
         finally:

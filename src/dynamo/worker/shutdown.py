@@ -50,15 +50,15 @@ class StopRequest:
         await self._event.wait()
 
     def begin(self) -> None:
-        """Start the clock of the way down, also for a worker that failed by itself."""
+        """Start the clock of the way down and arm the deadline, also for a worker that failed by itself."""
         self.requested_at = asyncio.get_running_loop().time()
+        if self.deadline is not None:
+            self.deadline.arm()
 
     def request(self) -> None:
         """Record the request, arm the deadline, and limit a `start()` that still runs."""
         self.begin()
         self._event.set()
-        if self.deadline is not None:
-            self.deadline.arm()
         if self.start_scope is not None:
             self.start_scope.reschedule(self.requested_at + self.times.start_until_seconds)
 
@@ -86,12 +86,18 @@ class Shutdown:
         self._stop = stop
         self.parts = parts
         self.skip_waiting = False  # streams in flight are cut at once
+        self.engine_died: EngineShutdown | None = None  # nothing more is asked of it but its clean-up
         self.cancelled: asyncio.CancelledError | None = None  # `run` was cancelled on its way down
 
     async def drain(self, *, owns_runtime: bool) -> None:
         """Leave discovery, let the streams end, drain the engine."""
         if owns_runtime:
             self._endpoint.runtime.health.begin_shutdown()
+        if self.engine_died is not None:
+            self.skip_waiting = True
+            self._cut(
+                EngineShutdown(str(self.engine_died))
+            )  # before all else, which may take time: the streams can continue elsewhere
         await self._run_despite_cancel(self._unregister())
         if not self.skip_waiting and self._stop.times.grace_seconds > 0:
             logger.info("Grace period %.2fs before drain", self._stop.times.grace_seconds)
@@ -99,8 +105,9 @@ class Shutdown:
         began = time.perf_counter()
         await self._run_despite_cancel(self._await_streams())
         await self._run_despite_cancel(self._cut_streams())
-        await self._run_despite_cancel(self._drain())
-        await self._run_despite_cancel(self._await_quiescence())
+        if self.engine_died is None:
+            await self._run_despite_cancel(self._drain())
+            await self._run_despite_cancel(self._await_quiescence())
         if self.parts.metrics is not None:
             self.parts.metrics.drain_time_seconds.set(time.perf_counter() - began)
 
@@ -142,18 +149,24 @@ class Shutdown:
             if await served.wait_idle(min(HEARTBEAT_SECONDS, until - loop.time())):
                 return
 
-    async def _cut_streams(self) -> None:
+    def _cut(self, why: EngineShutdown) -> None:
         """Decline new requests and end the streams that are left: a frontend migrates them."""
         served = self.parts.served
         if served is None:
             return
         served.stop_accepting()
-        cut = served.cut(EngineShutdown("the worker is shutting down"))
+        cut = served.cut(why)
         if cut:
             logger.warning("%d streams were still running and were cut; frontends may migrate them", cut)
-            # Their aborts and the `finally` of their generators need a living engine: neither may run after cleanup().
-            if not await served.wait_idle(CUT_SECONDS):
-                logger.warning("%d of them ignored it and are left to the clean-up", served.inflight)
+
+    async def _cut_streams(self) -> None:
+        """Cut what is left, and wait a moment for it to let go of the engine."""
+        if self.engine_died is None:
+            self._cut(EngineShutdown("the worker is shutting down"))
+        served = self.parts.served
+        # Their aborts and the `finally` of their generators need a living engine: neither may run after cleanup().
+        if served is not None and served.inflight and not await served.wait_idle(CUT_SECONDS):
+            logger.warning("%d of them ignored it and are left to the clean-up", served.inflight)
 
     async def _drain(self) -> None:
         try:

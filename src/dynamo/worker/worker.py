@@ -32,8 +32,11 @@ from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.distributed import DistributedRuntime, Endpoint
 from dynamo.runtime.endpoint import split_endpoint
 from dynamo.runtime.logging import configure_dynamo_logging
+from dynamo.runtime.process_guard import guard_this_process
 from dynamo.runtime.settings import RuntimeSettings
-from dynamo.worker.engine_failures import wrap_error
+from dynamo.runtime.tasks import first_of
+from dynamo.worker.engine_death import EngineDied, raise_when_dead
+from dynamo.worker.engine_failures import ErrorMapping
 from dynamo.worker.hooks import await_hook
 from dynamo.worker.lifecycle import Lifecycle, ShutdownTimes, State, WorkerEvent
 from dynamo.worker.registration import check_encoder_route
@@ -222,7 +225,7 @@ class Worker:
                 self._life.apply(WorkerEvent.PREPARED)
         except BaseException as error:  # also a cancellation: an engine that was started must be cleaned up
             self._life.apply(WorkerEvent.FAILED)
-            failure = _typed(error)
+            failure = ErrorMapping(self._engine).typed(error) if isinstance(error, Exception) else error
             # A mistake of the operator is one sentence, and `run` prints it.
             level = logging.DEBUG if isinstance(failure, InvalidArgument) else logging.ERROR
             cause = error if failure is not error else None
@@ -232,6 +235,8 @@ class Worker:
 
     async def _start_engine(self, setup: Setup) -> tuple[EngineConfig, float]:
         began, stop = time.perf_counter(), self._stop
+        if self._engine.has_child_processes:
+            await asyncio.to_thread(guard_this_process)
         try:
             async with asyncio.timeout(None) as stop.start_scope:  # a request to stop sets the time
                 config = read_engine_config(await await_hook(self._engine.start(setup.worker_id)))
@@ -269,7 +274,7 @@ class Worker:
                 parts.admin.attach(served)
             await setup.serve_rl_directory()
             self._serving.set()
-            ended = await self._stop.unless_stopped(served.wait_closed())
+            ended = await self._stop.unless_stopped(first_of(served.wait_closed(), raise_when_dead(self._engine)))
             if ended and not self._stop.is_set:  # the runtime was shut down
                 logger.info("The endpoint ended; shutting down")
                 down.skip_waiting = True
@@ -279,6 +284,10 @@ class Worker:
                 self._stop.begin()
                 self._life.apply(WorkerEvent.FAILED)
             if isinstance(error, asyncio.CancelledError | InvalidArgument):
+                return error
+            if isinstance(error, EngineDied):
+                logger.error("%s; leaving discovery, and the process ends", error)
+                down.engine_died = error
                 return error
             failure = Unknown(f"serve: {error}")
             failure.__cause__ = error
@@ -337,11 +346,6 @@ def _connection_failure(error: Exception) -> DynamoException:
     if isinstance(error, ValueError):
         return InvalidArgument(str(error))
     return CannotConnect(f"{type(error).__name__}: {error}")
-
-
-def _typed(error: BaseException) -> BaseException:
-    """Engine failures as typed errors; what is no failure (a cancellation, an exit) stays itself."""
-    return wrap_error(error) if isinstance(error, Exception) else error
 
 
 # Names that tests written for the native system import from here.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -210,12 +211,32 @@ class CleanupWithoutStartFailed(Honest):
             raise AttributeError("no thread to join")
 
 
+class MapErrorFailed(Honest):
+    def map_error(self, error: Exception) -> Exception | None:
+        return "oh"  # type: ignore[return-value]
+
+
+class DeathReportedWhileAlive(Honest):
+    async def wait_dead(self) -> str:
+        return "it looked dead"
+
+
+class ProcessesLeft(Honest):
+    has_child_processes = True
+    child: subprocess.Popen[bytes] | None = None
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        type(self).child = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220
+        return await super().start(worker_id)
+
+
 TOKEN_BREAKERS: list[type[Honest]] = [
     StartFailed, EmptyModelInConfig, KvEventSourcesFailed, KvEventSourcesNotIdempotent, SetupMetricsFailed,
     ComponentMetricsNotIdempotent, GenerateFailed, NoChunksYielded, StreamYieldedError, NoTerminalChunk,
     ChunkAfterTerminal, CompletionTokensMismatch, TokenIdsInvalid, IndexInvalid, UnknownFinishReason,
     MaxTokensIgnored, EventLoopBlocked, ChunkTimedOut, ConcurrentGenerateFailed, CancellationNotObserved,
     CancellationIgnored, CleanupFailed, SecondCleanupFailed, CleanupWithoutStartFailed,
+    MapErrorFailed, DeathReportedWhileAlive, ProcessesLeft,
 ]  # fmt: skip
 
 
@@ -223,13 +244,19 @@ TOKEN_BREAKERS: list[type[Honest]] = [
 def _short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dynamo.contract.conformance.kit.CANCEL_SECONDS", 0.05)
     monkeypatch.setattr("dynamo.contract.conformance.kit.CHUNK_SECONDS", 1.0)
+    monkeypatch.setattr("dynamo.contract.conformance.kit.PROCESS_SECONDS", 0.2)
 
 
 @pytest.mark.usefixtures("_short_limits")
 @each_case("broken", TOKEN_BREAKERS, ids=lambda cls: cls.__name__)
 async def test_each_broken_engine_is_named_exactly(broken: type[Honest]) -> None:
-    with pytest.raises(ConformanceFailure) as caught:
-        await run_conformance(broken)
+    try:
+        with pytest.raises(ConformanceFailure) as caught:
+            await run_conformance(broken)
+    finally:
+        if ProcessesLeft.child is not None:
+            ProcessesLeft.child.kill()
+            ProcessesLeft.child.wait()
     assert caught.value.name == broken.__name__
     assert str(caught.value).startswith(broken.__name__)
 
@@ -403,7 +430,7 @@ async def test_a_kit_that_is_cancelled_ends_as_cancelled_and_releases_the_engine
 async def test_an_honest_engine_passes_and_every_check_is_reported() -> None:
     passed: list[str] = []
     await run_conformance(Honest, report=passed.append)
-    assert len(passed) == len(set(passed)) == 11
+    assert len(passed) == len(set(passed)) == 12
 
 
 async def test_the_factory_is_called_twice_and_may_be_a_coroutine() -> None:

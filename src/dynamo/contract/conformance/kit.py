@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from dynamo.contract.engine import BaseEngine
 from dynamo.contract.metrics import EngineMetrics
 from dynamo.runtime.context import Context
 from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.process_guard import Started, descendants
 from dynamo.runtime.tasks import Background, is_being_cancelled
 
 __all__ = ["EngineFactory", "run_conformance", "run_encode_conformance", "run_raw_conformance"]
@@ -32,6 +34,9 @@ START_SECONDS: Final = 60.0  # a model of a test loads within this time
 CHUNK_SECONDS: Final = 5.0  # without a chunk, a test engine hangs
 CANCEL_SECONDS: Final = 2.0
 HOOK_SECONDS: Final = 10.0  # any other call of the engine
+ALIVE_SECONDS: Final = 0.1  # how long a living engine must not have reported its death
+PROCESS_SECONDS: Final = 10.0  # for what cleanup() has ended to be gone
+PROCESS_POLL_SECONDS: Final = 0.05
 CONCURRENT: Final = 8
 MAX_TOKENS: Final = 8  # of the kit's requests
 PROMPT: Final = [1, 2, 3]
@@ -138,14 +143,20 @@ def encode_request(model: str) -> dict[str, Any]:
 async def _run(factory: EngineFactory, checks: Callable[[_Trial], Awaitable[None]], report: Report | None) -> None:
     passed = report or (lambda _name: None)
     engine = await _fresh(factory)
+    before = await asyncio.to_thread(descendants, os.getpid()) if engine.has_child_processes else {}
     cleaned = False
     try:
-        await checks(_Trial(engine, passed))
+        trial = _Trial(engine, passed)
+        await checks(trial)
+        await _check_failure_reports(trial)
         cleaned = True  # from here on it is the cleanup itself that is judged
         await _attempt("CleanupFailed", engine.cleanup(), HOOK_SECONDS)
         passed("cleanup succeeds")
         await _attempt("SecondCleanupFailed", engine.cleanup(), HOOK_SECONDS)
         passed("cleanup twice is safe")
+        if engine.has_child_processes:
+            await _check_processes(before)
+            passed("cleanup leaves no child process behind")
     finally:
         if not cleaned:
             await _quietly(engine)
@@ -279,6 +290,33 @@ async def _check_cancellation(trial: _Trial, request: dict[str, Any], *, termina
         task.result()
     trial.passed("a cancelled request ends in time")
     check.finish()
+
+
+async def _check_failure_reports(trial: _Trial) -> None:
+    try:
+        mapped = trial.engine.map_error(LookupError("an error of the conformance kit"))
+    except Exception as error:
+        raise _named(error, "MapErrorFailed") from error
+    if not (mapped is None or isinstance(mapped, Exception)):
+        raise ConformanceFailure("MapErrorFailed", f"it returned {type(mapped).__name__}")
+    work = Background()
+    task = work.start(trial.engine.wait_dead(), "conformance: wait_dead", is_awaited=True)
+    await work.wait(ALIVE_SECONDS)
+    if task.done():
+        outcome = task.exception() or task.result()
+        raise ConformanceFailure("DeathReportedWhileAlive", str(outcome)) from task.exception()
+    await work.close(CANCEL_SECONDS)
+    trial.passed("the engine does not report its death while it serves")
+
+
+async def _check_processes(before: Started) -> None:
+    """Wait until no process is left that was started since `before`. Processes may take a moment to be gone."""
+    clock = asyncio.get_running_loop().time
+    until = clock() + PROCESS_SECONDS
+    while left := set(await asyncio.to_thread(descendants, os.getpid())) - set(before):
+        if clock() >= until:
+            raise ConformanceFailure("ProcessesLeft", ", ".join(map(str, sorted(left))))
+        await asyncio.sleep(PROCESS_POLL_SECONDS)
 
 
 async def _judge(engine: Any, request: dict[str, Any], check: StreamCheck, watch: LoopWatch) -> None:

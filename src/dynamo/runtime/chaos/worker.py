@@ -161,6 +161,10 @@ class _Engine:
     async def abort(self, context: Context) -> None:
         await self._engine.abort(context)
 
+    def map_error(self, error: Exception) -> Exception | None:
+        mapped: Exception | None = self._engine.map_error(error)
+        return mapped
+
 
 class _Sink:
     """Stands for a sink, and lets items get lost, doubled or late on a `mux` connection."""

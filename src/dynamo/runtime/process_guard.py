@@ -1,0 +1,217 @@
+"""Ends the processes that this process started, once this process is gone, however it ended.
+
+A process that is killed cannot end its children. So a second, small process, the guard, watches it: this file, run as a
+program, which imports the standard library only. It notes the descendants of its parent while the parent lives. When
+the parent is gone it kills those that are left, whatever process group or session they are in. A descendant that was
+started since the last look is found by what it inherited: a mark in the environment, or the descriptor of a pipe where it
+was forked and runs no other program.
+
+The helper processes with which Python's `multiprocessing` removes shared memory get a moment to do so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+__all__ = ["Started", "descendants", "guard_this_process"]
+
+logger = logging.getLogger(__name__)
+
+MARK: Final = "DYNAMO_GUARD_MARK"  # in the environment of this process's children: their start was guarded
+PROC: Final = Path("/proc")
+LOOK_SECONDS: Final = 0.5  # between two looks at the descendants
+LOOK_SECONDS_WITHOUT_PROC: Final = 3.0  # each look is a `ps` then
+SWEEP_SECONDS: Final = 10.0  # a process that is stuck in the kernel cannot be killed; the guard does not wait longer
+HELPER_SECONDS: Final = 2.0  # for `multiprocessing.resource_tracker` to remove what the dead left
+HELPER: Final = b"multiprocessing.resource_tracker"
+
+Started = dict[int, str]
+"""Processes by number, each with the time of its start: numbers are used again."""
+
+_guard: subprocess.Popen[bytes] | None = None
+_pipe: int | None = None  # never used; whoever holds it was forked by this process
+
+
+def guard_this_process() -> None:
+    """Start the guard of this process. Idempotent; a guard that has ended is started again. Raises OSError."""
+    global _guard, _pipe
+    if _guard is not None and _guard.poll() is None:
+        return
+    mark = f"{os.getpid()}-{time.time_ns()}"
+    if _pipe is None:
+        _pipe, other_end = os.pipe()
+        os.close(other_end)
+    environment = {name: value for name, value in os.environ.items() if name != MARK}
+    _guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, str(os.fstat(_pipe).st_ino)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # it outlives what ends the group of its parent
+    )
+    os.environ[MARK] = mark
+    logger.debug("process %d ends the children of this process when this process is gone", _guard.pid)
+
+
+def descendants(of: int) -> Started:
+    """Return the living descendants of a process, without the helpers of `multiprocessing`, which end by themselves."""
+    return {number: begun for number, begun in _below([of], _table()).items() if HELPER not in _read(number, "cmdline")}
+
+
+# -- the table of processes -------------------------------------------------------------------------------------------
+
+
+def _table() -> dict[int, tuple[int, str]]:
+    """Return every process that is not a zombie: its number -> (its parent's number, the time of its start)."""
+    if not (PROC / "self" / "stat").exists():
+        return _table_of_ps()
+    found = {}
+    for number in _numbers(os.listdir(PROC)):
+        entry = _stat(number)
+        if entry is not None:
+            found[number] = entry
+    return found
+
+
+def _stat(number: int) -> tuple[int, str] | None:
+    """Return the parent and the time of the start of a process; None when it is gone or a zombie."""
+    try:
+        text = (PROC / str(number) / "stat").read_bytes()
+    except OSError:  # it ended meanwhile
+        return None
+    fields = text[text.rindex(b")") + 2 :].split()  # the name before it may hold anything
+    return None if fields[0] in b"ZX" else (int(fields[1]), fields[19].decode())
+
+
+def _table_of_ps() -> dict[int, tuple[int, str]]:
+    listing = subprocess.run(
+        ["ps", "-axo", "pid=,ppid=,stat=,lstart="], capture_output=True, text=True, check=True
+    ).stdout
+    rows = (line.split(None, 3) for line in listing.splitlines())
+    return {int(row[0]): (int(row[1]), row[3]) for row in rows if len(row) == 4 and not row[2].startswith("Z")}
+
+
+def _numbers(names: Iterable[str]) -> list[int]:
+    return [int(name) for name in names if name.isdecimal()]
+
+
+def _below(roots: Iterable[int], table: dict[int, tuple[int, str]]) -> Started:
+    children: dict[int, list[int]] = {}
+    for number, (parent, _) in table.items():
+        children.setdefault(parent, []).append(number)
+    found: Started = {}
+    left = list(roots)
+    while left:
+        for number in children.get(left.pop(), ()):
+            if number not in found:
+                found[number] = table[number][1]
+                left.append(number)
+    return found
+
+
+# -- the guard --------------------------------------------------------------------------------------------------------
+
+
+class _Guard:
+    """What the guard knows of its parent's descendants. Bounded by the processes that live."""
+
+    def __init__(self, parent: int, mark: str, pipe: str) -> None:
+        self._parent, self._mark, self._pipe = parent, f"{MARK}={mark}".encode(), f"pipe:[{pipe}]"
+        self._known: Started = {}
+
+    def look(self) -> None:
+        """Note the descendants of now; those whose own parent has died were noted before."""
+        self._note(_table())
+
+    def _note(self, table: dict[int, tuple[int, str]]) -> None:
+        known = {number: begun for number, begun in self._known.items() if table.get(number, (0, ""))[1] == begun}
+        self._known = {**known, **_below([self._parent, *known], table)}
+        self._known.pop(os.getpid(), None)
+
+    def sweep(self) -> list[str]:
+        """Kill what is left of the parent's descendants; return what that was."""
+        began = time.monotonic()
+        killed: dict[int, str] = {}
+        while (since := time.monotonic() - began) < SWEEP_SECONDS:
+            table = _table()
+            table.pop(os.getpid(), None)
+            self._note(table)
+            left = {*self._known, *(number for number in table if self._is_marked(number))}
+            if not left:
+                break
+            for number in left:
+                command = _read(number, "cmdline")
+                if HELPER in command and since < HELPER_SECONDS:
+                    continue
+                killed.setdefault(number, f"{number} ({_read(number, 'comm').decode(errors='replace').strip()})")
+                _kill(number)
+            time.sleep(0.02)
+        return list(killed.values())
+
+    def _is_marked(self, number: int) -> bool:
+        return self._mark in _read(number, "environ").split(b"\0") or self._pipe in _descriptors(number)
+
+
+def _read(number: int, name: str) -> bytes:
+    try:
+        return (PROC / str(number) / name).read_bytes()
+    except OSError:  # it ended meanwhile, is another user's, or this system has no such file
+        return b""
+
+
+def _descriptors(number: int) -> set[str]:
+    """Return what the descriptors of a process refer to, as far as that can be read."""
+    directory = PROC / str(number) / "fd"
+    found = set()
+    with suppress(OSError):
+        for name in os.listdir(directory):
+            with suppress(OSError):
+                found.add(os.readlink(directory / name))
+    return found
+
+
+def _kill(number: int) -> None:
+    with suppress(OSError):  # it ended meanwhile
+        os.kill(number, signal.SIGKILL)
+
+
+def main(argv: list[str]) -> None:
+    """Watch the parent until it is gone, then sweep."""
+    parent = int(argv[0])
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # it ends with its parent, and with nothing else
+        signal.signal(number, signal.SIG_IGN)
+    guard = _Guard(parent, *argv[1:])
+    gone = _descriptor_of(parent)
+    seconds = LOOK_SECONDS if PROC.exists() else LOOK_SECONDS_WITHOUT_PROC
+    while os.getppid() == parent:
+        guard.look()
+        if gone is None:
+            time.sleep(seconds)
+        elif select.select([gone], [], [], seconds)[0]:
+            break
+    killed = guard.sweep()
+    if killed:
+        sys.stderr.write(f"process {parent} is gone; killed what it left behind: {', '.join(killed)}\n")
+
+
+def _descriptor_of(parent: int) -> int | None:
+    """Return a descriptor that becomes readable when the process ends; None where the system has none."""
+    opened = getattr(os, "pidfd_open", None)
+    try:
+        return None if opened is None else int(opened(parent))
+    except OSError:  # gone already, or an old kernel
+        return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,79 @@
+"""An engine with child processes, for tests over real processes: `python tests/support/parent_engine.py DIR`.
+
+It starts four processes: a child, a child in a session of its own, one that has lost its own parent, and one that was
+forked, which does not notice that the engine ends. Their numbers are in DIR/children. The engine is dead when the first
+one is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, Self
+
+from dynamo.contract.config import WorkerConfig
+from dynamo.contract.engine import EngineConfig, LLMEngine
+from dynamo.worker.run import run
+
+SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+ORPHAN = "import os, subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL).pid); os._exit(0)"
+TEARDOWN_SECONDS = 600
+
+
+class SlowTeardown:
+    """What a large library is to the end of a process."""
+
+    def __del__(self, sleep: Any = time.sleep) -> None:
+        sleep(TEARDOWN_SECONDS)
+
+
+class ParentEngine(LLMEngine):
+    has_child_processes = True
+    skips_teardown = True
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.core: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
+        directory = Path((argv or sys.argv[1:])[0])
+        return cls(directory), WorkerConfig(namespace="ns", discovery_backend="file")
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        self.start_processes()
+        return EngineConfig(model="m")
+
+    def start_processes(self) -> None:
+        self.core = subprocess.Popen(SLEEP)
+        apart = subprocess.Popen(SLEEP, start_new_session=True)
+        orphan = subprocess.run([sys.executable, "-S", "-c", ORPHAN, *SLEEP], stdout=subprocess.PIPE, check=True)
+        forked = os.fork()
+        if forked == 0:
+            time.sleep(600)
+            os._exit(0)
+        (self.directory / "children").write_text(f"{self.core.pid} {apart.pid} {int(orphan.stdout)} {forked}")
+        sys.modules["slow_teardown"] = SlowTeardown()  # type: ignore[assignment]
+        atexit.register((self.directory / "atexit").touch)
+
+    async def generate(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
+        yield {"token_ids": [1], "index": 0, "finish_reason": "stop"}
+
+    async def wait_dead(self) -> str:
+        assert self.core is not None
+        while self.core.poll() is None:
+            await asyncio.sleep(0.02)
+        return "its core is gone"
+
+    async def cleanup(self) -> None:
+        """Leaves its processes behind, on purpose."""
+
+
+if __name__ == "__main__":
+    run(ParentEngine)
