@@ -23,6 +23,7 @@ from dynamo.frontend.settings import ApiLimits, FrontendSettings
 from dynamo.mocker.settings import BOOTSTRAP_HOST, MockerSettings
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.reference.guided import COMPILE_LIMIT
+from dynamo.router.conditional import ConditionalSettings
 from dynamo.router.kv_settings import KvRouterSettings
 from dynamo.router.service_settings import RouterServiceSettings
 from dynamo.runtime import settings as runtime
@@ -72,7 +73,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "frontend-variables": (
         *own(ApiLimits), *own(FrontendSettings, flags=False), frontend.TOKENIZER_CACHE, *frontend.ROUTES.values(),
     ),
-    "kv-router": tuple(own(KvRouterSettings)),
+    "kv-router": tuple(own(KvRouterSettings, ConditionalSettings)),
     "model-files": (*own(FilePolicy), *(made for name, made in settings_of(FrontendSettings) if name in LOADING)),
     "templates": tuple(own(BudgetSpec)),
     "guided": (*own(GuidedLimits), COMPILE_LIMIT),

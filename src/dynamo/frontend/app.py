@@ -111,6 +111,7 @@ class Frontend:
                 replacement_wait_seconds=settings.replacement_wait_seconds,
                 rng=runtime.rng,
                 kv=self._kv,
+                bypass=settings.bypass_rules(),
             ),
             scope=NamespaceScope(settings.namespace, settings.namespace_prefix),
             metrics=self.metrics,

@@ -86,6 +86,7 @@ def _check(settings: FrontendSettings) -> None:
     _check_tls(settings)
     _check_chaos(settings)
     _check_decisions(settings)
+    _check_conditional(settings)
     if settings.admin_port is not None and settings.disable_admin_api:
         raise ValueError("--admin-port has nothing to serve: DYN_DISABLE_FRONTEND_ADMIN_API is set")
     if settings.runtime.response_plane == "quic":
@@ -151,6 +152,19 @@ def _check_chaos(settings: FrontendSettings) -> None:
         raise ValueError(
             f"--chaos is for one process: --workers {settings.workers} would count requests in each; use 1"
         )
+
+
+def _check_conditional(settings: FrontendSettings) -> None:
+    if not settings.conditional_disagg.is_on:
+        return
+    if settings.router_mode != "kv":
+        raise ValueError(f"--router-conditional-disagg needs --router-mode kv, not {settings.router_mode}")
+    if not settings.kv_router.reads_events:
+        raise ValueError("--router-conditional-disagg needs KV events: it has no meaning with --no-router-kv-events")
+    try:
+        settings.bypass_rules()
+    except ValueError as error:
+        raise ValueError(f"--router-conditional-disagg-config: {error}") from None
 
 
 def _check_decisions(settings: FrontendSettings) -> None:

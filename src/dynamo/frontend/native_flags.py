@@ -24,13 +24,12 @@ REFUSED: Final = (
         Status.REFUSED,
         """
     --model-name --model-path --grpc-metrics-port --frontend-route-extension --router-min-initial-workers
-    --router-session-affinity-ttl-secs --router-session-affinity-mode
-    --router-conditional-disagg-config --router-prefill-load-model
+    --router-session-affinity-ttl-secs --router-session-affinity-mode --router-prefill-load-model
     --router-tracking-key-file --router-tracking-key-id --tool-call-parser --reasoning-parser
     """,
         """
     --serve-indexer --use-remote-indexer --kserve-grpc-server --enable-anthropic-api
-    --router-conditional-disagg --enable-session-prefix-index
+    --enable-session-prefix-index
     """,
     ),
 )

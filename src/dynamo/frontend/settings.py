@@ -11,9 +11,11 @@ from urllib.parse import urlsplit
 
 from dynamo.frontend.admission.model import RequestLimit
 from dynamo.frontend.models.file_policy import FilePolicy
+from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_ITEMS, MAX_MEMBERS, MAX_MESSAGES
 from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_status
+from dynamo.router.conditional import ConditionalSettings
 from dynamo.router.kv_settings import KvRouterSettings
 from dynamo.runtime.addresses import LOOPBACK, bind_host
 from dynamo.runtime.http_limits import HttpLimits
@@ -335,7 +337,16 @@ class FrontendSettings(FromEnvironment):
     # fmt: on
 
     kv_router: KvRouterSettings = section(KvRouterSettings)
+    conditional_disagg: ConditionalSettings = section(ConditionalSettings)
     runtime: RuntimeSettings = section(RuntimeSettings)
+
+    def bypass_rules(self) -> BypassRules | None:
+        """Return the rules by which decode workers compute prompts alone; None: they never do.
+
+        Raises ValueError for rules that need a threshold that is not given.
+        """
+        conditional = self.conditional_disagg
+        return conditional.rules.with_default(self.kv_router.router_queue_threshold) if conditional.is_on else None
 
     @property
     def store(self) -> str:

@@ -73,3 +73,4 @@ class WorkerRequest(TypedDict, total=False):
     bootstrap_info: BootstrapInfo
     prefill_result: PrefillResult
     migration_link: object  # of the prefill's span
+    annotations: list[str]

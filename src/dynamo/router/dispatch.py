@@ -58,9 +58,12 @@ class Dispatcher:
 
         Raises what the choice of a worker raises.
         """
-        transfer = None
+        transfer = worker = None
         for stage in self.stages:
-            body, transfer = await stage.advise(body, record)
+            body, transfer, worker = await stage.advise(body, record)
+        if worker is not None:
+            record.placement = worker.placement
+            return
         pool, kv = self.pool, self.pool.kv
         query = None if kv is None else await kv.query(body, record, pinned=pinned)
         prompt = body.get("token_ids") or ()
@@ -297,11 +300,11 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
                 return []
         job = StageJob(
             self._body, self._context, request.record, request.timer, request.limits.retries, request.first_token_seconds,
-            self._suspect, self._failover.has_worker_for,
+            self._suspect, self._failover,
         )  # fmt: skip
 
         async def answer(onward: Onward) -> list[StreamItem]:
-            self._body, self._failover.transfer = onward
+            self._body, self._failover.transfer, self._failover.decided = onward
             return await self._begin(lost_by)
 
         return await run_stages(stages, job, answer)

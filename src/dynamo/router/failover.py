@@ -182,7 +182,16 @@ class Attempts:
 class Failover:
     """Decides what one request does after a failure. It opens no stream itself."""
 
-    __slots__ = ("_context", "_pool", "_replacement_wait_seconds", "_request", "attempts", "exempt_error", "transfer")
+    __slots__ = (
+        "_context",
+        "_pool",
+        "_replacement_wait_seconds",
+        "_request",
+        "attempts",
+        "decided",
+        "exempt_error",
+        "transfer",
+    )
 
     def __init__(
         self, pool: ModelPool, request: DispatchRequest, context: Context, replacement_wait_seconds: float
@@ -191,11 +200,16 @@ class Failover:
         self._replacement_wait_seconds = replacement_wait_seconds
         self.attempts = Attempts()
         self.exempt_error: DynamoException | None = None  # does not count against the worker
+        self.decided: ChosenWorker | None = None  # what a stage has chosen already; taken once
         self.transfer: TransferRule | None = None  # where the KV blocks of its prompt can be sent; None: anywhere
 
     def placement(self, *, healthy_only: bool = False) -> PlacementRequest:
         """Return what the choice of the next worker may look at."""
         return self._request.placement(self.attempts.excluded, healthy_only=healthy_only, transfer=self.transfer)
+
+    def readmit(self, worker: ChosenWorker) -> None:
+        """Readmit a worker that refused the request."""
+        self.attempts.readmit(worker)
 
     def has_worker_for(self, rule: TransferRule) -> bool:
         """Return whether a worker that was not tried is there for KV blocks that can be sent by this rule only."""
@@ -246,7 +260,9 @@ class Failover:
 
         Where no worker can be had, why the last one failed is raised: that tells more. `last` None: none has failed.
         """
-        worker: ChosenWorker | None
+        worker, self.decided = self.decided, None
+        if worker is not None:
+            return worker
         try:
             worker = self._pool.choose(self.placement())
         except WorkerUnavailable as error:

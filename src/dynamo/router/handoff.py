@@ -27,6 +27,7 @@ MAX_PORT: Final = 2**16 - 1
 _DECODE_OVERRIDES: Final = {"overlap_score_credit": 0.0, "assume_kv_reuse": False, "track_prefill_tokens": False}
 """What the decode worker is chosen by: the prompt's blocks come from elsewhere, so what it has cached counts nothing,
 and it computes no prompt."""
+_CACHED_COUNTS: Final = {"assume_kv_reuse": False, "track_prefill_tokens": False}
 
 
 class PrefillAnswer:
@@ -152,16 +153,25 @@ def prefill_request(body: WorkerRequest, instance_id: int) -> WorkerRequest:
 
 
 def decode_request(
-    body: WorkerRequest, instance_id: int, members: WorkerRequest, transfer: TransferRule | None = None
+    body: WorkerRequest,
+    instance_id: int,
+    members: WorkerRequest,
+    transfer: TransferRule | None = None,
+    *,
+    counts_cached: bool = False,
 ) -> WorkerRequest:
     """Return the request that continues `body` behind its prefill; `members` tell where the result is.
 
-    `transfer`: which decode workers it can be sent to; None: all.
+    `transfer`: which decode workers it can be sent to; None: all. `counts_cached`: what a decode worker has cached counts
+    all the same, as some prompts are computed there.
     """
     routing: RoutingHints = {**(body.get("routing") or {}), "prefill_worker_id": instance_id}
     if transfer is not None:
         routing["routing_constraints"] = _within(transfer, routing.get("routing_constraints") or {})
-    override = {**(body.get("router_config_override") or {}), **_DECODE_OVERRIDES}
+    override = {
+        **(body.get("router_config_override") or {}),
+        **(_CACHED_COUNTS if counts_cached else _DECODE_OVERRIDES),
+    }
     return {**body, "routing": routing, "router_config_override": override, **members}
 
 

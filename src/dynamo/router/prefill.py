@@ -70,10 +70,18 @@ class DispatchTimer(Protocol):
 class PrefillRouter:
     """The prefill workers of one model in one namespace."""
 
-    def __init__(self, workers: ModelPool, *, enforced: bool = False, rng: random.Random | None = None) -> None:
-        """`enforced`: a prompt that no prefill worker can take fails, instead of being computed where it is decoded."""
+    def __init__(
+        self,
+        workers: ModelPool,
+        *,
+        enforced: bool = False,
+        is_conditional: bool = False,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`enforced`: a prompt that no prefill worker can take fails, instead of being computed where it is decoded.
+        `is_conditional`: some prompts are computed there anyway, so that what decode workers have cached counts."""
         self.workers = workers
-        self.is_enforced = enforced
+        self.is_enforced, self._is_conditional = enforced, is_conditional
         self._rng = rng or random.Random()
         self._configs: Mapping[int, ModelRuntimeConfig] = {}
         self._rules: Mapping[WorkerKey, TransferRule] = {}  # of the workers whose blocks cannot be sent anywhere
@@ -164,6 +172,13 @@ class PrefillRouter:
                 )
                 last = error
 
+    async def peek(self, body: WorkerRequest, record: DispatchRecord, can_receive: CanReceive | None) -> ChosenWorker:
+        """Return the worker that would get the prefill of `body` now. Raises what the choice of a worker raises."""
+        kv = self.workers.kv
+        pinned = (body.get("routing") or {}).get("prefill_worker_id")
+        query = None if kv is None else await kv.query(body, record, pinned=pinned, is_prefill=True)
+        return self._choose(body, pinned, self._cut_off(can_receive), query)
+
     async def advise(
         self, body: WorkerRequest, record: DispatchRecord, can_receive: CanReceive | None = None
     ) -> Handoff:
@@ -171,16 +186,11 @@ class PrefillRouter:
 
         Raises what the choice of a worker raises.
         """
-        kv = self.workers.kv
-        pinned = (body.get("routing") or {}).get("prefill_worker_id")
-        query = None if kv is None else await kv.query(body, record, pinned=pinned, is_prefill=True)
-        worker = self._choose(body, pinned, self._cut_off(can_receive), query)
+        worker = await self.peek(body, record, can_receive)
         record.prefill_placement = placement = worker.placement
         record.prefill_instance_id = instance_id = placement.candidate.instance_id
         rule = self._rules.get(worker.key)
-        return Handoff(
-            worker.instance, decode_request(_with_rank(body, placement), instance_id, {}, rule), transfer=rule
-        )
+        return Handoff(worker.instance, self._onward(_with_rank(body, placement), instance_id, {}, rule), transfer=rule)
 
     def release_blocks(self, handoff: Handoff, workers: Decoders, context: Context) -> None:
         """Let a decode worker fetch the blocks of a request whose client left between the two halves, to have them freed.
@@ -245,7 +255,7 @@ class PrefillRouter:
         if bootstrap is not None:
             # Awaited also where the decode's first items are read.
             task = self._start(self._drain(stream), f"prefill {context.id()}")
-            onward = decode_request(body, instance.instance_id, {"bootstrap_info": bootstrap}, rule)
+            onward = self._onward(body, instance.instance_id, {"bootstrap_info": bootstrap}, rule)
             return Handoff(instance, onward, task, transfer=rule)
         reply = await read_reply(stream, context)
         timer.arrived(failed=True)  # what was awaited is only the first half: the answer is still to come
@@ -255,8 +265,13 @@ class PrefillRouter:
             return PrefillAnswer(instance, reply.items)  # it was done before it heard of that, and let the blocks go
         if reply.params is None:
             raise Unknown("No disaggregated params in prefill response")
-        onward = decode_request(body, instance.instance_id, reply.handed_over(), rule)
+        onward = self._onward(body, instance.instance_id, reply.handed_over(), rule)
         return Handoff(instance, onward, transfer=rule)
+
+    def _onward(
+        self, body: WorkerRequest, instance_id: int, members: WorkerRequest, rule: TransferRule | None
+    ) -> WorkerRequest:
+        return decode_request(body, instance_id, members, rule, counts_cached=self._is_conditional)
 
     async def _drain(self, stream: ResponseStream) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynamo.placement import Placement
+from dynamo.placement.prefill_bypass import BypassVerdict
 from dynamo.router.migration import Move
 from dynamo.runtime.request_plane.base import Instance
 
@@ -14,7 +15,7 @@ __all__ = ["DispatchRecord"]
 class DispatchRecord:
     """The workers that served one request, and its moves between them."""
 
-    __slots__ = ("instances", "moves", "placement", "prefill_instance_id", "prefill_placement", "sequences")
+    __slots__ = ("bypass", "instances", "moves", "placement", "prefill_instance_id", "prefill_placement", "sequences")
 
     def __init__(self) -> None:
         self.moves: list[Move] = []  # bounded by the retries and the number of choices
@@ -22,5 +23,8 @@ class DispatchRecord:
         self.prefill_instance_id: int | None = None  # the worker that computed the prompt, where that was another one
         self.placement: Placement | None = None  # of the last worker that answered
         self.prefill_placement: Placement | None = None  # of the worker that computed the prompt
+        self.bypass: BypassVerdict | None = (
+            None  # whether a prefill worker was to compute the prompt; None: no question
+        )
         # The hashes of the prompts' blocks, each with its prompt: choices and stages share them.
         self.sequences: list[tuple[Sequence[int], int, Sequence[int]]] | None = None

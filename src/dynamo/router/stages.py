@@ -12,10 +12,12 @@ from typing import NamedTuple, Protocol
 from dynamo.errors import DynamoException, InvalidArgument, Unknown, rule_of
 from dynamo.placement import PlacementRequest
 from dynamo.placement.kv_transfer import TransferRule
+from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.worker_request import WorkerRequest
+from dynamo.router.conditional import ConditionalPrefill
 from dynamo.router.handoff import Handoff, PrefillAnswer
-from dynamo.router.pool import ModelPool
-from dynamo.router.prefill import CanReceive, DispatchTimer, PrefillRouter, can_fall_back_to_decode
+from dynamo.router.pool import ChosenWorker, ModelPool
+from dynamo.router.prefill import DispatchTimer, PrefillRouter, can_fall_back_to_decode
 from dynamo.router.query_of_death import Suspect
 from dynamo.router.record import DispatchRecord
 from dynamo.runtime.context import Context
@@ -24,6 +26,22 @@ from dynamo.runtime.request_plane.base import StreamItem
 __all__ = ["DispatchStage", "DispatchTimer", "Onward", "PrefillStage", "Proceed", "StageJob", "run_stages"]
 
 logger = logging.getLogger(__name__)
+
+
+class AnsweringWorkers(Protocol):
+    """The workers that may answer a request."""
+
+    def has_worker_for(self, rule: TransferRule) -> bool:
+        """Return whether a worker that was not tried is there for KV blocks that can be sent by this rule only."""
+        ...
+
+    def placement(self) -> PlacementRequest:
+        """Return what the choice of the next one may look at."""
+        ...
+
+    def readmit(self, worker: ChosenWorker) -> None:
+        """Readmit a worker that refused the request."""
+        ...
 
 
 class StageJob(NamedTuple):
@@ -36,7 +54,7 @@ class StageJob(NamedTuple):
     retries: int  # how many other workers a stage may try
     limit_seconds: float | None  # what one worker of a stage may take, where its answer is awaited
     suspect: Suspect  # counts the workers that die on the request
-    can_receive: CanReceive  # whether a worker that may answer, and was not tried, is there for a prefill worker's rule
+    answering: AnsweringWorkers
 
 
 class Onward(NamedTuple):
@@ -44,6 +62,7 @@ class Onward(NamedTuple):
 
     body: WorkerRequest
     transfer: TransferRule | None = None  # which workers the KV blocks of its prompt can be sent to; None: all
+    worker: ChosenWorker | None = None  # that answers, where a stage has chosen it already
 
 
 Proceed = Callable[[Onward], Awaitable[list[StreamItem]]]
@@ -78,15 +97,21 @@ async def run_stages(stages: Sequence[DispatchStage], job: StageJob, answer: Pro
 class PrefillStage:
     """Has the prompt computed by a prefill worker, or by the decode worker where no prefill worker can and that is allowed."""
 
-    __slots__ = ("_decoders", "router")
+    __slots__ = ("_condition", "_decoders", "router")
 
-    def __init__(self, router: PrefillRouter, decoders: ModelPool) -> None:
-        """`decoders`: the workers of the next stage."""
+    def __init__(self, router: PrefillRouter, decoders: ModelPool, rules: BypassRules | None = None) -> None:
+        """`decoders`: the workers of the next stage. `rules`: which prompts they compute themselves; None: none of them."""
         self.router, self._decoders = router, decoders
+        self._condition = None if rules is None else ConditionalPrefill(rules, router, decoders)
 
     async def advise(self, body: WorkerRequest, record: DispatchRecord) -> Onward:
         """Note the prefill worker. See `DispatchStage.advise`."""
         router = self.router
+        if self._condition is not None:
+            request = PlacementRequest(pinned_instance_id=_pinned(body))
+            bypass = await self._condition.decide(body, record, request, self._can_receive)
+            if bypass is not None:
+                return Onward(bypass.body, worker=bypass.worker)
         try:
             handoff = await router.advise(body, record, self._can_receive)
         except DynamoException as error:
@@ -100,6 +125,8 @@ class PrefillStage:
 
         Where the last decode worker in reach of the prefill worker is lost, a prefill worker with others in reach is tried.
         """
+        if self._condition is not None and (items := await self._bypass(self._condition, job, proceed)) is not None:
+            return items
         router, context = self.router, job.context
         for tries_left in range(job.retries, -1, -1):
             try:
@@ -111,7 +138,7 @@ class PrefillStage:
                     retries=job.retries,
                     limit_seconds=job.limit_seconds,
                     suspect=job.suspect,
-                    can_receive=job.can_receive,
+                    can_receive=job.answering.has_worker_for,
                 )
             except DynamoException as error:
                 if router.is_enforced or context.is_stopped() or not can_fall_back_to_decode(error):
@@ -143,11 +170,31 @@ class PrefillStage:
                 )
         raise AssertionError("the last round returns or raises")
 
+    async def _bypass(self, condition: ConditionalPrefill, job: StageJob, proceed: Proceed) -> list[StreamItem] | None:
+        """Return the first items of an answer without prefill workers; None: one of them is to compute the prompt."""
+        answering = job.answering
+        bypass = await condition.decide(job.body, job.record, answering.placement(), answering.has_worker_for)
+        if bypass is None:
+            return None
+        try:
+            return await proceed(Onward(bypass.body, worker=bypass.worker))
+        except (InvalidArgument, Unknown) as refusal:  # of an engine that only decodes; or the prefill worker's, too
+            logger.info("request %s: the decode worker does not compute the prompt: %s", job.context.id(), refusal)
+            answering.readmit(bypass.worker)
+            job.record.bypass = None
+            return None
+
     def _can_receive(self, rule: TransferRule) -> bool:
         return self._decoders.has_worker(PlacementRequest(transfer=rule))
+
+
+def _pinned(body: WorkerRequest) -> int | None:
+    """Return the id of the decode worker that a request names; None: any may serve it."""
+    routing = body.get("routing") or {}
+    return routing.get("backend_instance_id", routing.get("decode_worker_id"))
 
 
 def _is_stranded(job: StageJob, handoff: Handoff, error: DynamoException) -> bool:
     """Return whether an answer failed because the blocks of its prompt can be sent to no decode worker any more."""
     rule = handoff.transfer
-    return rule is not None and rule.is_required and rule_of(error).retryable and not job.can_receive(rule)
+    return rule is not None and rule.is_required and rule_of(error).retryable and not job.answering.has_worker_for(rule)

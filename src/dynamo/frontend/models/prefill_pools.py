@@ -40,7 +40,7 @@ class PrefillPools:
         router = self._routers.get(_place(key))
         if router is None or not (self._rules.enforce_disagg or router.workers.is_reachable):
             return ()
-        return (PrefillStage(router, decoders),)
+        return (PrefillStage(router, decoders, self._rules.bypass),)
 
     def update(self, group: Group) -> None:
         """Take over the members of a group of prefill workers."""
@@ -49,7 +49,12 @@ class PrefillPools:
         if router is None:
             workers = ModelPool(key.model, self._clients, self._rules.policy(group))
             workers.set_gate(self._rules.gate(group, workers))
-            router = PrefillRouter(workers, enforced=self._rules.enforce_disagg, rng=self._rules.rng)
+            router = PrefillRouter(
+                workers,
+                enforced=self._rules.enforce_disagg,
+                is_conditional=self._rules.bypass is not None,
+                rng=self._rules.rng,
+            )
             self._routers[_place(key)] = router
         elif self._rules.kv is not None:
             policy = self._rules.policy(group)

@@ -12,6 +12,7 @@ from dynamo.frontend.admission.model import AdmissionPolicy, ModelAdmission
 from dynamo.frontend.models.cards import Group, GroupKey
 from dynamo.frontend.models.replacement import ReplacementWaits
 from dynamo.placement import Policy
+from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.model_types import ModelInput, ModelType
 from dynamo.protocol.records import ModelCard
 from dynamo.router.dispatch import Dispatcher
@@ -36,6 +37,9 @@ class ServingRules:
     """How long a model whose last worker was lost goes on taking requests, which wait for the next worker."""
     rng: random.Random | None = None
     kv: KvDomains | None = None  # in the kv mode: the placements, which are shared
+    bypass: BypassRules | None = (
+        None  # which prompts of a disaggregated model decode workers compute; None: none of them
+    )
 
     def policy(self, group: Group) -> Policy:
         """Return the policy by which the workers of a group are chosen."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from dynamo.frontend.pipeline.plan import Plan, Tally
 from dynamo.placement import Placement
 from dynamo.protocol.openai.escaping import json_line
@@ -37,7 +39,10 @@ def worker_ids(tally: Tally) -> dict[str, int] | None:
 def explained_routing(tally: Tally) -> dict[str, Any] | None:
     """Return why the workers of an answer were chosen, by stage; None while there is none."""
     stages = {"prefill": tally.prefill_placement, "decode": tally.placement}
-    return {stage: explain_placement(made) for stage, made in stages.items() if made is not None} or None
+    found: dict[str, Any] = {stage: explain_placement(made) for stage, made in stages.items() if made is not None}
+    if tally.bypass is not None and found:
+        found["bypass"] = msgspec.to_builtins(tally.bypass)
+    return found or None
 
 
 def routing_event(tally: Tally) -> bytes:
