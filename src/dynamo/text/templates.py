@@ -172,7 +172,8 @@ def _compile(environment: BudgetedSandbox, name: str, source: str) -> Template:
             f"the model's chat template {name!r} has {len(source)} characters, at most {MAX_SOURCE_CHARACTERS} are read"
         )
     try:
-        return Template.from_code(environment, _code(source), environment.make_globals(None))
+        # A plain dict of them: every rendering copies it, and jinja2's chain of two maps is copied key by key.
+        return Template.from_code(environment, _code(source), dict(environment.make_globals(None)))
     except TemplateError as error:
         line = getattr(error, "lineno", None)
         where = f" at line {line}" if line else ""

@@ -29,6 +29,8 @@ __all__ = ["TRANSITIONS", "StreamBuffer", "StreamEvent", "StreamState"]
 class StreamState(enum.Enum):
     """Where a stream is in its life."""
 
+    __hash__ = object.__hash__  # of identity, as there is one of each: the inherited one is a call of Python
+
     OPEN = "open"  # items may come
     DRAINING = "draining"  # the reader is done, and only the END is awaited
     ENDED = "ended"  # nothing more comes; the reader may still take what is there
@@ -37,6 +39,8 @@ class StreamState(enum.Enum):
 
 class StreamEvent(enum.Enum):
     """What happens to a stream."""
+
+    __hash__ = object.__hash__
 
     END = "end"  # the worker ended it, cleanly or with an error
     LOST = "lost"  # its connection is gone
