@@ -129,7 +129,8 @@ class StreamDelivery(_Delivery):
             refused.append(data)
             return False
 
-        async with aclosing(SingleGeneration(answer.model, answer.work, exchange.context)) as single:
+        single = SingleGeneration(answer.model, answer.work, exchange.context)
+        try:
             while (deltas := await single.next()) is not None:
                 if data := self._explained(head) + encode(deltas):
                     head = b""
@@ -142,6 +143,8 @@ class StreamDelivery(_Delivery):
                     if not refused:
                         break
                     await stream.write(refused.pop())
+        finally:
+            single.close()
         return head
 
     def _plain(self, ends: tuple[bytes, bytes], stream: AnswerStream, refused: list[bytes]) -> PlainOutput:
@@ -160,10 +163,13 @@ class UnaryDelivery(_Delivery):
         collected = CollectedAnswer(answer.choices)
         timer.mark(PARSE)
         try:
-            async with aclosing(generate(answer.model, answer.work, self._exchange.context)) as batches:
-                async for deltas in batches:
-                    collected.add(self._outputs(deltas))
-                    timer.answering()
+            if answer.work.plan.is_single:
+                await self._gather_single(collected)
+            else:
+                async with aclosing(generate(answer.model, answer.work, self._exchange.context)) as batches:
+                    async for deltas in batches:
+                        collected.add(self._outputs(deltas))
+                        timer.answering()
             self._check_end()
         finally:
             self.close()
@@ -173,6 +179,17 @@ class UnaryDelivery(_Delivery):
             timer.ended()
             headers = (*headers, *timer.headers())
         await sink.reply(200, body, headers)
+
+    async def _gather_single(self, collected: CollectedAnswer) -> None:
+        """Gather one choice: the same as through `generate`, without a generator for each request."""
+        answer, timer = self._answer, self._exchange.timer
+        single = SingleGeneration(answer.model, answer.work, self._exchange.context)
+        try:
+            while (deltas := await single.next()) is not None:
+                collected.add(self._outputs(deltas))
+                timer.answering()
+        finally:
+            single.close()
 
 
 def annotation_events(request: Request, answer: Answer, text: str | None) -> bytes:

@@ -7,7 +7,6 @@ alone.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 
 from dynamo.frontend.apis.plain import PlainOutput
 from dynamo.frontend.pipeline.choice import Choice, Delta, TokenChoice
@@ -28,9 +27,12 @@ async def generate(model: GenerationModel, work: WorkRequest, context: Context) 
         DynamoException: typed, also before the first delta; `errors.rule_of` gives the client's status.
     """
     if work.plan.is_single:
-        async with aclosing(SingleGeneration(model, work, context)) as single:
+        single = SingleGeneration(model, work, context)
+        try:
             while (deltas := await single.next()) is not None:
                 yield deltas
+        finally:
+            single.close()
     else:
         plan = work.plan
         async with FanOut[Delta](context) as fan_out:
@@ -69,7 +71,7 @@ class SingleGeneration:
         """
         await self._choice.push(accept, plain)
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         """Cancel what is still running; idempotent."""
         self._choice.close()
 
