@@ -78,7 +78,7 @@ class Suspect:
 
     def check(self, now: float) -> None:
         """Raise `RequestKillsWorkers` if a request of the same content was convicted a while ago."""
-        if self._memory and self._memory.contains(content_hash(self._body), now):
+        if self._memory._until and self._memory.contains(content_hash(self._body), now):
             logger.warning("request %s: refused, as workers died on a request of the same content", self._request_id)
             raise RequestKillsWorkers("workers died while they served a request of the same content")
 
@@ -113,7 +113,7 @@ class Suspect:
     def acquit(self) -> None:
         """Clear the request and its content: a worker has answered it."""
         self._deaths = 0
-        if self._memory:
+        if self._memory._until:
             self._memory.acquit(content_hash(self._body))
 
 

@@ -219,6 +219,8 @@ class StallDetector:
     def __init__(self, policy: StallPolicy, on_stall: Callable[[StallKind], None]) -> None:
         """`on_stall`: for the metrics; called once for each stream that is moved or ended."""
         self.policy = policy
+        self._is_on = policy.is_on
+        self._tick_seconds = policy.tick_seconds if policy.is_on else 0.0
         self._on_stall = on_stall
         self._cadences: dict[WatchedStream, TokenCadence] = {}  # bounded by the requests in flight
         self._frozen: dict[int, None] = {}  # found so, and no token came from there since
@@ -226,7 +228,7 @@ class StallDetector:
 
     def add(self, stream: WatchedStream) -> None:
         """Watch a stream that begins."""
-        if self.policy.is_on:
+        if self._is_on:
             self._cadences[stream] = TokenCadence()
             if self._timer is None:
                 self._set_timer()
@@ -247,7 +249,7 @@ class StallDetector:
         return len(self._cadences)
 
     def _set_timer(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self.policy.tick_seconds, self._tick)
+        self._timer = asyncio.get_running_loop().call_later(self._tick_seconds, self._tick)
 
     def _tick(self) -> None:
         self._set_timer()
@@ -271,7 +273,7 @@ class StallDetector:
     def _give_up(
         self, stream: WatchedStream, instance_id: int, cadence: TokenCadence, kind: StallKind, is_last: bool
     ) -> None:
-        seconds = cadence.silence * self.policy.tick_seconds
+        seconds = cadence.silence * self._tick_seconds
         if kind is StallKind.FROZEN:
             if len(self._frozen) >= MAX_FROZEN:
                 self._frozen.pop(next(iter(self._frozen)))

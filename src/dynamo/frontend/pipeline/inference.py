@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
@@ -40,6 +39,7 @@ from dynamo.protocol.openai.requests import ChatRequest, Request
 from dynamo.protocol.openai.sse import DONE
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.stall_detector import StallDetector
+from dynamo.runtime.identifiers import random_uuid
 
 __all__ = ["Call", "Pipeline"]
 
@@ -89,7 +89,7 @@ class Call:
 
     def new_id(self) -> str:
         """Return a new id for a request of this API."""
-        return self._api.id_prefix + str(uuid.uuid4())
+        return self._api.id_prefix + random_uuid()
 
     def open(self, id: str, arrival: Arrival) -> Exchange:
         """Return the exchange of a request that has just come in; its stage times begin now."""

@@ -67,12 +67,13 @@ class StageTimer:
         self.on_dispatch: Callable[[], None] | None = None
         """Called each time the request was handed to a connection; for the phase of the exchange."""
 
-    def mark(self, stage: int, now: float | None = None) -> None:
-        """Book the time since the last mark to `stage`; the stage ended at `now` (None: at this moment)."""
+    def mark(self, stage: int, now: float | None = None) -> float:
+        """Book the time since the last mark to `stage`; the stage ended at `now` (None: at this moment). Return when."""
         if now is None:
             now = self._clock()
         self.seconds[stage] += now - self._at
         self._at = now
+        return now
 
     # -- several choices may run at once: what counts is the first of them that gets this far ------------------------
 
@@ -86,9 +87,10 @@ class StageTimer:
         if self.on_dispatch is not None:
             self.on_dispatch()
         if not self._has_arrived:
-            before = self._at
-            self.mark(WIRE)
-            self.dispatch_seconds += self._at - before
+            before, self._at = self._at, self._clock()
+            seconds = self._at - before
+            self.seconds[WIRE] += seconds
+            self.dispatch_seconds += seconds
 
     def arrived(self, *, failed: bool = False) -> None:
         """Note the first items, or the end of an attempt that another attempt may follow (`failed`)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final
 
@@ -26,9 +25,22 @@ class RoundRobinCursor:
 
         The order is that of the ids, so a turn survives workers that come and go.
         """
-        ordered = sorted(candidates, key=_position)
-        chosen = ordered[bisect_right(ordered, self.last, key=_position) % len(ordered)]
-        self.last = _position(chosen)
+        last, first, following = (
+            self.last,
+            None,
+            None,
+        )  # positions: of the first of all, and of the first after the last
+        chosen = begins = candidates[0]
+        for candidate in candidates:
+            position = (candidate.instance_id, candidate.endpoint)
+            if first is None or position < first:
+                first, begins = position, candidate
+            if position > last and (following is None or position < following):
+                following, chosen = position, candidate
+        if following is None:
+            chosen, following = begins, first
+        assert following is not None  # there is a candidate
+        self.last = following
         return chosen
 
 
@@ -44,7 +56,3 @@ class RoundRobin:
     def choose(self, request: PlacementRequest, candidates: Sequence[Candidate], now: float) -> Placement:
         """Choose the next worker in turn."""
         return Placement(self._cursor.next(candidates), "round-robin", _TURN)
-
-
-def _position(candidate: Candidate) -> tuple[int, str]:
-    return candidate.instance_id, candidate.endpoint
