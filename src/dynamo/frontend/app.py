@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from time import thread_time
@@ -34,6 +34,7 @@ from dynamo.frontend.http.offload import Offload, ThreadOffload
 from dynamo.frontend.http.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute, Peers
 from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePage, ScriptRoute
 from dynamo.frontend.http.request_id import with_request_id
+from dynamo.frontend.http.routes import InferenceFirst
 from dynamo.frontend.metrics import STALL_SECONDS, FrontendMetrics
 from dynamo.frontend.models.cards import Scope as NamespaceScope
 from dynamo.frontend.models.directory import ModelDirectory
@@ -140,9 +141,9 @@ class Frontend:
             self.exchanges,
             self.watch,
         )
-        self.asgi = _with_cors(
-            Router(routes=self._routes(), redirect_slashes=False, default=_unmatched), settings.cors_origins
-        )
+        paths = settings.paths
+        inference = {paths["chat"]: self._inference(ChatApi()), paths["completions"]: self._inference(CompletionApi())}
+        self.asgi = _with_cors(InferenceFirst(inference, self._routes(inference), _unmatched), settings.cors_origins)
         self.admin_asgi: ASGIApp = Router(
             routes=self._admin_routes(BusyThresholdRoute(self.loads, self.models, self._budget)),
             redirect_slashes=False,
@@ -243,12 +244,11 @@ class Frontend:
             tokenizer_cache_bytes=self.settings.tokenizer_cache_bytes,
         )
 
-    def _routes(self) -> Sequence[BaseRoute]:
+    def _routes(self, inference: Mapping[str, InferenceRoute]) -> Sequence[BaseRoute]:
         paths = self.settings.paths
         catalogue = ModelsRoute(self.models, self.settings)
         return [
-            _Endpoint(paths["chat"], self._inference(ChatApi()), "POST"),
-            _Endpoint(paths["completions"], self._inference(CompletionApi()), "POST"),
+            *[_Endpoint(path, route, "POST") for path, route in inference.items()],
             _Endpoint(paths["models"], catalogue, "GET"),
             _Endpoint(paths["models"] + "/{model:path}", catalogue, "GET"),
             _Endpoint(paths["health"], HealthRoute(self.admission, self.models, self.metrics, self._peers), "GET"),
