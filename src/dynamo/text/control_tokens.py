@@ -64,7 +64,12 @@ class _TokenSet:
     def may_begin_in(self, text: str) -> bool:
         """Return whether `text` may hold a control token. Fast: looks only for a few characters."""
         # NULs are stripped before encoding, and what they part would come together.
-        return not self.is_empty and (any(first in text for first in self._firsts) or "\0" in text)
+        if self.is_empty:
+            return False
+        for first in self._firsts:
+            if first in text:
+                return True
+        return "\0" in text
 
     def is_suspect(self, texts: Iterable[str]) -> bool:
         """Return whether one of the texts holds a control token, or may once its NULs are stripped."""

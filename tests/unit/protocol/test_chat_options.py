@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -74,5 +73,5 @@ def test_a_form_of_the_requests_own(fields: dict[str, Any], guides_json: bool) -
 def test_nothing_changes_them() -> None:
     found = options(guided_regex="a", guided_decoding_backend="b", parallel_tool_calls=False, tools=[TOOL])
     assert (found.guidance_backend, found.only_first_call) == ("b", True)
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         found.thinking_mode = "x"  # type: ignore[misc]

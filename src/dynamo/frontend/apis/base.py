@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Generic, TypeVar
+
+from msgspec import Struct
 
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer, merged
@@ -33,8 +34,7 @@ R = TypeVar("R", bound=Any)
 _MILLISECONDS: Final = 1000.0
 
 
-@dataclass(frozen=True, slots=True)
-class RenderOptions:
+class RenderOptions(Struct, frozen=True):
     """The frontend's settings for the shape of an answer."""
 
     continuous_usage: bool = False  # usage on every chunk

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
+
+from msgspec import Struct
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.pipeline.parsing import OutputPlan
@@ -68,8 +69,7 @@ class Tally(DispatchRecord):
         self._cached[prompt_index] = max(tokens, self._cached.get(prompt_index, 0))
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """A request as it is to be served. Made once, before a worker is chosen.
 
     `body` is the worker's request without its prompt; it is sent once per choice with `token_ids` set. Choice i of prompt p

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import msgspec
@@ -68,8 +67,7 @@ class TextTally(Tally):
             self.reasoning_tokens = reasoning if is_only else (self.reasoning_tokens or 0) + reasoning
 
 
-@dataclass(frozen=True, slots=True)
-class TextPlan(Plan):
+class TextPlan(Plan, frozen=True):
     """A request to a text model: one body and one stream per prompt, whatever the number of choices."""
 
     bodies: Sequence[dict[str, Any]] = ()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+from msgspec import Struct
 
 from dynamo.protocol.openai.shapes import ChatRequest, JsonObject, Thinking
 
@@ -13,8 +14,7 @@ __all__ = ["ChatOptions", "chat_options", "template_variables", "thinking_mode"]
 _THINKING: Final = {"enabled": True, "disabled": False}
 
 
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
+class ChatOptions(Struct, frozen=True):
     """How the answer of one chat request is guided, read and shown. Made by `chat_options`."""
 
     forced_choice: str | None  # see `ChatRequest.forced_choice`
@@ -96,6 +96,8 @@ def _mode_of_field(thinking: bool | Thinking | None) -> str | None:
 
 
 def _mode_of_arguments(arguments: JsonObject) -> str | None:
+    if not arguments:
+        return None
     for name in ("thinking", "enable_thinking"):
         if isinstance(value := arguments.get(name), bool):
             return "enabled" if value else "disabled"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Final
+
+from msgspec import Struct, field
 
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.shapes import U64_MAX, AgentHints, CommonRequest, NvExt
@@ -19,8 +20,7 @@ U32_MAX: Final = 2**32 - 1  # as a dp rank: "not set"
 _YES: Final = ("1", "true", "yes")
 
 
-@dataclass(slots=True)
-class HeaderEffects:
+class HeaderEffects(Struct):
     """The request options in headers, beyond the body's fields."""
 
     request_id: str | None = None  # `x-request-id`: echoed and logged, never the id of the work
@@ -76,7 +76,8 @@ def apply_headers(
         effects.warnings.append("nvext is disabled on this frontend: the request's nvext was ignored")
     chosen: dict[str, tuple[int, str]] = {}  # what is set -> (preference, value); the lowest preference wins
     metadata_bytes = 0
-    for name, value in headers.items() if isinstance(headers, Mapping) else headers:
+    # A list is what a frontend gives: it need not be asked whether it is a mapping, which is a search through bases.
+    for name, value in headers if headers.__class__ is list or not isinstance(headers, Mapping) else headers.items():
         if name.startswith(metadata_prefix):
             key = name[len(metadata_prefix) :]
             if not key or key in effects.metadata or _is_credential(key, value):

@@ -151,9 +151,10 @@ def template_messages(request: ChatRequest, arguments_format: str) -> list[JsonO
     That form is an object with the format "json_object", and JSON text otherwise.
     """
     wants_object = arguments_format == "json_object"
-    if not any(_needs_other_arguments(message, wants_object) for message in request.messages):
-        return request.messages
-    return [_with_arguments(message, wants_object) for message in request.messages]
+    for message in request.messages:
+        if message.get("tool_calls") and _needs_other_arguments(message, wants_object):
+            return [_with_arguments(each, wants_object) for each in request.messages]
+    return request.messages
 
 
 def _needs_other_arguments(message: JsonObject, wants_object: bool) -> bool:

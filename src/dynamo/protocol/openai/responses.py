@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from msgspec import Raw, Struct
@@ -175,8 +174,7 @@ def completion_logprobs(items: Sequence[TokenLogprob], *, text_offset: int = 0) 
 # -- answers ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Choice:
+class Choice(Struct):
     """One finished choice. `logprobs` is ready JSON of the shape its surface wants."""
 
     index: int

@@ -7,7 +7,6 @@ A request is owned by the one HTTP request it came in; only header overrides wri
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from msgspec import Meta, Struct, field
@@ -295,10 +294,19 @@ class CommonRequest(Struct, kw_only=True, dict=True):
             *((structured.json, structured.structural_tag) if structured is not None else ()),
         )
 
-    @cached_property
+    @property
     def guidance(self) -> dict[str, tuple[str, Any]]:
         """The explicitly requested guidance: the engine's name of each kind -> (the client's field, its value)."""
         asked: dict[str, tuple[str, Any]] = {}
+        if (
+            self.structured_outputs is None
+            and self.guided_json is None
+            and self.guided_regex is None
+            and self.guided_choice is None
+            and self.guided_grammar is None
+            and self.guided_whitespace_pattern is None
+        ):
+            return asked  # nearly every request
         for kind in ("json", "regex", "choice", "grammar", "whitespace_pattern"):
             if (value := getattr(self, f"guided_{kind}")) not in (None, []):
                 asked[kind] = (f"guided_{kind}", value)
@@ -406,6 +414,8 @@ class ChatRequest(CommonRequest, kw_only=True, forbid_unknown_fields=True):
     def forced_choice(self) -> str | None:
         """The function that must be called, `REQUIRED` for any of them, None when no call must come."""
         choice = self.tool_choice
+        if choice is None:
+            return None
         if isinstance(choice, NamedToolChoice):
             return choice.function.name
         return REQUIRED if choice == "required" else None

@@ -222,15 +222,16 @@ def _check_user(request: CommonRequest) -> None:
         _invalid("User cannot be empty", "user")
 
 
-def _check_guided(request: CommonRequest) -> None:
-    guidance = request.guidance
+def _check_guided(request: ChatRequest | CompletionRequest) -> None:
+    guidance, structured = request.guidance, request.structured_outputs
+    if not guidance and structured is None and request.response_format is None:
+        return
     asked = [field for field, _ in guidance.values()]
-    structured = request.structured_outputs
     if structured is not None and any(field.startswith("guided_") for field in asked):
         _invalid("`structured_outputs` and `guided_*` say the same in two ways: send one of them", "structured_outputs")
     # A forced tool choice drops `response_format`, so there is nothing for it to disagree with.
     if "json" not in guidance and (not isinstance(request, ChatRequest) or request.forced_choice is None):
-        form = request.response_format if isinstance(request, ChatRequest | CompletionRequest) else None
+        form = request.response_format
         if form is not None and form.type != "text":
             asked.append("response_format")
     if "whitespace_pattern" in guidance and ("json" in guidance or "response_format" in asked):

@@ -6,7 +6,7 @@ The prompt itself (`token_ids`), `eos_token_ids`, `mdc_sum` and `model` are the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -25,7 +25,8 @@ _QUERY_PREFIX: Final = "query_instance_id:"
 def to_worker_fields(request: CommonRequest) -> dict[str, Any]:
     """Return the worker request without its prompt, a fresh dict of plain values the caller may change."""
     chat = request if isinstance(request, ChatRequest) else None
-    completion = request if isinstance(request, CompletionRequest) else None
+    completion = request if chat is None and isinstance(request, CompletionRequest) else None
+    asked = completion if chat is None else chat
     nvext = request.nvext
     greedy = nvext is not None and nvext.greed_sampling is True
     stops = request.stop
@@ -70,10 +71,10 @@ def to_worker_fields(request: CommonRequest) -> dict[str, Any]:
             "length_penalty": None,
             "seed": request.seed,
             "include_stop_str_in_output": request.include_stop_str_in_output,
-            "guided_decoding": _guided_decoding(request),
+            "guided_decoding": None if asked is None else _guided_decoding(asked),
         },
         "output_options": {
-            "logprobs": request.requested_logprobs if isinstance(request, ChatRequest | CompletionRequest) else None,
+            "logprobs": None if asked is None else asked.requested_logprobs,
             "prompt_logprobs": prompt_logprobs,
             "skip_special_tokens": request.skip_special_tokens,
             "formatted_prompt": None,
@@ -118,14 +119,17 @@ def _thinking_budget(chat: ChatRequest | None, nvext: NvExt | None) -> int | Non
     return None if chat.thinking is None or isinstance(chat.thinking, bool) else chat.thinking.budget_tokens
 
 
-def _guided_decoding(request: CommonRequest) -> dict[str, Any] | None:
+def _guided_decoding(request: ChatRequest | CompletionRequest) -> dict[str, Any] | None:
     """Return the one requested kind of guidance, unset members left out.
 
     A forced tool choice beats `response_format`, and so does an explicit `guided_json`; both together were refused.
     """
-    guided = {kind: value for kind, (_, value) in request.guidance.items()}
-    schema: Any = forced_schema(request) if isinstance(request, ChatRequest) else None
-    form = request.response_format if isinstance(request, ChatRequest | CompletionRequest) else None
+    guidance, form = request.guidance, request.response_format
+    chat = request if isinstance(request, ChatRequest) else None
+    if not guidance and form is None and (chat is None or chat.tool_choice is None):
+        return None
+    guided = {kind: value for kind, (_, value) in guidance.items()}
+    schema: Any = None if chat is None else forced_schema(chat)
     if schema is None and form is not None:
         if form.type == "json_object":
             schema = {"type": "object"}
@@ -140,7 +144,9 @@ def _guided_decoding(request: CommonRequest) -> dict[str, Any] | None:
     return guided
 
 
-def _worker_annotations(annotations: Iterable[str]) -> list[str]:
+def _worker_annotations(annotations: Sequence[str]) -> list[str]:
+    if not annotations:
+        return []
     return [
         name
         for name in annotations
