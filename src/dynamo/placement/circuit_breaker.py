@@ -8,7 +8,7 @@ up. An answer removes the entry. A failure starts the entry's present time anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 __all__ = ["LONGEST_FACTOR", "CircuitBreaker"]
@@ -28,12 +28,14 @@ class _OpenCircuit:
 class CircuitBreaker:
     """The workers with an open circuit, by id. Bounded by the workers there are: `reset` those that vanish."""
 
-    __slots__ = ("_base_seconds", "_open")
+    __slots__ = ("_base_seconds", "_open", "open")
 
     def __init__(self, base_seconds: float) -> None:
         """`base_seconds`: how long a circuit stays open at first; 0 switches the breaker off."""
         self._base_seconds = base_seconds
         self._open: dict[int, _OpenCircuit] = {}
+        self.open: Mapping[int, object] = self._open
+        """The circuits that are open or half open, by id. Empty: there are none, which every request asks."""
 
     def __len__(self) -> int:
         return len(self._open)

@@ -132,7 +132,11 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         while not self._is_closed:
             stream = self._stream
             if stream is None:
-                items = await self._start()
+                if self._loss is None and not self._dispatcher.stages:  # nearly every request: two calls deeper
+                    self._suspect.check(self._now)
+                    items = await self._begin()
+                else:
+                    items = await self._start()
                 if not items:
                     self._on_missing_terminal_chunk()
                 return items
@@ -270,7 +274,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         """Return the first items of the answer, or of its continuation after a loss."""
         request, loss = self._request, self._loss
         if loss is None:
-            self._suspect.check(self._now())
+            self._suspect.check(self._now)
             return await self._run_stages()
         if request.generated and tokens_left(request.body, len(request.generated)) == 0:
             # Everything the request allows had arrived when its worker was lost, all but the word that it was the end.
@@ -317,7 +321,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         context, timer, record = self._context, self._request.timer, self._request.record
         move: Move | None = None
         lost_at = 0.0
-        pool = self._dispatcher.pool
+        pool, clock = self._dispatcher.pool, asyncio.get_running_loop().time
         kv, may_wait = pool.kv, pool.gate is not None and last is None  # before the first attempt only
         while True:
             if kv is not None:
@@ -330,7 +334,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
             timer.routed()
             self._worker = worker
             self._failover.attempts.begin(worker)
-            sent_at = self._now()
+            sent_at = clock()
             try:
                 self._stream = await worker.open(self._body, context)
                 timer.dispatched()

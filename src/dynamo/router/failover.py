@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from dynamo.errors import (
     CannotConnect,
@@ -37,8 +38,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_RETRIES: Final = 3  # other workers that a request may need
 
 
-@dataclass(frozen=True, slots=True)
-class DispatchLimits:
+class DispatchLimits(Struct, frozen=True):
     """What a request may cost when workers fail."""
 
     retries: int = DEFAULT_RETRIES
@@ -125,12 +125,12 @@ class DispatchRequest:
         self, excluded: Collection[WorkerKey], *, healthy_only: bool = False, transfer: TransferRule | None = None
     ) -> PlacementRequest:
         """Return what the choice of a worker may look at."""
-        routing = self.body.get("routing") or {}
+        routing = self.body.get("routing")
         return PlacementRequest(
             token_ids=self.prompt,
-            lora_name=routing.get("lora_name"),
+            lora_name=routing.get("lora_name") if routing else None,
             pinned_instance_id=self.pinned_instance_id,
-            priority=routing.get("priority") or 0,
+            priority=(routing.get("priority") or 0) if routing else 0,
             excluded=excluded,
             healthy_only=healthy_only,
             kv=self.kv,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
@@ -40,10 +40,11 @@ _NOT_CONTENT: Final = frozenset({"routing", "agent_context", "annotations", "rou
 class QueriesOfDeath:
     """The content hashes of convicted requests, each for a while."""
 
-    __slots__ = ("_until",)
+    __slots__ = ("_until", "remembered")
 
     def __init__(self) -> None:
         self._until: dict[bytes, float] = {}  # in order of time; bounded by CAPACITY
+        self.remembered: Mapping[bytes, float] = self._until  # empty: no request need be hashed
 
     def __len__(self) -> int:
         return len(self._until)
@@ -76,9 +77,9 @@ class Suspect:
         self._deaths = 0
         self._seconds = 0.0  # from sending the request to the last death
 
-    def check(self, now: float) -> None:
-        """Raise `RequestKillsWorkers` if a request of the same content was convicted a while ago."""
-        if self._memory._until and self._memory.contains(content_hash(self._body), now):
+    def check(self, clock: Callable[[], float]) -> None:
+        """Raise `RequestKillsWorkers` if a request of the same content was convicted a while before the time of `clock`."""
+        if self._memory.remembered and self._memory.contains(content_hash(self._body), clock()):
             logger.warning("request %s: refused, as workers died on a request of the same content", self._request_id)
             raise RequestKillsWorkers("workers died while they served a request of the same content")
 
@@ -113,7 +114,7 @@ class Suspect:
     def acquit(self) -> None:
         """Clear the request and its content: a worker has answered it."""
         self._deaths = 0
-        if self._memory._until:
+        if self._memory.remembered:
             self._memory.acquit(content_hash(self._body))
 
 

@@ -195,7 +195,7 @@ class Client:
         instance_id = instance.instance_id
         booking = self._set.book(instance_id)
         metrics = self._runtime.caller_metrics
-        if self._set.breaker and self._set.breaker.record_request(instance_id, self._now()):
+        if self._set.breaker.open and self._set.breaker.record_request(instance_id, self._now()):
             metrics.probes.inc()
             logger.info("request %s probes instance %x", context.id(), instance_id)
         metrics.inflight_requests.inc()
@@ -231,7 +231,7 @@ class Client:
 
     def _on_first_sign(self, instance_id: int, error: BaseException | None) -> None:
         """Take the first thing that came of a request. An answer closes a circuit, and so does a refusal of the worker."""
-        if not self._set.breaker or (error is not None and not is_answer(error)):
+        if not self._set.breaker.open or (error is not None and not is_answer(error)):
             return
         if self._set.breaker.record_answer(instance_id):
             logger.info("instance %x of %s answers again", instance_id, self._endpoint.path)

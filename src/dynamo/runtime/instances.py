@@ -123,7 +123,7 @@ class InstanceSet:
         self, now: float, *, members: Container[int] | None = None, busy: Container[int] = ()
     ) -> list[Candidate]:
         """Return the records that a choice is made from, by id. `members`: only these ids; None: all of them."""
-        opened = self.breaker.open_circuits(now) if self.breaker else ()
+        opened = self.breaker.open_circuits(now) if self.breaker.open else ()
         in_flight, endpoint = self.loads.in_flight, self._endpoint
         found = self._sorted
         if members is not None:

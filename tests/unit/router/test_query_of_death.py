@@ -51,7 +51,7 @@ def fails(suspect: Suspect, instance_id: int, error: DynamoException, *listed: i
 def test_the_second_death_in_a_row_convicts_and_the_content_is_refused_for_a_while() -> None:
     memory = QueriesOfDeath()
     suspect = Suspect(BODY, "r", memory)
-    suspect.check(0.0)
+    suspect.check(lambda: 0.0)
     fails(suspect, 1, Disconnected("lost"), 1, 2)
     with pytest.raises(RequestKillsWorkers):
         fails(suspect, 2, Disconnected("lost"), 1, 2)
@@ -59,9 +59,9 @@ def test_the_second_death_in_a_row_convicts_and_the_content_is_refused_for_a_whi
         {**BODY, "routing": {"priority": 3}, "sampling_options": {"temperature": 0.5, "seed": 7}}, "s", memory
     )
     with pytest.raises(RequestKillsWorkers):
-        same.check(REMEMBERED_SECONDS - 1)
-    Suspect({**BODY, "token_ids": [1, 2, 4]}, "t", memory).check(1.0)
-    same.check(REMEMBERED_SECONDS)
+        same.check(lambda: REMEMBERED_SECONDS - 1)
+    Suspect({**BODY, "token_ids": [1, 2, 4]}, "t", memory).check(lambda: 1.0)
+    same.check(lambda: REMEMBERED_SECONDS)
     assert not memory
 
 
@@ -112,7 +112,7 @@ def test_an_answer_to_the_same_content_clears_it() -> None:
     memory = QueriesOfDeath()
     memory.remember(content_hash(BODY), 0.0)
     Suspect(BODY, "in flight since before", memory).acquit()
-    Suspect(BODY, "r", memory).check(1.0)
+    Suspect(BODY, "r", memory).check(lambda: 1.0)
 
 
 def test_the_memory_is_bounded_and_forgets_the_oldest() -> None:

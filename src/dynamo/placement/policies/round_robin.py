@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Final
 
 from dynamo.placement.candidates import Candidate, Placement, PlacementReason, PlacementRequest
 
 __all__ = ["RoundRobin", "RoundRobinCursor"]
 
+_POSITION: Final = attrgetter("instance_id", "endpoint")
 _TURN: Final = (PlacementReason("turn"),)
 
 
@@ -25,22 +27,10 @@ class RoundRobinCursor:
 
         The order is that of the ids, so a turn survives workers that come and go.
         """
-        last, first, following = (
-            self.last,
-            None,
-            None,
-        )  # positions: of the first of all, and of the first after the last
-        chosen = begins = candidates[0]
-        for candidate in candidates:
-            position = (candidate.instance_id, candidate.endpoint)
-            if first is None or position < first:
-                first, begins = position, candidate
-            if position > last and (following is None or position < following):
-                following, chosen = position, candidate
-        if following is None:
-            chosen, following = begins, first
-        assert following is not None  # there is a candidate
-        self.last = following
+        last = self.last
+        later = [each for each in candidates if (each.instance_id, each.endpoint) > last]
+        chosen = min(later or candidates, key=_POSITION)
+        self.last = _POSITION(chosen)
         return chosen
 
 
