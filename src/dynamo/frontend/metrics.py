@@ -22,6 +22,7 @@ from dynamo.runtime.metrics import (
     Histogram,
     MetricsRegistry,
     Vector,
+    count_down,
     count_over,
     count_up,
     observe_each,
@@ -200,9 +201,11 @@ class FrontendMetrics:
         self._stalled = {kind: stalled.labels(kind.name.lower()) for kind in StallKind}
         self.card_conflicts = counters("model_card_conflicts_total")
         self.materialise_failures = counters("model_load_failures_total")
-        self.tokenize_seconds = one("tokenize_seconds").histogram(registry)
+        self.tokenize: tuple[Histogram, Histogram] = (  # in seconds and in milliseconds
+            one("tokenize_seconds").histogram(registry),
+            one("tokenizer_latency_ms").histogram(registry, {"operation": "tokenize"}),
+        )
         self.template_seconds = one("template_seconds").histogram(registry)
-        self.tokenizer_latency = one("tokenizer_latency_ms").histogram(registry, {"operation": "tokenize"})
         stage = one("stage_duration_seconds").histograms(registry)
         self.preprocess_seconds: Histogram = stage.labels("preprocess", "")
         stages = one("overhead_seconds").histograms(registry)
@@ -416,10 +419,6 @@ class RequestMetrics:
             return False
         self._ended = True
         model = self._series.model
-        model.inflight.dec()
-        if self._first_at is None:
-            model.queued.dec()
-        else:
-            model.active.dec()
+        count_down(model.inflight, model.queued if self._first_at is None else model.active)
         model.duration.observe(now - self._started_at)
         return True

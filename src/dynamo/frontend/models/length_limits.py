@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from dynamo.frontend.models.served import ServedModel
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.records import ModelCard
 
 __all__ = ["LengthLimits", "too_long"]
 
@@ -14,20 +14,21 @@ __all__ = ["LengthLimits", "too_long"]
 class LengthLimits(NamedTuple):
     """How long the prompt and the answer of a model may be, in tokens."""
 
+    context: int | None  # of prompt and answer together, as the model has it; None: the worker did not say
     prompt: int | None  # a prompt has fewer; None: the worker did not say
     combined: int | None = None  # of prompt and answer together, where a budget of the worker's says so
     rejects_total: bool = False  # what is asked for beyond `combined` is refused, and not cut by the engine
 
     @classmethod
-    def of(cls, model: ServedModel) -> LengthLimits:
-        """Read the limits from the model's card."""
-        budget = model.card.runtime_config.runtime_data.get("token_budget")
+    def of(cls, card: ModelCard, context_length: int | None) -> LengthLimits:
+        """Read the limits from a model's card. `context_length`: of the model, from wherever it is known."""
+        budget = card.runtime_config.runtime_data.get("token_budget")
         combined = budget.get("combined_limit") if isinstance(budget, dict) else None
         if not isinstance(budget, dict) or not isinstance(combined, int):
-            return cls(model.context_length)
-        limit = model.context_length
+            return cls(context_length, context_length)
+        limit = context_length
         limit = combined if limit is None or budget.get("reject_prompt_overflow") else min(limit, combined)
-        return cls(limit, combined, bool(budget.get("reject_total_overflow")))
+        return cls(context_length, limit, combined, bool(budget.get("reject_total_overflow")))
 
     def check(self, prompts: Sequence[list[int]], *, is_chat: bool) -> None:
         """Refuse a prompt that cannot fit, before a worker is bothered."""

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from dynamo.frontend.admission.model import AdmissionPolicy, ModelAdmission
 from dynamo.frontend.models.cards import Group, GroupKey
+from dynamo.frontend.models.length_limits import LengthLimits
 from dynamo.frontend.models.replacement import ReplacementWaits
 from dynamo.placement import Policy
 from dynamo.placement.prefill_bypass import BypassRules
@@ -60,13 +61,13 @@ class ServedModel(ModelPool):
     __slots__ = (
         "admission",
         "card",
-        "context_length",
         "created",
         "dispatcher",
+        "length_limits",
         "mdc_sum",
         "namespace",
         "ranks",
-        "surfaces",
+        "surface_bits",
         "takes_text",
         "text",
     )
@@ -98,16 +99,25 @@ class ServedModel(ModelPool):
         self.card: ModelCard = card
         self.runtime_config = card.runtime_config
         self.mdc_sum = group.fingerprint
-        self.surfaces: ModelType = card.surfaces  # what it can be called by
+        self.surface_bits: int = card.surfaces.value  # of what it can be called by, which every request asks
         self.takes_text = card.model_input == str(ModelInput.Text)  # it gets the client's own body, and says text
-        # Tokens of prompt and answer together; None when the worker did not say.
-        self.context_length = (
-            card.runtime_config.context_length or card.context_length or self.text.context_length or None
+        self.length_limits = LengthLimits.of(
+            card, card.runtime_config.context_length or card.context_length or self.text.context_length or None
         )
         self.ranks = _ranks(group)
         self.set_members((entry.endpoint, entry.instance_id) for entry in group.accepted)
         self.set_places({entry.instance_id: entry.card.runtime_config for entry in group.accepted})
         self.admission.set_capacity(_capacity(group))
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of prompt and answer together; None when the worker did not say."""
+        return self.length_limits.context
+
+    @property
+    def surfaces(self) -> ModelType:
+        """What it can be called by."""
+        return self.card.surfaces
 
     @property
     def prefill_ranks(self) -> Sequence[range]:

@@ -174,17 +174,27 @@ class TokenChoice(Choice):
 
     def _absorb_extra(self, delta: Delta, ids: list[int], extra: dict[str, Any]) -> None:
         delta.token_ids += ids
-        delta.text += self._decoder.push(ids, extra.get("text"))
-        if (log_probs := extra.get("log_probs")) is not None:
-            delta.log_probs = [*(delta.log_probs or ()), *log_probs]
-        if (top_logprobs := extra.get("top_logprobs")) is not None:
-            delta.top_logprobs = [*(delta.top_logprobs or ()), *top_logprobs]
-        if (engine_data := extra.get("engine_data")) is not None:
-            delta.engine_data = {**(delta.engine_data or {}), **engine_data}
-        if (stop_reason := extra.get("stop_reason")) is not None:
-            delta.stop_reason = stop_reason
-        details = (extra.get("completion_usage") or {}).get("prompt_tokens_details") or {}
-        if (cached := details.get("cached_tokens")) is not None:
+        text: str | None = None
+        for name, value in extra.items():
+            if value is None:
+                continue
+            if name == "completion_usage":
+                self._absorb_usage(value)
+            elif name == "log_probs":
+                delta.log_probs = [*(delta.log_probs or ()), *value]
+            elif name == "top_logprobs":
+                delta.top_logprobs = [*(delta.top_logprobs or ()), *value]
+            elif name == "text":
+                text = value
+            elif name == "engine_data":
+                delta.engine_data = {**(delta.engine_data or {}), **value}
+            elif name == "stop_reason":
+                delta.stop_reason = value
+        delta.text += self._decoder.push(ids, text)
+
+    def _absorb_usage(self, usage: dict[str, Any]) -> None:
+        details = usage.get("prompt_tokens_details")
+        if details and (cached := details.get("cached_tokens")) is not None:
             # A worker that went on for another one may have found more than the prompt in its cache.
             self._work.tally.note_cached(self._prompt_index, min(cached, len(self._request.prompt)))
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
+
+from msgspec import Struct, field
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.admission.model import AdmissionSlot
@@ -43,8 +44,7 @@ _STAGE_PHASES: Final = {
 }
 
 
-@dataclass(slots=True)
-class Arrival:
+class Arrival(Struct):
     """What came in, and when. Nothing changes it but the parser, which lets go of the body."""
 
     body: bytes  # empty once it was parsed: it is not held for as long as the answer takes
@@ -66,7 +66,7 @@ class Exchange:
         "counters",
         "is_client_gone",
         "model",
-        "name",
+        "now",
         "phase",
         "phase_times",
         "reason",
@@ -80,7 +80,6 @@ class Exchange:
         self.arrival = arrival
         self.timer = timer
         self.context = Context(id, trace=_trace_of(arrival))
-        self.name = id + arrival.request_id_note  # in the log
         self.model: str | None = None  # None until it is found
         self.counters: RequestMetrics | None = None  # None until the model is found
         self.slot: AdmissionSlot | None = None
@@ -90,11 +89,18 @@ class Exchange:
         self.phase = Phase.RECEIVED
         self.phase_times: list[float | None] = [arrival.at, None, None, None, None, None]
         timer.on_dispatch = self._dispatched
+        self.now = asyncio.get_running_loop().time
+        """Returns the time of the clock of its phases."""
 
     @property
     def tally(self) -> Tally | None:
         """What came of it so far; None until it is preprocessed."""
         return None if self.work is None else self.work.tally
+
+    @property
+    def name(self) -> str:
+        """What the log calls it."""
+        return self.context.id() + self.arrival.request_id_note
 
     @property
     def request_id(self) -> str:
@@ -112,14 +118,11 @@ class Exchange:
             self.phase = phase
             self.phase_times[phase] = now
 
-    def now(self) -> float:
-        """Return the time of the clock of its phases."""
-        return asyncio.get_running_loop().time()
-
     def end(self) -> None:
         """Mark the request as ended. Idempotent."""
         if self.phase is not Phase.ENDED:
-            self.enter(Phase.ENDED, self.now())
+            self.phase = Phase.ENDED
+            self.phase_times[Phase.ENDED] = self.now()
 
     def end_with(self, reason: DynamoException) -> None:
         """Kill the work; the client reads `reason`. Does nothing once the request is over or has another reason."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
 
+from msgspec import Struct
+
 from dynamo.errors import DynamoException, Overloaded, ResponseTimeout, RouterQueueLimitExceeded
 from dynamo.frontend.admission.model import Shed, urgency_of
 from dynamo.frontend.admission.process import Admission, NotReady
@@ -45,6 +47,7 @@ __all__ = ["Call", "Pipeline"]
 
 logger = logging.getLogger(__name__)
 
+_X: Final = b"x-"
 _THREAD_ID: Final = b"thread-id"  # the one header we read that does not begin with "x-"
 
 UNSUSPECTED_BODY_BYTES: Final = 16 * 1024 * 1024  # more than the longest embeddings, tools and schemas take
@@ -63,8 +66,7 @@ class Pipeline:
     stalls: StallDetector
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
+class Resolved(Struct, frozen=True):
     """A request that keeps every rule, and the model that serves it."""
 
     request: Request
@@ -79,7 +81,11 @@ class Call:
         self._api = api
         self._pipeline = pipeline
         self._settings = settings = pipeline.settings
-        self._metadata_prefix = settings.metadata_header_prefix.encode()
+        prefix = settings.metadata_header_prefix.encode()
+        self._metadata_prefix = (
+            prefix if prefix[:2] != _X else None
+        )  # None: its headers are read as all of that kind are
+        self._surface_bit = api.model_type.value
         self._limits = BodyLimits(
             settings.json_depth_limit,
             settings.messages_limit,
@@ -185,7 +191,7 @@ class Call:
             [
                 (name.decode("latin-1"), value.decode("latin-1"))
                 for name, value in arrival.header_pairs
-                if name[:2] == b"x-" or name == _THREAD_ID or name.startswith(prefix)
+                if name[:2] == _X or name == _THREAD_ID or (prefix is not None and name.startswith(prefix))
             ],
             metadata_prefix=settings.metadata_header_prefix,
             nvext_enabled=not settings.disable_nvext,
@@ -198,7 +204,7 @@ class Call:
             await offload(partial(api.validate, request))
         else:
             api.validate(request)
-        if model is None or not model.surfaces & api.model_type:
+        if model is None or not model.surface_bits & self._surface_bit:
             raise model_not_found()
         return Resolved(request, model, effects)
 

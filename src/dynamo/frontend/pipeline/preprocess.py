@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Final
 
 import msgspec
+import msgspec.structs
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.models.length_limits import LengthLimits, too_long
+from dynamo.frontend.models.length_limits import too_long
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.parsing import OutputPlan, plan_output, tell_worker, think_marks
 from dynamo.frontend.pipeline.plan import Plan
@@ -36,6 +36,7 @@ from dynamo.protocol.openai.requests import (
     to_worker_fields,
 )
 from dynamo.router.failover import DispatchLimits, pinned_instance
+from dynamo.runtime.metrics import observe_each
 from dynamo.text.control_tokens import Guarded, RenderedPrompt
 from dynamo.text.templates import INLINE_BUDGET, BudgetExceeded, BudgetSpec
 from dynamo.text.tokenizer import Tokenizer
@@ -71,7 +72,9 @@ class Preprocessor:
         options = chat_options(request, default_thinking_mode=runtime_data.get("default_thinking_mode"))
         if model.takes_text:
             text_only = text_plan(request, self._plan(request, effects, model, [[]]))
-            return replace(text_only, options=options, parsing=self._parsing(options, model, text_only, "")), None
+            return msgspec.structs.replace(
+                text_only, options=options, parsing=self._parsing(options, model, text_only, "")
+            ), None
         began = perf_counter()
         text: str | None = None
         ids = request.token_data
@@ -85,7 +88,7 @@ class Preprocessor:
             else:
                 prompt = RenderedPrompt(text)
             ids = await self._encode(model, prompt, overhead, is_chat=True)
-        limits = LengthLimits.of(model)
+        limits = model.length_limits
         limits.check([ids], is_chat=True)
         plan = await self._worked_out(request, partial(self._plan, request, effects, model, [ids]))
         if limits.combined is not None:
@@ -109,7 +112,7 @@ class Preprocessor:
             else prompt
             for prompt in sources
         ]
-        limits = LengthLimits.of(model)
+        limits = model.length_limits
         limits.check(prompts, is_chat=False)
         plan = await self._worked_out(request, partial(self._plan, request, effects, model, prompts))
         if limits.combined is not None:
@@ -185,9 +188,8 @@ class Preprocessor:
     async def _encode(
         self, model: ServedModel, prompt: RenderedPrompt, overhead: StageTimer, *, is_chat: bool
     ) -> list[int]:
-        overhead.mark(PARSE)
-        began = perf_counter()
-        limit = model.context_length or MAX_PROMPT_TOKENS
+        began = overhead.mark(PARSE)
+        limit = model.length_limits.context or MAX_PROMPT_TOKENS
         if len(prompt.text) > max(PROBED_CHARACTERS, CHARACTERS_PER_TOKEN * limit):
             # Ids of a text of megabytes are hundreds of megabytes, made while no other thread may run.
             least = await self._offload(partial(_least_tokens, model.text.tokenizer, prompt.text, limit))
@@ -199,10 +201,8 @@ class Preprocessor:
         else:
             started, ids = await self._offload(_timed(encode))
             overhead.mark(QUEUE, started)
-        overhead.mark(TOKENISE)
-        seconds = perf_counter() - began
-        self._metrics.tokenize_seconds.observe(seconds)
-        self._metrics.tokenizer_latency.observe(seconds * 1000)
+        seconds = overhead.mark(TOKENISE) - began
+        observe_each(self._metrics.tokenize, (seconds, seconds * 1000))
         return ids
 
     def _plan(
@@ -212,7 +212,8 @@ class Preprocessor:
         model: ServedModel,
         prompts: list[list[int]],
     ) -> Plan:
-        check_ranks(request, model.ranks, model.prefill_ranks)
+        if request.nvext is not None:
+            check_ranks(request, model.ranks, model.prefill_ranks)
         if model.text.vocabulary_size is not None and not model.takes_text:
             check_token_ids(request, model.text.vocabulary_size)
         body = finish_preprocessing(to_worker_fields(request), model.text.eos_token_ids)
@@ -229,7 +230,7 @@ class Preprocessor:
             routing["lora_name"] = model.lora_name
         if (agent := effects.agent_context) is not None:
             body["agent_context"] = agent
-        pinned = pinned_instance(routing)
+        pinned = pinned_instance(routing) if routing else None
         if pinned is None and self._settings.router_mode == "direct":
             raise InvalidArgument("Invalid request")  # nothing but the client knows where it should go
         limits = DispatchLimits.of(
@@ -238,7 +239,8 @@ class Preprocessor:
             longest_movable_tokens=self._settings.migration_max_seq_len,
             card_retries=model.card.migration_limit,
         )
-        is_query = any(annotation.startswith(_QUERY) for annotation in request.annotations)
+        annotations = request.annotations
+        is_query = bool(annotations) and any(annotation.startswith(_QUERY) for annotation in annotations)
         return Plan(body, prompts, request.choices_per_prompt, pinned, limits, is_query=is_query)
 
     def _check_guided(self, body: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ __all__ = [
     "MetricsRegistry",
     "TooManySeries",
     "Vector",
+    "count_down",
     "count_over",
     "count_up",
     "observe_each",
@@ -193,6 +194,12 @@ def count_up(*metrics: Counter | Gauge) -> None:
     """Add 1 to each metric."""
     for metric in metrics:
         metric._value += 1
+
+
+def count_down(*gauges: Gauge) -> None:
+    """Take 1 from each gauge."""
+    for gauge in gauges:
+        gauge._value -= 1
 
 
 def set_each(gauges: Sequence[Gauge], values: Sequence[float]) -> None:
