@@ -132,11 +132,10 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         while not self._is_closed:
             stream = self._stream
             if stream is None:
-                if self._loss is None and not self._dispatcher.stages:  # nearly every request: two calls deeper
+                if self._loss is None:
                     self._suspect.check(self._now)
-                    items = await self._begin()
-                else:
-                    items = await self._start()
+                is_plain = self._loss is None and not self._dispatcher.stages  # as nearly every request is
+                items = await (self._begin() if is_plain else self._start())
                 if not items:
                     self._on_missing_terminal_chunk()
                 return items
@@ -274,7 +273,6 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         """Return the first items of the answer, or of its continuation after a loss."""
         request, loss = self._request, self._loss
         if loss is None:
-            self._suspect.check(self._now)
             return await self._run_stages()
         if request.generated and tokens_left(request.body, len(request.generated)) == 0:
             # Everything the request allows had arrived when its worker was lost, all but the word that it was the end.
