@@ -1,9 +1,9 @@
 """The native module's names. Re-exports only; new code imports from where things live."""
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any
 
 from dynamo._core import backend
-from dynamo._core.absent import raise_absent
+from dynamo._core.absent import load_name
 from dynamo.contract.parsers import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.errors import (
     Cancelled,
@@ -35,15 +35,27 @@ from dynamo.runtime.tracing import SpanProxy
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher, WorkerMetricsPublisher
 from dynamo.worker.registration import fetch_model, register_model, unregister_model, update_model_taints
 
+if TYPE_CHECKING:
+    from dynamo.bindings import (
+        ApproxKvIndexer,
+        KvIndexer,
+        KvRouter,
+        KvRouterConfig,
+        LoadThresholdConfig,
+        RouterConfig,
+        RoutingConstraints,
+    )
+
 __version__ = "1.6.1+unified"
 """The version of the native system whose names these are."""
 
 
-def __getattr__(name: str) -> NoReturn:
-    raise_absent(__name__, name)
+def __getattr__(name: str) -> Any:
+    return load_name(__name__, name)
 
 
 __all__ = [
+    "ApproxKvIndexer",
     "Cancelled",
     "CannotConnect",
     "Client",
@@ -58,6 +70,10 @@ __all__ = [
     "HttpError",
     "InvalidArgument",
     "KvEventPublisher",
+    "KvIndexer",
+    "KvRouter",
+    "KvRouterConfig",
+    "LoadThresholdConfig",
     "MediaDecoder",
     "MediaFetcher",
     "ModelInput",
@@ -68,8 +84,10 @@ __all__ = [
     "PyAsyncRequestStream",
     "RadixTree",
     "ResponseTimeout",
+    "RouterConfig",
     "RouterMode",
     "RouterQueueLimitExceeded",
+    "RoutingConstraints",
     "SelectionServiceError",
     "SpanProxy",
     "StreamIncomplete",

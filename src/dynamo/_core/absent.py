@@ -1,13 +1,16 @@
-"""Names of the native module that this system does not have, and what takes their place."""
+"""Names of the native module that are loaded when they are asked for, and those that this system does not have."""
 
 from __future__ import annotations
 
-from typing import Final, NoReturn
+import importlib
+from typing import Any, Final
 
-__all__ = ["ABSENT", "raise_absent"]
+__all__ = ["ABSENT", "ROUTER_NAMES", "load_name"]
 
 _FRONTEND: Final = "run the frontend as a process (python -m dynamo.frontend) or embed dynamo.frontend.Frontend"
-_ROUTER: Final = "embed dynamo.router.KvRouter, or run the router as a process (python -m dynamo.router)"
+_ROUTER: Final = (
+    "use dynamo.llm.KvRouter, embed dynamo.router.KvRouter, or run the router as a process (python -m dynamo.router)"
+)
 _KV_STATE: Final = "KV events travel on the event plane; read them with dynamo.router.KvEventFeed"
 _FORWARD_PASS: Final = "forward-pass metrics are not published; register your own with register_prometheus"
 _PLANNER: Final = "there is no planner; scale by the workers' /metrics"
@@ -16,17 +19,16 @@ _MOCKER: Final = "replay traces with `dynamo bench replay`; serve mock engines w
 ABSENT: Final[dict[str, str]] = {
     **dict.fromkeys(
         (
-            *("EngineType", "EntrypointArgs", "HttpAsyncEngine", "HttpService", "KserveGrpcService", "RouterConfig"),
-            *("FrontendExtensionContext", "FrontendResponse", "FrontendRoute", "LoadThresholdConfig", "RoutedEngine"),
+            *("EngineType", "EntrypointArgs", "HttpAsyncEngine", "HttpService", "KserveGrpcService"),
+            *("FrontendExtensionContext", "FrontendResponse", "FrontendRoute", "RoutedEngine"),
             *("PythonAsyncEngine", "make_engine", "run_input"),
         ),
         _FRONTEND,
     ),
     **dict.fromkeys(
         (
-            *("KvRouter", "KvRouterConfig", "RoutingConstraints", "SelectionCacheConfig"),
-            *("SelectionService", "run_select_service", "run_slot_tracker"),
-            *("ApproxKvIndexer", "KvIndexer", "resolve_routing_image_token_id"),
+            *("SelectionCacheConfig", "SelectionService", "run_select_service", "run_slot_tracker"),
+            "resolve_routing_image_token_id",
         ),
         _ROUTER,
     ),
@@ -47,8 +49,23 @@ ABSENT: Final[dict[str, str]] = {
 """Name -> what to use in its place."""
 
 
-def raise_absent(module: str, name: str) -> NoReturn:
-    """Raise ImportError with what to use in place of a known name, else AttributeError."""
+ROUTER_NAMES: Final = (
+    "ApproxKvIndexer",
+    "KvIndexer",
+    "KvRouter",
+    "KvRouterConfig",
+    "LoadThresholdConfig",
+    "RouterConfig",
+    "RoutingConstraints",
+)
+"""What is loaded when it is first asked for: an engine's worker needs no router."""
+
+
+def load_name(module: str, name: str) -> Any:
+    """Return a name that is loaded late. For a known name that is absent raises ImportError with what to use in its place,
+    else AttributeError."""
+    if name in ROUTER_NAMES:
+        return getattr(importlib.import_module("dynamo.bindings"), name)
     if name in ABSENT:
         raise ImportError(f"{module}.{name} is not part of dynamo-unified; {ABSENT[name]}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

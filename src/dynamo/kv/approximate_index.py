@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from dynamo.kv.events import BlocksAdded, BlockUpdate, HeldBlock, KvChange, RouterEvent
 from dynamo.kv.holders import BlockHolders, RankBits, RankMask
 from dynamo.kv.overlap import Overlap, WorkerRank
 
@@ -110,6 +111,17 @@ class ApproximateIndex:
             return sum(len(held.blocks) for held in self._ranks.values())
         held = self._ranks.get(rank)
         return 0 if held is None else len(held.blocks)
+
+    def dump(self) -> list[RouterEvent]:
+        """Return what each rank is believed to hold, in the form of `PrefixIndex.dump`."""
+        rows = sorted((rank, block) for rank, held in self._ranks.items() for block in held.blocks)
+        return [
+            RouterEvent(
+                rank.worker_id,
+                KvChange(number, BlockUpdate(stored=BlocksAdded([HeldBlock(block, block)])), rank.dp_rank),
+            )
+            for number, (rank, block) in enumerate(rows)
+        ]
 
     def _limit(self, rank: WorkerRank) -> int:
         return self._capacities.get(rank, MAX_BLOCKS_PER_RANK)

@@ -252,6 +252,10 @@ class PrefixIndex:
             for held in (place.ranks.values() if rank is None else filter(None, [place.ranks.get(rank)]))
         )
 
+    def sequence_hash(self, rank: WorkerRank, name: int) -> int | None:
+        """Return the sequence hash of a block that a rank holds, by the engine's name; None for an unknown name."""
+        return self._sequence_hash(rank, name)
+
     def dump(self) -> list[RouterEvent]:
         """Return events that make an index of this package hold the same blocks, the same for the same blocks.
 

@@ -16,7 +16,7 @@ from dynamo.kv.events import BlocksAdded, BlockUpdate, HeldBlock, KvChange, Rout
 from dynamo.kv.hashing import block_hashes
 from dynamo.kv.overlap import WorkerRank
 
-__all__ = ["OverlapScores", "RadixTree", "compute_block_hash_for_seq"]
+__all__ = ["OverlapScores", "RadixTree", "compute_block_hash_for_seq", "media_of_blocks"]
 
 _HASHES: Final = 2**64
 _DECODER: Final = msgspec.json.Decoder(KvChange)
@@ -38,6 +38,20 @@ def compute_block_hash_for_seq(
     """
     if kv_block_size < 1:
         raise ValueError(f"kv_block_size must be at least 1, got {kv_block_size}")
+    return block_hashes(
+        tokens,
+        kv_block_size,
+        lora_name=lora_name,
+        cache_salt=cache_namespace,
+        eagle=bool(is_eagle),
+        mm_hashes=media_of_blocks(block_mm_infos),
+    )
+
+
+def media_of_blocks(
+    block_mm_infos: Sequence[Mapping[str, Sequence[Mapping[str, int]]] | None] | None,
+) -> dict[int, list[int]]:
+    """Return the media hashes by block number. Raises ValueError for another form than `compute_block_hash_for_seq` takes."""
     media: dict[int, list[int]] = {}
     for number, info in enumerate(block_mm_infos or ()):
         if info is None:
@@ -46,14 +60,7 @@ def compute_block_hash_for_seq(
             media[number] = [entry["mm_hash"] for entry in info["mm_objects"]]
         except (KeyError, TypeError) as error:
             raise ValueError(f"block_mm_infos[{number}] must be {{'mm_objects': [{{'mm_hash': int}}]}}") from error
-    return block_hashes(
-        tokens,
-        kv_block_size,
-        lora_name=lora_name,
-        cache_salt=cache_namespace,
-        eagle=bool(is_eagle),
-        mm_hashes=media,
-    )
+    return media
 
 
 class OverlapScores:

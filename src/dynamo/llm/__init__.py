@@ -1,8 +1,8 @@
 """The guide's names for models and their registration. Re-exports only."""
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any
 
-from dynamo._core.absent import raise_absent
+from dynamo._core.absent import load_name
 from dynamo.errors import HttpError, RouterQueueLimitExceeded
 from dynamo.kv.native_bindings import OverlapScores, RadixTree, compute_block_hash_for_seq
 from dynamo.protocol.lora import lora_name_to_id
@@ -13,18 +13,34 @@ from dynamo.runtime.instances import RouterMode
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher, WorkerMetricsPublisher
 from dynamo.worker.registration import fetch_model, register_model, unregister_model, update_model_taints
 
+if TYPE_CHECKING:
+    from dynamo.bindings import (
+        ApproxKvIndexer,
+        KvIndexer,
+        KvRouter,
+        KvRouterConfig,
+        LoadThresholdConfig,
+        RouterConfig,
+        RoutingConstraints,
+    )
+
 register_llm = register_model
 unregister_llm = unregister_model
 fetch_llm = fetch_model
 
 
-def __getattr__(name: str) -> NoReturn:
-    raise_absent(__name__, name)
+def __getattr__(name: str) -> Any:
+    return load_name(__name__, name)
 
 
 __all__ = [
+    "ApproxKvIndexer",
     "HttpError",
     "KvEventPublisher",
+    "KvIndexer",
+    "KvRouter",
+    "KvRouterConfig",
+    "LoadThresholdConfig",
     "MediaDecoder",
     "MediaFetcher",
     "ModelInput",
@@ -32,8 +48,10 @@ __all__ = [
     "ModelType",
     "OverlapScores",
     "RadixTree",
+    "RouterConfig",
     "RouterMode",
     "RouterQueueLimitExceeded",
+    "RoutingConstraints",
     "WorkerMetricsPublisher",
     "WorkerType",
     "compute_block_hash_for_seq",

@@ -93,7 +93,9 @@ class LoadedPool(Protocol):
 
     name: str
     busy: frozenset[int]
-    runtime_config: ModelRuntimeConfig
+
+    @property
+    def runtime_config(self) -> ModelRuntimeConfig: ...
 
     @property
     def member_ids(self) -> frozenset[int]: ...

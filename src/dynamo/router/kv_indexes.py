@@ -57,10 +57,10 @@ class EventlessGuesses:
 class KvIndexes:
     """None, one or two indexes."""
 
-    __slots__ = ("_index", "_learning", "_predicted", "_sized")
+    __slots__ = ("_learning", "_predicted", "_sized", "index")
 
     def __init__(self, index: OverlapIndex | None, predicted: OverlapIndex | None) -> None:
-        self._index, self._predicted = index, predicted
+        self.index, self._predicted = index, predicted
         both: tuple[object, object] = (index, predicted)
         self._learning = [each for each in both if isinstance(each, LearningIndex)]
         self._sized = index if isinstance(index, SizedIndex) else None
@@ -69,7 +69,7 @@ class KvIndexes:
         """Return the overlap of each rank that holds some of the prompt."""
         if not sequence:
             return _NONE
-        known = self._index.find(sequence, now) if self._index is not None else _NONE
+        known = self.index.find(sequence, now) if self.index is not None else _NONE
         if self._predicted is None:
             return known
         guessed = self._predicted.find(sequence, now)

@@ -165,6 +165,11 @@ class KvRouter:
         return self._policy
 
     @property
+    def index(self) -> OverlapIndex | None:
+        """What it knows of the ranks' caches, apart from predictions."""
+        return self._indexes.index
+
+    @property
     def ranks(self) -> Mapping[WorkerRank, RankInfo]:
         """The ranks there are, with what is known of each."""
         return self._states.infos

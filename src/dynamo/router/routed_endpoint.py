@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from typing import Annotated, Final, Self
+from typing import Annotated, Any, Final, Self
 
 import msgspec
 
@@ -22,7 +22,7 @@ from dynamo.kv.overlap import OverlapIndex, WorkerRank
 from dynamo.placement.kv_query import KvQuery, RankInfo, Trust, read_overrides
 from dynamo.placement.kv_state import KvPolicy
 from dynamo.placement.kv_transfer import topology_taints
-from dynamo.protocol.records import ModelCard, decode_model_record
+from dynamo.protocol.records import ModelCard, ModelRuntimeConfig, decode_model_record
 from dynamo.router.index_feed import KvEventFeed, KvSink
 from dynamo.router.kv_domains import router_options
 from dynamo.router.kv_router import KvRouter, Selection
@@ -48,19 +48,26 @@ MAX_CARDS: Final = 65_536  # of one endpoint; a store gone wild must not take th
 
 _NOT_STARTED: Final = (CannotConnect, WorkerUnavailable, Overloaded)  # errors of a worker that has not begun
 
+_UNKNOWN_CONFIG: Final = ModelRuntimeConfig()
+
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class RoutedEndpoint:
     """Follows the workers of an endpoint for a router, and sends them requests. Use as `async with`."""
 
-    def __init__(self, workers: Endpoint, router: KvRouter, *, gate: QueueGate | None = None) -> None:
+    def __init__(
+        self, workers: Endpoint, router: KvRouter, *, gate: QueueGate | None = None, needs_cards: bool = False
+    ) -> None:
         """`workers`: the endpoint whose instances serve the requests. What feeds the router's index is the caller's. `gate`:
-        where requests wait for a worker; None: they do not."""
+        where requests wait for a worker; None: they do not. `needs_cards`: a worker gets no requests before its model card
+        is there."""
         self.endpoint, self.router, self.gate = workers, router, gate
+        self._needs_cards = needs_cards
         self._stack = AsyncExitStack()
         self._cards: dict[str, tuple[int, ModelCard]] = {}  # by key; instance id and card
         self._trusts: dict[WorkerRank, Trust] = {}  # what the events of a rank are worth; absent: none have come
+        self._busy: frozenset[int] = frozenset()
         self._client: Client | None = None
         self._attempts = itertools.count(1)
 
@@ -85,6 +92,26 @@ class RoutedEndpoint:
         """The client of the workers."""
         assert self._client is not None, "used before it was entered"
         return self._client
+
+    @property
+    def runtime_config(self) -> ModelRuntimeConfig:
+        """What the first worker's card says of its engine; without a card nothing is known."""
+        return next((card.runtime_config for _, card in self._cards.values()), _UNKNOWN_CONFIG)
+
+    @property
+    def is_eagle(self) -> bool:
+        """Whether the workers' blocks also cover the token behind them."""
+        return self.runtime_config.enable_eagle
+
+    @property
+    def busy(self) -> frozenset[int]:
+        """The workers that get no requests, as they are over a threshold."""
+        return self._busy
+
+    @busy.setter
+    def busy(self, busy: frozenset[int]) -> None:
+        self._busy = busy
+        self._set_ranks()
 
     async def open(self, body: Mapping[str, object], context: Context, *, query: KvQuery | None = None) -> RoutedAnswer:
         """Send a request where its prefix lies, and book it until its answer ends.
@@ -135,7 +162,14 @@ class RoutedEndpoint:
             self._set_ranks()
 
     def _set_ranks(self) -> None:
-        self.router.set_ranks(ranks_of(self.client.instance_ids(), dict(self._cards.values()), self._trusts))
+        cards, instance_ids = dict(self._cards.values()), self.client.instance_ids()
+        if self._needs_cards:
+            instance_ids = [each for each in instance_ids if each in cards]
+        ranks = ranks_of(instance_ids, cards, self._trusts)
+        for rank, info in ranks.items():
+            if rank.worker_id in self._busy:
+                ranks[rank] = msgspec.structs.replace(info, is_busy=True)
+        self.router.set_ranks(ranks)
         self.router.load.relieved()  # what waits may wait for one of these
 
 
@@ -145,17 +179,17 @@ class RoutedAnswer:
     __slots__ = (
         "_body",
         "_booked",
-        "_context",
         "_endpoint",
         "_excluded",
         "_has_begun",
         "_query",
         "_stream",
+        "context",
         "selection",
     )
 
     def __init__(self, endpoint: RoutedEndpoint, body: Mapping[str, object], context: Context, query: KvQuery) -> None:
-        self._endpoint, self._body, self._context, self._query = endpoint, body, context, query
+        self._endpoint, self._body, self.context, self._query = endpoint, body, context, query
         self._excluded: set[int] = set()  # workers that declined
         self._booked: str | None = None  # the name of the booking
         self._stream: ResponseStream | None = None
@@ -164,7 +198,7 @@ class RoutedAnswer:
 
     async def start(self) -> None:
         """Wait for a turn where all workers have too much to prefill, then `begin`; do nothing when cancelled meanwhile."""
-        gate, query, context = self._endpoint.gate, self._query, self._context
+        gate, query, context = self._endpoint.gate, self._query, self.context
         selection: Selection | None = None
         if gate is not None:
             selection = self._endpoint.router.select(query, _now())
@@ -188,13 +222,13 @@ class RoutedAnswer:
 
     async def _open_at(self, selection: Selection) -> None:
         endpoint, rank = self._endpoint, selection.rank
-        self._booked = endpoint.booking_id(self._context.id())
+        self._booked = endpoint.booking_id(self.context.id())
         endpoint.router.book(self._booked, selection, _now(), expires=False)
         routing = self._body.get("routing")
         hints = {**(routing if isinstance(routing, dict) else {}), "dp_rank": rank.dp_rank}
         try:
             instance = endpoint.client.named(rank.worker_id)
-            self._stream = await endpoint.client.open(instance, {**self._body, "routing": hints}, self._context)
+            self._stream = await endpoint.client.open(instance, {**self._body, "routing": hints}, self.context)
         except BaseException:
             self.close()
             raise
@@ -211,7 +245,7 @@ class RoutedAnswer:
             raise error
         logger.info(
             "request %s: worker %x failed before its first token (%s: %s)",
-            self._context.id(),
+            self.context.id(),
             rank.worker_id,
             type(error).__name__,
             error,
@@ -258,12 +292,17 @@ class RoutedAnswer:
             router.first_token(booked, _now())
         tokens = 0
         for item in items:
-            if item.index == OBJECT_INDEX:
+            if item.index != OBJECT_INDEX:
+                tokens += len(item.token_ids)
+                if not self._has_begun:
+                    item.extra = _with_worker(item.extra or {}, self.selection.rank)
+            elif (chunk := _chunk_of(item)) is not None:
+                tokens += len(chunk["token_ids"])
+                if not self._has_begun:
+                    item.extra = {**(item.extra or {}), "data": _with_worker(chunk, self.selection.rank)}
+            else:
                 continue
-            tokens += len(item.token_ids)
-            if not self._has_begun:
-                self._has_begun = True
-                item.extra = _with_worker(item, self.selection.rank)
+            self._has_begun = True
         router.output(booked, tokens, _now())
         return items
 
@@ -300,11 +339,12 @@ def _predictions(kv: KvRouterSettings) -> OverlapIndex | None:
 
 @asynccontextmanager
 async def routed_endpoint(
-    endpoint: Endpoint, router: KvRouter, kv: KvRouterSettings, sink: KvSink | None
+    endpoint: Endpoint, router: KvRouter, kv: KvRouterSettings, sink: KvSink | None, *, needs_cards: bool = False
 ) -> AsyncIterator[RoutedEndpoint]:
     """Follow an endpoint's workers for a router, feed `sink` their KV events, and share the bookings, as the settings say."""
     async with AsyncExitStack() as stack:
-        workers = RoutedEndpoint(endpoint, router, gate=_gate(kv, router, endpoint))
+        gate = _gate(kv, router, endpoint)
+        workers = RoutedEndpoint(endpoint, router, gate=gate, needs_cards=needs_cards)
         if sink is not None:
             await stack.enter_async_context(KvEventFeed(endpoint, sink, on_trust=workers.set_trust))
         await stack.enter_async_context(RouterLoadReports(endpoint, router.load))
@@ -404,17 +444,22 @@ def token_ids_of(value: object) -> Sequence[int]:
         raise InvalidArgument(f"token_ids must be a list of token ids: {error}") from error
 
 
-def _with_worker(item: StreamItem, rank: WorkerRank) -> dict[str, object]:
-    """Return the further members of the first chunk, with the worker that serves the request."""
-    extra = item.extra or {}
-    data = extra.get("routing_data")
+def _chunk_of(item: StreamItem) -> dict[str, Any] | None:
+    """Return the chunk of a plain handler, where an object is one."""
+    data = (item.extra or {}).get("data")
+    return data if isinstance(data, dict) and isinstance(data.get("token_ids"), list) else None
+
+
+def _with_worker(members: dict[str, Any], rank: WorkerRank) -> dict[str, Any]:
+    """Return the members of the first chunk, with the worker that serves the request."""
+    data = members.get("routing_data")
     served_by = {
         "prefill_worker_id": rank.worker_id,
         "prefill_dp_rank": rank.dp_rank,
         "decode_worker_id": rank.worker_id,
         "decode_dp_rank": rank.dp_rank,
     }
-    return {**extra, "routing_data": {"worker_id": served_by, **(data if isinstance(data, dict) else {})}}
+    return {**members, "routing_data": {"worker_id": served_by, **(data if isinstance(data, dict) else {})}}
 
 
 def _now() -> float:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Container, Mapping
 from contextlib import aclosing
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
@@ -401,6 +401,16 @@ class Annotated:
         return f"Annotated({dict(self._envelope)!r})"
 
 
+class AnswerItems(Protocol):
+    """What is needed of an answer to be read item by item."""
+
+    async def next_batch(self) -> list[StreamItem]:
+        """Return what has arrived; [] at the end."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class ClientStream(AsyncIterator[Any]):
     """The items of one answer, to be iterated once. One that is dropped half-read kills its request.
 
@@ -410,7 +420,7 @@ class ClientStream(AsyncIterator[Any]):
 
     def __init__(
         self,
-        stream: ResponseStream | None,
+        stream: AnswerItems | None,
         context: Context,
         annotated: bool,
         on_failure: Callable[[DynamoException], None],
@@ -471,7 +481,7 @@ class ClientStream(AsyncIterator[Any]):
         raise ValueError(f"{rule_of(error).wire_class}: {error}") from error
 
 
-def _when_dropped(owner: object, stream: ResponseStream) -> Callable[[], object]:
+def _when_dropped(owner: object, stream: AnswerItems) -> Callable[[], object]:
     """Close `stream` when `owner` is collected, in whatever thread that happens; returns what calls it off."""
     loop = asyncio.get_running_loop()
 

@@ -8,6 +8,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from dynamo.errors import CannotConnect
 from dynamo.runtime.client import Client
@@ -47,6 +48,16 @@ __all__ = [
     "ServedEndpoint",
     "create_runtime",
 ]
+
+
+class RuntimeClient(Protocol):
+    """What ends with a runtime: clients, and what is made of them."""
+
+    async def close(self) -> None: ...
+
+    def count_quarantined(self) -> int:
+        """Return how many instances get no requests for now."""
+        ...
 
 
 class DistributedRuntime:
@@ -103,7 +114,7 @@ class DistributedRuntime:
         self._work = Background()
         self._shutting_down: asyncio.Task[None] | None = None
         self._served: dict[str, ServedEndpoint] = {}
-        self._clients: set[Client] = set()
+        self._clients: set[RuntimeClient] = set()
         _open.add(self)
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -284,11 +295,11 @@ class DistributedRuntime:
         """Return the endpoint "ns.comp.ep" if this runtime serves it."""
         return self._served.get(path)
 
-    def remember_client(self, client: Client) -> None:
+    def remember_client(self, client: RuntimeClient) -> None:
         """Add a client, which is closed with this runtime."""
         self._clients.add(client)
 
-    def forget_client(self, client: Client) -> None:
+    def forget_client(self, client: RuntimeClient) -> None:
         """Forget a client that was closed."""
         self._clients.discard(client)
 

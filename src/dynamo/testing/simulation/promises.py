@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, Final
 
 from dynamo.router.query_of_death import MAX_DEATHS
+from dynamo.runtime.client import Client
 from dynamo.testing.simulation.client import Answer, MalformedAnswer, Visit, read_answer
 from dynamo.testing.simulation.cluster import STREAM_TIMEOUT_SECONDS, Cluster
 from dynamo.testing.simulation.engine import continuation
@@ -238,7 +239,8 @@ class Promises:
                 self._zero(frontend.name, "places of the model", model.admission.in_flight)
                 self._zero(frontend.name, "waiting requests", model.admission.waiting)
             for client in frontend.runtime._clients:
-                self._zero(frontend.name, "bookings", client._set.loads.total)
+                if isinstance(client, Client):
+                    self._zero(frontend.name, "bookings", client._set.loads.total)
             for plane in frontend.runtime.planes.clients.values():
                 self._zero(frontend.name, "open streams", len(plane._streams))  # type: ignore[attr-defined]
         for worker in self._cluster.living_workers:

@@ -25,6 +25,7 @@ from dynamo.worker.kv_publishing.metrics import KvPublisherMetrics
 from dynamo.worker.kv_publishing.outbox import EventChannel, Outbox
 
 if TYPE_CHECKING:
+    from dynamo.worker.kv_publishing.recovery import BackgroundRecovery
     from dynamo.worker.kv_publishing.zmq_source import ZmqEngineEvents
 
 __all__ = [
@@ -80,7 +81,9 @@ class KvEventPublisher:
         *,
         channel: EventChannel | None = None,
     ) -> None:
-        """Create it on the worker's event loop. `channel` replaces the endpoint's own (tests, other planes).
+        """Create it on the worker's event loop. `channel` replaces the endpoint's own: a worker's, tests.
+
+        With `enable_local_indexer` routers may request what they missed; with a `channel` that is its owner's to serve.
 
         With `zmq_endpoint` the events are those that the engine publishes there (`zmq_topic` "": all of them). Every list
         leaves at once, so `batching_timeout_ms` is only checked. Raises InvalidArgument for a block size below 1, a
@@ -95,11 +98,17 @@ class KvEventPublisher:
         self._worker_id = endpoint.connection_id() if worker_id is None else worker_id
         self._block_size = kv_block_size
         self._dp_rank = dp_rank
-        self._outbox = Outbox(endpoint.event_channel(KV_EVENTS_TOPIC) if channel is None else channel)
+        own_channel: Any = endpoint.event_channel(KV_EVENTS_TOPIC) if channel is None else None
+        self._outbox = Outbox(own_channel if channel is None else channel)
         self._lock = threading.Lock()  # holds the order of event ids and messages together
         self._ledger = KvLedger(self._envelope)
         self._size_warnings = 0
         self._engine: ZmqEngineEvents | None = None
+        self._recovery: BackgroundRecovery | None = None
+        if own_channel is not None and enable_local_indexer:
+            from dynamo.worker.kv_publishing.recovery import BackgroundRecovery
+
+            self._recovery = BackgroundRecovery(endpoint, self, own_channel.publisher_id)
         if zmq_endpoint is not None:
             from dynamo.worker.kv_publishing.zmq_source import ZmqEngineEvents
 
@@ -198,7 +207,9 @@ class KvEventPublisher:
         return self._worker_id, self._dp_rank
 
     def shutdown(self) -> None:
-        """Publish nothing more; idempotent. With a ZMQ source: on the event loop."""
+        """Publish nothing more; idempotent. With a ZMQ source or a local indexer: on the event loop."""
+        if self._recovery is not None:
+            self._recovery.stop()
         if self._engine is not None:
             self._engine.close()
         self._outbox.close()

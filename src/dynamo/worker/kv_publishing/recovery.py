@@ -5,6 +5,7 @@ A router that sees a gap in the event ids of a worker asks `worker_kv_query_sour
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,13 +15,14 @@ from dynamo.errors import DynamoException
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import EVENT_SOURCES
 from dynamo.runtime.request_plane.base import ResponseSink
+from dynamo.runtime.tasks import Background
 from dynamo.worker.kv_publishing.publisher import KV_EVENTS_TOPIC, KvEventPublisher
 
 if TYPE_CHECKING:
     from dynamo.runtime.endpoint import Endpoint
     from dynamo.runtime.served_endpoint import ServedEndpoint
 
-__all__ = ["KvRecovery", "RecoveryQuery", "query_endpoint_name"]
+__all__ = ["BackgroundRecovery", "KvRecovery", "RecoveryQuery", "query_endpoint_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -112,3 +114,37 @@ class KvRecovery:
         if query.dp_rank != dp_rank:
             return {"Error": f"dp_rank mismatch: asked for {query.dp_rank}, this is {dp_rank}"}
         return self._publisher.answer(query.start_event_id, query.end_event_id)
+
+
+class BackgroundRecovery:
+    """Answers for a publisher that was made without a worker around it, until `stop` or the end of the runtime."""
+
+    def __init__(self, endpoint: Endpoint, publisher: KvEventPublisher, publisher_id: int) -> None:
+        """Starts on the event loop that runs; a failure is logged, and then lost events cannot be requested."""
+        self._runtime = endpoint.runtime
+        self._stopped = asyncio.Event()
+        self._background = Background()
+        self._background.start(self._run(endpoint, publisher, publisher_id), f"kv recovery of {endpoint.path}")
+        self._runtime.remember_client(self)
+
+    async def _run(self, endpoint: Endpoint, publisher: KvEventPublisher, publisher_id: int) -> None:
+        await endpoint.runtime.start()
+        recovery = await KvRecovery.begin(endpoint, publisher, publisher_id)
+        try:
+            await self._stopped.wait()
+        finally:
+            await recovery.close()
+
+    def stop(self) -> None:
+        """Begin to stop. On the event loop; idempotent."""
+        self._stopped.set()
+        self._runtime.forget_client(self)
+
+    async def close(self) -> None:
+        """Stop, and wait for it. Idempotent."""
+        self.stop()
+        await self._background.close()
+
+    def count_quarantined(self) -> int:
+        """Return 0: it calls nobody."""
+        return 0

@@ -1,0 +1,404 @@
+"""What the native `KvRouter` and its callers configure: the native names, defaults and ranges.
+
+A configuration may name what this system has not built: it is a value, and may be stored, copied and passed on. Making a
+`KvRouter` with it is refused, by name (`KvRouterConfig.settings`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import msgspec
+
+from dynamo.placement import RouterMode
+from dynamo.router.busy_workers import BusyThresholds
+from dynamo.router.kv_settings import KvRouterSettings
+
+__all__ = ["KvRouterConfig", "LoadThresholdConfig", "RouterConfig", "TaintConstraints", "check_affinity"]
+
+MAX_AFFINITY_SECONDS: Final = 31_536_000  # a year
+
+
+class _Values(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Every member of the native configuration."""
+
+    overlap_score_credit: float = 1.0
+    overlap_score_credit_decay: float = 0.0
+    prefill_load_scale: float = 1.0
+    decode_active_request_weight: float = 0.0
+    overlap_score_weight: float | None = None
+    host_cache_hit_weight: float = 0.75
+    disk_cache_hit_weight: float = 0.25
+    router_temperature: float = 0.0
+    use_kv_events: bool = True
+    router_replica_sync: bool = False
+    router_track_active_blocks: bool = True
+    router_track_output_blocks: bool = False
+    router_assume_kv_reuse: bool = True
+    router_track_prefill_tokens: bool = True
+    router_tracking_hash: str = "public-xxh3-v1"
+    router_tracking_key_file: str | None = None
+    router_tracking_key_id: str | None = None
+    router_prefill_load_model: str = "none"
+    router_ttl_secs: float = 120.0
+    router_approximate_cache_policy: str = "ttl"
+    router_queue_threshold: float | None = None
+    router_policy_config: str | None = None
+    router_prefill_policy: str | None = None
+    router_decode_policy: str | None = None
+    router_event_threads: int = 4
+    router_queue_policy: str = "fcfs"
+    use_remote_indexer: bool = False
+    serve_indexer: bool = False
+    enable_session_prefix_index: bool = False
+    shared_cache_multiplier: float | None = None
+    shared_cache_type: str = "none"
+    router_predicted_ttl_secs: float | None = None
+    conditional_disagg_enabled: bool = False
+    conditional_disagg_policy: str = "isl_bounding"
+    conditional_disagg_eff_isl_threshold: int = 2048
+    conditional_disagg_eff_isl_ratio_threshold: float = 0.7
+    conditional_disagg_prefill_busy_threshold: float | None = None
+    conditional_disagg_decode_busy_threshold: float | None = None
+
+
+_FIELDS: Final = frozenset(_Values.__struct_fields__)
+_NOT_NEGATIVE: Final = (
+    "overlap_score_credit",
+    "overlap_score_credit_decay",
+    "prefill_load_scale",
+    "decode_active_request_weight",
+    "overlap_score_weight",
+    "router_temperature",
+    "router_ttl_secs",
+    "router_queue_threshold",
+    "router_predicted_ttl_secs",
+    "conditional_disagg_eff_isl_threshold",
+    "conditional_disagg_prefill_busy_threshold",
+    "conditional_disagg_decode_busy_threshold",
+)
+_PARTS: Final = (
+    "host_cache_hit_weight",
+    "disk_cache_hit_weight",
+    "shared_cache_multiplier",
+    "conditional_disagg_eff_isl_ratio_threshold",
+)
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "router_approximate_cache_policy": ("ttl", "lru"),
+    "router_queue_policy": ("fcfs", "lcfs", "wspt"),
+    "router_prefill_load_model": ("none", "ais"),
+    "router_tracking_hash": ("public-xxh3-v1", "keyed-xxh3-v1"),
+    "shared_cache_type": ("none", "hicache"),
+    "conditional_disagg_policy": ("isl_bounding", "prefill_load", "isl_or_load"),
+}
+# Members of older configurations that have no effect any more, and what they may be.
+_FORMER: Final = ("durable_kv_events", "router_snapshot_threshold", "router_reset_states", "skip_initial_worker_wait")
+# What a KvRouter of this package refuses, and the value that does not ask for it.
+_NOT_BUILT: Final[Mapping[str, object]] = {
+    "router_queue_threshold": None,
+    "router_policy_config": None,
+    "router_prefill_policy": None,
+    "router_decode_policy": None,
+    "router_prefill_load_model": "none",
+    "router_tracking_hash": "public-xxh3-v1",
+    "use_remote_indexer": False,
+    "serve_indexer": False,
+    "shared_cache_type": "none",
+    "conditional_disagg_enabled": False,
+}
+
+
+def _read(given: Mapping[str, object]) -> _Values:
+    """Return the values of keyword arguments. Raises TypeError and ValueError that name the argument."""
+    try:
+        values = msgspec.convert(given, _Values)
+    except msgspec.ValidationError as error:
+        raise TypeError(str(error)) from error
+    return _checked(values)
+
+
+def _checked(values: _Values) -> _Values:
+    """Return the values with `overlap_score_weight` spread over what it stands for. Raises ValueError naming a field."""
+    for name in _NOT_NEGATIVE:
+        value = getattr(values, name)
+        if value is not None and not 0 <= value < math.inf:  # NaN is neither
+            raise ValueError(f"{name} must be a finite, non-negative number, got {value}")
+    for name in _PARTS:
+        value = getattr(values, name)
+        if value is not None and not 0 <= value <= 1:
+            raise ValueError(f"{name} must be between 0 and 1, got {value}")
+    for name, choices in _CHOICES.items():
+        if getattr(values, name) not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(values, name)!r}")
+    if values.router_event_threads < 1:
+        raise ValueError("router_event_threads must be at least 1")
+    if values.router_approximate_cache_policy == "lru" and values.use_kv_events:
+        raise ValueError("router_approximate_cache_policy=lru needs use_kv_events=False")
+    if values.router_predicted_ttl_secs is not None and not values.use_kv_events:
+        raise ValueError("router_predicted_ttl_secs needs use_kv_events=True")
+    has_key = values.router_tracking_key_file is not None and values.router_tracking_key_id is not None
+    has_part = values.router_tracking_key_file is not None or values.router_tracking_key_id is not None
+    is_keyed = values.router_tracking_hash == "keyed-xxh3-v1"
+    if is_keyed != has_part or has_part != has_key:
+        raise ValueError("keyed-xxh3-v1 needs router_tracking_key_file and router_tracking_key_id; without it neither")
+    weight = values.overlap_score_weight
+    if weight is None:
+        return values
+    credit = 0.0 if weight == 0 else values.overlap_score_credit
+    return msgspec.structs.replace(
+        values, overlap_score_weight=None, prefill_load_scale=float(weight), overlap_score_credit=credit
+    )
+
+
+class KvRouterConfig:
+    """The configuration of a `KvRouter`. Its five weights can be read and set; the others are given when it is made."""
+
+    __slots__ = ("_values",)
+
+    def __init__(
+        self,
+        overlap_score_weight: float | None = None,
+        host_cache_hit_weight: float = 0.75,
+        disk_cache_hit_weight: float = 0.25,
+        router_temperature: float = 0.0,
+        use_kv_events: bool = True,
+        *,
+        router_replica_sync: bool = False,
+        router_track_active_blocks: bool = True,
+        router_track_output_blocks: bool = False,
+        router_assume_kv_reuse: bool = True,
+        router_track_prefill_tokens: bool = True,
+        router_prefill_load_model: str = "none",
+        router_ttl_secs: float = 120.0,
+        router_approximate_cache_policy: Literal["ttl", "lru"] = "ttl",
+        router_queue_threshold: float | None = None,
+        router_event_threads: int = 4,
+        router_queue_policy: str = "fcfs",
+        use_remote_indexer: bool = False,
+        serve_indexer: bool = False,
+        enable_session_prefix_index: bool = False,
+        shared_cache_multiplier: float | None = None,
+        shared_cache_type: str = "none",
+        router_predicted_ttl_secs: float | None = None,
+        conditional_disagg_enabled: bool = False,
+        conditional_disagg_policy: str = "isl_bounding",
+        conditional_disagg_eff_isl_threshold: int = 2048,
+        conditional_disagg_eff_isl_ratio_threshold: float = 0.7,
+        conditional_disagg_prefill_busy_threshold: float | None = None,
+        conditional_disagg_decode_busy_threshold: float | None = None,
+        overlap_score_credit: float = 1.0,
+        overlap_score_credit_decay: float = 0.0,
+        prefill_load_scale: float = 1.0,
+        decode_active_request_weight: float = 0.0,
+        router_policy_config: str | None = None,
+        router_prefill_policy: str | None = None,
+        router_decode_policy: str | None = None,
+        router_tracking_hash: Literal["public-xxh3-v1", "keyed-xxh3-v1"] = "public-xxh3-v1",
+        router_tracking_key_file: str | os.PathLike[str] | None = None,
+        router_tracking_key_id: str | None = None,
+    ) -> None:
+        """`overlap_score_weight` is the deprecated name of `prefill_load_scale`; 0 also sets the credit to 0.
+
+        Raises TypeError for a value of another type, ValueError for one out of range; both name the argument.
+        """
+        if isinstance(router_tracking_key_file, os.PathLike):
+            router_tracking_key_file = os.fspath(router_tracking_key_file)
+        self._values = _read({name: value for name, value in locals().items() if name in _FIELDS})
+
+    @staticmethod
+    def from_json(config_json: str) -> KvRouterConfig:
+        """Read a configuration from a JSON object. Raises ValueError naming the member that is unknown or wrong."""
+        try:
+            given = msgspec.json.decode(config_json, type=dict[str, Any])
+            if given.get("durable_kv_events"):
+                raise ValueError("durable_kv_events=true is not supported any more")
+            known = {name: value for name, value in given.items() if name not in _FORMER}
+            return KvRouterConfig._of(_checked(msgspec.convert(known, _Values)))
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise ValueError(f"Failed to parse KvRouterConfig JSON: {error}") from error
+
+    @classmethod
+    def _of(cls, values: _Values) -> KvRouterConfig:
+        made = cls.__new__(cls)
+        made._values = values
+        return made
+
+    def copy(self) -> KvRouterConfig:
+        return self._of(self._values)
+
+    def with_overrides(
+        self,
+        overlap_score_weight: float | None = None,
+        *,
+        overlap_score_credit: float | None = None,
+        overlap_score_credit_decay: float | None = None,
+        prefill_load_scale: float | None = None,
+        decode_active_request_weight: float | None = None,
+    ) -> KvRouterConfig:
+        """Return a copy with those weights changed that are given."""
+        given = {name: value for name, value in locals().items() if name in _FIELDS and value is not None}
+        return self._of(_read({**msgspec.structs.asdict(self._values), **given}))
+
+    def settings(self) -> KvRouterSettings:
+        """Return what a router of this package goes by. Raises NotImplementedError naming what is asked for and not built."""
+        values = msgspec.structs.asdict(self._values)
+        asked = [f"{name}={values[name]!r}" for name, off in _NOT_BUILT.items() if values[name] != off]
+        if asked:
+            raise NotImplementedError(f"KvRouterConfig({', '.join(asked)}): not built in dynamo-unified's KvRouter")
+        names = KvRouterSettings.__dataclass_fields__.keys() & values.keys()
+        ttls = {name: values[name] or None for name in ("router_predicted_ttl_secs",)}
+        ttls["router_ttl_secs"] = max(values["router_ttl_secs"], 0.1)  # 100 ms is the granularity
+        return KvRouterSettings(policy="default", **{name: values[name] for name in names} | ttls)
+
+    def _set(self, name: str, value: float) -> None:
+        self._values = _read({**msgspec.structs.asdict(self._values), name: value})
+
+    @property
+    def overlap_score_credit(self) -> float:
+        return self._values.overlap_score_credit
+
+    @overlap_score_credit.setter
+    def overlap_score_credit(self, value: float) -> None:
+        self._set("overlap_score_credit", value)
+
+    @property
+    def overlap_score_credit_decay(self) -> float:
+        return self._values.overlap_score_credit_decay
+
+    @overlap_score_credit_decay.setter
+    def overlap_score_credit_decay(self, value: float) -> None:
+        self._set("overlap_score_credit_decay", value)
+
+    @property
+    def overlap_score_weight(self) -> float:
+        return self._values.prefill_load_scale
+
+    @overlap_score_weight.setter
+    def overlap_score_weight(self, value: float) -> None:
+        self._set("overlap_score_weight", value)
+
+    @property
+    def prefill_load_scale(self) -> float:
+        return self._values.prefill_load_scale
+
+    @prefill_load_scale.setter
+    def prefill_load_scale(self, value: float) -> None:
+        self._set("prefill_load_scale", value)
+
+    @property
+    def decode_active_request_weight(self) -> float:
+        return self._values.decode_active_request_weight
+
+    @decode_active_request_weight.setter
+    def decode_active_request_weight(self, value: float) -> None:
+        self._set("decode_active_request_weight", value)
+
+
+class TaintConstraints:
+    """Which taints a worker must have, and which ones count for it (a weight above 0) or against it (below 0)."""
+
+    __slots__ = ("preferred_taints", "required_taints")
+
+    def __init__(
+        self, required_taints: set[str] | None = None, preferred_taints: dict[str, float] | None = None
+    ) -> None:
+        """Raises TypeError for anything but a set of texts and a dict of weights by text."""
+        required: Any = set() if required_taints is None else required_taints
+        preferred: Any = {} if preferred_taints is None else preferred_taints
+        if not isinstance(required, set | frozenset) or not all(isinstance(each, str) for each in required):
+            raise TypeError("required_taints must be a set of texts")
+        if not isinstance(preferred, dict) or not all(isinstance(each, str) for each in preferred):
+            raise TypeError("preferred_taints must be a dict of weights by text")
+        self.required_taints: set[str] = set(required)
+        self.preferred_taints: dict[str, float] = {name: float(weight) for name, weight in preferred.items()}
+
+    def as_hint(self) -> dict[str, object]:
+        """Return the `routing_constraints` of a worker's request."""
+        return {"required_taints": sorted(self.required_taints), "preferred_taints": dict(self.preferred_taints)}
+
+
+class LoadThresholdConfig:
+    """From which load on a worker gets no new requests; None: that load is not looked at."""
+
+    __slots__ = ("_thresholds",)
+
+    def __init__(
+        self,
+        *,
+        active_decode_blocks_threshold: float | None = None,
+        active_prefill_tokens_threshold: int | None = None,
+        active_prefill_tokens_threshold_frac: float | None = None,
+    ) -> None:
+        """Raises ValueError naming a threshold that is out of range."""
+        self._thresholds = BusyThresholds(
+            "",
+            active_decode_blocks_threshold,
+            active_prefill_tokens_threshold,
+            active_prefill_tokens_threshold_frac,
+        )
+        self._thresholds.check()
+
+    @property
+    def thresholds(self) -> BusyThresholds:
+        """The thresholds as this package has them."""
+        return self._thresholds
+
+    @property
+    def active_decode_blocks_threshold(self) -> float | None:
+        return self._thresholds.active_decode_blocks_threshold
+
+    @property
+    def active_prefill_tokens_threshold(self) -> int | None:
+        return self._thresholds.active_prefill_tokens_threshold
+
+    @property
+    def active_prefill_tokens_threshold_frac(self) -> float | None:
+        return self._thresholds.active_prefill_tokens_threshold_frac
+
+
+class RouterConfig:
+    """How requests are routed: a mode, what the kv mode goes by, thresholds and the affinity of sessions."""
+
+    __slots__ = ("_affinity", "_config", "_mode", "_thresholds")
+
+    def __init__(
+        self,
+        mode: RouterMode,
+        config: KvRouterConfig | None = None,
+        active_decode_blocks_threshold: float | None = None,
+        active_prefill_tokens_threshold: int | None = None,
+        active_prefill_tokens_threshold_frac: float | None = None,
+        enforce_disagg: bool = False,
+        session_affinity_ttl_secs: int | None = None,
+        session_affinity_mode: str = "hard",
+    ) -> None:
+        """`enforce_disagg` has no effect, here and there. Raises TypeError and ValueError that name the argument."""
+        if not isinstance(mode, RouterMode):
+            raise TypeError(f"mode must be a RouterMode, got {type(mode).__name__}")
+        self._mode, self._config = mode, config or KvRouterConfig()
+        self._thresholds = LoadThresholdConfig(
+            active_decode_blocks_threshold=active_decode_blocks_threshold,
+            active_prefill_tokens_threshold=active_prefill_tokens_threshold,
+            active_prefill_tokens_threshold_frac=active_prefill_tokens_threshold_frac,
+        )
+        check_affinity(session_affinity_ttl_secs, session_affinity_mode)
+        self._affinity = (session_affinity_ttl_secs, session_affinity_mode)
+
+    @property
+    def router_mode(self) -> RouterMode:
+        return self._mode
+
+    @property
+    def kv_router_config(self) -> KvRouterConfig:
+        return self._config
+
+
+def check_affinity(ttl_seconds: int | None, mode: str) -> None:
+    """Check the two arguments of session affinity. Raises ValueError."""
+    if mode not in ("hard", "soft"):
+        raise ValueError(f"session_affinity_mode must be 'hard' or 'soft', got {mode!r}")
+    if ttl_seconds is not None and not 1 <= ttl_seconds <= MAX_AFFINITY_SECONDS:
+        raise ValueError(f"session_affinity_ttl_secs must be between 1 and {MAX_AFFINITY_SECONDS}, got {ttl_seconds}")

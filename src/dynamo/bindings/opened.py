@@ -1,0 +1,78 @@
+"""An async context behind an object that is made like any other: opened in the background, closed with it or its runtime."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from contextlib import AbstractAsyncContextManager
+from typing import Generic, TypeVar
+
+from dynamo.runtime.endpoint import Endpoint
+from dynamo.runtime.tasks import Background
+
+__all__ = ["Opened"]
+
+T = TypeVar("T")
+
+
+class Opened(Generic[T]):
+    """What `opening` gives, once it is there. Ends when `owner` is collected, with the endpoint's runtime, or by `close`."""
+
+    def __init__(
+        self, owner: object, endpoint: Endpoint, opening: AbstractAsyncContextManager[T], *, name: str
+    ) -> None:
+        """Raises RuntimeError when it is not called on the event loop of the endpoint's runtime."""
+        loop = asyncio.get_running_loop()
+        if loop is not endpoint.runtime.event_loop():
+            raise RuntimeError(f"{name} must be made on the event loop of its runtime")
+        self._runtime = endpoint.runtime
+        self._ready: asyncio.Future[T] = loop.create_future()
+        self._ready.add_done_callback(_retrieve)  # a failure that nobody asks for is logged where it happens
+        self._background = Background()
+        task = self._background.start(self._hold(opening), name)
+        finalizer = weakref.finalize(owner, _cancel, loop, task)
+        finalizer.atexit = False
+        self._runtime.remember_client(self)
+
+    async def value(self) -> T:
+        """Return what was opened, waiting for it. Raises what opening it, or keeping it open, failed with."""
+        return await asyncio.shield(self._ready)
+
+    async def close(self) -> None:
+        """Close it. Idempotent."""
+        self._runtime.forget_client(self)
+        await self._background.close()
+
+    def count_quarantined(self) -> int:
+        """Return 0: the client inside counts by itself."""
+        return 0
+
+    async def _hold(self, opening: AbstractAsyncContextManager[T]) -> None:
+        try:
+            await self._runtime.start()
+            async with opening as value:
+                self._ready.set_result(value)
+                await asyncio.get_running_loop().create_future()  # until this is cancelled, or the context fails
+        except BaseException as error:
+            gone: BaseException = error
+            while isinstance(gone, BaseExceptionGroup) and len(gone.exceptions) == 1:
+                gone = gone.exceptions[0]
+            if not isinstance(gone, Exception):
+                gone = RuntimeError("it is closed")
+            if self._ready.done():
+                self._ready = asyncio.get_running_loop().create_future()
+                self._ready.add_done_callback(_retrieve)
+            self._ready.set_exception(gone)
+            raise
+        finally:
+            self._runtime.forget_client(self)
+
+
+def _retrieve(future: asyncio.Future[T]) -> None:
+    if not future.cancelled():
+        future.exception()
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(task.cancel)
