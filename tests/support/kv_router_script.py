@@ -159,6 +159,7 @@ async def observe(model: str, planes: tuple[str, str]) -> dict[str, Any]:
         await _events(see)
         await _guesses(see)
         await _requests(see)
+        await _queue(see)
         return see.seen
     finally:
         for runtime in workers.runtimes:
@@ -280,6 +281,30 @@ async def _requests(see: Observer) -> None:
     await until(has_ended)
     see.seen["dropped: the worker learned of it"] = list(workers.ended)
     await see.ask("loads, dropped", lambda: router.get_potential_loads(PROMPT))
+
+
+async def _queue(see: Observer) -> None:
+    workers = see.workers
+    router = KvRouter(workers.endpoint, 16, KvRouterConfig(router_queue_threshold=0.005))
+    at_a = {"routing_constraints": RoutingConstraints({"gold"})}
+
+    async def is_ready() -> bool:
+        scores = await router.get_overlap_scores(PROMPT)
+        return len(scores["workers"]) == 2 and sum(each["device_blocks"] for each in scores["workers"]) == 3
+
+    await until(is_ready)
+    await see.ask("queued: goes at once", lambda: router.best_worker(PROMPT, request_id="first", **at_a))
+    second = asyncio.ensure_future(router.best_worker(PROMPT, request_id="second", **at_a))
+    third = asyncio.ensure_future(router.best_worker(OTHER, **at_a))
+    for _ in range(20):
+        await router.get_potential_loads(PROMPT)
+    see.seen["queued: done while the worker has much to prefill"] = [second.done(), third.done()]
+    await router.mark_prefill_complete("first")
+    await see.ask("queued: done once that is prefilled", lambda: second)
+    await router.mark_prefill_complete("second")
+    await see.ask("queued: the one behind it, which books nothing", lambda: third)
+    for each in ("first", "second"):
+        await router.free(each)
 
 
 if __name__ == "__main__":

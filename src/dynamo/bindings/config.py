@@ -98,8 +98,6 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 _FORMER: Final = ("durable_kv_events", "router_snapshot_threshold", "router_reset_states", "skip_initial_worker_wait")
 # What a KvRouter of this package refuses, and the value that does not ask for it.
 _NOT_BUILT: Final[Mapping[str, object]] = {
-    "router_queue_threshold": None,
-    "router_policy_config": None,
     "router_prefill_policy": None,
     "router_decode_policy": None,
     "router_prefill_load_model": "none",
@@ -243,15 +241,21 @@ class KvRouterConfig:
         return self._of(_read({**msgspec.structs.asdict(self._values), **given}))
 
     def settings(self) -> KvRouterSettings:
-        """Return what a router of this package goes by. Raises NotImplementedError naming what is asked for and not built."""
+        """Return what a router of this package goes by, over its policy file where there is one.
+
+        Raises NotImplementedError naming what is asked for and not built, ValueError for a policy file that is none.
+        """
         values = msgspec.structs.asdict(self._values)
         asked = [f"{name}={values[name]!r}" for name, off in _NOT_BUILT.items() if values[name] != off]
+        if values["router_queue_policy"] == "lcfs":
+            asked.append("router_queue_policy='lcfs'")
         if asked:
             raise NotImplementedError(f"KvRouterConfig({', '.join(asked)}): not built in dynamo-unified's KvRouter")
         names = KvRouterSettings.__dataclass_fields__.keys() & values.keys()
         ttls = {name: values[name] or None for name in ("router_predicted_ttl_secs",)}
         ttls["router_ttl_secs"] = max(values["router_ttl_secs"], 0.1)  # 100 ms is the granularity
-        return KvRouterSettings(policy="default", **{name: values[name] for name in names} | ttls)
+        settings = KvRouterSettings(policy="default", **{name: values[name] for name in names} | ttls)
+        return settings.settle({})
 
     def _set(self, name: str, value: float) -> None:
         self._values = _read({**msgspec.structs.asdict(self._values), name: value})

@@ -28,6 +28,7 @@ from dynamo.placement.kv_query import KvOverrides, KvQuery
 from dynamo.router import kv_router as library
 from dynamo.router.kv_domains import policy_of
 from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.router.queue_gate import POLICY_CLASS
 from dynamo.router.routed_endpoint import RoutedAnswer, RoutedEndpoint, kv_query_of, new_router, routed_endpoint
 from dynamo.router.service import overlap_scores
 from dynamo.runtime.client import ClientStream
@@ -74,6 +75,19 @@ class _Routing:
     @property
     def router(self) -> library.KvRouter:
         return self.workers.router
+
+    async def turn_of(self, query: KvQuery, policy_class: str | None) -> library.Selection:
+        """Choose a rank, once it is the turn of the request. What is to be booked is booked before any await."""
+        router, gate = self.router, self.workers.gate
+        selection = router.select(query, _now())
+        if gate is None:
+            return selection
+        context = Context(metadata={} if policy_class is None else {POLICY_CLASS: policy_class})
+        policy = gate.parks(selection, query, context)
+        if policy is None:
+            return selection
+        await gate.wait(policy, selection, query, context)
+        return router.select(query, _now())
 
     def hashed(self, query: KvQuery, block_size: int) -> KvQuery:
         """Hash the prompt of a query, and return the query."""
@@ -225,17 +239,18 @@ class EndpointKvRouter:
     ) -> tuple[int, int, int]:
         """Return (worker id, rank, blocks of the prompt that it holds) of the worker with the lowest cost.
 
-        With `request_id` the request is booked there until `free`. `update_indexer`: where caches are guessed from where
-        prompts go (`use_kv_events=False`), the prompt counts as sent there. As nothing waits in a queue, `strict_priority`
-        and `policy_class` change nothing.
+        With `request_id` the request is booked there until `free`. With a `router_queue_threshold` this waits for the turn of
+        the request, in its `policy_class`. `update_indexer`: where caches are guessed from where prompts go
+        (`use_kv_events=False`), the prompt counts as sent there.
         """
         constraints = routing_constraints or TaintConstraints()
         query = self._query(token_ids, block_mm_infos, lora_name, cache_namespace)
         query.required_taints, query.preferred_taints = constraints.required_taints, constraints.preferred_taints
         query.overrides = kv_query_of({"token_ids": [], **_known_overrides(router_config_override)}).overrides
+        query.strict_priority = strict_priority
         routing = await self._opened.value()
+        selection = await routing.turn_of(routing.hashed(query, self._block_size), policy_class)
         router, now = routing.router, _now()
-        selection = router.select(routing.hashed(query, self._block_size), now)
         if request_id is not None and not router.book(request_id, selection, now, is_learned=False):
             raise InvalidArgument(f"Request {request_id} already exists")
         if update_indexer and routing.learns:

@@ -90,6 +90,10 @@ async def test_what_a_caller_sees_is_what_the_native_system_shows(tmp_path: Path
     assert seen["negative buffer"] == ["ValueError: response_buffer_size must be non-negative"]
     assert seen["fails"][1:] == ["ValueError: InvalidRequest: ValueError: boom"]
     assert seen["dropped: the worker learned of it"] == [True]
+    assert seen["queued: goes at once"] == ["A", 0, 3]
+    assert seen["queued: done while the worker has much to prefill"] == [False, False]
+    assert seen["queued: done once that is prefilled"] == ["A", 0, 3]
+    assert seen["queued: the one behind it, which books nothing"] == ["A", 0, 0]
     assert seen["loads, running"] == [load("A", 21, 1), load("B", 69)]
 
 
@@ -174,8 +178,7 @@ def test_json_that_is_no_configuration_is_refused(text: str) -> None:
 @each_case(
     "arguments",
     [
-        {"router_queue_threshold": 1.0},
-        {"router_policy_config": "policies.yaml"},
+        {"router_queue_policy": "lcfs"},
         {"router_prefill_policy": "x"},
         {"router_decode_policy": "x"},
         {"router_prefill_load_model": "ais"},
@@ -206,6 +209,14 @@ def test_a_configuration_becomes_the_settings_of_a_router() -> None:
     assert (settings.disk_cache_hit_weight, settings.router_temperature, settings.use_kv_events) == (0.125, 0.25, False)
     assert (settings.router_ttl_secs, settings.router_approximate_cache_policy) == (0.1, "lru")
     assert (settings.router_track_output_blocks, settings.router_replica_sync) == (True, True)
+
+
+def test_a_policy_file_is_read_when_a_router_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no_such_file"):
+        KvRouterConfig(router_policy_config="no_such_file").settings()
+    file = tmp_path / "policies.yaml"
+    file.write_text("router: {router_replica_sync: true}")
+    assert KvRouterConfig(router_policy_config=str(file)).settings().router_replica_sync
 
 
 def test_constraints_thresholds_and_modes_are_values() -> None:
