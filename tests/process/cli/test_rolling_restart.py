@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.cli.local import worker_program
+from dynamo.cli.programs import worker_program
 from dynamo.cli.serve import read_options
 from dynamo.cli.usage import UsageError
 from dynamo.supervise.backoff import RestartPolicy

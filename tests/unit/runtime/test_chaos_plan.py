@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.cli.local import programs
+from dynamo.cli.programs import programs
 from dynamo.cli.serve import read_options
 from dynamo.cli.usage import UsageError
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
