@@ -17,8 +17,10 @@ import uvloop
 from model import Prompts
 from stack import HERE, Stack, floor, stack
 
-from dynamo.cli.bench.load import Load, Prepared, Shape
+from dynamo.cli.bench.connections import Prepared
+from dynamo.cli.bench.load import Load
 from dynamo.cli.bench.samples import Recorder
+from dynamo.cli.bench.schedule import Shape
 from dynamo.cli.bench.targets import Target
 
 PATH = "/v1/chat/completions"

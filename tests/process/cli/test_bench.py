@@ -23,13 +23,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.cli.bench.answers import AnswerReader, BadAnswer, StreamMeter
+from dynamo.cli.bench.connections import Prepared
 from dynamo.cli.bench.html import html_report
-from dynamo.cli.bench.load import Load, Prepared, Shape, arrival_times
+from dynamo.cli.bench.load import Load
 from dynamo.cli.bench.options import read_options
 from dynamo.cli.bench.progress import progress_text
 from dynamo.cli.bench.prompts import GeneratedPrompts, Length, ListedPrompts, WordCost
 from dynamo.cli.bench.results import results_of
 from dynamo.cli.bench.samples import BUCKETS, MAX_FAILURE_KINDS, MAX_INTERVALS, Recorder, SampleHistogram, Timeline
+from dynamo.cli.bench.schedule import Shape, arrival_times
 from dynamo.cli.bench.table import latency_rows, remarks
 from dynamo.cli.bench.targets import Target
 from dynamo.cli.main import main

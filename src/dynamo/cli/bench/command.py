@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from dynamo.cli.bench.load import Load, Prepared, RequestSource, Shape
+from dynamo.cli.bench.connections import ClientConnection, Prepared, SentRequest
+from dynamo.cli.bench.load import Load, RequestSource
 from dynamo.cli.bench.options import BenchOptions, read_options
 from dynamo.cli.bench.progress import Progress
 from dynamo.cli.bench.prompts import Prompt, WordCost, words
 from dynamo.cli.bench.results import Results, results_of
 from dynamo.cli.bench.samples import Recorder
+from dynamo.cli.bench.schedule import Shape
 from dynamo.cli.bench.table import failure_rows, figure_rows, latency_rows, remarks
 from dynamo.cli.bench.targets import ENDPOINT_PATHS, Target
 from dynamo.cli.console import Console
@@ -164,8 +166,8 @@ async def ask(target: Target, data: bytes) -> Any:
     said: list[bytes] = []
 
     class Kept(Load):
-        def answered(self, connection: Any, job: Any) -> None:
-            said.append(bytes(connection.body))
+        def answered(self, connection: ClientConnection, job: SentRequest) -> None:
+            said.append(bytes(job.body))
             super().answered(connection, job)
 
     recorder = Recorder()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dynamo.cli.bench.load import Shape
 from dynamo.cli.bench.prompts import GeneratedPrompts, Length, ListedPrompts, PromptSource
+from dynamo.cli.bench.schedule import Shape
 from dynamo.cli.bench.targets import ENDPOINT_PATHS, Target, headers_from
 from dynamo.cli.usage import UsageError
 from dynamo.settings.command import CommandParser

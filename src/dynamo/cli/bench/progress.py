@@ -6,8 +6,9 @@ import asyncio
 from types import TracebackType
 from typing import Final, Self, TextIO
 
-from dynamo.cli.bench.load import Load, Shape
+from dynamo.cli.bench.load import Load
 from dynamo.cli.bench.samples import Recorder
+from dynamo.cli.bench.schedule import Shape
 
 __all__ = ["Progress", "progress_text"]
 

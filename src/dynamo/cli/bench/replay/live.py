@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Mapping
 from typing import Final
 
-from dynamo.cli.bench.load import Load, Prepared, Shape
+from dynamo.cli.bench.connections import Prepared
+from dynamo.cli.bench.load import Load
 from dynamo.cli.bench.samples import Recorder, SampleHistogram
+from dynamo.cli.bench.schedule import Shape
 from dynamo.cli.bench.targets import ENDPOINT_PATHS, Target
 from dynamo.replay.trace import Trace, prompt_token_ids
 
