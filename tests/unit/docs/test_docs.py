@@ -25,6 +25,17 @@ from support.doc_pages import PAGES, READ, ROOT, code, rows
 SOURCE = ROOT / "src" / "dynamo"
 
 
+MARKS = re.compile(r"(run|start|start afresh|fresh)(: .+)?|(not run|file): .+")
+
+
+@each_case("path", PAGES, ids=lambda path: path.name)
+def test_every_shell_block_says_whether_it_is_run(path: Path) -> None:
+    unmarked = [
+        block.line for block in READ[path.name].blocks if block.language == "bash" and not MARKS.fullmatch(block.mark)
+    ]
+    assert unmarked == [], "write a mark above the block: <!-- run -->, <!-- start: TEXT -->, or <!-- not run: WHY -->"
+
+
 # -- links ---------------------------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,10 @@ RESOURCE_EXHAUSTED: Final = 8  # also what an etcd that is out of space declines
 FAILED_PRECONDITION: Final = 9
 UNAUTHENTICATED: Final = 16
 # "Not here, not now" in gRPC's numbers: cancelled, deadline exceeded, resource exhausted, unavailable.
+AUTHENTICATE_SECONDS: Final = (
+    5.0  # etcd computes a password's hash on purpose slowly; each attempt cut short costs it another
+)
+
 _TRY_ANOTHER: Final = frozenset({1, 4, 8, 14})
 
 _HAS_LEADER: Final = {"Grpc-Metadata-hasleader": "true"}  # a member that lost its cluster ends the stream, and says so
@@ -80,7 +84,7 @@ class EtcdClient:
     """Methods raise `CannotConnect` when no endpoint answered, and `EtcdError` when one declined."""
 
     def __init__(self, settings: EtcdSettings, *, attempt_seconds: float) -> None:
-        """`attempt_seconds` bounds one request to one endpoint. Raises InvalidArgument naming a variable that is wrong."""
+        """`attempt_seconds` bounds one request to one endpoint, but for those that check a password. Raises InvalidArgument naming a variable that is wrong."""
         self.endpoints = parse_endpoints(settings)
         self._tls = tls_context(settings) if self.endpoints[0].startswith("https:") else None
         if (settings.username is None) != (settings.password is None):
@@ -251,8 +255,7 @@ class EtcdClient:
             endpoint = self._current
             where = self.endpoints[endpoint]
             try:
-                async with asyncio.timeout(self._attempt_seconds):
-                    return await self._ask(where, path, body, kind, headers)
+                return await self._ask(where, path, body, kind, headers)
             except EtcdError as error:
                 if error.code not in _TRY_ANOTHER or error.is_out_of_space:
                     raise
@@ -269,7 +272,7 @@ class EtcdClient:
     ) -> T:
         for is_last in (False, True):
             token = await self._credentials(where)
-            async with await self._post(where, path, body, headers) as response:
+            async with asyncio.timeout(self._attempt_seconds), await self._post(where, path, body, headers) as response:
                 answer = await response.read()
             if response.status == 200:
                 return msgspec.json.decode(answer, type=kind, strict=False)
@@ -286,7 +289,10 @@ class EtcdClient:
         async with self._authenticating:
             if self._token is None:
                 body = {"name": self._username, "password": self._password}
-                async with await self._post(where, "auth/authenticate", body, None) as response:
+                async with (
+                    asyncio.timeout(max(self._attempt_seconds, AUTHENTICATE_SECONDS)),
+                    await self._post(where, "auth/authenticate", body, None) as response,
+                ):
                     answer = await response.read()
                 if response.status != 200:
                     error = self._declined(response.status, answer)
