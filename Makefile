@@ -51,9 +51,10 @@ check: $(VENV)/.dev ## format, lint, strict types, import arrows, the figures of
 house: $(VENV)/.dev ## the figures of the house beside their bars (ARGS="--list classes" names the places)
 	@$(BIN)/python tools/house.py $(ARGS)
 
-docs: $(VENV)/.dev ## write the tables of docs/metrics.md and docs/settings.md from the code
+docs: $(VENV)/.dev ## write the tables of docs/metrics.md, settings.md and tools-and-reasoning.md from the code
 	@$(BIN)/python tools/metrics_page.py
 	@$(BIN)/python tools/settings_page.py
+	@$(BIN)/python tools/formats_page.py
 
 format: $(VENV)/.dev ## rewrite the code in the house style
 	@$(BIN)/ruff format .
@@ -75,8 +76,9 @@ soak: $(VENV)/.dev ## 100,000 requests, 5 % of them left half-way, and whether a
 mutants: $(VENV)/.dev ## 31 deliberate breaks of the source, one by one: the tests must notice (ARGS="--only stream")
 	@$(BIN)/python tools/mutants.py $(ARGS)
 
-test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2000 for each operation)
-	@FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-500} $(BIN)/python -m pytest -q -m fuzz tests/process/hostile -rs $(ARGS)
+test-fuzz: $(VENV)/.dev ## what the hostile tests do, at length (FUZZ_EXAMPLES=2000 for each operation), and FUZZ_TEXTS=1000000 tool calls
+	@FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-500} FUZZ_TEXTS=$${FUZZ_TEXTS:-1000000} \
+	  $(BIN)/python -m pytest -q -m fuzz tests/process/hostile tests/process/formats -rs $(ARGS)
 
 test-fresh: $(VENV)/.dev ## the README and what `dynamo new` prints, typed into fresh environments (pip downloads the requirements)
 	@FRESH=1 $(BIN)/python -m pytest -q -m fresh tests/process/cli/test_new_package.py tests/process/docs/test_fresh_clone.py -rs $(ARGS)

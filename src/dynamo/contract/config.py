@@ -149,8 +149,8 @@ class WorkerConfig:
         flag="--custom-jinja-template", group=_TEXT)
     """Path of a chat template that replaces the model's own; the frontend renders it."""
     tool_call_parser: str | None = setting(None, "DYN_TOOL_CALL_PARSER", one_of(*TOOL_PARSERS),
-        "Which [format](tools-and-reasoning.md) the model writes tool calls in: `hermes` or `qwen25`. Other names of "
-        "1.6.1 are written on the card, with a warning; unknown ones are refused",
+        "Which [format](tools-and-reasoning.md#names) the model writes tool calls in, such as `hermes` or `mistral`. Names "
+        "that only 1.6.1 has are written on the card, with a warning; unknown ones are refused",
         flag="--dyn-tool-call-parser", group=_TEXT)
     """Name of the parser that the frontend applies to tool calls."""
     reasoning_parser: str | None = setting(None, "DYN_REASONING_PARSER", one_of(*REASONING_PARSERS),

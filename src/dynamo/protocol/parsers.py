@@ -10,8 +10,11 @@ from typing import Final
 
 __all__ = ["BUILT_REASONING_PARSERS", "BUILT_TOOL_PARSERS", "REASONING_PARSERS", "TOOL_PARSERS"]
 
-BUILT_TOOL_PARSERS: Final = ("hermes", "qwen25")
-"""Tool-call parsers our frontend has (`dynamo.text.tools`)."""
+BUILT_TOOL_PARSERS: Final = (
+    "deepseek_v3", "deepseek_v3_1", "default", "hermes", "jamba", "kimi_k2", "kimi_k25", "llama3_json", "mistral",
+    "nemotron_deci", "phi4", "qwen25",
+)  # fmt: skip
+"""Tool-call parsers our frontend has (`dynamo.text.formats.tools`)."""
 
 BUILT_REASONING_PARSERS: Final = (
     "basic", "deepseek-v4", "deepseek_r1", "deepseek_v3", "deepseek_v3_1", "deepseek_v3_2", "deepseek_v4",
@@ -22,10 +25,9 @@ BUILT_REASONING_PARSERS: Final = (
 
 TOOL_PARSERS: Final = (
     *BUILT_TOOL_PARSERS,
-    "deepseek-v4", "deepseek_v3", "deepseek_v3_1", "deepseek_v3_2", "deepseek_v4", "deepseek_v41", "deepseekv4",
-    "default", "gemma-4", "gemma4", "glm45", "glm47", "harmony", "inkling", "jamba", "kimi-k3", "kimi_k2", "kimi_k25",
-    "kimi_k3", "llama3_json", "minimax-m3", "minimax-m3-nom", "minimax_m2", "minimax_m3", "minimax_m3_nom", "mistral",
-    "muse", "muse_glimmer", "nemotron_deci", "nemotron_nano", "phi4", "pythonic", "qwen3", "qwen3_coder",
+    "deepseek-v4", "deepseek_v3_2", "deepseek_v4", "deepseek_v41", "deepseekv4", "gemma-4", "gemma4", "glm45", "glm47",
+    "harmony", "inkling", "kimi-k3", "kimi_k3", "minimax-m3", "minimax-m3-nom", "minimax_m2", "minimax_m3",
+    "minimax_m3_nom", "muse", "muse_glimmer", "nemotron_nano", "pythonic", "qwen3", "qwen3_coder",
 )  # fmt: skip
 """Every tool-call parser of the contract."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Final, NamedTuple
 
 __all__ = ["LINE_BREAKS", "MAX_SEPARATOR", "WHITE_SPACE", "Found", "MarkerSearch"]
@@ -13,6 +12,10 @@ back until it is known what follows."""
 
 LINE_BREAKS: Final = "\r\n"
 WHITE_SPACE: Final = " \t\r\n"
+
+# Each mark is searched in windows that double, so a search costs as much as the distance to the mark that it finds, also
+# where one of the marks never comes.
+_FIRST_WINDOW: Final = 256
 
 
 class Found(NamedTuple):
@@ -30,28 +33,48 @@ class MarkerSearch:
     puts the held tail in front of the next piece. That tail is never longer than `MAX_SEPARATOR` and the longest mark.
     """
 
-    __slots__ = ("_first_chars", "_held_at_end", "_pattern")
+    __slots__ = ("_held_at_end", "_longest", "_marks", "_takes_line_breaks", "first_chars")
 
     def __init__(self, *marks: str, takes_line_breaks: bool = False) -> None:
         """`takes_line_breaks`: those right before a mark, up to `MAX_SEPARATOR`, are found together with the mark."""
-        starts = sorted({mark[:cut] for mark in marks for cut in range(len(mark))}, key=len, reverse=True)
-        whole = "|".join(map(re.escape, marks))
-        begun = "|".join(map(re.escape, starts))
-        before = rf"[{LINE_BREAKS}]{{0,{MAX_SEPARATOR}}}" if takes_line_breaks else ""
-        self._pattern = re.compile(rf"{before}(?:({whole})|(?:{begun})\Z)")
+        self._marks = tuple(sorted(marks, key=len, reverse=True))  # of two at one place the longer one wins
+        self._longest = len(self._marks[0])
+        self._takes_line_breaks = takes_line_breaks
         self._held_at_end = LINE_BREAKS if takes_line_breaks else ""
-        self._first_chars = frozenset(mark[0] for mark in marks)
+        self.first_chars = frozenset(mark[0] for mark in marks)
 
     def is_plain(self, text: str) -> bool:
         """Return whether `text`, which is not empty, neither holds a mark nor ends in a possible beginning of a mark."""
-        return text[-1] not in self._held_at_end and self._first_chars.isdisjoint(text)
+        return text[-1] not in self._held_at_end and self.first_chars.isdisjoint(text)
 
     def search(self, text: str, start: int = 0) -> Found:
         """Return the first mark at or behind `start`, else the tail that must be held back (often empty)."""
         length = len(text)
-        if start < length and self.is_plain(text):
+        if start < length and length - start < _FIRST_WINDOW and self.is_plain(text):
             return Found(length, length, None)
-        match = self._pattern.search(text, start)
-        if match is None:  # cannot be: the pattern matches the empty tail
-            return Found(length, length, None)
-        return Found(match.start(), match.end(), match.group(1))
+        at, mark = self._first(text, start)
+        end = length if mark is None else at + len(mark)
+        if self._takes_line_breaks:
+            least = max(start, at - MAX_SEPARATOR)
+            while at > least and text[at - 1] in LINE_BREAKS:
+                at -= 1
+        return Found(at, end, mark)
+
+    def _first(self, text: str, start: int) -> tuple[int, str | None]:
+        """Return the first whole mark, or else where a tail begins that may become one."""
+        length, at, window = len(text), start, _FIRST_WINDOW
+        while at < length:
+            best, found = min(length, at + window), None
+            for mark in self._marks:
+                place = text.find(mark, at, best + len(mark) - 1 if found is None else best + len(mark))
+                if place >= 0 and (found is None or place < best):
+                    best, found = place, mark
+            if found is not None:
+                return best, found
+            at, window = best, window * 2
+        for place in range(max(start, length - self._longest + 1), length):
+            if text[place] in self.first_chars:
+                tail = text[place:]
+                if any(mark.startswith(tail) for mark in self._marks):
+                    return place, None
+        return length, None

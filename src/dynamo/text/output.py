@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias, assert_never
 __all__ = [
     "CallArguments",
     "CallBegan",
+    "CallDropped",
     "CallEnded",
     "Content",
     "Joined",
@@ -54,12 +55,21 @@ class CallEnded(NamedTuple):
     """The call is complete. A call that never ends was cut short, and its arguments are no whole JSON."""
 
 
-OutputEvent: TypeAlias = Content | Reasoning | CallBegan | CallArguments | CallEnded
+class CallDropped(NamedTuple):
+    """The last call that began is none after all, or was cut off: its text is content.
+
+    A stream has told of it already and leaves it unfinished; an answer in one piece has the text instead.
+    """
+
+    text: str
+
+
+OutputEvent: TypeAlias = Content | Reasoning | CallBegan | CallArguments | CallEnded | CallDropped
 
 
 @dataclass(slots=True)
 class JoinedCall:
-    """One call of an answer."""
+    """One call of an answer; incomplete where the text ends in it and a call had to come."""
 
     name: str
     arguments: str = ""
@@ -79,9 +89,10 @@ class Joined:
 class Joiner:
     """Puts events together, however they were cut."""
 
-    __slots__ = ("_arguments", "_calls", "_content", "_reasoning")
+    __slots__ = ("_arguments", "_calls", "_content", "_dropped", "_reasoning")
 
     def __init__(self) -> None:
+        self._dropped: set[int] = set()  # calls that are none
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[JoinedCall] = []
@@ -102,6 +113,9 @@ class Joiner:
                     self._arguments[-1 if call is None else call].append(text)
                 case CallEnded():
                     self._calls[-1].is_complete = True
+                case CallDropped(text):
+                    self._content.append(text)
+                    self._dropped.add(len(self._calls) - 1)
                 case _:
                     assert_never(event)
 
@@ -109,7 +123,8 @@ class Joiner:
         """Return the parts joined so far."""
         for call, arguments in zip(self._calls, self._arguments, strict=True):
             call.arguments = "".join(arguments)
-        return Joined("".join(self._content), "".join(self._reasoning), self._calls)
+        calls = [call for number, call in enumerate(self._calls) if number not in self._dropped]
+        return Joined("".join(self._content), "".join(self._reasoning), calls)
 
 
 def joined(events: Iterable[OutputEvent]) -> Joined:

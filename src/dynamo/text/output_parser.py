@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynamo.text.output import CallBegan, Content, OutputEvent, Reasoning
+from dynamo.text.output import CallBegan, CallDropped, Content, OutputEvent, Reasoning
 from dynamo.text.reasoning.base import ReasoningParser
 from dynamo.text.tools.base import ToolParser
 
@@ -47,11 +47,11 @@ class OutputParser:
             return self._behind_reasoning([Content(text)] if text else [])
         return self._behind_reasoning(self._reasoning.push(text))
 
-    def finish(self) -> list[OutputEvent]:
-        """End the text; return the events held back."""
+    def finish(self, *, is_cut: bool = False) -> list[OutputEvent]:
+        """End the text; return the events held back. `is_cut`: the text ended because a limit was reached."""
         events = self._behind_reasoning(self._reasoning.finish()) if self._reasoning is not None else []
         if self._tools is not None:
-            events += self._keep(self._tools.finish())
+            events += self._keep(self._tools.finish(is_cut=is_cut))
         if self._held:
             events.append(Content("".join(self._held)))
             self._held = []
@@ -85,7 +85,12 @@ class OutputParser:
         for event in events:
             if isinstance(event, CallBegan):
                 self._calls += 1
-            if isinstance(event, Content) or not (self._only_first_call and self._calls > 1):
+            is_extra = self._only_first_call and self._calls > 1
+            if isinstance(event, CallDropped):
+                self._calls -= 1
+                if is_extra:
+                    event = Content(event.text)
+            if isinstance(event, Content) or not is_extra:
                 if self._fills_content:
                     kept += self._release()
                 kept.append(event)

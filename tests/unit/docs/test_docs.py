@@ -165,6 +165,11 @@ def variables_of_the_source() -> set[str]:
 
 
 @pytest.mark.process  # computes for seconds
+def test_the_table_of_tool_call_formats_is_the_code_s() -> None:
+    page = [sys.executable, ROOT / "tools" / "formats_page.py", "--check"]
+    assert subprocess.run(page, check=False).returncode == 0, "make docs writes the table"
+
+
 def test_the_settings_page_lists_exactly_the_variables_that_are_read() -> None:
     documented = {name for row in rows("settings.md", "Variable") for name in code(row[0])}
     documented |= {name for row in rows("settings.md", "Flag", "Variable") for name in code(row[1])}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
@@ -124,19 +125,22 @@ async def test_an_answer_is_parsed_alike_however_it_arrives(house: Cluster, text
     assert (await hear(house, tools=TOOLS)).said == said
 
 
-async def test_empty_content_is_null_and_a_streamed_call_is_one_delta(house: Cluster) -> None:
+async def test_empty_content_is_null_and_a_streamed_call_comes_in_pieces(house: Cluster) -> None:
     await house.worker(byte_by_byte(CALL), **parsers())
     unary = await house.client.chat("hi", tools=TOOLS)
     assert unary.json["choices"][0]["message"]["content"] is None
     streamed = await house.client.chat("hi", tools=TOOLS, stream=True)
-    first, last = streamed.chunks
+    first, *more, last = streamed.chunks
     (call,) = first["choices"][0]["delta"]["tool_calls"]
     assert call == {
         "index": 0,
         "id": call["id"],
         "type": "function",
-        "function": {"name": "weather", "arguments": '{"city": "Köln"}'},
+        "function": {"name": "weather", "arguments": "{"},
     }
+    pieces = [piece for chunk in more for piece in chunk["choices"][0]["delta"]["tool_calls"]]
+    assert all(piece.keys() == {"index", "function"} for piece in pieces)
+    assert "".join(["{", *(piece["function"]["arguments"] for piece in pieces)]) == '{"city": "Köln"}'
     assert first["choices"][0]["delta"]["role"] == "assistant"
     assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "tool_calls")
 
@@ -160,6 +164,23 @@ async def test_an_answer_cut_off_inside_a_call_stays_cut_off(house: Cluster) -> 
 async def test_only_the_first_call_is_kept_without_parallel_calls(house: Cluster) -> None:
     await house.worker(say(CALL + CALL), **parsers())
     assert (await hear(house, tools=TOOLS, parallel_tool_calls=False)).calls == [WEATHER]
+
+
+async def test_mistral_gets_ids_that_its_templates_take(house: Cluster) -> None:
+    await house.worker(say('[TOOL_CALLS]weather[ARGS]{"city": "Köln"}'), **parsers("mistral", None))
+    for stream in (False, True):
+        heard = Heard(await house.client.chat("hi", tools=TOOLS, stream=stream))
+        assert heard.said == ("", "", [WEATHER], "tool_calls")
+        assert re.fullmatch("[A-Za-z0-9]{9}", heard.ids[0])
+
+
+async def test_a_call_that_breaks_is_text_in_one_piece_and_an_unfinished_call_in_a_stream(house: Cluster) -> None:
+    broken = CALL[: CALL.index("Köln") + 2]
+    await house.worker(say(broken, finish="length"), **parsers())
+    unary = Heard(await house.client.chat("hi", tools=TOOLS))
+    assert unary.said == (broken, "", [], "length")
+    streamed = Heard(await house.client.chat("hi", tools=TOOLS, stream=True))
+    assert streamed.said == ("", "", [("weather", '{"city": "Kö')], "length")
 
 
 async def test_every_choice_has_calls_of_its_own(house: Cluster) -> None:
@@ -557,7 +578,7 @@ async def test_marks_that_are_special_or_ending_tokens_still_reach_the_parsers(h
 async def test_a_parser_this_version_lacks_is_told_in_the_log_and_the_text_stays(
     house: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await house.worker(say(CALL), **parsers("llama3_json", "gpt_oss"))
+    await house.worker(say(CALL), **parsers("muse", "muse"))
     assert caplog.text.count("which is not in this version: its output is shown as it comes") == 2
     assert (await hear(house, tools=TOOLS)).said == (CALL, "", [], "stop")
 

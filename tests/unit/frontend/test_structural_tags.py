@@ -11,7 +11,7 @@ from dynamo.protocol.openai.chat_options import chat_options
 from dynamo.protocol.openai.requests import parse_chat
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.reference.structural_tag import structural_grammar
-from dynamo.text.tools import TOOL_FORMATS
+from dynamo.text.formats.tools import TOOL_FORMATS
 from support.cases import each_case
 from support.frontend_cluster import cluster, say
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from dynamo.protocol import parsers as names
 from dynamo.text import output_parser
+from dynamo.text.formats.tools import TOOL_FORMATS
 from dynamo.text.markers import MAX_SEPARATOR
 from dynamo.text.output import Content, Joined, JoinedCall, OutputEvent, Reasoning, joined
 from dynamo.text.output_parser import OutputParser
 from dynamo.text.reasoning import REASONING_FORMATS, ThinkParser
-from dynamo.text.tools import HermesParser
 from support.cases import each_case
 from support.properties import examples
 
@@ -107,7 +107,7 @@ THOUGHT = "<think>\nI should call f.\n</think>\n\n"
 def both(*, starts_inside: bool = False, only_first_call: bool = False, fills_content: bool = False) -> OutputParser:
     return OutputParser(
         ThinkParser(starts_inside=starts_inside),
-        HermesParser(),
+        TOOL_FORMATS["hermes"].parser(),
         only_first_call=only_first_call,
         fills_content=fills_content,
     )

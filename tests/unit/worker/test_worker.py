@@ -333,10 +333,10 @@ async def test_an_unknown_parser_is_told_those_there_are() -> None:
 
 
 async def test_a_parser_only_the_native_frontend_has_is_said_to_be_one(caplog: pytest.LogCaptureFixture) -> None:
-    async with running(make(Recorder(), tool_call_parser="llama3_json", reasoning_parser="qwen3")):
+    async with running(make(Recorder(), tool_call_parser="muse", reasoning_parser="qwen3")):
         pass
     assert caplog.text.count("is not in this version") == 1
-    assert "tool_call_parser 'llama3_json' is not in this version" in caplog.text
+    assert "tool_call_parser 'muse' is not in this version" in caplog.text
 
 
 @pytest.mark.process  # computes for seconds

@@ -20,7 +20,7 @@ from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.requests import ChatRequest, decode_chat, validate_chat
 from dynamo.protocol.openai.responses import Choice, chat_body, chat_logprobs, tool_call
 from dynamo.protocol.openai.sse import DONE, ChatStream
-from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, Reasoning
+from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Reasoning
 
 __all__ = ["ChatApi"]
 
@@ -184,7 +184,7 @@ class _ChatRenderer(Renderer):
                         pieces.append({"index": index, "function": {"arguments": ""}})
                         is_open = True
                     pieces[-1]["function"]["arguments"] += said
-                case CallEnded():
+                case CallEnded() | CallDropped():  # a dropped one stays unfinished: its client has seen of it
                     is_open = False
                 case Logprobs():
                     found.append(event)

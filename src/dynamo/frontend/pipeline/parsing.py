@@ -6,6 +6,9 @@ Most requests have none and never come here again.
 from __future__ import annotations
 
 import functools
+import random
+import string
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,11 +18,13 @@ from dynamo.protocol.openai.chat_options import ChatOptions
 from dynamo.protocol.openai.shapes import REQUIRED
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.text.detokenizer import Detokenizer
+from dynamo.text.formats.tool_set import ToolSet
+from dynamo.text.formats.tools import TOOL_FORMATS, ToolFormat
 from dynamo.text.markers import WHITE_SPACE
 from dynamo.text.output_parser import OutputParser
 from dynamo.text.reasoning import DEFAULT_MARKS, REASONING_FORMATS, ReasoningParser
 from dynamo.text.tokenizer import Tokenizer
-from dynamo.text.tools import TOOL_FORMATS, NamedCallParser, RequiredCallsParser, ToolFormat, ToolParser
+from dynamo.text.tools import NamedCallParser, RequiredCallsParser, ToolParser
 
 __all__ = [
     "OutputPlan",
@@ -41,6 +46,7 @@ class OutputPlan:
     only_first_call: bool = False
     fills_content: bool = False
     expects_reasoning: bool = False  # the engine reasons before it answers, so guidance must wait for that
+    has_short_ids: bool = False  # ids of calls are nine letters or digits, as the model's templates demand
 
     def parser(self) -> OutputParser:
         """Make the parser of one choice."""
@@ -50,6 +56,12 @@ class OutputPlan:
             only_first_call=self.only_first_call,
             fills_content=self.fills_content,
         )
+
+    def new_call_id(self) -> str:
+        """Make the id of a call that brings none."""
+        if self.has_short_ids:
+            return "".join(random.SystemRandom().choices(string.ascii_letters + string.digits, k=9))
+        return f"call-{uuid.uuid4()}"
 
     def counter(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> ReasoningCounter:
         """Make the token counter of one choice; call only with a reasoning parser."""
@@ -114,6 +126,7 @@ def plan_output(
         only_first_call=options.only_first_call,
         fills_content=reasoning is not None and options.fills_content,
         expects_reasoning=expects_reasoning,
+        has_short_ids=(found := TOOL_FORMATS.get(config.tool_call_parser or "")) is not None and found.has_short_ids,
     )
 
 
@@ -181,9 +194,9 @@ def _tools(options: ChatOptions, config: ModelRuntimeConfig) -> Callable[[], Too
         return None
     form = TOOL_FORMATS.get(config.tool_call_parser or "")
     choice = options.forced_choice
+    native = functools.partial(form.parser, ToolSet(options.tools)) if form is not None else None
     if choice is None:
-        return form.parser if form is not None else None
-    native = form.parser if form is not None else None
+        return native
 
     def forced() -> ToolParser:
         own = native() if native is not None else None

@@ -5,7 +5,6 @@ The events do not depend on how the text was cut, so a streamed answer joined by
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
@@ -60,7 +59,7 @@ class ParsingStage:
             elif isinstance(event, Logprobs):
                 choice.logprobs = event if choice.logprobs is None else choice.logprobs.then(event)
             elif isinstance(event, Finished):
-                self._add(choice, events, choice.parser.finish())
+                self._add(choice, events, choice.parser.finish(is_cut=event.reason == "length"))
                 finished = event
             else:  # an engine that reads its own text
                 self._add(choice, events, [event])
@@ -78,7 +77,7 @@ class ParsingStage:
             if isinstance(event, CallEnded):
                 choice.complete_calls += 1
             elif isinstance(event, CallBegan) and event.id is None:
-                event = CallBegan(event.name, f"call-{uuid.uuid4()}")
+                event = CallBegan(event.name, self._plan.new_call_id())
             events.append(event)
 
     def _count_reasoning(self, output: ChoiceOutput) -> None:

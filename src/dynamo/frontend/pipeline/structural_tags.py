@@ -13,7 +13,7 @@ from dynamo.protocol.openai.closed_schema import closed_schema
 from dynamo.protocol.openai.shapes import REQUIRED
 from dynamo.protocol.openai.tool_schema import parameters_of
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.text.tools import ToolFormat
+from dynamo.text.formats.tools import ToolFormat
 
 __all__ = ["structural_tag"]
 

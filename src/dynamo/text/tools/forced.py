@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import IntEnum, auto
 
 from dynamo.text.markers import MAX_SEPARATOR, WHITE_SPACE
-from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, OutputEvent
+from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, OutputEvent
 from dynamo.text.tools.base import ToolParser
 from dynamo.text.tools.calls import MAX_CALL_CHARACTERS, call_events, cut_call_events, read_call
 from dynamo.text.tools.json_object import JsonObjectReader
@@ -79,13 +79,13 @@ class RequiredCallsParser:
                     at = len(text)
         return events
 
-    def finish(self, *, keeps_cut_call: bool = True) -> list[OutputEvent]:
+    def finish(self, *, keeps_cut_call: bool = True, is_cut: bool = False) -> list[OutputEvent]:
         left, self._raw = "" if self._in is _In.END else "".join(self._raw), []
         if keeps_cut_call and self._in is _In.ELEMENT and (cut := cut_call_events("".join(self._json))) is not None:
             return cut
         events: list[OutputEvent] = [Content(left)] if left else []
         if self._in is _In.NATIVE and self._native is not None:
-            events += self._native.finish(keeps_cut_call=keeps_cut_call)
+            events += self._native.finish(keeps_cut_call=keeps_cut_call, is_cut=is_cut)
         return events
 
     def _begin(self, text: str, events: list[OutputEvent]) -> int:
@@ -210,14 +210,14 @@ class NamedCallParser:
                     at = len(text)
         return events
 
-    def finish(self, *, keeps_cut_call: bool = True) -> list[OutputEvent]:
+    def finish(self, *, keeps_cut_call: bool = True, is_cut: bool = False) -> list[OutputEvent]:
         left, self._raw = "" if self._in is _In.END else "".join(self._raw), []
         begun = "".join(self._json).lstrip(WHITE_SPACE)
         if keeps_cut_call and self._in is _In.BEGINNING and begun:
             return [CallBegan(self._name), CallArguments(begun)]
         events: list[OutputEvent] = [Content(left)] if left else []
         if self._in is _In.NATIVE and self._native is not None:
-            events += self._of_this_name(self._native.finish(keeps_cut_call=keeps_cut_call))
+            events += self._of_this_name(self._native.finish(keeps_cut_call=keeps_cut_call, is_cut=is_cut))
         return events
 
     def _begin(self, text: str, at: int, events: list[OutputEvent]) -> int:
@@ -265,6 +265,8 @@ class NamedCallParser:
         for event in events:
             if isinstance(event, CallBegan):
                 self._is_dropping = event.name != self._name
+            elif isinstance(event, CallDropped) and self._is_dropping:
+                event = Content(event.text)
             if isinstance(event, Content) or not self._is_dropping:
                 kept.append(event)
         return kept

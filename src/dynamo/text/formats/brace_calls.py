@@ -1,0 +1,135 @@
+"""Calls in Gemma's way: `call:NAME{key:<quote>text<quote>,other:3,list:[<quote>a<quote>]}` between marks.
+
+Each member of the arguments is told when it is complete. Words without quotes are strings, JSON's own quotes too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from dynamo.text.formats.scanner import MAX_NAME, Grammar, NotACall, Scanner, Step
+from dynamo.text.formats.tool_set import ToolSet, json_string, typed
+from dynamo.text.formats.typed_arguments import ArgumentsWriter
+from dynamo.text.markers import MarkerSearch
+
+__all__ = ["BraceCalls"]
+
+_MAX_DEPTH: Final = 64
+_NAME: Final = re.compile(r"[\w.\-]+")
+_NAME_END: Final = MarkerSearch("{", "<", "\n", " ", "}")
+_KEY_END: Final = MarkerSearch(":", "<", "{", "}", ",", '"', "\n")
+_BARE_END: Final = MarkerSearch(",", "}", "]", "\n", "<", "{", "[")
+
+
+@dataclass(frozen=True, slots=True)
+class BraceCalls:
+    """The marks of one family."""
+
+    opening: str
+    closing: tuple[str, ...]
+    quote: str
+    stray: tuple[str, ...] = ()  # removed where it closes nothing
+    types_strings: bool = False  # text between quotes is typed by the schema, as all values have quotes
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the marks that must reach the parser; the first begins a call."""
+        return (self.opening, *self.closing, self.quote)
+
+    def grammar(self, tools: ToolSet) -> Grammar:
+        """Return the grammar of an answer that may call these tools."""
+        search = MarkerSearch(self.opening, *self.stray)
+
+        def answer(s: Scanner) -> Step[None]:
+            while (mark := (yield from s.prose(search, s.out.content))) is not None:
+                if mark != self.opening:
+                    s.take(s.at + len(mark))
+                else:
+                    yield from s.attempt(self._call(s, tools))
+
+        return answer
+
+    def _call(self, s: Scanner, tools: ToolSet) -> Step[None]:
+        s.take(s.at + len(self.opening))
+        yield from s.space()
+        yield from s.accept(":")
+        yield from s.expect("call:")
+        name = (yield from s.until(_NAME_END, limit=MAX_NAME)).strip()
+        if _NAME.fullmatch(name) is None:
+            raise NotACall
+        yield from s.expect("{")
+        name = s.out.name = tools.resolve(name)
+        s.out.begin(name)
+        arguments = ArgumentsWriter(s.out)
+        while True:
+            yield from s.space()
+            if (yield from s.accept("}")) is not None:
+                break
+            key = yield from self._key(s)
+            arguments.value(key, (yield from self._value(s, tools, name, (key,), _MAX_DEPTH)))
+            yield from s.space()
+            yield from s.accept(",")
+        arguments.end()
+        s.commit()
+        yield from s.accept_behind_space(*self.closing)
+        s.commit()
+
+    def _key(self, s: Scanner) -> Step[str]:
+        first = yield from s.peek()
+        if first == '"':
+            key = yield from _quoted(s)
+        elif (yield from s.accept(self.quote)) is not None:
+            key = yield from s.until(MarkerSearch(self.quote), limit=MAX_NAME)
+            yield from s.expect(self.quote)
+        else:
+            key = (yield from s.until(_KEY_END, limit=MAX_NAME)).strip()
+        yield from s.space()
+        yield from s.expect(":")
+        yield from s.space()
+        if not key:
+            raise NotACall
+        return key
+
+    def _value(self, s: Scanner, tools: ToolSet, name: str, path: tuple[str, ...], depth: int) -> Step[str]:
+        """Return the JSON of a value."""
+        if not depth:
+            raise NotACall
+        if (yield from s.accept(self.quote)) is not None:
+            text = yield from s.until(MarkerSearch(self.quote))
+            yield from s.expect(self.quote)
+            return typed(text, tools.kinds(name, *path), reads_json=True) if self.types_strings else json_string(text)
+        first = yield from s.peek()
+        if first == '"':
+            return json_string((yield from _quoted(s)))
+        if first not in ("{", "["):
+            text = (yield from s.until(_BARE_END)).strip()
+            if not text:
+                raise NotACall
+            return typed(text, tools.kinds(name, *path), reads_json=True)
+        s.take(s.at + 1)
+        closing, members = ("}" if first == "{" else "]"), []
+        while True:
+            yield from s.space()
+            if (yield from s.accept(closing)) is not None:
+                break
+            if first == "{":
+                key = yield from self._key(s)
+                value = yield from self._value(s, tools, name, (*path, key), depth - 1)
+                members.append(f"{json_string(key)}: {value}")
+            else:
+                members.append((yield from self._value(s, tools, name, (*path, "[]"), depth - 1)))
+            yield from s.space()
+            yield from s.accept(",")
+        return first + ", ".join(members) + closing
+
+
+def _quoted(s: Scanner) -> Step[str]:
+    """Return the text of a string in JSON's quotes."""
+    text = yield from s.json_text()
+    try:
+        return str(json.loads(text, strict=False))
+    except ValueError:
+        raise NotACall from None

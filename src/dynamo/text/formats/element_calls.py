@@ -1,0 +1,145 @@
+"""Calls of MiniMax M3: every parameter is an element of its own name, objects and arrays are nested elements.
+
+    ]<]minimax[>[<tool_call>
+    ]<]minimax[>[<invoke name="search">]<]minimax[>[<query>rain]<]minimax[>[</query>]<]minimax[>[</invoke>
+    ]<]minimax[>[</tool_call>
+
+A token of its own stands before each tag; angle brackets without it are text. The arguments are told when the call is whole,
+because a name that comes again makes a list.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from dynamo.text.formats.scanner import MAX_NAME, Grammar, NotACall, Scanner, Step
+from dynamo.text.formats.tool_set import ToolSet, json_string, typed
+from dynamo.text.markers import MarkerSearch
+
+__all__ = ["ElementCalls"]
+
+_MAX_DEPTH: Final = 64
+_NAME: Final = re.compile(r"""\s+name\s*=\s*("[^"]+"|'[^']+'|[^\s"'>]+)\s*""")
+_TAG_END: Final = MarkerSearch(">", "<", "\n")
+
+_Path = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ElementCalls:
+    """The format with its token, or without (`prefix` is empty)."""
+
+    prefix: str
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the marks that must reach the parser; the first begins a call."""
+        tags = ("<tool_call>", "<invoke", "</invoke>", "</tool_call>")
+        return tuple(self.prefix + tag for tag in tags) + ((self.prefix,) if self.prefix else ())
+
+    def grammar(self, tools: ToolSet) -> Grammar:
+        """Return the grammar of an answer that may call these tools."""
+        outer, invoke, _, closing = self.marks[:4]
+        search = MarkerSearch(outer, invoke)
+
+        def answer(s: Scanner) -> Step[None]:
+            while (mark := (yield from s.prose(search, s.out.content))) is not None:
+                yield from s.attempt(calls(s, mark))
+
+        def calls(s: Scanner, mark: str) -> Step[None]:
+            s.take(s.at + len(mark))
+            if mark != invoke:
+                yield from s.space()
+                yield from s.expect(invoke)
+            while True:
+                yield from self._call(s, tools)
+                s.commit()
+                if (yield from s.accept_behind_space(invoke, closing)) != invoke:
+                    s.commit()
+                    return
+
+        return answer
+
+    def _call(self, s: Scanner, tools: ToolSet) -> Step[None]:
+        header = yield from s.until(_TAG_END, limit=MAX_NAME)
+        yield from s.expect(">")
+        found = _NAME.fullmatch(header)
+        if found is None:
+            raise NotACall
+        name = s.out.name = tools.resolve(found[1].strip("\"'"))
+        members: dict[str, list[str]] = {}
+        while True:
+            if (yield from s.comes(0, f"{self.prefix}<", f"{self.prefix}</")):
+                yield from s.space()
+            if (yield from s.accept(f"{self.prefix}</invoke>")) is not None:
+                break
+            if not (yield from s.peek()) and not s.out.is_cut:
+                break  # only closing tags are missing
+            key, value = yield from self._parameter(s, tools, name)
+            members.setdefault(key, []).append(value)
+        s.out.begin(name)
+        s.out.arguments(_object(members))
+        s.out.end()
+
+    def _parameter(self, s: Scanner, tools: ToolSet, name: str) -> Step[tuple[str, str]]:
+        if (yield from s.accept(f"{self.prefix}<")) is None:
+            if not self.prefix:
+                raise NotACall
+            text = yield from s.until(MarkerSearch(f"{self.prefix}</"))  # the first opening tag was forgotten
+            yield from s.expect(f"{self.prefix}</")
+            key = yield from self._tag(s)
+            return key, typed(text, tools.kinds(name, key), reads_json=True)
+        key = yield from self._tag(s)
+        return key, (yield from self._element(s, tools, name, (key,)))
+
+    def _tag(self, s: Scanner) -> Step[str]:
+        name = yield from s.until(_TAG_END, limit=MAX_NAME)
+        yield from s.expect(">")
+        if not name or name != name.strip() or "/" in name:
+            raise NotACall
+        return name
+
+    def _element(self, s: Scanner, tools: ToolSet, name: str, path: _Path) -> Step[str]:
+        """Return the JSON of an element whose opening tag has been read."""
+        if len(path) > _MAX_DEPTH:
+            raise NotACall
+        closing = f"{self.prefix}</{path[-1] if path[-1] != '[]' else 'item'}>"
+        kinds = tools.kinds(name, *path)
+        types = kinds.types or frozenset()
+        is_nested = yield from self._comes_child(s, closing, may_nest=not types or bool(types & {"array", "object"}))
+        if not is_nested:
+            text = yield from s.until(MarkerSearch(closing))
+            yield from s.expect(closing)
+            if not text and types and "string" not in types:
+                return "[]" if "array" in types else "{}" if "object" in types else '""'
+            return typed(text, kinds, reads_json=True)
+        members: dict[str, list[str]] = {}
+        is_list = True
+        while True:
+            yield from s.space()
+            if (yield from s.accept(closing)) is not None:
+                break
+            yield from s.expect(f"{self.prefix}<")
+            key = yield from self._tag(s)
+            is_item = key == "item" and (not types or "array" in types)
+            is_list &= is_item
+            value = yield from self._element(s, tools, name, (*path, "[]" if is_item else key))
+            members.setdefault(key, []).append(value)
+        return f"[{', '.join(members['item'])}]" if is_list else _object(members)
+
+    def _comes_child(self, s: Scanner, closing: str, *, may_nest: bool) -> Step[bool]:
+        if not may_nest and not self.prefix:
+            return False
+        if (yield from s.comes(0, closing)) or not (yield from s.comes(0, f"{self.prefix}<")):
+            return False
+        return not (yield from s.comes(0, f"{self.prefix}</"))
+
+
+def _object(members: dict[str, list[str]]) -> str:
+    parts = (
+        f"{json_string(key)}: {values[0] if len(values) == 1 else '[' + ', '.join(values) + ']'}"
+        for key, values in members.items()
+    )
+    return "{" + ", ".join(parts) + "}"

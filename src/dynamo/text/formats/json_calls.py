@@ -1,0 +1,276 @@
+"""Calls whose body is JSON: an object with a name and arguments, alone or in an array, between tags.
+
+    <tool_call>
+    {"name": "search", "arguments": {"query": "rain"}}
+    </tool_call>
+
+or arguments alone behind a name:  `<name><separator>{"query": "rain"}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from dynamo.text.formats.scanner import MAX_NAME, Grammar, NotACall, Scanner, Step
+from dynamo.text.formats.tool_set import ToolSet
+from dynamo.text.markers import MarkerSearch
+
+__all__ = ["HERMES_KEYS", "CallKeys", "NamedJson", "TaggedJson", "call_object", "call_objects", "stream_arguments"]
+
+_TEXT: Final = msgspec.json.Decoder(str)
+_OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+@dataclass(frozen=True, slots=True)
+class CallKeys:
+    """What the members of a call's object are called."""
+
+    name: tuple[str, ...] = ("name",)
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+    name_is_key: bool = False  # the object is {NAME: arguments}
+    only_known: bool = False  # other names are no calls
+
+
+HERMES_KEYS: Final = CallKeys()
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedJson:
+    """Objects with name and arguments behind a mark. Any of the closing marks may follow, or none."""
+
+    opening: tuple[str, ...]
+    closing: tuple[str, ...] = ()
+    keys: CallKeys = HERMES_KEYS
+    opens_array: bool = False  # the mark ends in the array's bracket
+    separators: str | None = None  # between objects that follow each other without an array; None: there is only one
+    stray: tuple[str, ...] = ()  # marks that are removed where they mean nothing
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the marks that must reach the parser; the first begins a call."""
+        return (*self.opening, *self.closing, *self.stray)
+
+    def grammar(self, tools: ToolSet) -> Grammar:
+        """Return the grammar of an answer that may call these tools."""
+        search = MarkerSearch(*self.opening, *self.stray)
+
+        def answer(s: Scanner) -> Step[None]:
+            while (mark := (yield from s.prose(search, s.out.content))) is not None:
+                if mark in self.stray:
+                    s.take(s.at + len(mark))
+                else:
+                    yield from s.attempt(self._calls(s, mark, tools))
+
+        return answer
+
+    def _calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
+        s.take(s.at + len(mark))
+        yield from call_objects(
+            s, tools, self.keys, is_array=self.opens_array, separators=self.separators, closing=self.closing
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NamedJson:
+    """A name and its arguments: each call between marks of its own, all of them between an outer pair that may be missing."""
+
+    opening: str
+    before_name: str
+    behind_name: tuple[str, ...]  # what ends a name
+    behind_json: tuple[str, ...] = ()  # what may follow the arguments; ends the call
+    outer: tuple[str, ...] = ()
+    closing: tuple[str, ...] = ()  # of the outer pair
+    fence: tuple[str, str] = ("", "")  # the first comes between name and arguments, the second may follow them
+    identify: Callable[[str, ToolSet], tuple[str, str | None]] | None = None  # text -> (name, id), or NotACall
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the marks that must reach the parser; the first begins a call."""
+        return (self.opening, *self.outer, *self.behind_name, *self.behind_json, *self.closing)
+
+    def grammar(self, tools: ToolSet) -> Grammar:
+        """Return the grammar of an answer that may call these tools."""
+        ends = (*self.behind_json, *self.closing)
+        search = MarkerSearch(self.opening, *self.outer, *ends)
+        name_end = MarkerSearch(*self.behind_name)
+
+        def answer(s: Scanner) -> Step[None]:
+            while (mark := (yield from s.prose(search, s.out.content))) is not None:
+                if mark in ends:  # closes nothing
+                    s.take(s.at + len(mark))
+                else:
+                    yield from s.attempt(self._calls(s, mark, name_end, tools))
+
+        return answer
+
+    def _calls(self, s: Scanner, mark: str, name_end: MarkerSearch, tools: ToolSet) -> Step[None]:
+        s.take(s.at + len(mark))
+        if mark != self.opening:
+            yield from s.space()
+            yield from s.expect(self.opening)
+        while True:
+            yield from self._call(s, name_end, tools)
+            s.commit()
+            follows = yield from s.accept_behind_space(self.opening, *self.closing)
+            if follows != self.opening:
+                return
+
+    def _call(self, s: Scanner, name_end: MarkerSearch, tools: ToolSet) -> Step[None]:
+        yield from s.space()
+        if self.before_name:
+            yield from s.expect(self.before_name)
+        name = (yield from s.until(name_end, limit=MAX_NAME)).strip()
+        if not name:
+            raise NotACall
+        call_id: str | None = None
+        if self.identify is not None:
+            name, call_id = self.identify(name, tools)
+        else:
+            name = tools.resolve(name)
+        s.out.name = name
+        yield from s.expect(*self.behind_name)
+        yield from s.space()
+        if self.fence[0]:
+            yield from s.expect(self.fence[0])
+            yield from s.space()
+        yield from stream_arguments(s, name, call_id)
+        s.out.end()
+        s.commit()
+        if self.fence[1]:
+            yield from s.accept_behind_space(self.fence[1])
+        yield from s.accept_behind_space(*self.behind_json)
+
+
+def call_objects(
+    s: Scanner,
+    tools: ToolSet,
+    keys: CallKeys,
+    *,
+    is_array: bool = False,
+    separators: str | None = None,
+    closing: tuple[str, ...] = (),
+) -> Step[None]:
+    """Read one object, several in an array, or several that follow each other; then a closing mark, if one comes."""
+    if not is_array:
+        yield from s.space()
+        is_array = (yield from s.accept("[")) is not None
+    while True:
+        yield from s.space()
+        yield from call_object(s, tools, keys)
+        s.commit()
+        if is_array:
+            yield from s.space()
+            if (yield from s.expect(",", "]")) == "]":
+                break
+            yield from s.space()
+            if (yield from s.accept("]")) is not None:  # a comma behind the last one
+                break
+        elif separators is None or not (yield from _another(s, separators)):
+            break
+    if closing:
+        yield from s.accept_behind_space(*closing)
+    s.commit()
+
+
+def _another(s: Scanner, separators: str) -> Step[bool]:
+    """Read separators in front of another object; nothing, unless one comes."""
+    while True:
+        end = s.at
+        while end < len(s.text) and (s.text[end].isspace() or s.text[end] in separators):
+            end += 1
+        if end < len(s.text) or s.is_ended or end - s.at > MAX_NAME:
+            break
+        yield
+    if s.text[end : end + 1] != "{":
+        return False
+    s.take(end)
+    return True
+
+
+def call_object(s: Scanner, tools: ToolSet, keys: CallKeys) -> Step[None]:
+    """Read one object that is a call, and tell the call as it comes."""
+    yield from s.expect("{")
+    name: str | None = None
+    early: str | None = None  # arguments that came before the name
+    is_told = False
+    while True:
+        yield from s.space()
+        if (yield from s.peek()) == "}":
+            break
+        key = _unquoted((yield from s.json_text()))
+        yield from s.space()
+        yield from s.expect(":")
+        yield from s.space()
+        if keys.name_is_key and name is None:
+            name = s.out.name = _checked(key, tools, keys)
+            yield from stream_arguments(s, name, None)
+            is_told = True
+        elif key in keys.name and name is None:
+            name = s.out.name = _checked(_unquoted((yield from s.json_text())), tools, keys)
+        elif key in keys.arguments and early is None and not is_told:
+            if name is None:
+                early = yield from s.json_text()
+                early = _decoded(early)
+            else:
+                yield from stream_arguments(s, name, None)
+                is_told = True
+        else:
+            yield from s.json_text()
+        yield from s.space()
+        if (yield from s.peek()) != "}":
+            yield from s.expect(",")
+    yield from s.expect("}")
+    if name is None:
+        raise NotACall
+    if not is_told:
+        s.out.begin(name)
+        s.out.arguments("{}" if early is None else early)
+    s.out.end()
+
+
+def stream_arguments(s: Scanner, name: str, call_id: str | None) -> Step[None]:
+    """Begin the call and tell its arguments as they come; text that spells an object is told as that object."""
+    first = yield from s.peek()
+    if first == "{":
+        s.out.begin(name, call_id)
+        yield from s.json(s.out.arguments)
+        s.out.has_all_arguments = True
+        return
+    arguments = _decoded((yield from s.json_text()))
+    s.out.begin(name, call_id)
+    s.out.arguments(arguments)
+    s.out.has_all_arguments = True
+
+
+def _decoded(arguments: str) -> str:
+    """Return the object that arguments are; NotACall when they are none."""
+    if arguments == "null":
+        return "{}"
+    if arguments.startswith("{"):
+        return arguments
+    inner = _unquoted(arguments)
+    try:
+        _OBJECT.decode(inner)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise NotACall from None
+    return inner
+
+
+def _checked(name: str, tools: ToolSet, keys: CallKeys) -> str:
+    name = tools.resolve(name)
+    if not name or (keys.only_known and name not in tools.names):
+        raise NotACall
+    return name
+
+
+def _unquoted(text: str) -> str:
+    if not text.startswith('"'):
+        raise NotACall
+    try:
+        return _TEXT.decode(text)
+    except (msgspec.DecodeError, UnicodeError):
+        raise NotACall from None

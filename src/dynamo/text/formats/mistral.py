@@ -1,0 +1,70 @@
+"""Mistral's three dialects, one mark for all.
+
+[TOOL_CALLS] [{"name": "search", "arguments": {"query": "rain"}}]
+[TOOL_CALLS]search{"query": "rain"}
+[TOOL_CALLS]search[ARGS]{"query": "rain"}          (also [CALL_ID]id before [ARGS])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from dynamo.text.formats.json_calls import HERMES_KEYS, call_objects, stream_arguments
+from dynamo.text.formats.scanner import MAX_NAME, Grammar, NotACall, Scanner, Step
+from dynamo.text.formats.tool_set import ToolSet
+from dynamo.text.markers import MarkerSearch
+
+__all__ = ["MistralCalls"]
+
+OPENING: Final = "[TOOL_CALLS]"
+CLOSING: Final = "[/TOOL_CALLS]"
+ARGUMENTS: Final = "[ARGS]"
+CALL_ID: Final = "[CALL_ID]"
+
+_OPEN: Final = MarkerSearch(OPENING)
+_NAME_END: Final = MarkerSearch("{", "[", "\n", " ", "<")
+_ID_END: Final = MarkerSearch("[", "\n", " ", "{")
+
+
+@dataclass(frozen=True, slots=True)
+class MistralCalls:
+    """See the module."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the marks that must reach the parser; the first begins a call."""
+        return (OPENING, CLOSING, ARGUMENTS, CALL_ID)
+
+    def grammar(self, tools: ToolSet) -> Grammar:
+        """Return the grammar of an answer that may call these tools."""
+
+        def answer(s: Scanner) -> Step[None]:
+            while (yield from s.prose(_OPEN, s.out.content)) is not None:
+                yield from s.attempt(_calls(s, tools))
+
+        return answer
+
+
+def _calls(s: Scanner, tools: ToolSet) -> Step[None]:
+    s.take(s.at + len(OPENING))
+    yield from s.space()
+    if (yield from s.peek()) in ("[", "{"):
+        yield from call_objects(s, tools, HERMES_KEYS, closing=(CLOSING,))
+        return
+    name = yield from s.until(_NAME_END, limit=MAX_NAME)
+    if not name:
+        raise NotACall
+    name = s.out.name = tools.resolve(name)
+    call_id: str | None = None
+    yield from s.space()
+    if (yield from s.accept(CALL_ID)) is not None:
+        call_id = (yield from s.until(_ID_END, limit=MAX_NAME)) or None
+        yield from s.space()
+    yield from s.accept(ARGUMENTS)
+    yield from s.space()
+    yield from stream_arguments(s, name, call_id)
+    s.out.end()
+    s.commit()
+    yield from s.accept_behind_space(CLOSING)
+    s.commit()

@@ -1,0 +1,262 @@
+"""Calls written as Python: `[search(query="rain"), ping()]`.
+
+A list of calls is told when it is whole, because before that it may be prose; up to `scanner.MAX_CALL_CHARACTERS` of it are
+held back. Values are what Python's literals are: strings (also in triple quotes), numbers, lists, tuples, sets, dicts, and
+True, False, None in either language's spelling.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dynamo.text.formats.json_calls import HERMES_KEYS, call_objects
+from dynamo.text.formats.scanner import MAX_NAME, Grammar, NotACall, Scanner, Step
+from dynamo.text.formats.tool_set import ToolSet
+from dynamo.text.markers import MarkerSearch
+
+__all__ = ["PythonCalls"]
+
+_MAX_DEPTH: Final = 64
+_WORD: Final = re.compile(r"[^\W\d][\w.\-]*")
+_NUMBER: Final = re.compile(r"[0-9+\-.eE_]+")
+_INTEGER: Final = re.compile(r"[+-]?[0-9](?:_?[0-9]){0,999}")
+_FLOAT: Final = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?")
+_WORDS: Final = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
+_ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\\": "\\", "'": "'", '"': '"'}
+_HEX: Final = {"x": 2, "u": 4, "U": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCalls:
+    """Calls in a list, or one per line."""
+
+    opening: tuple[
+        str, ...
+    ] = ()  # behind any of these, anything is a call; () a list at the beginning of a line may be one
+    closing: tuple[str, ...] = ()
+    in_brackets: bool = True
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the marks that must reach the parser; the first begins a call."""
+        return (*self.opening, *self.closing) or ("[",)
+
+    def grammar(self, tools: ToolSet) -> Grammar:
+        """Return the grammar of an answer that may call these tools."""
+        search = MarkerSearch(*self.opening, *(("[",) if self.in_brackets else ()))
+
+        def answer(s: Scanner) -> Step[None]:
+            before = "\n"  # the last character of the text in front
+
+            def emit(text: str) -> None:
+                nonlocal before
+                before = text[-1]
+                s.out.content(text)
+
+            while (mark := (yield from s.prose(search, emit))) is not None:
+                if mark == "[" and not self.may_begin(before):
+                    emit(s.take(s.at + 1))
+                    continue
+                yield from s.attempt(self._calls(s, mark, tools))
+                before = " "
+
+        return answer
+
+    def may_begin(self, before: str) -> bool:
+        """Return whether a list may begin behind this character."""
+        return before in "\n "
+
+    def _calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
+        is_marked = mark in self.opening
+        if is_marked:
+            s.take(s.at + len(mark))
+            yield from s.space()
+            if self.in_brackets and (yield from s.comes(1, "{")) and (yield from s.peek()) == "[":
+                yield from call_objects(s, tools, HERMES_KEYS, closing=self.closing)
+                return
+            if (yield from s.peek()) == "{":
+                yield from call_objects(s, tools, HERMES_KEYS, closing=self.closing, separators=",;")
+                return
+        s.out.hold()
+        is_list = (yield from s.accept("[")) is not None
+        if self.in_brackets and not is_list:
+            raise NotACall
+        names: list[str] = []
+        while True:
+            yield from s.space()
+            names.append((yield from self._call(s, tools)))
+            yield from s.space()
+            if is_list:
+                if (yield from s.expect(",", "]")) == "]":
+                    break
+                yield from s.space()
+                if (yield from s.accept("]")) is not None:
+                    break
+            else:
+                yield from s.accept(",")
+                yield from s.space()
+                if not _WORD.match((yield from s.peek())):
+                    break
+        if not is_marked and not tools.names.intersection(names):
+            raise NotACall
+        s.out.release()
+        s.commit()
+        if self.closing:
+            yield from s.accept_behind_space(*self.closing)
+            s.commit()
+
+    def _call(self, s: Scanner, tools: ToolSet) -> Step[str]:
+        name = tools.resolve((yield from _word(s)))
+        yield from s.expect("(")
+        arguments: dict[str, Any] = {}
+        parameters = tools.parameters(name)
+        while True:
+            yield from s.space()
+            if (yield from s.accept(")")) is not None:
+                break
+            if len(arguments) > MAX_NAME:
+                raise NotACall
+            key, value = yield from self._argument(s, parameters, len(arguments))
+            arguments[key] = value
+            yield from s.space()
+            if (yield from s.expect(",", ")")) == ")":
+                break
+        s.out.begin(name)
+        s.out.arguments(json.dumps(arguments, ensure_ascii=False))
+        s.out.end()
+        return name
+
+    def _argument(self, s: Scanner, parameters: list[str], number: int) -> Step[tuple[str, Any]]:
+        if _WORD.match((yield from s.peek())):
+            word = yield from _word(s)
+            yield from s.space()
+            if (yield from s.accept("=")) is not None:
+                yield from s.space()
+                return word, (yield from _value(s, _MAX_DEPTH))
+            if word not in _WORDS:
+                raise NotACall
+            value: Any = _WORDS[word]
+        else:
+            value = yield from _value(s, _MAX_DEPTH)
+        if number >= len(parameters):
+            raise NotACall  # no one knows what it is for
+        return parameters[number], value
+
+
+def _word(s: Scanner) -> Step[str]:
+    """Return a name, which may have dots and dashes in it."""
+    while True:
+        match = _WORD.match(s.text, s.at)
+        end = s.at if match is None else match.end()
+        if end - s.at > MAX_NAME or (match is None and s.at < len(s.text)):
+            raise NotACall
+        if match is not None and (end < len(s.text) or s.is_ended):
+            return s.take(end)
+        if s.is_ended:
+            raise NotACall
+        yield
+
+
+def _value(s: Scanner, depth: int) -> Step[Any]:
+    char = yield from s.peek()
+    if not depth or not char:
+        raise NotACall
+    if char in "\"'":
+        text = yield from _string(s)
+        while True:  # strings that follow each other are one
+            yield from s.space()
+            if (yield from s.peek()) not in ("'", '"'):
+                return text
+            text += yield from _string(s)
+    if char in "0123456789+-.":
+        return (yield from _number(s))
+    if char in "[({":
+        return (yield from _collection(s, char, depth))
+    word = yield from _word(s)
+    if word not in _WORDS:
+        raise NotACall
+    return _WORDS[word]
+
+
+def _collection(s: Scanner, opening: str, depth: int) -> Step[Any]:
+    closing = {"[": "]", "(": ")", "{": "}"}[opening]
+    s.take(s.at + 1)
+    items: list[Any] = []
+    members: dict[str, Any] = {}
+    while True:
+        yield from s.space()
+        if (yield from s.accept(closing)) is not None:
+            break
+        item = yield from _value(s, depth - 1)
+        yield from s.space()
+        if opening == "{" and not items and (yield from s.accept(":")) is not None:
+            yield from s.space()
+            key = item if isinstance(item, str) else json.dumps(item)
+            members[key] = yield from _value(s, depth - 1)
+            yield from s.space()
+        elif members:
+            raise NotACall
+        else:
+            items.append(item)
+        if (yield from s.expect(",", closing)) == closing:
+            break
+    if opening == "{" and not items:
+        return members
+    return items
+
+
+def _number(s: Scanner) -> Step[Any]:
+    while True:
+        match = _NUMBER.match(s.text, s.at)
+        end = s.at if match is None else match.end()
+        if end < len(s.text) or s.is_ended or end - s.at > 1024:
+            break
+        yield
+    text = s.take(min(end, s.at + 1024))
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text) is None or abs(float(text)) == float("inf"):
+        raise NotACall
+    return float(text)
+
+
+def _string(s: Scanner) -> Step[str]:
+    quote = yield from s.expect('"', "'")
+    if (yield from s.accept(quote)) is not None:
+        if (yield from s.accept(quote)) is None:
+            return ""
+        quote *= 3
+    ends = MarkerSearch(quote, "\\")
+    pieces: list[str] = []
+    while True:
+        pieces.append((yield from s.until(ends)))
+        if (yield from s.expect(quote, "\\")) == quote:
+            text = "".join(pieces)
+            if any("\ud800" <= char <= "\udfff" for char in text):
+                raise NotACall
+            return text
+        pieces.append((yield from _escape(s)))
+
+
+def _escape(s: Scanner) -> Step[str]:
+    char = yield from s.peek()
+    if not char:
+        raise NotACall
+    s.take(s.at + 1)
+    if char in _ESCAPES:
+        return _ESCAPES[char]
+    if char not in _HEX:
+        return "" if char == "\n" else "\\" + char
+    digits = ""
+    while len(digits) < _HEX[char]:
+        digit = yield from s.peek()
+        if digit not in "0123456789abcdefABCDEF" or not digit:
+            raise NotACall
+        digits += s.take(s.at + 1)
+    code = int(digits, 16)
+    if code > 0x10FFFF:
+        raise NotACall
+    return chr(code)

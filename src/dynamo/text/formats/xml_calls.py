@@ -1,0 +1,161 @@
+"""Calls written as tags: one for the function, one for each parameter, whose values are plain text.
+
+    <tool_call>
+    <function=search>
+    <parameter=query>
+    rain
+    </parameter>
+    </function>
+    </tool_call>
+
+Each family has names of its own for the tags; a name stands behind `=` or in an attribute `name="..."`. The outer tags may
+be missing at either end.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from dynamo.text.formats.json_calls import HERMES_KEYS, call_objects
+from dynamo.text.formats.scanner import MAX_NAME, Grammar, NotACall, Scanner, Step
+from dynamo.text.formats.tool_set import ANYTHING, Kinds, ToolSet
+from dynamo.text.formats.typed_arguments import ArgumentsWriter
+from dynamo.text.markers import MarkerSearch
+
+__all__ = ["TaggedXml"]
+
+_HEADER_END: Final = MarkerSearch(">", "<", "\n")
+_TEXT: Final = Kinds(frozenset(["string"]))
+_ATTRIBUTE: Final = re.compile(r"""([\w-]+)\s*=\s*("[^"]*"|'[^']*'|[^\s"'>]+)""")
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedXml:
+    """The tags of one family. Where there are several of a kind, any of them will do."""
+
+    outer: tuple[str, ...]
+    closing: tuple[str, ...]  # of `outer`
+    invoke: tuple[str, ...]  # up to the name, or to the attributes
+    invoke_end: tuple[str, ...]
+    parameter: tuple[str, ...]
+    parameter_end: tuple[str, ...]
+    has_attributes: bool = False  # <invoke name="f"> instead of <function=f>
+    trims_line_break: bool = False  # one behind the opening and one before the closing tag of a value
+    reads_json: bool = False  # a value without a schema is JSON, if it is
+    reads_objects: bool = False  # a JSON object with name and arguments may stand between the outer tags
+    implies_ends: bool = False  # a value may end without a closing tag in front of the next parameter or the end
+    before_invoke: tuple[str, ...] = ()  # has to come between the outer tag and the call, white space aside
+    behind_invoke: tuple[str, ...] = ()  # may follow the call
+    prefixes: tuple[str, ...] = ()  # what begins a tag, where it has too many spellings to look for each
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the marks that must reach the parser; the first begins a call."""
+        return (*self.outer, *self.invoke, *self.closing, *self.before_invoke, *self.behind_invoke)
+
+    def grammar(self, tools: ToolSet) -> Grammar:
+        """Return the grammar of an answer that may call these tools."""
+        search = MarkerSearch(*(self.prefixes or (*self.outer, *self.invoke)))
+
+        def answer(s: Scanner) -> Step[None]:
+            while (mark := (yield from s.prose(search, s.out.content))) is not None:
+                yield from s.attempt(self.calls(s, mark, tools))
+
+        return answer
+
+    def calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
+        """Read the block that `mark` begins."""
+        if self.prefixes:
+            mark = yield from s.expect(*self.outer, *self.invoke)
+        else:
+            s.take(s.at + len(mark))
+        if mark not in self.invoke:
+            yield from s.space()
+            if self.reads_objects and (yield from s.peek()) in ("{", "["):
+                yield from call_objects(s, tools, HERMES_KEYS, closing=self.closing)
+                return
+            for due in self.before_invoke:
+                yield from s.expect(due)
+                yield from s.space()
+            yield from s.expect(*self.invoke)
+        while True:
+            yield from self._call(s, tools)
+            s.commit()
+            if self.behind_invoke:
+                yield from s.accept_behind_space(*self.behind_invoke)
+                s.commit()
+            follows = yield from s.accept_behind_space(*self.invoke, *self.before_invoke[:1], *self.closing)
+            if follows is None or follows in self.closing:
+                s.commit()
+                return
+            if follows in self.before_invoke:
+                for due in self.before_invoke[1:]:
+                    yield from s.expect(due)
+                    yield from s.space()
+                yield from s.expect(*self.invoke)
+
+    def _call(self, s: Scanner, tools: ToolSet) -> Step[None]:
+        name, _, is_whole = yield from self._header(s)
+        name = s.out.name = tools.resolve(name)
+        s.out.begin(name)
+        arguments = ArgumentsWriter(s.out)
+        due = (*self.parameter, *self.invoke_end, *self.closing)
+        while not is_whole:
+            yield from s.space()
+            if not (yield from s.peek()) and not s.out.is_cut:
+                break  # only closing marks are missing
+            if self.has_attributes and (yield from s.peek()) == "{":  # the arguments as one object
+                yield from s.json(s.out.arguments)
+                yield from s.space()
+                yield from s.expect(*self.invoke_end)
+                s.out.end()
+                return
+            if (yield from s.expect(*due)) not in self.parameter:
+                break
+            yield from self._parameter(s, tools, name, arguments)
+        arguments.end()
+
+    def _parameter(self, s: Scanner, tools: ToolSet, name: str, arguments: ArgumentsWriter) -> Step[None]:
+        key, said, is_whole = yield from self._header(s)
+        if is_whole:
+            arguments.value(key, '""')
+            return
+        kinds = tools.kinds(name, key)
+        reads_json = self.reads_json
+        if said is not None:  # the call itself says whether it is text
+            kinds = _TEXT if said == "true" else ANYTHING if kinds.is_text else kinds
+            reads_json = True
+        implied = (*(f"\n{tag}" for tag in self.parameter), *(f"\n{tag}" for tag in self.invoke_end))
+        ends = MarkerSearch(*self.parameter_end, *(implied if self.implies_ends else ()))
+
+        def is_end(mark: str) -> Step[bool]:
+            if mark in self.parameter_end:
+                follows = (*self.parameter, *self.invoke_end, *self.closing, "")
+                return (yield from s.comes(len(mark), *follows))
+            if mark[1:] in self.parameter:
+                return True
+            return (yield from s.comes(len(mark), *self.closing, ""))
+
+        yield from arguments.text_value(
+            s, key, kinds, ends, is_end, reads_json=reads_json, trims_line_break=self.trims_line_break
+        )
+        yield from s.accept(*self.parameter_end)
+
+    def _header(self, s: Scanner) -> Step[tuple[str, str | None, bool]]:
+        """Return the name in a tag whose beginning has been read, what it says of its value, and whether it closes itself."""
+        header = yield from s.until(_HEADER_END, limit=MAX_NAME)
+        yield from s.expect(">")
+        is_whole = self.has_attributes and header.endswith("/")
+        said: str | None = None
+        if self.has_attributes:
+            attributes = {key: value.strip("\"'") for key, value in _ATTRIBUTE.findall(header.removesuffix("/"))}
+            name, said = attributes.get("name", ""), attributes.get("string")
+            if not header[:1].isspace():
+                raise NotACall
+        else:
+            name = header.strip().strip("\"'")
+        if not name:
+            raise NotACall
+        return name, said, is_whole

@@ -1,0 +1,111 @@
+"""Running the parsers of output formats over the corpus, cut in every way."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from dynamo.text.formats import TOOL_FORMATS, TextMachine, ToolSet
+from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Joined, OutputEvent, joined
+from support.demo_model import FILES
+from support.format_writers import CORPUS, FORMAT_OF, TOOLS, WRITERS
+
+TOOL_SET: Final = ToolSet(TOOLS)
+NAMES: Final = tuple(WRITERS)
+
+
+@cache
+def corpus(name: str) -> list[dict[str, Any]]:
+    odd = CORPUS / "odd" / f"{name}.json"
+    found: list[dict[str, Any]] = json.loads((CORPUS / f"{name}.json").read_text(encoding="utf-8"))
+    return found + (json.loads(odd.read_text(encoding="utf-8")) if odd.exists() else [])
+
+
+def parser(name: str) -> TextMachine:
+    return TOOL_FORMATS[FORMAT_OF.get(name, name)].parser(TOOL_SET)
+
+
+def events_of(name: str, pieces: Iterable[str]) -> list[OutputEvent]:
+    machine = parser(name)
+    events: list[OutputEvent] = []
+    for piece in pieces:
+        events += machine.push(piece)
+    return events + machine.finish()
+
+
+def run(name: str, pieces: Iterable[str]) -> Joined:
+    return joined(events_of(name, pieces))
+
+
+def meaning(found: Joined) -> tuple[str, str, list[Any]]:
+    calls = [[call.name, json.loads(call.arguments)] for call in found.calls]
+    return found.content, found.reasoning, calls
+
+
+def cuts_of(text: str, dice: random.Random) -> Iterator[list[str]]:
+    """Yield ways of cutting a text: by character, by token, and at random places."""
+    yield list(text)
+    yield token_pieces(text)
+    for _ in range(3):
+        places = sorted(dice.sample(range(len(text) + 1), min(len(text), dice.randrange(1, 6))))
+        yield [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(Path(FILES) / "tokenizer.json"))
+
+
+def token_pieces(text: str) -> list[str]:
+    """Return the text as the demonstration model's tokens divide it."""
+    offsets = tokenizer().encode(text, add_special_tokens=False).offsets
+    places = sorted({0, len(text), *(end for _, end in offsets)})
+    return [text[a:b] for a, b in itertools.pairwise(places)]
+
+
+def assert_is_consistent(name: str, text: str, pieces: list[str]) -> None:
+    """Check what must hold of any text: it is all there, calls are JSON, and what was told stays true."""
+    events = events_of(name, pieces)
+    found = joined(events)
+    for call in found.calls:
+        assert call.is_complete, (name, text)
+        assert isinstance(json.loads(call.arguments), dict), (name, text)
+    began = [event for event in events if isinstance(event, CallBegan)]
+    if not began:
+        kept = found.content + found.reasoning
+        assert all(char in text for char in kept)
+    is_open = False
+    for event in events:
+        if isinstance(event, CallBegan):
+            assert not is_open
+            is_open = True
+        elif isinstance(event, CallEnded | CallDropped):
+            assert is_open
+            is_open = False
+        elif isinstance(event, CallArguments):
+            assert is_open
+        elif isinstance(event, Content):
+            assert not is_open
+    assert found == run(name, [text]), (name, text, pieces)
+
+
+def fuzz(name: str, runs: int, seed: int = 0) -> None:
+    """Put pieces of the corpus together at random: the result must be consistent and the same however it is cut."""
+    dice = random.Random(f"fuzz {name} {seed}")
+    texts = [case["text"] for case in corpus(name)]
+    for _ in range(runs):
+        parts = []
+        for _ in range(dice.randrange(1, 5)):
+            text = dice.choice(texts)
+            start = dice.randrange(len(text) + 1)
+            parts.append(text[start : start + dice.randrange(60)] if dice.random() < 0.8 else text)
+        text = "".join(parts)
+        places = sorted(dice.randrange(len(text) + 1) for _ in range(dice.randrange(4)))
+        assert_is_consistent(name, text, [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)])

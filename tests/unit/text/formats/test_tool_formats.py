@@ -1,0 +1,89 @@
+"""Every tool-call format: its corpus, whole and cut everywhere, and what is left of it when it ends anywhere."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from support.format_runs import NAMES, assert_is_consistent, corpus, cuts_of, fuzz, meaning, run, token_pieces
+from support.format_writers import CORPUS, WRITERS, cases, random_arguments
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_corpus_is_what_its_writer_says(name: str) -> None:
+    generated: list[dict[str, Any]] = json.loads((CORPUS / f"{name}.json").read_text(encoding="utf-8"))
+    assert generated == json.loads(json.dumps(cases(WRITERS[name])))
+    assert len(corpus(name)) >= 15
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_case_means_what_the_corpus_says(name: str) -> None:
+    wrong = []
+    for case in corpus(name):
+        found = run(name, [case["text"]])
+        expected = (case["content"], case.get("reasoning", ""), case["calls"])
+        if meaning(found) != expected or not all(call.is_complete for call in found.calls):
+            wrong.append((case["name"], case["text"], expected, found))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_cut_changes_the_meaning(name: str) -> None:
+    dice = random.Random(f"cuts {name}")
+    for case in corpus(name):
+        whole = run(name, [case["text"]])
+        for pieces in cuts_of(case["text"], dice):
+            assert run(name, pieces) == whole, pieces
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.process  # computes for seconds
+def test_two_cuts_anywhere_change_nothing(name: str) -> None:
+    for case in corpus(name):
+        text = case["text"]
+        whole = run(name, [text])
+        for i in range(len(text)):
+            assert run(name, [text[:i], text[i:]]) == whole, (text[:i], text[i:])
+            assert run(name, [text[:i], text[i : i + 3], text[i + 3 :]]) == whole, (text[:i], text[i : i + 3])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_end_anywhere_loses_nothing_and_breaks_nothing(name: str) -> None:
+    for case in corpus(name)[::4]:
+        text = case["text"]
+        for end in range(0, len(text), 3):
+            assert_is_consistent(name, text[:end], [text[:end]])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.process  # computes for seconds
+def test_an_end_at_every_character_of_every_case(name: str) -> None:
+    for case in corpus(name):
+        text = case["text"]
+        for end in range(len(text)):
+            assert_is_consistent(name, text[:end], list(text[:end]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pieces_of_calls_in_any_order(name: str) -> None:
+    fuzz(name, 40)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_family_writes_is_read_back(name: str) -> None:
+    dice = random.Random(f"round trip {name}")
+    for _ in range(25):
+        calls = [("run", random_arguments(dice)) for _ in range(dice.randrange(1, 3))]
+        found = run(name, token_pieces(WRITERS[name].calls(calls)))
+        assert meaning(found) == ("", "", [list(call) for call in calls])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_floods_are_read_in_linear_time(name: str) -> None:
+    for mark in ("<", "[", "{", WRITERS[name].begin):
+        text = mark * (20_000 // len(mark))
+        found = run(name, [text[at : at + 4096] for at in range(0, len(text), 4096)])
+        assert len(found.content) <= len(text)
