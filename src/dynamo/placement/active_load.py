@@ -171,6 +171,7 @@ class ActiveLoad:
         "_ranks",
         "_tracks_output",
         "changed",
+        "heads",
         "on_relief",
     )
 
@@ -187,6 +188,8 @@ class ActiveLoad:
         self._block_size, self._tracks_output, self._expiry_seconds = block_size, tracks_output_blocks, expiry_seconds
         self._ranks: dict[WorkerRank, LoadOfRank] = {}
         self._booked: dict[str, Booked] = {}  # oldest first
+        # The first block of each prompt that is booked, to the ranks where it is and the requests that have it there.
+        self.heads: dict[int, dict[WorkerRank, int]] = {}
         self.changed: set[WorkerRank] = set()  # ranks whose account changed since somebody cleared this
         # Called when a load may have fallen; empty unless requests wait for that.
         self.on_relief: dict[object, Callable[[], None]] = {}
@@ -235,6 +238,8 @@ class ActiveLoad:
         load.clock.advance(load.context_tokens, now)
         load.context_tokens += prompt_tokens
         load.hold(sequence)
+        if sequence:
+            self._count_head(sequence[0], rank, 1)
         load.reuse.touch(sequence, now)
         if counts_prefill:
             booked.prefill_tokens = max(0, prompt_tokens - cached_tokens)
@@ -296,6 +301,8 @@ class ActiveLoad:
         load.context_tokens -= booked.context_tokens
         load.reuse.touch(booked.sequence, now)
         load.let_go(booked.sequence)
+        if booked.sequence:
+            self._count_head(booked.sequence[0], booked.rank, -1)
         if booked.output.names:
             load.let_go(booked.output.names)
         self.changed.add(booked.rank)
@@ -316,6 +323,16 @@ class ActiveLoad:
             load.weigh_unshared(booked, decay_fraction)
         self.changed.add(booked.rank)
         return True
+
+    def _count_head(self, block: int, rank: WorkerRank, change: int) -> None:
+        ranks = self.heads.setdefault(block, {})
+        count = ranks.get(rank, 0) + change
+        if count:
+            ranks[rank] = count
+        else:
+            del ranks[rank]
+            if not ranks:
+                del self.heads[block]
 
     # -- ranks
 
@@ -343,7 +360,9 @@ class ActiveLoad:
         gone = [rank for rank in self._ranks if rank.worker_id == worker_id and dp_rank in (None, rank.dp_rank)]
         for rank in gone:
             for request_id in self._ranks.pop(rank).booked:
-                del self._booked[request_id]
+                sequence = self._booked.pop(request_id).sequence
+                if sequence:
+                    self._count_head(sequence[0], rank, -1)
             self.changed.add(rank)
         if self.on_relief:
             self.relieved()

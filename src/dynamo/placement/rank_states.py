@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.active_load import ActiveLoad, LoadOfRank
@@ -55,6 +55,11 @@ class RankStates:
     def position(self, rank: WorkerRank) -> int | None:
         """Return where in `ranks` a rank is; None: it is not known."""
         return self._positions.get(rank)
+
+    def positions(self, ranks: Iterable[WorkerRank]) -> list[int]:
+        """Return where in `ranks` these ranks are, in any order; those that are not known are left out."""
+        known = self._positions
+        return [known[rank] for rank in ranks if rank in known]
 
     def current(self) -> tuple[RankState, ...]:
         """Return the record of every rank as it is now."""

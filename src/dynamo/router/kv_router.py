@@ -13,7 +13,7 @@ Whatever is missing (an index, a capacity, the end of a request) makes a choice 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Final, Protocol
 
@@ -340,8 +340,8 @@ class KvRouter:
             }
         return KvState(self._block_size, request, records, matches, now, excluded)
 
-    @staticmethod
     def _matches(
+        self,
         ranks: Sequence[WorkerRank],
         loads: Sequence[LoadOfRank],
         overlaps: Mapping[WorkerRank, Overlap],
@@ -350,9 +350,16 @@ class KvRouter:
         """Return what each rank has of the prompt, by position; ranks that have nothing are left out."""
         matches: dict[int, RankMatch] = {}
         first = tracking[0] if tracking else None
+        heads = () if first is None else self.load.heads.get(first, ())
+        if not overlaps and not heads:
+            return matches
+        positions: Iterable[int] = range(len(ranks))
+        if ranks is self._states.ranks and len(overlaps) + len(heads) < len(ranks):
+            # Only those that have some of it, in the order of all.
+            positions = sorted(self._states.positions({*overlaps, *heads}))
         guess = 0
-        for at, load in enumerate(loads):
-            overlap = overlaps.get(ranks[at])
+        for at in positions:
+            load, overlap = loads[at], overlaps.get(ranks[at])
             if first in load.blocks:
                 active = guess = load.active_blocks(tracking, guess)
                 coming = 0

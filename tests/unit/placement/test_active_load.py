@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -213,6 +214,11 @@ def test_the_account_is_what_a_recount_gives(steps: list[tuple[str, str, WorkerR
             assert waiting.running_tokens == sum(waiting.running.values())
             assert waiting.waiting_tokens == sum(waiting.waiting.values())
             assert bool(waiting.running) or not waiting.waiting
+        heads: dict[int, Counter[WorkerRank]] = {}
+        for request in plain.requests.values():
+            if request.sequence:
+                heads.setdefault(request.sequence[0], Counter())[request.rank] += 1
+        assert load.heads == heads
 
 
 class CountedBlocks(list[int]):

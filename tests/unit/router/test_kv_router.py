@@ -266,3 +266,31 @@ def test_an_explained_choice_names_every_candidate_and_its_terms() -> None:
 def test_an_empty_prompt_is_placed_by_load() -> None:
     router = make(HeldPrompts())
     assert router.select(KvQuery(), 0.0).cached_tokens == 0
+
+
+def test_what_few_of_many_ranks_have_is_what_a_look_at_all_of_them_finds() -> None:
+    index, ranks = HeldPrompts(), [WorkerRank(at) for at in range(1, 33)]
+    router = make(index)
+    router.set_ranks(dict.fromkeys(ranks, RankInfo()))
+    prompts = [[*range(number, number + 8 * BLOCK)] for number in (0, 1000, 2000)]
+    held = {ranks[3]: prompts[0], ranks[30]: prompts[0][: 2 * BLOCK], ranks[7]: prompts[1]}
+    for rank, prompt in held.items():
+        index.add(rank, sequence_hashes(block_hashes(prompt, BLOCK)), 0.0)
+    booked: list[tuple[WorkerRank, Sequence[int]]] = []
+    for number in range(24):
+        query = KvQuery(token_ids=prompts[number % 3], allowed={ranks[number].worker_id} if number % 2 else None)
+        selection = router.select(query, number / 10)
+        router.book(f"r{number}", selection, number / 10)
+        booked.append((selection.rank, selection.tracking_sequence))
+    for prompt in (*prompts, [7] * 64):
+        sequence = sequence_hashes(block_hashes(prompt, BLOCK))
+        overlaps = index.find(sequence)
+        active = {rank: max(common_blocks(own, sequence) for at, own in booked if at == rank) for rank, _ in booked}
+        expected = {
+            at: (overlaps.get(rank, Overlap()), active.get(rank, 0))
+            for at, rank in enumerate(ranks)
+            if rank in overlaps or active.get(rank)
+        }
+        matches = router.select(KvQuery(token_ids=prompt), 5.0).state.matches
+        assert {at: (match.overlap, match.active_blocks) for at, match in matches.items()} == expected
+        assert list(matches) == sorted(matches)

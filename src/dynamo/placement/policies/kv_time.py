@@ -86,6 +86,18 @@ class _View(NamedTuple):
     streams: int
 
 
+_Row = tuple[float, ...]
+
+
+def _row_of(view: _View) -> _Row:
+    """Return what the loop over all ranks reads of a view, in its order. Floats only: a sum of an int and a float takes the
+    interpreter three times as long, and is the same number."""
+    return (
+        view.ends_at, view.idle_wait, view.base, view.linear, view.square, float(view.budget), float(view.waiting),
+        view.waiting_ms, view.step, view.others, view.decode, view.decode_growth, float(view.room), float(view.free),
+    )  # fmt: skip
+
+
 class _Prompt(NamedTuple):
     """What the costs of one decision have in common."""
 
@@ -103,7 +115,7 @@ class _Prompt(NamedTuple):
 class TimeCost:
     """The policy `time`."""
 
-    __slots__ = ("_block_size", "_parameters", "_views")
+    __slots__ = ("_block_size", "_oldest", "_parameters", "_requests", "_rows", "_streams", "_views")
 
     name: Final = "time"
 
@@ -111,6 +123,10 @@ class TimeCost:
         self._parameters = parameters or TimeParameters()
         self._block_size = 0  # of the views
         self._views: list[_View] = []  # by position; one is used only for the very record that it was made of
+        self._rows: list[_Row] = []  # of the views, and so are these, which every decision adds up
+        self._requests: list[int] = []
+        self._streams: list[int] = []
+        self._oldest: list[float] = []
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> TimeCost:
@@ -155,10 +171,17 @@ class TimeCost:
         if len(views) != len(ranks) or self._block_size != state.block_size:
             self._block_size = state.block_size
             views = self._views = [self._view(rank, state.block_size) for rank in ranks]
+            self._rows = [_row_of(view) for view in views]
+            self._requests = [view.requests for view in views]
+            self._streams = [view.streams for view in views]
+            self._oldest = [view.oldest_use_at for view in views]
             return views
-        for at, rank in enumerate(ranks):
-            if views[at].record is not rank:
-                views[at] = self._view(rank, state.block_size)
+        for at, (rank, known) in enumerate(zip(ranks, views, strict=True)):
+            if known[0] is not rank:  # its record
+                view = views[at] = self._view(rank, state.block_size)
+                self._rows[at] = _row_of(view)
+                self._requests[at], self._streams[at] = view.requests, view.streams
+                self._oldest[at] = view.oldest_use_at
         return views
 
     def _view(self, rank: RankState, block_size: int) -> _View:
@@ -204,10 +227,8 @@ class TimeCost:
 
     def _prompt(self, state: KvState, views: list[_View]) -> _Prompt:
         request, weights, now = state.request, self._parameters, state.now
-        requests = sum([view.requests for view in views])
-        streams = sum([view.streams for view in views])
-        oldest = [view.oldest_use_at for view in views if view.oldest_use_at]
-        known = len(oldest)
+        requests, streams, oldest = sum(self._requests), sum(self._streams), self._oldest
+        known = len(oldest) - oldest.count(0.0)
         idle = known * now - sum(oldest)
         output = views[0].record.timing.output_tokens if request.expected_output is None else request.expected_output
         credit = None if request.overrides is None else request.overrides.overlap_score_credit
@@ -231,24 +252,23 @@ class TimeCost:
         tokens, blocks, output, added, _, is_computed, mean_idle, decode_weight, block_weight = prompt
         needed = blocks + output / block_size
         decoded = output * decode_weight
-        fresh = max(1.0, tokens)  # to be computed where nothing is held
+        fresh = float(max(1, tokens))  # to be computed where nothing is held
         is_timed = mean_idle > 0.0
         costs = []
-        for at, view in enumerate(views):
-            # fmt: off
-            (record, ends_at, wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth, room,
-             room_ms, free, block_ms, oldest_use_at, _, _) = view
+        # fmt: off
+        for at, (ends_at, wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth, room,
+                 free) in enumerate(self._rows):
             # fmt: on
-            match = matches.get(at)
-            if match is None:
+            if at not in matches:
                 missing = over = needed
                 computed = waiting + fresh
             else:
-                held = self._held_blocks(record, match, prompt)
+                match = matches[at]
+                held = self._held_blocks(views[at].record, match, prompt)
                 missing, over = needed - held, needed - match.active_blocks
                 uncached = tokens - held * block_size
                 computed = waiting + (uncached if uncached > 1.0 else 1.0)
-            if ends_at:
+            if ends_at != 0.0:
                 wait = (ends_at - now) * 1000.0
                 if wait < 0.0:
                     wait = 0.0
@@ -258,17 +278,15 @@ class TimeCost:
                     work = base + (linear + square * computed) * computed
                     cost += work + step + others * (work - waiting_ms)
                 else:
-                    work = pass_ms(record.timing.prefill, computed, budget)
+                    work = pass_ms(views[at].record.timing.prefill, computed, views[at].budget)
                     cost += work + step * (computed // budget + 1) + others * (work - waiting_ms)
-            missing -= free
-            if missing > 0.0:
-                ratio = 1.0
-                if is_timed and oldest_use_at:
-                    ratio = _idle_ratio(mean_idle, now - oldest_use_at)
-                cost += missing * block_ms * block_weight * ratio
-            over -= room
-            if over > 0.0:
-                cost += over * room_ms * output
+            if missing > free:
+                view, ratio = views[at], 1.0
+                if is_timed and view.oldest_use_at:
+                    ratio = _idle_ratio(mean_idle, now - view.oldest_use_at)
+                cost += (missing - free) * view.block_ms * block_weight * ratio
+            if over > room:
+                cost += (over - room) * views[at].room_ms * output
             costs.append(cost)
         if state.request.has_preferences and not state.request.is_pinned:
             return [cost * _preference(matches.get(at, NO_MATCH)) for at, cost in enumerate(costs)]
