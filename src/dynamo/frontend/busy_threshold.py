@@ -162,7 +162,7 @@ class LoadFollower:
     def _report(self, event: Event) -> None:
         try:
             load = _decode_load(event.payload)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also no UTF-8, or nested too deep
             logger.warning("a load report is not readable and ignored: %s", error)
             return
         self.busy_workers.report(load)

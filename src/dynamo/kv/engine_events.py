@@ -104,7 +104,7 @@ def read_payload(payload: bytes) -> EngineBatch:
     """Raises BadPayload for what is no payload at all; an event that cannot be read is an entry of `issues`."""
     try:
         found = msgspec.msgpack.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadPayload(f"not msgpack: {error}") from error
     if not isinstance(found, list) or len(found) < 2 or not isinstance(found[1], list):
         raise BadPayload("expected [time, [events], dp_rank]")

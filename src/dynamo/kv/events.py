@@ -90,7 +90,7 @@ def read_events(payload: bytes) -> list[RouterEvent]:
     """Decode the events of one message. Raises BadEvents."""
     try:
         found = _EVENTS.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadEvents(str(error)) from error
     return found if isinstance(found, list) else [found]
 

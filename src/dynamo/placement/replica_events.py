@@ -126,7 +126,7 @@ def decode_bookings(payload: bytes) -> list[BookingEvent]:
         found = _message(payload)
         read = [_event(payload)] if found.events is None else found.events
         return [event for each in read if (event := _understood(each)) is not None]
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadReplicaEvents(f"not a message of bookings: {error}") from error
 
 
@@ -139,7 +139,7 @@ def decode_binding(payload: bytes) -> AffinityRecord:
     """Return the binding that a message reports. Raises BadReplicaEvents."""
     try:
         return _binding(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadReplicaEvents(f"not a binding of a session: {error}") from error
 
 

@@ -18,6 +18,7 @@ __all__ = ["BusyThresholds", "BusyWorkers", "LoadReport", "LoadedPool"]
 
 BUSY_SECONDS: Final = 5.0
 MAX_WORKERS: Final = 65_536  # whose load is remembered
+MAX_RANKS: Final = 4_096  # of one worker: as many as its card can name
 
 
 class BusyThresholds(msgspec.Struct, frozen=True):
@@ -125,6 +126,8 @@ class BusyWorkers:
         if load.worker_id not in self._reports and len(self._reports) >= MAX_WORKERS:
             return
         ranks = self._reports.setdefault(load.worker_id, {})
+        if load.dp_rank not in ranks and len(ranks) >= MAX_RANKS:
+            return
         ranks[load.dp_rank] = load.over(ranks.get(load.dp_rank))
         self._mark(load.worker_id)
 

@@ -328,7 +328,7 @@ class Client:
                 continue
             try:
                 instance = decode_instance(change.value)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also no UTF-8, or nested too deep
                 # What was known of this key stays.
                 logger.warning("ignored the record of %s, which is not a valid instance: %s", change.key, error)
                 continue
@@ -533,6 +533,6 @@ def _runtime_data(record: bytes) -> tuple[int, Mapping[str, Any]] | None:
                 "card_json": {"runtime_config": {"runtime_data": dict(data)}},
             }:
                 return instance_id, data
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         pass  # not a record of ours to complain about: the model watch does
     return None

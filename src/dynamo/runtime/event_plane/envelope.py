@@ -55,7 +55,7 @@ def decode_envelope(data: bytes | memoryview) -> Event:
     """Raises BadEvent."""
     try:
         found = _decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadEvent(f"no envelope: {error}") from error
     if found.publisher_id < 0 or found.sequence < 0:
         raise BadEvent("publisher_id and sequence must not be negative")
@@ -109,7 +109,7 @@ def zmq_endpoint(record: bytes) -> str | None:
         if transport["kind"] != "Zmq":
             return None
         endpoint = transport["config"]["endpoint"]
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
         raise BadEvent(f"no event channel: {error}") from error
     if not isinstance(endpoint, str) or not endpoint.startswith("tcp://"):
         raise BadEvent(f"no tcp endpoint: {endpoint!r}")
@@ -123,7 +123,7 @@ def zmq_broker(record: bytes) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
         if transport["kind"] != "ZmqBroker":
             return None
         sides = msgspec.convert(transport["config"], type=_Broker)
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, RecursionError):
         return None
     return tuple(sides.xsub_endpoints), tuple(sides.xpub_endpoints)
 

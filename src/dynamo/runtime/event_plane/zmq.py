@@ -341,7 +341,10 @@ class SocketReader:
             except zmq.ZMQError as error:
                 logger.debug("a subscription ended: %s", error)
                 return
-            self._take(parts)
+            try:
+                self._take(parts)
+            except Exception:  # the boundary: a message that breaks its reader must not end the reading
+                logger.exception("a message of %d bytes could not be taken", sum(map(len, parts)))
         self._again = self._loop.call_soon(self._read)
 
 
