@@ -49,6 +49,11 @@ class KvLedger:
         """How many blocks are known."""
         return self._blocks
 
+    @property
+    def last_event(self) -> PublishedEvent | None:
+        """The newest event; None: there was none."""
+        return self._events[-1] if self._events else None
+
     def add(self, tier: str, data: BlockChange) -> PublishedEvent | None:
         """Book one change and return it as an event to publish; None when there is nothing to publish.
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
+from weakref import WeakValueDictionary
 
 from dynamo.errors import DynamoException, InvalidArgument
 from dynamo.kv.approximate_index import ApproximateIndex
@@ -147,7 +148,9 @@ class KvDomain:
     """The workers of one domain: what their cards say, what is known of their caches, and the placement among them."""
 
     __slots__ = (
+        "__weakref__",
         "_cards",
+        "_degraded",
         "_is_decode",
         "_metrics",
         "_owners",
@@ -174,6 +177,7 @@ class KvDomain:
         self._owners: dict[Hashable, dict[tuple[str, int], ModelCard]] = {}
         self._cards: dict[WorkerRank, ModelCard] = {}
         self._trusts: dict[WorkerRank, Trust] = {}  # what the events of a rank are worth; absent: none have come
+        self._degraded: frozenset[WorkerRank] = frozenset()  # ranks that the index has no room for, as last seen
         self._places: dict[int, str] = {}  # where each worker is
         self.relay = _BookingRelay(self._places.get)
         placement.read_ranks = self._ranks
@@ -183,8 +187,12 @@ class KvDomain:
         """Where its workers are."""
         return frozenset(endpoint for members in self._owners.values() for endpoint, _ in members)
 
-    def update(self, owner: Hashable, members: Iterable[KvMember]) -> frozenset[WorkerRank]:
-        """Take over the workers that one owner, such as a model, has here now; return the ranks that have gone."""
+    def is_live(self, rank: WorkerRank) -> bool:
+        """Return whether a card names the rank."""
+        return rank in self._cards
+
+    def update(self, owner: Hashable, members: Iterable[KvMember]) -> None:
+        """Take over the workers that one owner, such as a model, has here now."""
         found = {(each.endpoint, each.instance_id): each.card for each in members}
         if found:
             self._owners[owner] = found
@@ -206,21 +214,33 @@ class KvDomain:
             self.guesses.ranks = frozenset(rank for rank, card in cards.items() if not _publishes(card))
         for rank in added:
             self._set_capacity(rank)
-        self.placement.is_stale = True
+        for rank in gone:
+            self.forget(*rank)
+        self._changed()
         self.placement.router.load.relieved()  # what waits may wait for one of these
-        return frozenset(gone)
 
     # -- a sink of events (`index_feed.KvSink`) ----------------------------------------------------------------------
 
     def apply(self, event: RouterEvent) -> str:
-        """Apply one event; return what became of it. Its worker's card may come later."""
-        return "ok" if self.index is None else self.index.apply(event)
+        """Apply one event; return what became of it."""
+        if self.index is None:
+            return "ok"
+        status = self.index.apply(event)
+        if self.index.degraded is not self._degraded:
+            self._see_degraded(self.index)
+        return status
 
     def forget(self, worker_id: int, dp_rank: int) -> None:
         """Drop all blocks of a rank."""
         if self.index is not None:
             self.index.forget(worker_id, dp_rank)
             self._set_capacity(WorkerRank(worker_id, dp_rank))
+            self._see_degraded(self.index)
+
+    def _see_degraded(self, index: PrefixIndex) -> None:
+        if index.degraded is not self._degraded:
+            self._degraded = index.degraded
+            self._changed()
 
     def set_trust(self, rank: WorkerRank, trust: Trust) -> None:
         """Take what the events of a rank are worth from now on."""
@@ -228,7 +248,12 @@ class KvDomain:
             self._trusts.pop(rank, None)
         else:
             self._trusts[rank] = trust
+        self._changed()
+
+    def _changed(self) -> None:
+        """Let the next choice read the ranks anew, and the metric follow in a moment, choice or not."""
         self.placement.is_stale = True
+        self._metrics.ranks_changed(lambda: (self._trust(rank, card) for rank, card in self._cards.items()))
 
     def _set_capacity(self, rank: WorkerRank) -> None:
         """Bound what the index keeps of a rank by what its worker has."""
@@ -241,11 +266,12 @@ class KvDomain:
             self.guesses.set_capacity(rank, card.runtime_config.total_kv_blocks)
 
     def _ranks(self) -> Mapping[WorkerRank, RankInfo]:
-        ranks = {rank: self._info(rank, card) for rank, card in self._cards.items()}
-        self._metrics.set_ranks(info.trust for info in ranks.values())
-        return ranks
+        return {rank: self._info(rank, card) for rank, card in self._cards.items()}
 
-    def _trust_without_events(self, card: ModelCard) -> Trust:
+    def _trust(self, rank: WorkerRank, card: ModelCard) -> Trust:
+        trust = self._trusts.get(rank)
+        if trust is not None:
+            return Trust.DEGRADED if rank in self._degraded else trust
         if self.guesses is None or (self.index is not None and _publishes(card)):
             return Trust.NONE
         return Trust.PREDICTED
@@ -259,7 +285,7 @@ class KvDomain:
             taints=frozenset(runtime.taints) | topology_taints(runtime),
             topology=runtime.topology_domains,
             is_decode=self._is_decode,
-            trust=self._trusts.get(rank, self._trust_without_events(card)),
+            trust=self._trust(rank, card),
         )
 
 
@@ -296,11 +322,12 @@ class _BookingRelay:
 class _CountingSink:
     """Passes the events of one endpoint's workers on to their domain, and counts what becomes of them."""
 
-    __slots__ = ("_counters", "_domain", "forget")
+    __slots__ = ("_counters", "_domain", "forget", "refused")
 
     def __init__(self, domain: KvDomain, counters: EventCounters) -> None:
         self._domain, self._counters = domain, counters
         self.forget = domain.forget
+        self.refused = counters.refused
 
     def apply(self, event: RouterEvent) -> None:
         """Apply one event. See `KvSink`."""
@@ -343,8 +370,9 @@ class KvDomains:
             if any(other != header for _, other in made.values()):
                 raise InvalidArgument("--router-decisions needs one policy for all roles: its file names one")
             self._decisions = DecisionLog(settings.decisions_path, header, limit_bytes=settings.decisions_limit_bytes)
-        self._domains: dict[DomainKey, KvDomain] = {}
-        self._owners: dict[Hashable, DomainKey] = {}  # where each owner's workers are
+        # A domain lives while it has workers, or a pool holds its placement: the next worker finds the pool where it was.
+        self._domains: WeakValueDictionary[DomainKey, KvDomain] = WeakValueDictionary()
+        self._owners: dict[Hashable, tuple[DomainKey, KvDomain]] = {}  # where each owner's workers are
         self._followers: dict[tuple[DomainKey, str], _Follower] = {}
         self._slots = asyncio.Semaphore(MAX_RECOVERIES)
         self._background = Background()
@@ -374,16 +402,16 @@ class KvDomains:
     def update(self, owner: Hashable, key: DomainKey, members: Iterable[KvMember]) -> None:
         """Take over the workers of one owner, such as a model: all of them are in the domain `key`."""
         former = self._owners.get(owner)
-        if former is not None and former != key:
+        if former is not None and former[0] != key:
             self.remove(owner)
-        self._owners[owner] = key
+        self._owners[owner] = key, self._domain(key)
         self._update(key, owner, members)
 
     def remove(self, owner: Hashable) -> None:
         """Take the loss of an owner's last worker; an unknown owner is fine."""
-        key = self._owners.pop(owner, None)
-        if key is not None:
-            self._update(key, owner, ())
+        former = self._owners.pop(owner, None)
+        if former is not None:
+            self._update(former[0], owner, ())
 
     @asynccontextmanager
     async def load_reports(self, endpoint: str) -> AsyncIterator[None]:
@@ -441,7 +469,7 @@ class KvDomains:
 
     def _update(self, key: DomainKey, owner: Hashable, members: Iterable[KvMember]) -> None:
         domain = self._domain(key)
-        gone = domain.update(owner, members)
+        domain.update(owner, members)
         endpoints = domain.endpoints
         for (of, endpoint), follower in list(self._followers.items()):
             if of != key:
@@ -449,8 +477,9 @@ class KvDomains:
             if endpoint not in endpoints:
                 self._leave(key, endpoint)
             elif follower.feed is not None:
-                for rank in gone:
-                    follower.feed.forget(rank)
+                follower.feed.ranks_changed()
+        if not endpoints:
+            return
         if domain.index is not None or self._settings.router_replica_sync:
             for endpoint in endpoints:
                 if (key, endpoint) not in self._followers and not self._background.is_closed:
@@ -499,7 +528,14 @@ class KvDomains:
         labels = {"dynamo_namespace": namespace, "dynamo_component": component}
         sink = _CountingSink(domain, EventCounters(self._registry, labels))
         while True:
-            feed = KvEventFeed(self._endpoint(endpoint), sink, on_trust=domain.set_trust, slots=self._slots)
+            feed = KvEventFeed(
+                self._endpoint(endpoint),
+                sink,
+                on_trust=domain.set_trust,
+                slots=self._slots,
+                is_live=domain.is_live,
+                on_refused=sink.refused,
+            )
             try:
                 async with feed:
                     follower.feed = feed

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter as Tally
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from dynamo.kv.events import RouterEvent
 from dynamo.kv.overlap import Overlap
 from dynamo.placement.kv_query import Trust
+from dynamo.router.index_feed import REFUSALS
 from dynamo.router.kv_placement import KvWatcher
 from dynamo.router.kv_router import Selection
 from dynamo.runtime.metrics import Family, MetricsRegistry
@@ -20,6 +22,8 @@ EVENT_STATUSES: Final = (
     "ok", "parent_block_not_found", "block_not_found", "invalid_block", "allocation_failed", "capacity_exhausted",
     "indexer_invariant_violation", "ownership_degree_overflow", "unsupported_residency_domain",
 )  # fmt: skip
+
+RECOUNT_SECONDS: Final = 0.05  # how late the gauge of the ranks may be
 
 _PROCESS: Final = ("dynamo_namespace", "dynamo_component", "router_id")
 _RATES: Final = tuple(step / 20 for step in range(21))
@@ -80,6 +84,12 @@ FAMILIES: Final = (
         ("dynamo_namespace", "dynamo_component", "event_type", "status"),
     ),
     Family(
+        f"{_ROUTER}_kv_events_refused_total", "counter",
+        "KV events, or messages of them, that were not tried: `unreadable` (or too large), `unknown_rank` (no card names "
+        "it, and too many wait for a card) or `failed` (a fault of this process, with a traceback in the log)",
+        ("dynamo_namespace", "dynamo_component", "reason"),
+    ),
+    Family(
         f"{_OVERHEAD}_block_hashing_ms", "histogram", "Hashing the blocks of a prompt", ("router_id",),
         buckets=_HASHING_MS,
     ),
@@ -96,8 +106,8 @@ class KvMetrics(KvWatcher):
     """Counts the decisions of one group of workers."""
 
     __slots__ = (
-        "_best", "_cached", "_decision", "_hashing", "_hit_rate", "_lost", "_non_max", "_prompt", "_ranks", "_started",
-        "_streams",
+        "_best", "_cached", "_decision", "_hashing", "_hit_rate", "_lost", "_non_max", "_prompt", "_ranks", "_recount",
+        "_started",        "_streams",
     )  # fmt: skip
 
     def __init__(self, registry: MetricsRegistry, labels: Mapping[str, str], *, role: str) -> None:
@@ -115,6 +125,7 @@ class KvMetrics(KvWatcher):
         self._decision = _BY_NAME[f"{_OVERHEAD}_total_ms"].histogram(registry, router)
         ranks = _family("ranks").gauges(registry, labels)
         self._ranks = {trust: ranks.labels(str(trust)) for trust in Trust}
+        self._recount: asyncio.TimerHandle | None = None
         self._streams = (
             _family("time_to_first_token_seconds").histogram(registry, labels),
             _family("inter_token_latency_seconds").histogram(registry, labels),
@@ -156,9 +167,14 @@ class KvMetrics(KvWatcher):
         if tokens > 1:
             inter_token.observe(seconds / (tokens - 1))
 
-    def set_ranks(self, trusts: Iterable[Trust]) -> None:
-        """Take the ranks there are, by the trust in what they hold."""
-        counts = Tally(trusts)
+    def ranks_changed(self, read: Callable[[], Iterable[Trust]]) -> None:
+        """Count the ranks by the trust in what they hold, in a moment: many change together. `read` returns it then."""
+        if self._recount is None:
+            self._recount = asyncio.get_running_loop().call_later(RECOUNT_SECONDS, self._count_ranks, read)
+
+    def _count_ranks(self, read: Callable[[], Iterable[Trust]]) -> None:
+        self._recount = None
+        counts = Tally(read())
         for trust, gauge in self._ranks.items():
             gauge.set(counts[trust])
 
@@ -166,7 +182,7 @@ class KvMetrics(KvWatcher):
 class EventCounters:
     """Counts the KV events of one component by what became of them."""
 
-    __slots__ = ("_counters", "_other")
+    __slots__ = ("_counters", "_other", "_refused")
 
     def __init__(self, registry: MetricsRegistry, labels: Mapping[str, str]) -> None:
         family = _BY_NAME["dynamo_component_kv_cache_events_applied"].counters(registry, labels)
@@ -174,12 +190,18 @@ class EventCounters:
             (kind, status): family.labels(kind, status) for kind in EVENT_TYPES for status in EVENT_STATUSES
         }
         self._other = {kind: self._counters[kind, "invalid_block"] for kind in EVENT_TYPES}
+        refused = _family("kv_events_refused_total").counters(registry, labels)
+        self._refused = {reason: refused.labels(reason) for reason in REFUSALS}
 
     def count(self, event: RouterEvent, status: str) -> None:
         """Count one event."""
         data = event.event.data
         kind = "cleared" if data == "cleared" else "removed" if data.removed is not None else "stored"
         self._counters.get((kind, status), self._other[kind]).inc()
+
+    def refused(self, reason: str) -> None:
+        """Count what was not tried, by one of `REFUSALS`."""
+        self._refused[reason].inc()
 
 
 def _family(short: str) -> Family:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Annotated, Any, Final, Self
 
@@ -18,12 +18,15 @@ import msgspec
 
 from dynamo.errors import CannotConnect, DynamoException, InvalidArgument, Overloaded, WorkerUnavailable
 from dynamo.kv.approximate_index import ApproximateIndex
+from dynamo.kv.block_chains import DumpedIndex
+from dynamo.kv.events import RouterEvent
+from dynamo.kv.index import PrefixIndex
 from dynamo.kv.overlap import OverlapIndex, WorkerRank
 from dynamo.placement.kv_query import KvQuery, RankInfo, Trust, read_overrides
 from dynamo.placement.kv_state import KvPolicy
 from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.records import ModelCard, ModelRuntimeConfig, decode_model_record
-from dynamo.router.index_feed import KvEventFeed, KvSink
+from dynamo.router.index_feed import KvEventFeed
 from dynamo.router.kv_domains import router_options
 from dynamo.router.kv_router import KvRouter, Selection
 from dynamo.router.kv_settings import KvRouterSettings
@@ -68,6 +71,8 @@ class RoutedEndpoint:
         self._cards: dict[str, tuple[int, ModelCard]] = {}  # by key; instance id and card
         self._trusts: dict[WorkerRank, Trust] = {}  # what the events of a rank are worth; absent: none have come
         self._busy: frozenset[int] = frozenset()
+        self._degraded: frozenset[WorkerRank] = frozenset()  # ranks that the index has no room for
+        self.on_ranks: Callable[[], None] | None = None  # called when the ranks have changed
         self._client: Client | None = None
         self._attempts = itertools.count(1)
 
@@ -161,16 +166,63 @@ class RoutedEndpoint:
         if self._client is not None:
             self._set_ranks()
 
+    def set_degraded(self, ranks: frozenset[WorkerRank]) -> None:
+        """Take the ranks that reported more blocks than there is room for."""
+        self._degraded = ranks
+        if self._client is not None:
+            self._set_ranks()
+
     def _set_ranks(self) -> None:
         cards, instance_ids = dict(self._cards.values()), self.client.instance_ids()
         if self._needs_cards:
             instance_ids = [each for each in instance_ids if each in cards]
-        ranks = ranks_of(instance_ids, cards, self._trusts)
+        trusts = {**self._trusts, **dict.fromkeys(self._degraded, Trust.DEGRADED)} if self._degraded else self._trusts
+        ranks = ranks_of(instance_ids, cards, trusts)
         for rank, info in ranks.items():
             if rank.worker_id in self._busy:
                 ranks[rank] = msgspec.structs.replace(info, is_busy=True)
         self.router.set_ranks(ranks)
         self.router.load.relieved()  # what waits may wait for one of these
+        if self.on_ranks is not None:
+            self.on_ranks()
+
+
+class _IndexOfWorkers:
+    """The index of the workers of an endpoint, within what their cards say (`index_feed.KvSink`)."""
+
+    __slots__ = ("_degraded", "_index", "_sink", "_workers")
+
+    def __init__(self, sink: PrefixIndex | DumpedIndex, workers: RoutedEndpoint) -> None:
+        self._index = sink.index if isinstance(sink, DumpedIndex) else sink
+        self._sink, self._workers = sink, workers
+        self._degraded = self._index.degraded
+
+    def is_live(self, rank: WorkerRank) -> bool:
+        """Return whether a worker that is there has the rank."""
+        return rank in self._workers.router.ranks
+
+    def set_capacities(self) -> None:
+        """Bound what each rank may hold by what its worker has."""
+        for rank, info in self._workers.router.ranks.items():
+            self._index.set_capacity(rank, info.total_kv_blocks)
+
+    def apply(self, event: RouterEvent) -> None:
+        """Apply one KV event. See `KvSink`."""
+        self._sink.apply(event)
+        self._see_degraded()
+
+    def forget(self, worker_id: int, dp_rank: int) -> None:
+        """Drop all blocks of a rank. See `KvSink`."""
+        self._index.forget(worker_id, dp_rank)
+        rank = WorkerRank(worker_id, dp_rank)
+        if (info := self._workers.router.ranks.get(rank)) is not None:
+            self._index.set_capacity(rank, info.total_kv_blocks)
+        self._see_degraded()
+
+    def _see_degraded(self) -> None:
+        if self._index.degraded is not self._degraded:
+            self._degraded = self._index.degraded
+            self._workers.set_degraded(self._degraded)
 
 
 class RoutedAnswer:
@@ -339,14 +391,27 @@ def _predictions(kv: KvRouterSettings) -> OverlapIndex | None:
 
 @asynccontextmanager
 async def routed_endpoint(
-    endpoint: Endpoint, router: KvRouter, kv: KvRouterSettings, sink: KvSink | None, *, needs_cards: bool = False
+    endpoint: Endpoint,
+    router: KvRouter,
+    kv: KvRouterSettings,
+    index: PrefixIndex | DumpedIndex | None,
+    *,
+    needs_cards: bool = False,
 ) -> AsyncIterator[RoutedEndpoint]:
-    """Follow an endpoint's workers for a router, feed `sink` their KV events, and share the bookings, as the settings say."""
+    """Follow an endpoint's workers for a router, feed `index` their KV events, and share the bookings, as the settings say."""
     async with AsyncExitStack() as stack:
         gate = _gate(kv, router, endpoint)
         workers = RoutedEndpoint(endpoint, router, gate=gate, needs_cards=needs_cards)
-        if sink is not None:
-            await stack.enter_async_context(KvEventFeed(endpoint, sink, on_trust=workers.set_trust))
+        if index is not None:
+            sink = _IndexOfWorkers(index, workers)
+            feed = KvEventFeed(endpoint, sink, on_trust=workers.set_trust, is_live=sink.is_live)
+
+            def ranks_changed() -> None:
+                sink.set_capacities()
+                feed.ranks_changed()
+
+            await stack.enter_async_context(feed)
+            workers.on_ranks = ranks_changed
         await stack.enter_async_context(RouterLoadReports(endpoint, router.load))
         if kv.router_replica_sync:
             sync = ReplicaSync(endpoint, router.load, router_id=endpoint.connection_id(), block_size=router.block_size)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from dynamo.errors import EngineShutdown, InvalidArgument
@@ -16,7 +19,7 @@ from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import KvQuery, Trust
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.protocol.model_types import ModelType, WorkerType
-from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.protocol.records import ModelCard, ModelRuntimeConfig
 from dynamo.router.decisions import read_decisions, recompute
 from dynamo.router.kv_domains import KvDomain
 from dynamo.router.kv_settings import KvRouterSettings
@@ -26,6 +29,7 @@ from dynamo.worker.kv_publishing.publisher import KvEventPublisher
 from dynamo.worker.kv_publishing.recovery import KvRecovery
 from support.frontend_cluster import Cluster, Script, ScriptedWorker, cluster, fail, say
 from support.patience import PATIENCE_SECONDS
+from support.processes import until
 
 BLOCK = 4
 PROMPT = list(range(1, 34))  # eight complete blocks, and one token
@@ -308,7 +312,7 @@ async def test_the_trust_in_a_worker_follows_its_events_and_ends_with_it(house: 
     found = domain(house)
     trusts = {rank: info.trust for rank, info in found._ranks().items()}
     assert trusts == {cache.rank: Trust.EXACT, WorkerRank(other.endpoint.connection_id()): Trust.NONE}
-    assert house.metric("dynamo_component_router_ranks", **labels(house), trust="exact") == 1
+    await until(lambda: house.metric("dynamo_component_router_ranks", **labels(house), trust="exact") == 1)
     await cache.close()
     await worker.stop()
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -316,6 +320,85 @@ async def test_the_trust_in_a_worker_follows_its_events_and_ends_with_it(house: 
         assert found.index is not None
         while found.index.blocks(cache.rank):
             await asyncio.sleep(0.005)
+
+
+async def test_only_the_ranks_that_a_card_names_are_indexed_and_a_card_may_come_late(house: Cluster) -> None:
+    worker = await add(house)
+    cache, found = Cache(worker), domain(house)
+    early = WorkerRank(77, 3)
+    channel = worker.endpoint.event_channel("kv-events")
+    for rank in (early, WorkerRank(cache.rank.worker_id, 1), *(WorkerRank(number) for number in range(1000, 5000))):
+        for event_id, name in enumerate((5, 6), 1):
+            stored = {"parent_hash": None, "blocks": [{"block_hash": name, "tokens_hash": name}]}
+            change = {"event_id": event_id, "data": {"stored": stored}, "dp_rank": rank.dp_rank}
+            channel.publish([{"worker_id": rank.worker_id, "event": change}])
+    await cache.hold(house, PROMPT)  # published behind all of these
+    assert found.index is not None
+    assert {rank for rank in (early, cache.rank) if found.index.blocks(rank)} == {cache.rank}
+    assert found.index.blocks() == len(PROMPT) // BLOCK
+    assert set(found._trusts) == {cache.rank}
+    refused = {"dynamo_namespace": "ns", "dynamo_component": worker.endpoint.component, "reason": "unknown_rank"}
+    await until(lambda: house.metric("dynamo_component_router_kv_events_refused_total", **refused) > 1000)
+    config = ModelRuntimeConfig(total_kv_blocks=100, data_parallel_start_rank=3)
+    card = ModelCard(display_name="other", kv_cache_block_size=BLOCK, runtime_config=config)
+    late = SimpleNamespace(endpoint=worker.endpoint.path, instance_id=early.worker_id, card=card)
+    domains = house.frontend.models._rules.kv
+    assert domains is not None
+    (key,) = domains._domains
+    domains.update("late", key, [late])
+    assert found.index.blocks(early) == 2
+    await until(lambda: found._trusts.get(early) is Trust.EXACT)
+    domains.remove("late")
+    assert found.index.blocks(early) == 0
+    assert set(found._trusts) == {cache.rank}
+    await cache.close()
+
+
+async def test_a_worker_that_reports_more_than_it_has_is_degraded_everywhere(tmp_path: Path) -> None:
+    async with cluster(tmp_path, router_mode="kv", kv_router=KvRouterSettings(policy="time")) as house:
+        worker = await add(house)
+        cache, found = Cache(worker), domain(house)
+        await cache.hold(house, PROMPT)
+        for number in range(8):  # the worker has room for 1,000 blocks
+            tokens = [number + 2] * (BLOCK * 128)
+            cache.publisher.publish_stored(tokens, [BLOCK] * 128, list(range(number * 1000, number * 1000 + 128)))
+        await until(lambda: house.metric("dynamo_component_router_ranks", **labels(house), trust="degraded") == 1)
+        reply = await house.client.completion(PROMPT, max_tokens=3, headers={"x-dynamo-explain-routing": "1"})
+        assert reply.headers["x-dynamo-kv-trust"] == "degraded"
+        selection = found.placement.select(query(PROMPT), 0.0)
+        assert selection.trust is Trust.DEGRADED
+        cost = found.placement.router.policy.choose(selection.state, 0.5, with_terms=True).candidates[0]
+        exact = msgspec.structs.replace(selection.state.ranks[0], trust=Trust.EXACT)
+        state = msgspec.structs.replace(selection.state, ranks=(exact,))
+        assert cost.total > found.placement.router.policy.choose(state, 0.5).cost
+        cache.publisher.publish_cleared()
+        await until(lambda: house.metric("dynamo_component_router_ranks", **labels(house), trust="exact") == 1)
+        await cache.close()
+
+
+async def test_a_namespace_that_is_gone_leaves_nothing_and_a_pool_that_stays_finds_its_next_worker(
+    house: Cluster,
+) -> None:
+    domains = house.frontend.models._rules.kv
+    assert domains is not None
+    worker = await add(house)
+    (key,) = domains._domains
+    held = domains.placement(key)
+    for number in range(20):
+        gone = domains.key(f"gone{number}", "aggregated", ModelCard(display_name="m"))
+        domains.update("gone", gone, [member(worker, number)])
+        domains.remove("gone")
+    await until(lambda: gc.collect() >= 0 and list(domains._domains) == [key])
+    await worker.stop()
+    await house.gone("m")
+    assert domains._owners == {}
+    domains.update("again", key, [member(worker, 5)])
+    assert domains.placement(key) is held
+
+
+def member(worker: ScriptedWorker, instance_id: int) -> Any:
+    card = ModelCard(display_name="m", kv_cache_block_size=BLOCK)
+    return SimpleNamespace(endpoint=worker.endpoint.path, instance_id=instance_id, card=card)
 
 
 def labels(house: Cluster) -> dict[str, str]:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from dynamo.kv.events import BadEvents, RouterEvent, read_answer, read_events
+from dynamo.kv.events import (
+    MAX_EVENT_BLOCKS,
+    MAX_EVENT_BYTES,
+    MAX_EVENTS,
+    MAX_MESSAGE_BYTES,
+    PIECE_BLOCKS,
+    BadEvents,
+    BlockUpdate,
+    RouterEvent,
+    blocks_of,
+    read_answer,
+    read_events,
+    split_events,
+)
 from dynamo.router import KvEventFeed
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.distributed import DistributedRuntime
@@ -252,3 +266,178 @@ def test_a_single_event_is_read_as_well_as_a_list() -> None:
     assert read_answer({"TooNew": {"newest_available": 3}}).kind == "TooNew"
     with pytest.raises(BadEvents):
         read_events(b"\xc1")
+
+
+# -- losses at the end -----------------------------------------------------------------------------------------------
+
+
+async def lose(worker: Worker, *hashes: int) -> None:
+    """Publish blocks in messages that are lost."""
+    worker.channel.is_losing = True
+    worker.store(*hashes)
+    for _ in range(3):
+        await asyncio.sleep(0)  # the outbox is emptied on the loop
+    worker.channel.is_losing = False
+
+
+async def test_a_loss_at_the_very_end_shows_when_the_worker_says_its_last_event_again(
+    plane: str, tmp_path: Path
+) -> None:
+    async with runtime(plane, tmp_path) as working, runtime(plane, tmp_path) as routing:
+        worker = Worker(working)
+        await worker.offer_recovery()
+        index = Index()
+        async with KvEventFeed(routing.endpoint(PATH), index) as feed:
+            worker.store(1)
+            await index.until(lambda: index.held.get(worker.rank) == {1} and feed.dumps == 1)
+            await lose(worker, 2, 3)  # nothing is published behind these
+            await index.until(lambda: index.held.get(worker.rank) == {1, 2, 3})
+            assert [event.event.event_id for event in index.seen][-2:] == [2, 3]
+        assert worker.recovery is not None
+        await worker.recovery.close()
+
+
+async def test_a_worker_that_never_says_anything_twice_is_asked_once_after_each_silence(tmp_path: Path) -> None:
+    async with runtime("mem", tmp_path) as working, runtime("mem", tmp_path) as routing:
+        worker = Worker(working)
+        worker.publisher._repeats.close()  # as a native worker
+        asked: list[int | None] = []
+        answer = worker.publisher.answer
+
+        def count(start: int | None, end: int | None) -> dict[str, Any]:
+            asked.append(start)
+            index.changed.set()
+            return answer(start, end)
+
+        worker.publisher.answer = count  # type: ignore[method-assign]
+        await worker.offer_recovery()
+        index = Index()
+        async with KvEventFeed(routing.endpoint(PATH), index) as feed:
+            await index.until(lambda: feed.dumps == 1)
+            worker.store(1)
+            await index.until(lambda: asked == [None, 2])
+            worker.store(2)
+            await index.until(lambda: index.held.get(worker.rank) == {1, 2})
+            await lose(worker, 3)
+            await index.until(lambda: index.held.get(worker.rank) == {1, 2, 3})
+            assert (asked, feed.dumps, feed.gaps) == ([None, 2, 3], 1, 0)
+        assert worker.recovery is not None
+        await worker.recovery.close()
+
+
+# -- what no worker should send --------------------------------------------------------------------------------------
+
+
+def stored_event(rank: tuple[int, int], event_id: int, names: Sequence[int]) -> dict[str, Any]:
+    blocks = [{"block_hash": name, "tokens_hash": name} for name in names]
+    data = {"stored": {"parent_hash": None, "blocks": blocks}}
+    return {"worker_id": rank[0], "event": {"event_id": event_id, "data": data, "dp_rank": rank[1]}}
+
+
+@each_case(
+    "payload",
+    [
+        [stored_event((1, 0), 1, range(MAX_EVENT_BLOCKS + 1))],
+        [stored_event((1, 0), 1, [1])] * (MAX_EVENTS + 1),
+        [{**stored_event((1, 0), 1, [1]), "more": b"x" * MAX_EVENT_BYTES}],
+        stored_event((1, 0), 2**63, [1]),
+        stored_event((1, 0), -1, [1]),
+    ],
+)
+def test_an_event_or_message_beyond_its_bounds_is_refused(payload: object) -> None:
+    with pytest.raises(BadEvents):
+        read_events(msgspec.msgpack.encode(payload))
+    with pytest.raises(BadEvents):
+        split_events(bytes(MAX_MESSAGE_BYTES + 1))
+
+
+@each_case("last", [2**63, -1])
+def test_an_answer_with_an_event_id_beyond_its_bounds_is_refused(last: int) -> None:
+    with pytest.raises(BadEvents, match="last_event_id"):
+        read_answer({"Events": {"events": [], "last_event_id": last}})
+
+
+async def test_what_is_refused_is_a_gap_which_is_filled(tmp_path: Path) -> None:
+    async with runtime("mem", tmp_path) as working, runtime("mem", tmp_path) as routing:
+        worker = Worker(working)
+        await worker.offer_recovery()
+        index, refused = Index(), list[str]()
+        async with KvEventFeed(routing.endpoint(PATH), index, on_refused=refused.append) as feed:
+            await index.until(lambda: feed.dumps == 1)
+            worker.endpoint.event_channel("kv-events").publish(
+                [stored_event(worker.rank, 1, range(MAX_EVENT_BLOCKS + 1)), stored_event(worker.rank, 2, [2])]
+            )
+            worker.store(1)
+            await index.until(lambda: index.held.get(worker.rank) == {1} and refused == ["unreadable"])
+            worker.store(3)
+            await index.until(lambda: index.held.get(worker.rank) == {1, 3})
+        assert worker.recovery is not None
+        await worker.recovery.close()
+
+
+async def test_an_index_that_fails_costs_the_rank_and_not_the_feed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fragile(Index):
+        def apply(self, event: RouterEvent) -> None:
+            if event.worker_id == bad.rank[0]:
+                raise ValueError("no such luck")
+            super().apply(event)
+
+    async with runtime("mem", tmp_path) as one, runtime("mem", tmp_path) as two, runtime("mem", tmp_path) as routing:
+        bad, good = Worker(one), Worker(two)
+        for worker in (bad, good):
+            await worker.offer_recovery()
+        index, refused = Fragile(), list[str]()
+        async with KvEventFeed(routing.endpoint(PATH), index, on_refused=refused.append) as feed:
+            await index.until(lambda: feed.dumps == 2)
+            bad.store(1, 2)
+            good.store(3)
+            await index.until(lambda: index.held.get(good.rank) == {3} and "failed" in refused)
+            good.store(4)
+            await index.until(lambda: index.held.get(good.rank) == {3, 4})
+        for worker in (bad, good):
+            assert worker.recovery is not None
+            await worker.recovery.close()
+
+
+async def test_a_whole_cache_is_applied_in_pieces_between_which_others_run(tmp_path: Path) -> None:
+    """The longest turn is counted in blocks: this machine's speed does not matter."""
+    turns: list[int] = []
+    applied = 0
+
+    class Counting(Index):
+        def apply(self, event: RouterEvent) -> None:
+            nonlocal applied
+            applied += blocks_of(event)
+            super().apply(event)
+
+    async def tick() -> None:
+        nonlocal applied
+        while True:
+            turns.append(applied)
+            applied = 0
+            await asyncio.sleep(0)
+
+    async with runtime("mem", tmp_path) as working, runtime("mem", tmp_path) as routing:
+        worker = Worker(working)
+        names = list(range(1, 30_001))
+        long = [{"block_hash": name, "tokens_hash": name} for name in names]
+        wrapped = stored_event(worker.rank, 0, ()) | {}
+        wrapped["event"]["data"]["stored"]["blocks"] = long
+        answer = {"TreeDump": {"events": [wrapped], "last_event_id": 7, "reset_scope": "all"}}
+        worker.publisher.answer = lambda start, end: answer  # type: ignore[method-assign]
+        await worker.offer_recovery()
+        index = Counting()
+        ticking = asyncio.create_task(tick())
+        async with KvEventFeed(routing.endpoint(PATH), index):
+            await index.until(lambda: index.held.get(worker.rank) == set(names))
+        ticking.cancel()
+        assert max(turns) <= 2 * PIECE_BLOCKS
+        chain = [event.event.data for event in index.seen]
+        assert [each.stored.parent_hash for each in chain if isinstance(each, BlockUpdate) and each.stored] == [
+            None,
+            *range(PIECE_BLOCKS, 30_000, PIECE_BLOCKS),
+        ]
+        assert worker.recovery is not None
+        await worker.recovery.close()

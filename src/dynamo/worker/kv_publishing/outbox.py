@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 __all__ = ["EventChannel", "Outbox"]
@@ -27,9 +28,15 @@ class EventChannel(Protocol):
 class Outbox:
     """Carries messages from any thread to the event loop, in order and within a bound."""
 
-    def __init__(self, channel: EventChannel, *, capacity: int = OUTBOX_MESSAGES) -> None:
-        """Must be created on the event loop that owns the channel."""
-        self._channel = channel
+    def __init__(
+        self,
+        channel: EventChannel,
+        *,
+        capacity: int = OUTBOX_MESSAGES,
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        """Must be created on the event loop that owns the channel. `on_sent` is called there after messages were sent."""
+        self._channel, self._on_sent = channel, on_sent
         self._loop = asyncio.get_running_loop()
         self._capacity = capacity
         self._lock = threading.Lock()
@@ -77,3 +84,5 @@ class Outbox:
                 self._channel.publish(payload)
             except Exception:  # at most once: the next message may get through
                 logger.exception("an event message could not be published")
+        if batch and self._on_sent is not None:
+            self._on_sent()

@@ -20,6 +20,7 @@ from dynamo.kv.engine_events import Cleared, EngineEvent, Removed, Stored
 from dynamo.kv.hashing import block_hashes as hash_blocks
 from dynamo.kv.hashing import to_unsigned
 from dynamo.kv.ledger import KvLedger
+from dynamo.worker.kv_publishing.last_event import LastEventRepeats
 from dynamo.worker.kv_publishing.load import SnapshotPublisher, WorkerMetricsPublisher
 from dynamo.worker.kv_publishing.metrics import KvPublisherMetrics
 from dynamo.worker.kv_publishing.outbox import EventChannel, Outbox
@@ -99,7 +100,9 @@ class KvEventPublisher:
         self._block_size = kv_block_size
         self._dp_rank = dp_rank
         own_channel: Any = endpoint.event_channel(KV_EVENTS_TOPIC) if channel is None else None
-        self._outbox = Outbox(own_channel if channel is None else channel)
+        self._channel: EventChannel = own_channel if channel is None else channel
+        self._repeats = LastEventRepeats(self._publish_last)
+        self._outbox = Outbox(self._channel, on_sent=self._repeats.sent)
         self._lock = threading.Lock()  # holds the order of event ids and messages together
         self._ledger = KvLedger(self._envelope)
         self._size_warnings = 0
@@ -212,6 +215,7 @@ class KvEventPublisher:
             self._recovery.stop()
         if self._engine is not None:
             self._engine.close()
+        self._repeats.close()
         self._outbox.close()
 
     def _checked(self, number: int, event: Mapping[str, Any]) -> list[BlockChange]:
@@ -281,6 +285,13 @@ class KvEventPublisher:
             events = [event for data in changes if (event := self._ledger.add(tier, data)) is not None]
             for start in range(0, len(events), MAX_EVENTS_PER_MESSAGE):
                 self._outbox.put(events[start : start + MAX_EVENTS_PER_MESSAGE])
+
+    def _publish_last(self) -> None:
+        """Publish the last event again, also where its own message never left."""
+        with self._lock:
+            event = self._ledger.last_event
+        if event is not None:
+            self._channel.publish([event])
 
     def _envelope(self, event_id: int, tier: str, data: BlockChange) -> PublishedEvent:
         return {
