@@ -16,11 +16,17 @@ from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import KvQuery, RankInfo
+from dynamo.placement.kv_state import KvChoice
 from dynamo.placement.policies.kv_policies import kv_policy
-from dynamo.router.decisions import DecisionHeader, DecisionLog, read_decisions
+from dynamo.replay.generated import TraceShape, generate
+from dynamo.replay.kv_frontend import KvFrontend
+from dynamo.replay.run import run_replay
+from dynamo.replay.setup import ReplaySetup, Restart
+from dynamo.router.decisions import DecisionHeader, DecisionLog, read_decisions, recompute
 from dynamo.router.kv_domains import policy_of
-from dynamo.router.kv_router import KvRouter
-from dynamo.router.kv_settings import KV_POLICIES, KvRouterSettings
+from dynamo.router.kv_router import KvRouter, Selection
+from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.scheduling import SchedulerOptions
 from support.properties import examples
 
 BLOCK, WORKERS = 16, 6
@@ -60,14 +66,76 @@ async def recorded(path: Path, policy: str, decisions: int, *, limit: int = 1 <<
     return path
 
 
-@pytest.mark.parametrize("policy", KV_POLICIES)
+class Recording:
+    """Writes down what a router of a replay books (`BookingObserver`)."""
+
+    def __init__(self, log: DecisionLog) -> None:
+        self._log = log
+        self.choices: list[KvChoice] = []
+
+    def booked(self, request_id: str, selection: Selection) -> None:
+        self._log.record(request_id, "m", selection)
+        self.choices.append(selection.choice)
+
+    def prefill_completed(self, request_id: str, rank: WorkerRank) -> None: ...
+
+    def freed(self, request_id: str, rank: WorkerRank) -> None: ...
+
+
+async def replayed(path: Path, policy: str, temperature: float, requests: int) -> list[KvChoice]:
+    """Replay a trace in virtual time over workers with small caches, with two frontends of which one is started again,
+    lost events and a lost worker; record every decision. Return the decisions as they were made."""
+    parameters: dict[str, float] = {} if policy == "two-tier" else {"router_temperature": temperature}
+    log = DecisionLog(str(path), DecisionHeader(policy, parameters), limit_bytes=1 << 30)
+    options = SchedulerOptions(num_gpu_blocks=300, block_size=BLOCK)
+    recording = Recording(log)
+
+    def frontend(seed: int) -> KvFrontend:
+        made = KvFrontend(kv_policy(policy, parameters), options, random.Random(seed))
+        made.router.observer = recording
+        return made
+
+    shape = TraceShape(requests=requests, rate=120.0, prompt_tokens=160, output_tokens=3, document_count=30)
+    setup = ReplaySetup(
+        workers=4, frontends=2, event_loss=0.02, restarts=(Restart(0.4, "worker", 1), Restart(0.6, "router"))
+    )
+    run_replay(generate(shape, 5), setup, options, frontend, mode=policy, pooled=0.0)
+    log.close()
+    return recording.choices
+
+
+# Together 10,000 of each policy: where chance has a part, half with it and half without.
+RECORDED = [
+    ("default", 0.0, 5_000),
+    ("default", 0.5, 5_000),
+    ("time", 0.0, 5_000),
+    ("time", 0.5, 5_000),
+    ("two-tier", 0.0, 10_000),
+]
+
+
+@pytest.mark.parametrize(("policy", "temperature", "requests"), RECORDED)
 async def test_every_recorded_decision_comes_out_the_same(
-    policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    policy: str, temperature: float, requests: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    count = examples(10_000).max_examples
-    path = await recorded(tmp_path / "decisions", policy, count)
+    path, count = tmp_path / "decisions", examples(requests).max_examples
+    made = await replayed(path, policy, temperature, count)
+    assert len(made) >= count  # a request of the worker that was lost is placed twice
+    again = kv_policy(policy, {} if policy == "two-tier" else {"router_temperature": temperature})
+    coldly = kv_policy(policy)
+    others = 0
+    with path.open("rb") as lines:
+        for choice, (_, one) in zip(made, read_decisions(lines), strict=True):
+            found = recompute(again, one)
+            assert (found.rank, found.cost, found.tied, found.reason) == (
+                choice.rank, choice.cost, choice.tied, choice.reason
+            )  # fmt: skip
+            assert found.cost == one.cost
+            others += recompute(coldly, one).rank != found.rank
+    assert len({choice.rank for choice in made}) == 5  # the worker that was lost came back as another one
+    assert (others > count / 50) == (temperature > 0)  # chance does decide, and is on record
     assert main([str(path)]) == 0
-    assert f"{count} come out as recorded." in capsys.readouterr().out
+    assert f"{len(made)} come out as recorded." in capsys.readouterr().out
 
 
 async def test_another_policy_is_asked_about_the_same_figures(
