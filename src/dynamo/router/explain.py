@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Final, TypedDict
 
-from dynamo.kv.overlap import Overlap, WorkerRank
+from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import Placement
 from dynamo.placement.kv_state import NO_MATCH, CandidateCost, KvChoice, KvPolicy, KvState, RankMatch, RankState
+from dynamo.router.explain_words import meanings_of, reason_of
 from dynamo.router.kv_placement import KvPlaced
 
 __all__ = ["ExplainedCandidate", "ExplainedChoice", "ExplainedPlacement", "explain", "explain_placement", "trust_of"]
@@ -18,6 +19,7 @@ _UNIT_DIGITS: Final = {"ms": 2}
 class ExplainedCandidate(TypedDict):
     """One rank that could have served the request."""
 
+    worker: str  # its id in hexadecimal digits, as logs have it
     worker_id: int
     dp_rank: int
     is_chosen: bool
@@ -56,6 +58,7 @@ class ExplainedChoice(TypedDict):
     candidates: list[ExplainedCandidate]  # the cheapest first
     candidates_in_all: int
     excluded: list[ExcludedRank]
+    meanings: dict[str, str]  # of the words above: the unit, trusts, reasons, and the terms that are not 0
 
 
 class ExplainedPlacement(TypedDict):
@@ -73,7 +76,7 @@ def explain_placement(placement: Placement) -> ExplainedChoice | ExplainedPlacem
         selection = placement.selection
         return explain(placement.kv_policy, selection.state, selection.choice)
     return {
-        "summary": f"Worker {placement}.",
+        "summary": f"Chose worker {placement}.",
         "policy": placement.policy,
         "worker_id": placement.candidate.instance_id,
         "reasons": {reason.code: reason.value for reason in placement.reasons},
@@ -98,6 +101,10 @@ def explain(policy: KvPolicy, state: KvState, made: KvChoice) -> ExplainedChoice
         position, record = known[each.rank]
         candidates.append(_candidate(each, record, state.matches.get(position, NO_MATCH), choice.rank))
     record = state.ranks[choice.position]
+    excluded = state.excluded[:MAX_CANDIDATES]
+    words = [choice.unit, choice.reason, str(record.trust), *(each["trust"] for each in candidates)]
+    words += [name for each in candidates for name, value in each["terms"].items() if value]
+    words += [each.reason for each in excluded]
     return {
         "summary": _summary(state, choice, costs),
         "policy": choice.policy,
@@ -114,15 +121,16 @@ def explain(policy: KvPolicy, state: KvState, made: KvChoice) -> ExplainedChoice
         "candidates": candidates,
         "candidates_in_all": len(choice.candidates),
         "excluded": [
-            {"worker_id": each.rank.worker_id, "dp_rank": each.rank.dp_rank, "reason": each.reason}
-            for each in state.excluded[:MAX_CANDIDATES]
+            {"worker_id": each.rank.worker_id, "dp_rank": each.rank.dp_rank, "reason": each.reason} for each in excluded
         ],
+        "meanings": meanings_of(words),
     }
 
 
 def _candidate(cost: CandidateCost, record: RankState, match: RankMatch, chosen: WorkerRank) -> ExplainedCandidate:
     overlap = match.overlap
     return {
+        "worker": f"{cost.rank.worker_id:x}",
         "worker_id": cost.rank.worker_id,
         "dp_rank": cost.rank.dp_rank,
         "is_chosen": cost.rank == chosen,
@@ -143,28 +151,41 @@ def _candidate(cost: CandidateCost, record: RankState, match: RankMatch, chosen:
 
 
 def _summary(state: KvState, choice: KvChoice, costs: list[CandidateCost]) -> str:
-    """Say the decision in one or two sentences."""
-    match = state.matches.get(choice.position, NO_MATCH)
-    blocks, held = state.request.complete_blocks, _held(match.overlap)
-    said = (
-        f"Worker {_name(choice.rank)} costs {_amount(choice, choice.cost)} and holds {held} of the prompt's {blocks} "
-        f"complete blocks of {state.block_size} tokens"
-    )
+    """Say the decision in two or three sentences, for a reader who knows neither router nor policy."""
+    chosen = next(each for each in costs if each.rank == choice.rank)
     others = [each for each in costs if each.rank != choice.rank]
+    name = f"Chose worker {_name(choice.rank)}"
+    held = f"It has {_held_tokens(state, choice.position)} of the prompt's {state.request.prompt_tokens} tokens in its KV cache."
     if state.request.is_pinned:
-        return f"{said}; the request names this worker."
+        return f"{name} because the request names it. {held}"
     if not others:
-        return f"{said}; no other worker may serve the request."
+        return f"{name} because no other worker may serve the request. {held}"
+    said = f"{name} {reason_of(choice.reason)}: {_amount(choice, choice.cost)}"
     if choice.tied > 1:
-        return f"{said}. {choice.tied} workers cost the same, and chance decided between them."
+        return f"{said}, the same for {choice.tied} workers, of which one was drawn. {held}"
     best = others[0]
-    if best.total < choice.cost:
-        return f"{said}. Worker {_name(best.rank)} costs less ({_amount(choice, best.total)}): {choice.reason}."
-    return f"{said}. The next best, worker {_name(best.rank)}, costs {_amount(choice, best.total)}."
+    position = next(at for at, each in enumerate(state.ranks) if each.rank == best.rank)
+    than = "the next best" if best.total >= choice.cost else "a cheaper one"
+    compared = (
+        f"{said}. {held} Worker {_name(best.rank)}, {than}, has {_held_tokens(state, position)} of them and would cost "
+        f"{_amount(choice, best.total)}"
+    )
+    differing = _largest_difference(chosen, best)
+    return f"{compared}." if differing is None else f"{compared}; the two differ most in `{differing}`."
 
 
-def _held(overlap: Overlap) -> int:
-    return overlap.device + overlap.host + overlap.disk
+def _held_tokens(state: KvState, position: int) -> int:
+    """Return how many of the prompt's tokens a rank holds, in any tier."""
+    overlap = state.matches.get(position, NO_MATCH).overlap
+    return min(state.request.prompt_tokens, (overlap.device + overlap.host + overlap.disk) * state.block_size)
+
+
+def _largest_difference(one: CandidateCost, other: CandidateCost) -> str | None:
+    """Return the term that differs most between two candidates; None where only one term or no difference is."""
+    terms = {term.name: term.value for term in other.terms}
+    gaps = {term.name: abs(terms.get(term.name, 0.0) - term.value) for term in one.terms}
+    name = max(gaps, key=gaps.__getitem__, default=None)
+    return name if name is not None and len(gaps) > 1 and gaps[name] > 0 else None
 
 
 def _name(rank: WorkerRank) -> str:

@@ -518,14 +518,19 @@ async def test_an_answer_says_why_its_worker_was_chosen(house: Cluster) -> None:
     told = answer.json["nvext"]["routing"]["decode"]
     holder_id, other_id = (each.endpoint.connection_id() for each in (holder, other))
     assert (told["worker_id"], told["trust"], told["prompt_blocks"]) == (holder_id, "exact", 8)
-    assert told["summary"].startswith(f"Worker {holder_id:x} costs ")
-    assert "holds 8 of the prompt's 8 complete blocks of 4 tokens" in told["summary"]
+    assert told["summary"] == (
+        f"Chose worker {holder_id:x} because serving there costs least: 8.2 blocks. It has 32 of the prompt's 33 tokens in its "
+        f"KV cache. Worker {other_id:x}, the next best, has 0 of them and would cost 16.2 blocks; the two differ most in "
+        "`device_overlap`."
+    )
     first, second = told["candidates"]
     assert (first["worker_id"], first["is_chosen"], first["cached_blocks"]["device"]) == (holder_id, True, 8)
     assert (second["worker_id"], second["is_chosen"], second["cached_blocks"]["device"]) == (other_id, False, 0)
     for candidate in told["candidates"]:
         assert sum(candidate["terms"].values()) == pytest.approx(candidate["cost"])
     assert first["cost"] < second["cost"]
+    used = {name for each in told["candidates"] for name, value in each["terms"].items() if value}
+    assert told["meanings"].keys() >= {"blocks", "exact", "none", "lowest_cost", *used}
     assert answer.headers["x-dynamo-worker-instance-id"] == str(holder_id)
     assert (answer.headers["x-dynamo-dp-rank"], answer.headers["x-dynamo-kv-trust"]) == ("0", "exact")
     await cache.close()

@@ -158,7 +158,7 @@ async def test_the_decisions_of_a_request_are_shown_with_their_costs(
     path = await recorded(tmp_path / "decisions", "default", 20)
     assert main([str(path), "--request", "request-7"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0].startswith("request-7 (m), default: Worker ")
+    assert shown[0].startswith("request-7 (m), default: Chose worker ")
     assert len([line for line in shown if line.startswith("  * ")]) == 1
     assert len([line for line in shown if " blocks = " in line]) == WORKERS
 
