@@ -235,8 +235,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
     # -- the ends of a worker's stream -------------------------------------------------------------------------------
 
     def _on_missing_terminal_chunk(self) -> None:
-        """Take an end without a terminal chunk: right behind a whole answer or a cancellation that is the end, else a
-        breach."""
+        """Take an end without a terminal chunk: a breach, unless the answer is whole or was cancelled."""
         if not self._request.is_complete and not self._context.is_stopped():
             raise self._missing_end("the worker ended the stream without a finish reason")
         self._is_closed = True
@@ -306,6 +305,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         )  # fmt: skip
 
         async def answer(onward: Onward) -> list[StreamItem]:
+            self._release()  # a decode that ended with its prefill
             self._body, self._failover.transfer, self._failover.decided = onward
             return await self._begin(lost_by)
 

@@ -171,6 +171,11 @@ class Attempts:
         """Let a worker be tried again."""
         self._tried.pop(worker.key, None)
 
+    def forget_tried(self) -> None:
+        """Let every worker be tried again."""
+        self._tried.clear()
+        self._shed.clear()
+
     def readmit_restarted(self, pool: ModelPool) -> None:
         """Let workers be tried again that registered anew under their old id."""
         for key, instance in list(self._tried.items()):
@@ -210,6 +215,10 @@ class Failover:
     def readmit(self, worker: ChosenWorker) -> None:
         """Readmit a worker that refused the request."""
         self.attempts.readmit(worker)
+
+    def start_over(self) -> None:
+        """Readmit all workers that were tried; how many they were stays."""
+        self.attempts.forget_tried()
 
     def has_worker_for(self, rule: TransferRule) -> bool:
         """Return whether a worker that was not tried is there for KV blocks that can be sent by this rule only."""

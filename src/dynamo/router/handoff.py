@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Final
 
-from dynamo.errors import StreamIncomplete, Unknown, revive
+from dynamo.errors import DynamoException, StreamIncomplete, Unknown, revive
 from dynamo.placement.kv_transfer import TransferRule
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.protocol.worker_request import (
@@ -55,6 +55,15 @@ class Handoff:
         """`instance` computes the prompt; `body` is for the decode worker. `running`: the prefill, where it still runs.
         `transfer`: which decode workers the blocks can be sent to; None: all."""
         self.instance, self.body, self._running, self.transfer = instance, body, running, transfer
+
+    @property
+    def failure(self) -> DynamoException | None:
+        """Why the prefill failed that ran beside the decode; None: it did not, or runs."""
+        running = self._running
+        if running is None or not running.done() or running.cancelled():
+            return None
+        error = running.exception()
+        return error if isinstance(error, DynamoException) else None
 
     async def join_decode(self, first_items: Awaitable[list[StreamItem]]) -> list[StreamItem]:
         """Await the decode's first items. A failure of one half ends the other half, and is raised."""

@@ -38,7 +38,7 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseStream
 from dynamo.runtime.tasks import Background, Work
 
-__all__ = ["CanReceive", "DispatchTimer", "PrefillRouter", "can_fall_back_to_decode"]
+__all__ = ["CanReceive", "DispatchTimer", "PrefillAttempts", "PrefillRouter", "can_fall_back_to_decode"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,16 @@ class DispatchTimer(Protocol):
     def dispatched(self) -> None: ...
 
     def arrived(self, *, failed: bool = False) -> None: ...
+
+
+class PrefillAttempts:
+    """The prefill workers that one request has tried, and why the last of them failed."""
+
+    __slots__ = ("last", "tried")
+
+    def __init__(self) -> None:
+        self.tried: list[WorkerKey] = []
+        self.last: DynamoException | None = None
 
 
 class PrefillRouter:
@@ -114,24 +124,27 @@ class PrefillRouter:
         limit_seconds: float | None = None,
         suspect: Suspect | None = None,
         can_receive: CanReceive | None = None,
+        attempts: PrefillAttempts | None = None,
     ) -> Handoff | PrefillAnswer:
         """Request the prefill of `body`, trying up to `retries` other workers after failures that depend on the worker.
 
         `record` gets the placement of the worker that has taken it. `can_receive`: whether a decode worker is there for a
-        prefill worker's rule; a worker without one is passed over.
+        prefill worker's rule; a worker without one is passed over. `attempts`: those of the request so far.
 
         Raises:
             InvalidArgument: the request names a prefill worker that is not there, or the worker refused the request.
             Unknown: the worker did not hand anything over.
             DynamoException: why the last worker failed; `can_fall_back_to_decode` tells whether decoding alone makes sense.
         """
-        tried: list[WorkerKey] = []
+        attempts = attempts or PrefillAttempts()
+        tried = attempts.tried
         pinned = (body.get("routing") or {}).get("prefill_worker_id")
-        last: DynamoException | None = None
         late: DynamoException | None = None  # a limit of ours: that is no fault of the way to the worker
         kv = self.workers.kv
         query = None if kv is None else await kv.query(body, record, pinned=pinned, is_prefill=True)
         while True:
+            if attempts.last is not None and len(tried) > retries:
+                raise attempts.last
             try:
                 without = [*tried, *self._cut_off(can_receive)]
                 worker = self._choose(body, pinned, without, query)
@@ -140,7 +153,7 @@ class PrefillRouter:
                         return PrefillAnswer(worker.instance, [])  # cancelled while it waited
                     worker = self._choose(body, pinned, without, query)
             except WorkerUnavailable as error:
-                raise last or error from None  # why the last one failed says more
+                raise attempts.last or error from None  # why the last one failed says more
             record.prefill_placement = worker.placement
             timer.routed()
             instance = worker.instance
@@ -149,7 +162,7 @@ class PrefillRouter:
             try:
                 try:
                     async with asyncio.timeout(limit_seconds):
-                        return await self._on(worker, _with_rank(body, worker.placement), context, timer)
+                        return await self._on(worker, _with_rank(body, worker.placement), context, timer, suspect)
                 except TimeoutError:
                     if limit_seconds is None:
                         raise
@@ -170,7 +183,7 @@ class PrefillRouter:
                     type(error).__name__,
                     error,
                 )
-                last = error
+                attempts.last = error
 
     async def peek(self, body: WorkerRequest, record: DispatchRecord, can_receive: CanReceive | None) -> ChosenWorker:
         """Return the worker that would get the prefill of `body` now. Raises what the choice of a worker raises."""
@@ -240,7 +253,12 @@ class PrefillRouter:
             raise
 
     async def _on(
-        self, worker: ChosenWorker, body: WorkerRequest, context: Context, timer: DispatchTimer
+        self,
+        worker: ChosenWorker,
+        body: WorkerRequest,
+        context: Context,
+        timer: DispatchTimer,
+        suspect: Suspect | None = None,
     ) -> Handoff | PrefillAnswer:
         instance, rule = worker.instance, self._rules.get(worker.key)
         request = prefill_request(body, instance.instance_id)
@@ -254,7 +272,7 @@ class PrefillRouter:
             raise WorkerUnavailable("the model is being removed")
         if bootstrap is not None:
             # Awaited also where the decode's first items are read.
-            task = self._start(self._drain(stream), f"prefill {context.id()}")
+            task = self._start(self._drain(stream, worker, suspect), f"prefill {context.id()}")
             onward = self._onward(body, instance.instance_id, {"bootstrap_info": bootstrap}, rule)
             return Handoff(instance, onward, task, transfer=rule)
         reply = await read_reply(stream, context)
@@ -273,10 +291,16 @@ class PrefillRouter:
     ) -> WorkerRequest:
         return decode_request(body, instance_id, members, rule, counts_cached=self._is_conditional)
 
-    async def _drain(self, stream: ResponseStream) -> None:
+    async def _drain(self, stream: ResponseStream, worker: ChosenWorker, suspect: Suspect | None) -> None:
+        sent_at = _now()
         try:
             while await stream.next_batch():
                 pass
+        except DynamoException as error:
+            worker.record_failure(error)
+            if suspect is not None:
+                suspect.count_failure(self.workers, worker, error, sent_at=sent_at, now=_now())
+            raise
         finally:
             stream.close()
 

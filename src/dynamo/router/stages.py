@@ -17,7 +17,7 @@ from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.conditional import ConditionalPrefill
 from dynamo.router.handoff import Handoff, PrefillAnswer
 from dynamo.router.pool import ChosenWorker, ModelPool
-from dynamo.router.prefill import DispatchTimer, PrefillRouter, can_fall_back_to_decode
+from dynamo.router.prefill import DispatchTimer, PrefillAttempts, PrefillRouter, can_fall_back_to_decode
 from dynamo.router.query_of_death import Suspect
 from dynamo.router.record import DispatchRecord
 from dynamo.runtime.context import Context
@@ -41,6 +41,10 @@ class AnsweringWorkers(Protocol):
 
     def readmit(self, worker: ChosenWorker) -> None:
         """Readmit a worker that refused the request."""
+        ...
+
+    def start_over(self) -> None:
+        """Readmit all workers."""
         ...
 
 
@@ -123,12 +127,13 @@ class PrefillStage:
     async def run(self, job: StageJob, proceed: Proceed) -> list[StreamItem]:
         """Request the prefill and pass on where to fetch the result. See `DispatchStage.run`.
 
-        Where the last decode worker in reach of the prefill worker is lost, a prefill worker with others in reach is tried.
+        Another prefill worker is tried where one fails beside its decode worker, and where the last decode worker in reach
+        of one is lost.
         """
         if self._condition is not None and (items := await self._bypass(self._condition, job, proceed)) is not None:
             return items
-        router, context = self.router, job.context
-        for tries_left in range(job.retries, -1, -1):
+        router, context, attempts = self.router, job.context, PrefillAttempts()
+        while True:
             try:
                 handoff = await router.prefill(
                     job.body,
@@ -139,6 +144,7 @@ class PrefillStage:
                     limit_seconds=job.limit_seconds,
                     suspect=job.suspect,
                     can_receive=job.answering.has_worker_for,
+                    attempts=attempts,
                 )
             except DynamoException as error:
                 if router.is_enforced or context.is_stopped() or not can_fall_back_to_decode(error):
@@ -159,16 +165,18 @@ class PrefillStage:
             try:
                 return await handoff.join_decode(proceed(Onward(handoff.body, handoff.transfer)))
             except DynamoException as error:
-                if not tries_left or context.is_stopped() or not _is_stranded(job, handoff, error):
-                    raise
+                why = None if context.is_stopped() else _why_again(job, handoff, error)
+                if why is None or _is_pinned(job.body):
+                    raise handoff.failure or error from None
+                attempts.last = handoff.failure or error
                 logger.warning(
-                    "request %s: no decode worker in reach of prefill worker %x is left (%s: %s); computing the prompt again",
+                    "request %s: %s of prefill worker %x (%s: %s); having the prompt computed again",
                     context.id(),
+                    why,
                     handoff.instance.instance_id,
-                    type(error).__name__,
-                    error,
+                    type(attempts.last).__name__,
+                    attempts.last,
                 )
-        raise AssertionError("the last round returns or raises")
 
     async def _bypass(self, condition: ConditionalPrefill, job: StageJob, proceed: Proceed) -> list[StreamItem] | None:
         """Return the first items of an answer without prefill workers; None: one of them is to compute the prompt."""
@@ -194,7 +202,19 @@ def _pinned(body: WorkerRequest) -> int | None:
     return routing.get("backend_instance_id", routing.get("decode_worker_id"))
 
 
-def _is_stranded(job: StageJob, handoff: Handoff, error: DynamoException) -> bool:
-    """Return whether an answer failed because the blocks of its prompt can be sent to no decode worker any more."""
+def _is_pinned(body: WorkerRequest) -> bool:
+    """Return whether the request names its prefill worker."""
+    return (body.get("routing") or {}).get("prefill_worker_id") is not None
+
+
+def _why_again(job: StageJob, handoff: Handoff, error: DynamoException) -> str | None:
+    """Return why another prefill worker may help after `error`; None: none would."""
+    if (failure := handoff.failure) is not None:
+        if not rule_of(failure).retryable:
+            return None
+        job.answering.start_over()  # a decode worker that failed for want of a prompt is as good as any
+        return "failure"
     rule = handoff.transfer
-    return rule is not None and rule.is_required and rule_of(error).retryable and not job.answering.has_worker_for(rule)
+    if rule is not None and rule.is_required and rule_of(error).retryable and not job.answering.has_worker_for(rule):
+        return "no decode worker is left in reach"
+    return None

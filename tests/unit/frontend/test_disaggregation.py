@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.errors import EngineShutdown, InvalidArgument, Overloaded, Unknown
+from dynamo.errors import Disconnected, EngineShutdown, InvalidArgument, Overloaded, Unknown
 from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.stages import PrefillStage
@@ -316,13 +316,81 @@ async def test_a_rank_that_no_prefill_worker_has_is_refused_and_reaches_none(hou
     assert (await house.client.chat("hi", nvext={"prefill_dp_rank": 3})).status == 200
 
 
-async def test_a_prefill_that_fails_ends_the_decode_beside_it(house: Cluster) -> None:
-    await add_prefill(house, fail(EngineShutdown("lost")), **BOOTSTRAP)
-    decode = await add_decode(house)
-    decode.script = decode.hold
-    assert (await house.client.chat("hi")).status == 503
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        await decode.killed.wait()
+async def waits_for_a_prompt(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+    """A decode worker whose prompt never comes, unless it may compute the prompt itself."""
+    if "bootstrap_info" in body:
+        await context.async_killed_or_stopped()
+    else:
+        sink.send_tokens(list(b"hello"), finish_reason="stop")
+
+
+async def test_a_prefill_that_fails_ends_the_decode_beside_it(tmp_path: Path) -> None:
+    async with cluster(tmp_path, enforce_disagg=True) as house:
+        await add_prefill(house, fail(EngineShutdown("lost")), **BOOTSTRAP)
+        decode = await add_decode(house, waits_for_a_prompt)
+        assert (await house.client.chat("hi")).status == 503
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await decode.killed.wait()
+        assert len(decode.requests) == 1
+
+
+async def test_a_prefill_that_fails_beside_its_decode_is_tried_elsewhere(house: Cluster) -> None:
+    failing = [await add_prefill(house, fail(EngineShutdown("lost")), **BOOTSTRAP) for _ in range(2)]
+    decode = await add_decode(house, waits_for_a_prompt)
+    assert content(await house.client.chat("hi")) == "hello"  # neither can, so the decode worker computes the prompt
+    assert [len(worker.requests) for worker in (*failing, decode)] == [1, 1, 3]
+    rooms = {body["bootstrap_info"]["bootstrap_room"] for body in decode.requests if "bootstrap_info" in body}
+    assert len(rooms) == 2
+
+    async def decodes(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        if body["routing"]["prefill_worker_id"] == working.endpoint.connection_id():
+            sink.send_tokens(list(b"hello"), finish_reason="stop")
+        else:
+            await context.async_killed_or_stopped()
+
+    working = await add_prefill(house, say("x", finish="length"), **BOOTSTRAP)
+    decode.script = decodes
+    for _ in range(3):
+        assert content(await house.client.chat("hi")) == "hello"
+    assert all("bootstrap_info" in body for body in decode.requests[3:])
+    assert len(working.requests) == 3
+
+
+async def test_a_decode_worker_that_failed_with_its_prefill_is_good_enough_for_another(house: Cluster) -> None:
+    """It reports that its prompt did not come, sooner than the frontend sees the prefill worker's failure."""
+
+    async def computes_late(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        await failed.wait()
+        raise EngineShutdown("lost")
+
+    async def decodes(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        if body["routing"]["prefill_worker_id"] == broken.endpoint.connection_id():
+            failed.set()
+            raise Disconnected("the prompt did not come")
+        sink.send_tokens(list(b"hello"), finish_reason="stop")
+
+    failed = asyncio.Event()
+    broken = await add_prefill(house, computes_late, **BOOTSTRAP)
+    working = await add_prefill(house, say("x", finish="length"), **BOOTSTRAP)
+    await add_decode(house, decodes)
+    for _ in range(2):  # one of them begins at the broken one
+        assert content(await house.client.chat("hi")) == "hello"
+    assert (len(broken.requests), len(working.requests)) == (1, 2)
+
+
+async def test_a_prefill_that_refuses_beside_its_decode_is_an_error(house: Cluster) -> None:
+    prefill = await add_prefill(house, fail(InvalidArgument("too long")), **BOOTSTRAP)
+    decode = await add_decode(house, waits_for_a_prompt)
+    answer = await house.client.chat("hi")
+    assert (answer.status, answer.json["message"]) == (400, "too long")
+    assert (len(prefill.requests), len(decode.requests)) == (1, 1)
+
+
+async def test_full_prefill_workers_beside_decode_workers_shed(house: Cluster) -> None:
+    prefills = [await add_prefill(house, fail(Overloaded()), **BOOTSTRAP) for _ in range(2)]
+    decode = await add_decode(house, waits_for_a_prompt)
+    assert (await house.client.chat("hi")).status == 529
+    assert [len(worker.requests) for worker in (*prefills, decode)] == [1, 1, 2]
 
 
 async def test_a_decode_that_fails_ends_the_prefill_beside_it(house: Cluster) -> None:
