@@ -244,6 +244,11 @@ class Cluster:
         own = ["--served-model-name", model, "--component", model]
         return self._worker(name, model, [*argv, *own, *flags], env, self.root / f"{name}.journal")
 
+    def mocker(self, name: str, model: str, *flags: str, **env: str) -> Worker:
+        """Start a process of the mocker."""
+        argv = [sys.executable, "-m", "dynamo.mocker", *self._discovery, "--model-path", model, *flags]
+        return self._worker(name, model, argv, env, self.root / f"{name}.journal")
+
     def node(self, name: str, node: str, model: str, *flags: str) -> Process:
         """Start the Node.js example."""
         return self._start(Process, name, [node, str(NODE_SERVER), "--model-name", model, *flags], {})

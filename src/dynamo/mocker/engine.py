@@ -34,7 +34,7 @@ from dynamo.mocker.bootstrap import HandoffDesk, fetch_prompt, room_of
 from dynamo.mocker.configuration import MockOptions
 from dynamo.mocker.engine_wire import EngineWire
 from dynamo.mocker.metrics import MockMetrics
-from dynamo.mocker.output import ResponseTrace, random_ids
+from dynamo.mocker.output import ResponseTrace, prompt_seed, random_ids
 from dynamo.mocker.pass_loop import PassLoop
 from dynamo.mocker.reports import MockReports
 from dynamo.mocker.settings import BOOTSTRAP_HOST
@@ -260,11 +260,15 @@ class MockEngine(LLMEngine):
         return rank
 
     def _output(self, request: GenerateRequest, context: Context, shown: int, wanted: int) -> Iterator[int]:
-        """Yield the ids of an answer, the first `shown` of which came from another worker: they depend on the seeds of
-        the engine and of the request, or on the request's id, so that any worker can continue it.
+        """Yield the ids of an answer, the first `shown` of which came from another worker.
+
+        They depend on the prompt and on the seeds of the engine and of the request, or on the request's id, so that any
+        worker can continue the answer, and a worker that got another prompt cannot.
         """
         seed = (request.get("sampling_options") or {}).get("seed")
-        ids = random_ids(f"{self._options.seed}:{context.id() if seed is None else seed}")
+        prompt = token_ids_to_list(request["token_ids"])
+        of_prompt = prompt_seed(prompt[: len(prompt) - shown])
+        ids = random_ids(f"{self._options.seed}:{context.id() if seed is None else seed}:{of_prompt}")
         if self._trace is not None:
             key = next((a for a in request.get("annotations") or () if a.startswith(REPLAY_ANNOTATION)), None)
             if key is not None:

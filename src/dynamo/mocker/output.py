@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import xxhash
+
 from dynamo.errors import InvalidArgument
 
-__all__ = ["ReasoningShape", "ResponseTrace", "random_ids"]
+__all__ = ["ReasoningShape", "ResponseTrace", "prompt_seed", "random_ids"]
 
 FIRST_ID: Final = 1000
 LAST_ID: Final = 1999
@@ -19,6 +22,11 @@ _IDS: Final = range(FIRST_ID, LAST_ID + 1)
 _CHUNK: Final = 64  # ids drawn at a time
 
 MAX_TRACE_ROWS: Final = 1_000_000
+
+
+def prompt_seed(prompt: Sequence[int]) -> int:
+    """Return a number that stands for a prompt, the same one in every process."""
+    return xxhash.xxh3_64_intdigest(array("I", prompt).tobytes())
 
 
 def random_ids(seed: str) -> Iterator[int]:

@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 
 from dynamo.kv.events import BlockUpdate, RouterEvent
-from dynamo.mocker.engine import MockEngine
 from dynamo.router import KvEventFeed
-from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.distributed import DistributedRuntime
 from support.http_client import CHAT, ask
@@ -147,27 +145,6 @@ def in_flight(frontend: Frontend) -> int:
     _, body = frontend.get("/metrics")
     found = re.search(rb'^dynamo_frontend_active_requests\{model="m"\} (\d+)', body, re.MULTILINE)
     return int(found[1]) if found is not None else 0
-
-
-@pytest.mark.parametrize("bootstrap", [False, True])
-async def test_prefill_and_decode_workers_serve_a_request_together(cluster: Cluster, bootstrap: bool) -> None:
-    flags = ["--block-size", "16", "--speedup-ratio", "20"]
-    frontend = cluster.frontend("frontend")
-    meeting = ["--bootstrap-ports", "0"] if bootstrap else []
-    mocker(cluster, "prefill", "--disaggregation-mode", "prefill", *meeting, *flags)
-    mocker(cluster, "decode", "--disaggregation-mode", "decode", *flags)
-    serving(frontend, "m", 2)
-    answer = await chat(frontend, "x" * 200)
-    assert answer["usage"]["completion_tokens"] == 8
-    answers = await asyncio.gather(*(chat(frontend, f"{number}" * 50, seed=number) for number in range(8)))
-    assert {answer["usage"]["completion_tokens"] for answer in answers} == {8}
-    alone = MockEngine("m")
-    await alone.start(0)
-    for number, answer in enumerate(answers):
-        asked: Any = {"token_ids": [1], "stop_conditions": {"max_tokens": 8}, "sampling_options": {"seed": number}}
-        ids = [token async for chunk in alone.generate(asked, Context()) for token in chunk["token_ids"]]
-        assert answer["choices"][0]["message"]["content"] == "".join(f"⟨{token}⟩" for token in ids)
-    await alone.cleanup()
 
 
 def test_a_worker_that_cannot_start_ends_the_process(cluster: Cluster) -> None:
