@@ -36,7 +36,7 @@ from safetensors.numpy import save_file
 from dynamo.common.backend.testing import mock_context
 from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.core import Core
-from dynamo.reference.model import Model
+from dynamo.reference.model import TransformerModel
 
 BATCHES = (1, 4, 16)
 PROMPT_TOKENS = 30
@@ -139,7 +139,7 @@ async def ours(engine: ReferenceEngine, numbers: range, tokens: int, clock: Cloc
 class TorchModel:
     """The same decoder in torch, as fast as its operators make it without more machinery."""
 
-    def __init__(self, model: Model, length: int, batch: int) -> None:
+    def __init__(self, model: TransformerModel, length: int, batch: int) -> None:
         import torch
 
         torch.set_num_threads(1)
@@ -199,7 +199,7 @@ class TorchModel:
         return Run(time.process_time() - begun, answers=tuple(tuple(answer) for answer in found))
 
 
-def torch_model(model: Model, tokens: int) -> TorchModel | None:
+def torch_model(model: TransformerModel, tokens: int) -> TorchModel | None:
     try:
         return TorchModel(model, PROMPT_TOKENS + tokens, max(BATCHES))
     except ImportError:
@@ -261,8 +261,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="of every batch, in turn with torch")
     args = parser.parse_args()
     clock = Clock()
-    Model.forward = clock.timed("model", Model.forward)  # type: ignore[method-assign]
-    Model.logits = clock.timed("model", Model.logits)  # type: ignore[method-assign]
+    TransformerModel.forward = clock.timed("model", TransformerModel.forward)  # type: ignore[method-assign]
+    TransformerModel.logits = clock.timed("model", TransformerModel.logits)  # type: ignore[method-assign]
     Core.step = clock.timed("step", Core.step)  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as directory:
         size = write_model(Path(directory), hidden=args.hidden, layers=args.layers, vocabulary=args.vocabulary)

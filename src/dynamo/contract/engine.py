@@ -50,7 +50,6 @@ __all__ = [
     "CompletionUsage",
     "DiffusionEngine",
     "EngineConfig",
-    "EngineMetrics",
     "ForcedTokenSequenceSpec",
     "GenerateChunk",
     "GenerateRequest",
@@ -58,6 +57,7 @@ __all__ = [
     "LlmRegistration",
     "LogitsProcessorEntry",
     "LogitsProcessorSpec",
+    "MetricsHandle",
     "PythonProcessorSpec",
     "RawEngine",
     "RawRequest",
@@ -72,7 +72,7 @@ __all__ = [
 ]
 
 
-class EngineMetrics(Protocol):
+class MetricsHandle(Protocol):
     """What `register_prometheus` receives. Do not keep it beyond that call."""
 
     @property
@@ -110,7 +110,7 @@ class BaseEngine(Controllable, PublishesLoad, Drains, ReportsFailure, HasProcess
         logged, never retried.
         """
 
-    async def register_prometheus(self, metrics: EngineMetrics) -> None:
+    async def register_prometheus(self, metrics: MetricsHandle) -> None:
         """Connect the engine's own metrics; once, after `start`. Raising fails the start-up."""
 
     async def on_endpoint_ready(self, endpoint: Endpoint) -> None:

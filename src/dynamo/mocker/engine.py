@@ -18,10 +18,10 @@ from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import (
     CompletionUsage,
     EngineConfig,
-    EngineMetrics,
     GenerateChunk,
     GenerateRequest,
     LLMEngine,
+    MetricsHandle,
     final_chunk,
     usage,
 )
@@ -334,7 +334,7 @@ class MockEngine(LLMEngine):
 
     # -- what the worker asks for ---------------------------------------------------------------------------------------
 
-    async def register_prometheus(self, metrics: EngineMetrics) -> None:
+    async def register_prometheus(self, metrics: MetricsHandle) -> None:
         if self._metrics is not None:
             metrics.register_prometheus_expfmt_callback(self._metrics.text)
 

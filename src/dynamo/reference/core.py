@@ -11,7 +11,7 @@ import numpy as np
 from dynamo.errors import InvalidArgument
 from dynamo.reference.blocks import BlockEvent, BlockPool
 from dynamo.reference.lora import Adapter
-from dynamo.reference.model import KvCache, Model, Piece, make_batch
+from dynamo.reference.model import KvCache, Piece, TransformerModel, make_batch
 from dynamo.reference.request import Job, Limits
 from dynamo.reference.sampler import (
     Drawn,
@@ -28,13 +28,13 @@ from dynamo.reference.scheduler import Scheduler, Sequenced, Work
 from dynamo.reference.steering import Steering
 from dynamo.reference.weights import NO_WEIGHTS, Array, Weights
 
-__all__ = ["Choice", "Core", "Emission", "Failure", "PromptEntry"]
+__all__ = ["Core", "Emission", "Failure", "PromptEntry", "RunningChoice"]
 
 PromptEntry = tuple[int, int, float]  # token, rank from 1, logprob
 
 
 @dataclass(slots=True, eq=False)
-class Choice:
+class RunningChoice:
     """One of the answers to a request, on its way."""
 
     sequence: Sequenced
@@ -56,7 +56,7 @@ class Choice:
 class Emission:
     """What one step made of one choice."""
 
-    choice: Choice
+    choice: RunningChoice
     drawn: Drawn
     shown: bool  # whether the token is part of the output
     reason: str | None  # set: the choice has ended
@@ -66,7 +66,7 @@ class Emission:
 class Failure:
     """A choice that cannot go on, and why; it has ended, and the others of its request should."""
 
-    choice: Choice
+    choice: RunningChoice
     error: InvalidArgument
 
 
@@ -75,7 +75,7 @@ class Core:
 
     def __init__(
         self,
-        model: Model,
+        model: TransformerModel,
         *,
         blocks: int,
         block_size: int,
@@ -94,7 +94,7 @@ class Core:
         self.adapters: dict[str, Adapter] = {}  # by name; bounded by who adds them
         self.is_halted = False  # no step computes; what there is waits
         self.cache = KvCache(model.config, blocks, block_size)
-        self._choices: dict[Sequenced, Choice] = {}
+        self._choices: dict[Sequenced, RunningChoice] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -106,7 +106,7 @@ class Core:
         """Share of the prompt tokens that were found in the cache; None before the first prompt."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
-    def add(self, job: Job, *, keep: bool = False, arrives: bool = False) -> list[Choice]:
+    def add(self, job: Job, *, keep: bool = False, arrives: bool = False) -> list[RunningChoice]:
         """Queue a request; one choice each of `job.choices`. Choices of one prompt share its blocks once it is computed.
 
         `keep`: a choice that ends with "length" holds its blocks until `abort`. `arrives`: the prompt is computed
@@ -119,17 +119,17 @@ class Core:
             self._choices[choice.sequence] = choice
         return choices
 
-    def abort(self, choices: Iterable[Choice]) -> None:
+    def abort(self, choices: Iterable[RunningChoice]) -> None:
         """Drop choices wherever they are; their blocks are free on return, also those that were kept."""
         for choice in choices:
             self._choices.pop(choice.sequence, None)
             self.scheduler.finish(choice.sequence)
 
-    def take_reserved(self) -> list[Choice]:
+    def take_reserved(self) -> list[RunningChoice]:
         """Choices whose blocks are held now and may be filled, those that were aborted meanwhile left out."""
         return [self._choices[s] for s in self.scheduler.take_reserved() if s in self._choices]
 
-    def received(self, choice: Choice, tokens: int) -> None:
+    def received(self, choice: RunningChoice, tokens: int) -> None:
         """Go on with the first `tokens` tokens of the prompt in the choice's blocks; 0: the transfer brought none."""
         self.scheduler.received(choice.sequence, tokens)
 
@@ -198,14 +198,14 @@ class Core:
         """Return changes of the prefix cache since the last call."""
         return self.pool.take_events()
 
-    def _choice(self, job: Job, number: int) -> Choice:
+    def _choice(self, job: Job, number: int) -> RunningChoice:
         sequence = Sequenced(
             list(job.prompt), priority=job.priority, key=job.key, may_share=job.prompt_logprobs is None
         )
         if job.adapter is not None and self.adapters.get(job.adapter.name) is not job.adapter:  # unloaded meanwhile
             sequence.may_share = sequence.may_name = False
         original = len(job.prompt) - job.produced
-        return Choice(
+        return RunningChoice(
             sequence=sequence,
             number=number,
             prompt_tokens=original,
@@ -239,7 +239,7 @@ class Core:
             self.scheduler.finish(choice.sequence, keep=choice.keeps and reason == "length")
         return Emission(choice, drawn, shown, reason)
 
-    def _draw(self, choice: Choice, logits: Array, best: int) -> tuple[Drawn, str | None, bool]:
+    def _draw(self, choice: RunningChoice, logits: Array, best: int) -> tuple[Drawn, str | None, bool]:
         """Return (token, why the choice ends with it if it does, whether it is output)."""
         stop, steering = choice.stop, choice.steering
         is_best = choice.is_plain and choice.generated >= stop.min_tokens
@@ -254,7 +254,7 @@ class Core:
                 reason = "eos"  # what the model would have to say next, so it need not be computed
         return drawn, reason, shown
 
-    def _choose(self, choice: Choice, logits: Array) -> Drawn:
+    def _choose(self, choice: RunningChoice, logits: Array) -> Drawn:
         stop, sampling, tokens = choice.stop, choice.sampling, choice.sequence.tokens
         banned = list(stop.all) if choice.generated < stop.min_tokens else []
         if sampling.bad_words:

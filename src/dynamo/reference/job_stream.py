@@ -8,7 +8,7 @@ from collections import deque
 from dynamo.contract.chunks import CompletionUsage, TopLogprob
 from dynamo.contract.engine import GenerateChunk, final_chunk, usage
 from dynamo.errors import DynamoException
-from dynamo.reference.core import Choice, Core, Emission
+from dynamo.reference.core import Core, Emission, RunningChoice
 from dynamo.reference.request import Job
 from dynamo.runtime.context import Context, on_loop
 
@@ -23,7 +23,7 @@ class JobStream:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._choices: list[Choice] = []
+        self._choices: list[RunningChoice] = []
         self._chunks: deque[GenerateChunk] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._error: DynamoException | None = None
@@ -33,7 +33,7 @@ class JobStream:
         self._is_reserved = False
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> RunningChoice:
         """The first one; known once there was a chunk, or blocks were reserved."""
         return self._choices[0]
 
@@ -46,11 +46,13 @@ class JobStream:
     def has_chunks(self) -> bool:
         return bool(self._chunks)
 
-    def open(self, core: Core, results: dict[Choice, JobStream], *, keep: bool = False, arrives: bool = False) -> None:
+    def open(
+        self, core: Core, results: dict[RunningChoice, JobStream], *, keep: bool = False, arrives: bool = False
+    ) -> None:
         self._choices = core.add(self._job, keep=keep, arrives=arrives)
         results.update(dict.fromkeys(self._choices, self))
 
-    def abort(self, core: Core, results: dict[Choice, JobStream]) -> None:
+    def abort(self, core: Core, results: dict[RunningChoice, JobStream]) -> None:
         core.abort(self._choices)
         for choice in self._choices:
             results.pop(choice, None)
@@ -60,7 +62,7 @@ class JobStream:
         self._is_reserved = True
         self.wake()
 
-    async def reserved(self, context: Context) -> Choice | None:
+    async def reserved(self, context: Context) -> RunningChoice | None:
         """Wait for that; None when the context is stopped first. Raises what `fail` was given."""
         forget = context.on_cancel(on_loop(asyncio.get_running_loop(), lambda killed: self.wake()))
         try:

@@ -12,7 +12,7 @@ from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, GuidedLimits
 from dynamo.reference.config import ModelConfig, read_model_config
 from dynamo.reference.core import Core
 from dynamo.reference.guided import COMPILE_SECONDS
-from dynamo.reference.model import Model
+from dynamo.reference.model import TransformerModel
 from dynamo.reference.weights import load_weights, weight_bytes
 
 __all__ = ["Options", "available_memory_bytes", "check_memory", "load_core"]
@@ -64,7 +64,7 @@ def load_core(directory: Path, options: Options, *, available_bytes: int | None 
     blocks, context_length = plan_cache(config, options)
     check_memory(config, weights=True, cache_tokens=blocks * options.block_size, available_bytes=available_bytes)
     core = Core(
-        Model(config, load_weights(directory, config)),
+        TransformerModel(config, load_weights(directory, config)),
         blocks=blocks,
         block_size=options.block_size,
         context_length=context_length,

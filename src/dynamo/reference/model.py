@@ -19,7 +19,7 @@ from dynamo.reference.kv_transfer.base import Layout
 from dynamo.reference.lora import Adapter, LowRank
 from dynamo.reference.weights import Array, Layer, Weights
 
-__all__ = ["Batch", "KvCache", "Model", "Piece", "make_batch"]
+__all__ = ["Batch", "KvCache", "Piece", "TransformerModel", "make_batch"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -37,7 +37,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AttentionGroup:
     """Pieces that attend together: the same number of tokens each, and block tables of about the same length."""
 
     rows: Ints  # (pieces, tokens): where in the batch
@@ -52,7 +52,7 @@ class Batch:
     tokens: Ints
     positions: Ints
     slots: Ints  # where in the cache each token's key and value go: block * block_size + offset
-    groups: tuple[Group, ...]
+    groups: tuple[AttentionGroup, ...]
     last_rows: Ints  # of each piece, in the order given
     adapted: tuple[tuple[Adapter, Ints], ...] = ()  # the adapters of this step, and the rows of each
 
@@ -147,7 +147,7 @@ def _slots(piece: Piece, count: int, block_size: int) -> Sequence[int] | Ints:
     return slots
 
 
-def _group(pieces: Sequence[Piece], ends: Ints, block_size: int) -> Group:
+def _group(pieces: Sequence[Piece], ends: Ints, block_size: int) -> AttentionGroup:
     count = len(pieces[0].tokens)
     starts = np.array([piece.start for piece in pieces])
     width = -(-(int(starts.max()) + count) // block_size)
@@ -158,10 +158,10 @@ def _group(pieces: Sequence[Piece], ends: Ints, block_size: int) -> Group:
     rows = (ends - count)[:, None] + np.arange(count)
     looking = starts[:, None] + np.arange(count)  # (pieces, tokens)
     hidden = np.arange(width * block_size) > looking[:, :, None]
-    return Group(rows, tables, np.where(hidden, MASKED, np.float32(0))[:, None])
+    return AttentionGroup(rows, tables, np.where(hidden, MASKED, np.float32(0))[:, None])
 
 
-class Model:
+class TransformerModel:
     """The weights and what to do with them. Keeps no state between calls: that is in the cache it is given."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -219,7 +219,7 @@ class Model:
             out[group.rows] = self._attend_group(queries[group.rows], group, *cache.read(number, group.tables))
         return out
 
-    def _attend_group(self, queries: Array, group: Group, keys: Array, values: Array) -> Array:
+    def _attend_group(self, queries: Array, group: AttentionGroup, keys: Array, values: Array) -> Array:
         """Return `queries`: (pieces, tokens, heads, head_dim). A key head serves `share` query heads."""
         c = self.config
         pieces, count = group.rows.shape

@@ -12,7 +12,7 @@ from typing import Final
 from dynamo.errors import InvalidArgument, Overloaded
 from dynamo.reference.guided import COMPILE_SECONDS, FIELD, Guides, GuideSpec
 from dynamo.reference.request import Job, Limits
-from dynamo.reference.steering import Markers, Steering, Thinking, find_markers
+from dynamo.reference.steering import Markers, Steering, ThoughtState, find_markers
 
 __all__ = ["Preparation"]
 
@@ -65,7 +65,7 @@ class Preparation:
         original, produced = job.prompt[: len(job.prompt) - job.produced], job.prompt[len(job.prompt) - job.produced :]
         thinking = None
         if job.awaits_thoughts or (guide is None and job.thinking_tokens is not None):
-            thinking = Thinking(self._find_markers(), original, budget=job.thinking_tokens)
+            thinking = ThoughtState(self._find_markers(), original, budget=job.thinking_tokens)
         steering = Steering(guide, thinking, awaits_thoughts=job.awaits_thoughts)
         try:
             for token in produced:

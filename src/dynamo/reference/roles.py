@@ -22,7 +22,7 @@ from dynamo.contract.requests.disaggregation import (
     require_prefill_result,
 )
 from dynamo.errors import DynamoException, InvalidArgument
-from dynamo.reference.core import Choice
+from dynamo.reference.core import RunningChoice
 from dynamo.reference.kv_transfer import KvReceiver, KvSender, Ticket, TransferOptions, make_receiver, make_sender
 from dynamo.reference.model import KvCache
 from dynamo.reference.request import Job
@@ -109,7 +109,7 @@ class PrefillRole:
         stops = dict(request.get("stop_conditions") or {})
         return enforce_prefill_max_tokens({**request, "stop_conditions": stops})
 
-    def hand_over(self, choice: Choice, let_go: Callable[[], None]) -> dict[str, Any]:
+    def hand_over(self, choice: RunningChoice, let_go: Callable[[], None]) -> dict[str, Any]:
         """Hold a choice's blocks; `let_go` is called once when they may be freed. Raises Overloaded."""
 
         def ended(reason: str) -> None:
@@ -177,7 +177,7 @@ class DecodeRole:
         logger.warning("request %s: its prompt is computed here: %s", context.id(), why)
         return False
 
-    async def fetch(self, ticket: Ticket, choice: Choice, context: Context) -> int:
+    async def fetch(self, ticket: Ticket, choice: RunningChoice, context: Context) -> int:
         """Fill the blocks of a reserved choice; how many of its tokens they hold then. 0: the prompt is computed here.
 
         Returns early when the context is stopped. Nothing writes to the blocks after the return.

@@ -17,7 +17,7 @@ import numpy as np
 from dynamo.errors import InvalidArgument
 from dynamo.reference.guided import Guide, Mask
 
-__all__ = ["Markers", "Steering", "Thinking", "find_markers"]
+__all__ = ["Markers", "Steering", "ThoughtState", "find_markers"]
 
 BEGIN: Final = "<think>"
 END: Final = "</think>"
@@ -54,7 +54,7 @@ def find_markers(directory: Path) -> Markers:
     return Markers(int(begin), int(end))
 
 
-class Thinking:
+class ThoughtState:
     """Where an answer is: before its thoughts, in them, or behind them."""
 
     def __init__(self, markers: Markers, prompt: Iterable[int], *, budget: int | None) -> None:
@@ -86,7 +86,7 @@ class Thinking:
 class Steering:
     """Follows one choice: `allowed` before a token is drawn, `accept` after it. Used by one thread at a time."""
 
-    def __init__(self, guide: Guide | None, thinking: Thinking | None, *, awaits_thoughts: bool = False) -> None:
+    def __init__(self, guide: Guide | None, thinking: ThoughtState | None, *, awaits_thoughts: bool = False) -> None:
         """`awaits_thoughts`: the answer may begin with thoughts, and the grammar holds for what follows them."""
         self._guide, self._thinking, self._awaits = guide, thinking, awaits_thoughts
 

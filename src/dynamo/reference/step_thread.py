@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from dynamo.errors import DynamoException, EngineShutdown
 from dynamo.reference.blocks import BlockEvent
-from dynamo.reference.core import Choice, Core, Emission, Failure
+from dynamo.reference.core import Core, Emission, Failure, RunningChoice
 from dynamo.reference.job_stream import JobStream
 from dynamo.reference.request import Limits
 
@@ -39,7 +39,7 @@ class StepThread:
         on_failure: Callable[[DynamoException], None],
     ) -> None:
         """`after_step` is called in the thread, `on_failure` at most once on the loop: no step comes after it."""
-        self.results: dict[Choice, JobStream] = {}  # of the choices on their way; touched by the thread only
+        self.results: dict[RunningChoice, JobStream] = {}  # of the choices on their way; touched by the thread only
         self._core, self._loop = core, loop
         self._after_step, self._on_failure = after_step, on_failure
         self._inbox: list[Command] = []  # bounded by the requests in flight: two commands each
@@ -137,7 +137,7 @@ class StepThread:
         except Exception:  # an event less is a worse placement, not a wrong answer
             logger.exception("the reference engine's KV events were not published")
 
-    def _deliver(self, emissions: Sequence[Emission | Failure], reserved: Sequence[Choice]) -> None:
+    def _deliver(self, emissions: Sequence[Emission | Failure], reserved: Sequence[RunningChoice]) -> None:
         calls: list[Callable[[], None]] = [self.results[choice].reserve for choice in reserved]
         for emission in emissions:
             stream = self.results[emission.choice]

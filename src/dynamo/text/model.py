@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dynamo.errors import InvalidArgument
-from dynamo.protocol.openai.responses import ChatLogprobs
+from dynamo.protocol.openai.responses import ChatLogprobPieces
 from dynamo.text.control_tokens import ControlTokens
 from dynamo.text.prefix_cache import CachedTokenizer
 from dynamo.text.template_sandbox import NO_CLOCK, BudgetSpec
@@ -42,7 +42,7 @@ class TextModel:
     vocabulary_size: int | None = None  # one more than the largest id; None: unknown
     control_tokens: ControlTokens | None = None  # None: the tokenizer has none
     has_chat_template: bool = False  # False: `template` is the plain one, because the model brings none
-    logprob_pieces: ChatLogprobs = dataclasses.field(init=False, compare=False, repr=False)
+    logprob_pieces: ChatLogprobPieces = dataclasses.field(init=False, compare=False, repr=False)
 
     @property
     def is_known_by_name_only(self) -> bool:
@@ -56,7 +56,7 @@ class TextModel:
 
     def __post_init__(self) -> None:
         tokenizer = self.tokenizer
-        pieces = ChatLogprobs(tokenizer.token_text, tokenizer.token_bytes, size=tokenizer.vocab_size)
+        pieces = ChatLogprobPieces(tokenizer.token_text, tokenizer.token_bytes, size=tokenizer.vocab_size)
         object.__setattr__(self, "logprob_pieces", pieces)
 
 

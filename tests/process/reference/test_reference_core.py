@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.reference.core import Choice, Core, Emission, Failure
+from dynamo.reference.core import Core, Emission, Failure, RunningChoice
 from dynamo.reference.loading import Options, load_core
-from dynamo.reference.model import KvCache, Model, Piece, make_batch
+from dynamo.reference.model import KvCache, Piece, TransformerModel, make_batch
 from dynamo.reference.request import read_request
 
 CoreOf = Callable[..., Core]
@@ -92,7 +92,7 @@ def test_an_answer_is_the_same_alone_and_in_any_batch(name: str, options: dict[s
         assert_same(body, wanted, found, core_of(name).model)
 
 
-def assert_same(body: dict[str, Any], wanted: list[int], found: list[int], model: Model) -> None:
+def assert_same(body: dict[str, Any], wanted: list[int], found: list[int], model: TransformerModel) -> None:
     """Equal; or, on a machine that rounds differently, equal up to a tie of the two best tokens."""
     if wanted == found:
         return
@@ -227,7 +227,7 @@ def test_the_models_author_decides_where_a_request_is_silent(
 def test_a_thousand_aborts_in_any_state_leave_every_block_free(core_of: CoreOf) -> None:
     rng = np.random.default_rng(3)
     core = core_of(blocks=24, sequences=4, step_tokens=9)
-    live: list[list[Choice]] = []
+    live: list[list[RunningChoice]] = []
     aborted = given_way = 0
     while aborted < 1000:
         while len(live) < 8:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from dynamo.reference.config import read_model_config
-from dynamo.reference.model import KvCache, Model, Piece, make_batch
+from dynamo.reference.model import KvCache, Piece, TransformerModel, make_batch
 from dynamo.reference.weights import load_weights
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -81,7 +81,7 @@ def theirs(libraries: tuple[Any, Any], name: str, options: dict[str, Any], direc
 def ours(directory: Path, tokens: list[int], cuts: list[int]) -> np.ndarray:
     """The logits of every position, computed in steps that end at `cuts`."""
     config = read_model_config(directory)
-    model = Model(config, load_weights(directory, config))
+    model = TransformerModel(config, load_weights(directory, config))
     blocks = -(-len(tokens) // BLOCK)
     cache = KvCache(config, blocks, BLOCK)
     rows = []

@@ -14,7 +14,7 @@ import openai.types.completion
 import pytest
 
 from dynamo.protocol.openai import (
-    Choice,
+    FinishedChoice,
     RequestRejected,
     chat_body,
     chat_logprobs,
@@ -28,7 +28,7 @@ from dynamo.protocol.openai import (
     token_logprobs,
     usage_json,
 )
-from dynamo.protocol.openai.responses import ChatLogprobs
+from dynamo.protocol.openai.responses import ChatLogprobPieces
 from dynamo.protocol.openai.schema import Usage
 from support.cases import each_case
 
@@ -42,7 +42,7 @@ def check_against(name: str, value: Any) -> None:
 
 
 def test_a_chat_answer_byte_for_byte() -> None:
-    body = chat_body("chatcmpl-1", 17, "m", [Choice(0, "hello", "stop")], usage_json(3, 4))
+    body = chat_body("chatcmpl-1", 17, "m", [FinishedChoice(0, "hello", "stop")], usage_json(3, 4))
     assert body == (
         b'{"id":"chatcmpl-1","choices":[{"index":0,"message":{"content":"hello","refusal":null,"role":"assistant"},'
         b'"finish_reason":"stop","logprobs":null}],"created":17,"model":"m","object":"chat.completion",'
@@ -51,7 +51,7 @@ def test_a_chat_answer_byte_for_byte() -> None:
 
 
 def test_a_completion_answer_byte_for_byte() -> None:
-    body = completion_body("cmpl-1", 17, "m", [Choice(1, "hello", "length")], usage_json(3, 4))
+    body = completion_body("cmpl-1", 17, "m", [FinishedChoice(1, "hello", "length")], usage_json(3, 4))
     assert body == (
         b'{"id":"cmpl-1","choices":[{"text":"hello","index":1,"logprobs":null,"finish_reason":"length"}],'
         b'"created":17,"model":"m","system_fingerprint":null,"object":"text_completion",'
@@ -68,18 +68,18 @@ def items(**options: Any) -> list[Any]:
 
 
 def test_answers_satisfy_the_openai_types_and_our_own_document() -> None:
-    chat = chat_body("i", 1, "m", [Choice(0, "x", "stop", chat_logprobs(items()))], USAGE, nvext=b'{"a":1}')
+    chat = chat_body("i", 1, "m", [FinishedChoice(0, "x", "stop", chat_logprobs(items()))], USAGE, nvext=b'{"a":1}')
     check_against("ChatCompletion", json.loads(chat))
     parsed = openai.types.chat.ChatCompletion.model_validate_json(chat)
     assert parsed.choices[0].logprobs is not None
     assert parsed.usage is not None
-    completion = completion_body("i", 1, "m", [Choice(0, "x", "stop", completion_logprobs(items()))], USAGE)
+    completion = completion_body("i", 1, "m", [FinishedChoice(0, "x", "stop", completion_logprobs(items()))], USAGE)
     check_against("Completion", json.loads(completion))
     openai.types.completion.Completion.model_validate_json(completion)
 
 
 def test_optional_members_of_a_message() -> None:
-    choice = Choice(0, None, "tool_calls", reasoning_content="hm", tool_calls=[{"id": "1"}])
+    choice = FinishedChoice(0, None, "tool_calls", reasoning_content="hm", tool_calls=[{"id": "1"}])
     message = json.loads(chat_body("i", 1, "m", [choice], None, reasoning_field="reasoning"))["choices"][0]["message"]
     assert message == {
         "content": None,
@@ -93,8 +93,8 @@ def test_optional_members_of_a_message() -> None:
 @each_case("text", ["\ud800", "a\u2028b", 'q"\\\n', "🙂"])
 def test_any_text_makes_valid_json(text: str) -> None:
     for body in (
-        chat_body("i", 1, text, [Choice(0, text, "stop")], None),
-        completion_body("i", 1, text, [Choice(0, text, "stop")], None),
+        chat_body("i", 1, text, [FinishedChoice(0, text, "stop")], None),
+        completion_body("i", 1, text, [FinishedChoice(0, text, "stop")], None),
     ):
         assert json.loads(body)["model"] == text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -145,7 +145,7 @@ def test_what_json_cannot_carry_becomes_a_very_low_number(value: float) -> None:
 @each_case("logprob", [-0.5, 0.0, -1e-30, -17.25, -math.inf, math.nan, -0.1])
 def test_the_short_way_of_one_log_probability_writes_what_the_long_one_does(text: str, logprob: float) -> None:
     raw = text.encode()
-    pieces = ChatLogprobs(lambda _: text, lambda _: raw, size=100)
+    pieces = ChatLogprobPieces(lambda _: text, lambda _: raw, size=100)
     for token_id in (7, 7, 2**32 - 1):  # twice from the table, once beyond its end
         items = token_logprobs([token_id], [logprob], None, lambda _: text, token_bytes=lambda _: raw)
         assert pieces.line(token_id, logprob) == chat_logprobs(items)

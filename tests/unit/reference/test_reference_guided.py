@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from dynamo.errors import InvalidArgument
-from dynamo.reference.core import Choice, Core, Emission, Failure
+from dynamo.reference.core import Core, Emission, Failure, RunningChoice
 from dynamo.reference.loading import Options, load_core
 from dynamo.reference.preparing import Preparation
 from dynamo.reference.request import read_request
@@ -35,14 +35,14 @@ class Speaker:
         self.preparation = Preparation(directory, self.core.limits)
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
 
-    def add(self, body: dict[str, Any], *, prompt_tokens: int | None = None) -> Choice:
+    def add(self, body: dict[str, Any], *, prompt_tokens: int | None = None) -> RunningChoice:
         job = read_request(body, self.core.limits, prompt_tokens=prompt_tokens)
         return self.core.add(self.preparation.prepare(job) if job.needs_steering else job)[0]
 
-    def run(self, choices: Sequence[Choice]) -> list[tuple[list[int], str]]:
+    def run(self, choices: Sequence[RunningChoice]) -> list[tuple[list[int], str]]:
         """(tokens shown, finish reason) of each choice. A choice that failed raises."""
-        tokens: dict[Choice, list[int]] = {choice: [] for choice in choices}
-        reasons: dict[Choice, str] = {}
+        tokens: dict[RunningChoice, list[int]] = {choice: [] for choice in choices}
+        reasons: dict[RunningChoice, str] = {}
         while not self.core.is_idle:
             for emission in self.core.step():
                 if isinstance(emission, Failure):
@@ -51,7 +51,9 @@ class Speaker:
         assert self.core.pool.held == 0
         return [(tokens[choice], reasons[choice]) for choice in choices]
 
-    def _note(self, emission: Emission, tokens: dict[Choice, list[int]], reasons: dict[Choice, str]) -> None:
+    def _note(
+        self, emission: Emission, tokens: dict[RunningChoice, list[int]], reasons: dict[RunningChoice, str]
+    ) -> None:
         if emission.shown:
             tokens[emission.choice].append(emission.drawn.token)
         if emission.reason is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dynamo.reference.config import read_model_config
-from dynamo.reference.model import KvCache, Model, Piece, make_batch
+from dynamo.reference.model import KvCache, Piece, TransformerModel, make_batch
 from dynamo.reference.weights import load_weights
 from support.cases import each_case
 
@@ -88,12 +88,12 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 97, length).tolist()
 
 
-def load(directory: Path) -> Model:
+def load(directory: Path) -> TransformerModel:
     config = read_model_config(directory)
-    return Model(config, load_weights(directory, config))
+    return TransformerModel(config, load_weights(directory, config))
 
 
-def stepped_logits(model: Model, tokens: list[int], sizes: list[int]) -> np.ndarray:
+def stepped_logits(model: TransformerModel, tokens: list[int], sizes: list[int]) -> np.ndarray:
     """The logits of every position, computed in steps of these sizes, in blocks that lie anywhere."""
     cache = KvCache(model.config, 64, BLOCK)
     table = [int(block) for block in np.random.default_rng(1).permutation(64)]

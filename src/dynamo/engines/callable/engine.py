@@ -31,7 +31,7 @@ from dynamo.contract.engine import (
     usage,
 )
 from dynamo.contract.requests.token_ids import normalize_request_token_ids
-from dynamo.engines.callable.signature import Call, CallableKind, Source, plan_call
+from dynamo.engines.callable.signature import CallableKind, CallPlan, Source, plan_call
 from dynamo.errors import Unknown
 from dynamo.protocol.model_types import ModelInput
 from dynamo.protocol.openai.plain_text import TextPiece, count, cut, prompt_tokens, stream_piece
@@ -61,7 +61,7 @@ def engine_class(function: Callable[..., Any], name: str | None = None) -> type[
 class CallableEngine(BaseEngine):
     """What both kinds share. Subclasses made by `engine_class` carry the call."""
 
-    call: ClassVar[Call]
+    call: ClassVar[CallPlan]
     model_input: ClassVar[ModelInput]
 
     def __init__(self, model_name: str | None = None) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.openai.plain_text import conversation_text
 
-__all__ = ["OPTIONS", "Call", "CallableKind", "Source", "plan_call"]
+__all__ = ["OPTIONS", "CallPlan", "CallableKind", "Source", "plan_call"]
 
 OPTIONS: Final = (
     "model",
@@ -65,7 +65,7 @@ class CallableKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallPlan:
     """A callable and how to call it."""
 
     function: Callable[..., Any]
@@ -136,7 +136,7 @@ class Call:
             raise InvalidArgument(f"tool_choice is not served by this model: {self.name}() has no such parameter")
 
 
-def plan_call(function: Callable[..., Any], name: str) -> Call:
+def plan_call(function: Callable[..., Any], name: str) -> CallPlan:
     """Read the signature. Raises InvalidArgument saying which parameter is not understood, and what would be."""
     try:
         parameters = inspect.signature(function).parameters
@@ -165,7 +165,7 @@ def plan_call(function: Callable[..., Any], name: str) -> Call:
             )
     if source is None:
         raise InvalidArgument(f"{name}() takes no prompt: give it a parameter messages, prompt or token_ids")
-    return Call(
+    return CallPlan(
         function,
         name,
         _kind_of(function),

@@ -18,7 +18,7 @@ from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.escaping import json_line, json_text
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.requests import ChatRequest, decode_chat, validate_chat
-from dynamo.protocol.openai.responses import Choice, chat_body, chat_logprobs, tool_call
+from dynamo.protocol.openai.responses import FinishedChoice, chat_body, chat_logprobs, tool_call
 from dynamo.protocol.openai.sse import DONE, ChatStream
 from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Reasoning
 
@@ -104,10 +104,10 @@ class _ChatRenderer(Renderer):
             reasoning_field=self._options.reasoning_field,
         )
 
-    def _choice(self, index: int, choice: CollectedChoice) -> Choice:
+    def _choice(self, index: int, choice: CollectedChoice) -> FinishedChoice:
         found = choice.joined()
         is_all_text = not found.reasoning and not found.calls
-        return Choice(
+        return FinishedChoice(
             index,
             found.content or ("" if is_all_text else None),
             None if choice.finished is None else choice.finished.reason,

@@ -18,7 +18,7 @@ from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.escaping import json_line
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.requests import CompletionRequest, decode_completion, validate_completion
-from dynamo.protocol.openai.responses import Choice, completion_body, completion_logprobs
+from dynamo.protocol.openai.responses import FinishedChoice, completion_body, completion_logprobs
 from dynamo.protocol.openai.sse import DONE, CompletionStream
 from dynamo.text.output import Content
 
@@ -155,7 +155,7 @@ class _CompletionRenderer(Renderer):
                 reason = "length" if echo.drops_answer else reason
                 items = [item for each in choice.logprobs for item in answer.logprob_items(each)]
                 logprobs = echo.logprobs(index, choice.engine_data, items)[0] if answer.wants_logprobs else None
-            choices.append(Choice(index, text, reason, logprobs=logprobs))
+            choices.append(FinishedChoice(index, text, reason, logprobs=logprobs))
         nvext = self._collected_nvext(collected)
         return completion_body(answer.id, answer.created, answer.model_name, choices, self._usage(), nvext=nvext)
 

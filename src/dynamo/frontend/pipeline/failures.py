@@ -8,10 +8,10 @@ from dynamo.errors import DynamoException, NoReplacement, RequestKillsWorkers, d
 from dynamo.frontend.admission.process import NotReady
 from dynamo.protocol.openai.errors import NOT_BUILT_CODE, RequestRejected, model_not_ready, not_ready, rejection_for
 
-__all__ = ["Failure", "classify", "rejection_of"]
+__all__ = ["FailureLabels", "classify", "rejection_of"]
 
 
-class Failure(NamedTuple):
+class FailureLabels(NamedTuple):
     """The labels of a failure."""
 
     error_type: str
@@ -20,13 +20,13 @@ class Failure(NamedTuple):
 
 
 _BY_STATUS: Final = {
-    400: Failure("validation", "InvalidRequest", "request.invalid"),
-    404: Failure("not_found", "NotFound", "request.not_found"),
-    503: Failure("unavailable", "Unavailable", "runtime.unavailable"),
-    504: Failure("response_timeout", "DeadlineExceeded", "backend.response_timeout"),
+    400: FailureLabels("validation", "InvalidRequest", "request.invalid"),
+    404: FailureLabels("not_found", "NotFound", "request.not_found"),
+    503: FailureLabels("unavailable", "Unavailable", "runtime.unavailable"),
+    504: FailureLabels("response_timeout", "DeadlineExceeded", "backend.response_timeout"),
 }
-_NOT_BUILT: Final = Failure("not_implemented", "NotImplemented", "runtime.not_implemented")
-_INTERNAL: Final = Failure("internal", "Internal", "runtime.internal")
+_NOT_BUILT: Final = FailureLabels("not_implemented", "NotImplemented", "runtime.not_implemented")
+_INTERNAL: Final = FailureLabels("internal", "Internal", "runtime.internal")
 
 
 def rejection_of(error: BaseException, *, overload_status: int) -> RequestRejected:
@@ -38,7 +38,7 @@ def rejection_of(error: BaseException, *, overload_status: int) -> RequestReject
     return rejection_for(error, overload_status=overload_status)
 
 
-def classify(error: BaseException, rejected: RequestRejected) -> Failure:
+def classify(error: BaseException, rejected: RequestRejected) -> FailureLabels:
     """Return the labels of `error`, which was answered with `rejected`."""
     if rejected.code == NOT_BUILT_CODE:
         return _NOT_BUILT
@@ -48,7 +48,7 @@ def classify(error: BaseException, rejected: RequestRejected) -> Failure:
         return found or (_BY_STATUS[400] if 400 <= status < 500 else _INTERNAL)
     record = describe(error)
     if isinstance(error, RequestKillsWorkers):  # a 4xx, as clients must not send it again; but no client's mistake
-        return Failure("internal", record["class"], record["reason"])
+        return FailureLabels("internal", record["class"], record["reason"])
     if rule_of(error).status == 529:
         error_type = "overload"
     elif status == 499:
@@ -60,5 +60,5 @@ def classify(error: BaseException, rejected: RequestRejected) -> Failure:
     else:
         error_type = "internal"
     if http_assertion(error) is not None and 400 <= status < 500:
-        return Failure(error_type, "InvalidRequest", "backend.invalid_argument")
-    return Failure(error_type, record["class"], record["reason"])
+        return FailureLabels(error_type, "InvalidRequest", "backend.invalid_argument")
+    return FailureLabels(error_type, record["class"], record["reason"])

@@ -16,10 +16,10 @@ from dynamo.protocol.openai.escaping import json_line
 from dynamo.protocol.openai.sse import usage_json
 
 __all__ = [
-    "ChatLogprobs",
-    "Choice",
+    "ChatLogprobPieces",
+    "FinishedChoice",
     "TokenLogprob",
-    "TopLogprob",
+    "TopTokenLogprob",
     "chat_body",
     "chat_logprobs",
     "completion_body",
@@ -35,7 +35,7 @@ LOWEST_LOGPROB: Final = -9999.0  # stands for minus infinity, which JSON cannot 
 # -- log probabilities --------------------------------------------------------------------------------------------------
 
 
-class TopLogprob(Struct, frozen=True):
+class TopTokenLogprob(Struct, frozen=True):
     """One alternative at a position."""
 
     token: str
@@ -50,7 +50,7 @@ class TokenLogprob(Struct, frozen=True):
     logprob: float
     token_id: int
     bytes: list[int] | None
-    top_logprobs: list[TopLogprob]
+    top_logprobs: list[TopTokenLogprob]
 
 
 def token_logprobs(
@@ -102,10 +102,10 @@ def token_logprobs(
             other_id = int(entry["token_id"])
             other = text_of(other_id, entry.get("token"))
             alternatives.append(
-                TopLogprob(other, finite(entry["logprob"]), bytes_of(other_id, other, entry.get("bytes")))
+                TopTokenLogprob(other, finite(entry["logprob"]), bytes_of(other_id, other, entry.get("bytes")))
             )
         if own is None:
-            alternatives.append(TopLogprob(text, logprob, raw))
+            alternatives.append(TopTokenLogprob(text, logprob, raw))
         items.append(TokenLogprob(text, logprob, token_id, raw, alternatives))
     return items
 
@@ -116,11 +116,11 @@ def finite(logprob: float) -> float:
 
 
 def chat_logprobs(items: Sequence[TokenLogprob]) -> bytes:
-    """Return `{"content":[...],"refusal":null}`, for `ChatStream.delta` and `Choice`."""
+    """Return `{"content":[...],"refusal":null}`, for `ChatStream.delta` and `FinishedChoice`."""
     return json_line({"content": items, "refusal": None})
 
 
-class ChatLogprobs(dict[int, tuple[bytes, bytes, bytes]]):
+class ChatLogprobPieces(dict[int, tuple[bytes, bytes, bytes]]):
     """`chat_logprobs` of one token without alternatives, the shape of nearly every streamed chunk: token id -> what stands
     before, between and behind its log probability, which is said twice.
 
@@ -135,7 +135,7 @@ class ChatLogprobs(dict[int, tuple[bytes, bytes, bytes]]):
 
     def __missing__(self, token_id: int) -> tuple[bytes, bytes, bytes]:
         text, raw = self._token_text(token_id), list(self._token_bytes(token_id))
-        own = TokenLogprob(text, _MARK, token_id, raw, [TopLogprob(text, _MARK, raw)])
+        own = TokenLogprob(text, _MARK, token_id, raw, [TopTokenLogprob(text, _MARK, raw)])
         # Inside a text the quotes of the member's name would be escaped, so only the two members are found.
         before, between, behind = [part + _MEMBER for part in chat_logprobs([own]).split(_MEMBER + _encode(_MARK))]
         behind = behind[: -len(_MEMBER)]
@@ -174,7 +174,7 @@ def completion_logprobs(items: Sequence[TokenLogprob], *, text_offset: int = 0) 
 # -- answers ------------------------------------------------------------------------------------------------------------
 
 
-class Choice(Struct):
+class FinishedChoice(Struct):
     """One finished choice. `logprobs` is ready JSON of the shape its surface wants."""
 
     index: int
@@ -194,7 +194,7 @@ def chat_body(
     id: str,
     created: int,
     model: str,
-    choices: Iterable[Choice],
+    choices: Iterable[FinishedChoice],
     usage: bytes | None,
     *,
     nvext: bytes | None = None,
@@ -219,7 +219,7 @@ def chat_body(
     return json_line(_with(body, usage=usage, nvext=nvext))
 
 
-def _message(choice: Choice, reasoning_field: str) -> dict[str, Any]:
+def _message(choice: FinishedChoice, reasoning_field: str) -> dict[str, Any]:
     message: dict[str, Any] = {"content": choice.text, "refusal": None, "role": "assistant"}
     if choice.tool_calls:
         message["tool_calls"] = choice.tool_calls
@@ -232,7 +232,7 @@ def completion_body(
     id: str,
     created: int,
     model: str,
-    choices: Iterable[Choice],
+    choices: Iterable[FinishedChoice],
     usage: bytes | None,
     *,
     nvext: bytes | None = None,

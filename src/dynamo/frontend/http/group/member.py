@@ -43,7 +43,7 @@ from dynamo.runtime.metric_snapshots import snapshot
 from dynamo.runtime.metrics import MetricsRegistry
 from dynamo.runtime.tasks import Background, first_of
 
-__all__ = ["Deliveries", "Peers", "main"]
+__all__ = ["Deliveries", "GroupPeers", "main"]
 
 GATHER_SECONDS: Final = 3.0  # the parent itself waits for a member that does not answer for less
 
@@ -113,7 +113,7 @@ class Deliveries:
         self._report()  # before the parent hears that it was taken: it must see the connection somewhere
 
 
-class Peers:
+class GroupPeers:
     """The rest of the group as this process sees it: its parent, and through it the others."""
 
     def __init__(
@@ -255,7 +255,7 @@ async def _serve(settings: FrontendSettings, place: _Place) -> None:
     loop = asyncio.get_running_loop()
     runtime = DistributedRuntime(loop, None, None, settings=settings.runtime)
     reader, writer = await asyncio.open_unix_connection(sock=place.control)
-    peers = Peers(reader, writer, places=place.places, row=place.row, metrics=runtime.metrics)
+    peers = GroupPeers(reader, writer, places=place.places, row=place.row, metrics=runtime.metrics)
     asked = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, asked.set)
     try:
