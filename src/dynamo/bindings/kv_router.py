@@ -78,7 +78,7 @@ class _Routing:
 
     async def turn_of(self, query: KvQuery, policy_class: str | None) -> library.Selection:
         """Choose a rank, once it is the turn of the request. What is to be booked is booked before any await."""
-        router, gate = self.router, self.workers.gate
+        router, gate = self.router, self.workers.way.gate
         selection = router.select(query, _now())
         if gate is None:
             return selection

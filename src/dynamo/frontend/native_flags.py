@@ -24,7 +24,7 @@ REFUSED: Final = (
         Status.REFUSED,
         """
     --model-name --model-path --grpc-metrics-port --frontend-route-extension --router-min-initial-workers
-    --router-session-affinity-ttl-secs --router-session-affinity-mode --router-prefill-load-model
+    --router-prefill-load-model
     --router-tracking-key-file --router-tracking-key-id --tool-call-parser --reasoning-parser
     """,
         """

@@ -358,11 +358,15 @@ class FrontendSettings(FromEnvironment):
 
         `--load-aware` is a way of the kv router mode.
 
-        The status server is a worker's: a frontend shares its machine, not its port.
+        The status server is a worker's: a frontend shares its machine, not its port. Raises ValueError for a flag that the
+        router mode has no use for.
         """
+        router_mode = "kv" if self.kv_router.load_aware else self.router_mode
+        if self.kv_router.router_session_affinity_ttl_secs is not None and router_mode != "kv":
+            raise ValueError(f"--router-session-affinity-ttl-secs needs --router-mode kv, got {router_mode}")
         return replace(
             self,
-            router_mode="kv" if self.kv_router.load_aware else self.router_mode,
+            router_mode=router_mode,
             http_host=bind_host(self.store, self.http_host, "0.0.0.0"),
             paths={name: made.value(env) for name, made in ROUTES.items()},
             tokenizer_cache_bytes=self.tokenizer_cache_bytes if TOKENIZER_CACHE.value(env) else 0,

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 import msgspec
 
 from dynamo.errors import InvalidArgument, Overloaded, WorkerUnavailable
+from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import KvQuery
 from dynamo.placement.kv_transfer import TransferRule
 
@@ -42,6 +43,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     token_ids: Sequence[int] = ()
     lora_name: str | None = None
     pinned_instance_id: int | None = None  # the request names its worker
+    bound: WorkerRank | None = None  # where the request's session is bound
     priority: int = 0
     excluded: Collection[WorkerKey] = ()  # workers that this request has tried
     healthy_only: bool = False  # the caller has another way: no worker with an open circuit
@@ -85,6 +87,7 @@ class Policy(Protocol):
 
 
 _PINNED: Final = (PlacementReason("pinned"),)
+_SESSION: Final = (PlacementReason("session"),)
 _ALL_CIRCUITS_OPEN: Final = PlacementReason("all_circuits_open")
 
 
@@ -94,7 +97,8 @@ def place(
     """Choose the worker of `request`. `scope` names the group in errors, such as "model m".
 
     A worker with an open circuit is chosen only where no other worker is left, as a network that was away for a moment must
-    not cost more than that moment; never with `healthy_only`.
+    not cost more than that moment; never with `healthy_only`. A request whose session is bound goes to that worker unless it
+    has failed, is busy or is not there: then the policy chooses.
 
     Raises:
         InvalidArgument: the request names a worker that is not there, or the policy cannot place the request.
@@ -107,6 +111,10 @@ def place(
                 return Placement(candidate, "pinned", _PINNED)
         raise InvalidArgument("Invalid request")  # the native text for an unknown worker id
     found = eligible(request, candidates, scope=scope)
+    if request.bound is not None:
+        for candidate in found:
+            if candidate.instance_id == request.bound.worker_id and not candidate.is_circuit_open:
+                return Placement(candidate, "session", _SESSION, dp_rank=request.bound.dp_rank)
     placement = policy.choose(request, found, now)
     if placement.candidate.is_circuit_open:
         return msgspec.structs.replace(placement, reasons=(*placement.reasons, _ALL_CIRCUITS_OPEN))

@@ -72,5 +72,6 @@ class WorkerRequest(TypedDict, total=False):
     router_config_override: dict[str, object] | None
     bootstrap_info: BootstrapInfo
     prefill_result: PrefillResult
+    agent_context: dict[str, object]
     migration_link: object  # of the prefill's span
     annotations: list[str]

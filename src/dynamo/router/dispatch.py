@@ -67,7 +67,10 @@ class Dispatcher:
         pool, kv = self.pool, self.pool.kv
         query = None if kv is None else await kv.query(body, record, pinned=pinned)
         prompt = body.get("token_ids") or ()
-        request = PlacementRequest(token_ids=prompt, pinned_instance_id=pinned, kv=query, transfer=transfer)
+        bound = None if pool.sessions is None else pool.sessions.bound_rank(body)
+        request = PlacementRequest(
+            token_ids=prompt, pinned_instance_id=pinned, bound=bound, kv=query, transfer=transfer
+        )
         record.placement = pool.choose(request).placement
 
 
@@ -194,6 +197,8 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         if self._request.stall_detector is not None:
             self._request.stall_detector.remove(self)
         self._release()
+        if self._failover.session is not None:
+            self._failover.session.release()
 
     # -- what the stall detector needs (`stall_detector.WatchedStream`) ----------------------------------------------
 
@@ -320,13 +325,12 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         move: Move | None = None
         lost_at = 0.0
         pool, clock = self._dispatcher.pool, asyncio.get_running_loop().time
-        kv, may_wait = pool.kv, pool.gate is not None and last is None  # before the first attempt only
+        kv, failover = pool.kv, self._failover
+        choose = failover.choose if pool.on_the_way is None else failover.pass_and_choose
         while True:
             if kv is not None:
                 self._request.kv = await kv.query(self._body, record, pinned=self._request.pinned_instance_id)
-            worker = await self._failover.choose(last)
-            if worker is not None and may_wait and (wait := pool.wait_for_turn(worker, self._request.kv, context)):
-                worker = await self._failover.choose(None) if await wait else None
+            worker = await choose(last)
             if worker is None:
                 return []  # cancelled while it waited for one
             timer.routed()
@@ -336,6 +340,8 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
             try:
                 self._stream = await worker.open(self._body, context)
                 timer.dispatched()
+                if failover.session is not None:
+                    failover.session.sent(worker.instance.instance_id, worker.placement.dp_rank)
                 self.is_reading = True
                 items = await self._stream.next_batch()
                 if not items and not context.is_stopped():
@@ -352,12 +358,9 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
                     raise
                 logger.info(
                     "request %s: worker %x failed before its first token (%s: %s)",
-                    context.id(),
-                    worker.instance.instance_id,
-                    type(error).__name__,
-                    error,
-                )
-                last, may_wait = error, False
+                    context.id(), worker.instance.instance_id, type(error).__name__, error,
+                )  # fmt: skip
+                last = error
                 move = Move(is_ongoing=False)
                 record.moves.append(move)
                 lost_at = self._now()

@@ -12,6 +12,7 @@ from dynamo.router.kv_placement import KvPlaced
 
 __all__ = ["ExplainedCandidate", "ExplainedChoice", "ExplainedPlacement", "explain", "explain_placement", "trust_of"]
 
+NAMED: Final = "the request names it"
 MAX_CANDIDATES: Final = 64  # of the cheapest ones; an explanation travels in an answer
 _UNIT_DIGITS: Final = {"ms": 2}
 
@@ -74,7 +75,12 @@ def explain_placement(placement: Placement) -> ExplainedChoice | ExplainedPlacem
     """Explain where a request went, in any router mode."""
     if isinstance(placement, KvPlaced):
         selection = placement.selection
-        return explain(placement.kv_policy, selection.state, selection.choice)
+        found = explain(placement.kv_policy, selection.state, selection.choice)
+        if any(reason.code == "session" for reason in placement.reasons):
+            found["reason"] = "session"
+            found["meanings"] = {**found["meanings"], **meanings_of(["session"])}
+            found["summary"] = found["summary"].replace(NAMED, "its session is bound to it")
+        return found
     return {
         "summary": f"Chose worker {placement}.",
         "policy": placement.policy,
@@ -157,7 +163,7 @@ def _summary(state: KvState, choice: KvChoice, costs: list[CandidateCost]) -> st
     name = f"Chose worker {_name(choice.rank)}"
     held = f"It has {_held_tokens(state, choice.position)} of the prompt's {state.request.prompt_tokens} tokens in its KV cache."
     if state.request.is_pinned:
-        return f"{name} because the request names it. {held}"
+        return f"{name} because {NAMED}. {held}"
     if not others:
         return f"{name} because no other worker may serve the request. {held}"
     said = f"{name} {reason_of(choice.reason)}: {_amount(choice, choice.cost)}"

@@ -45,6 +45,7 @@ _TERMS: Final = {
 }
 
 _REASONS: Final = {
+    "session": "because its session is bound to it",
     "lowest_cost": "because serving there costs least",
     "sampled": "by chance, which prefers cheaper workers (the router's temperature is above 0)",
     "out_of_balance": "because it has the fewest requests, and the workers' numbers of requests are far apart",

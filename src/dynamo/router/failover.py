@@ -19,6 +19,7 @@ from dynamo.errors import (
     WorkerUnavailable,
     rule_of,
 )
+from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import PlacementRequest, WorkerKey
 from dynamo.placement.kv_query import KvQuery
 from dynamo.placement.kv_transfer import TransferRule
@@ -26,6 +27,7 @@ from dynamo.protocol.worker_request import RoutingHints, WorkerRequest
 from dynamo.router.migration import migration_blocker
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.record import DispatchRecord
+from dynamo.router.sessions import SessionHold
 from dynamo.router.stages import DispatchTimer
 from dynamo.router.stall_detector import StallDetector
 from dynamo.runtime.context import Context
@@ -122,7 +124,12 @@ class DispatchRequest:
         return None if self.stall_detector is None else self.stall_detector.policy.first_token_seconds
 
     def placement(
-        self, excluded: Collection[WorkerKey], *, healthy_only: bool = False, transfer: TransferRule | None = None
+        self,
+        excluded: Collection[WorkerKey],
+        *,
+        healthy_only: bool = False,
+        transfer: TransferRule | None = None,
+        bound: WorkerRank | None = None,
     ) -> PlacementRequest:
         """Return what the choice of a worker may look at."""
         routing = self.body.get("routing")
@@ -130,6 +137,7 @@ class DispatchRequest:
             token_ids=self.prompt,
             lora_name=routing.get("lora_name") if routing else None,
             pinned_instance_id=self.pinned_instance_id,
+            bound=bound,
             priority=(routing.get("priority") or 0) if routing else 0,
             excluded=excluded,
             healthy_only=healthy_only,
@@ -189,12 +197,14 @@ class Failover:
 
     __slots__ = (
         "_context",
+        "_may_wait",
         "_pool",
         "_replacement_wait_seconds",
         "_request",
         "attempts",
         "decided",
         "exempt_error",
+        "session",
         "transfer",
     )
 
@@ -203,6 +213,8 @@ class Failover:
     ) -> None:
         self._pool, self._request, self._context = pool, request, context
         self._replacement_wait_seconds = replacement_wait_seconds
+        self.session: SessionHold | None = None  # of the request, where it has one; released by the stream
+        self._may_wait = True  # in the router's queue: before the first attempt only
         self.attempts = Attempts()
         self.exempt_error: DynamoException | None = None  # does not count against the worker
         self.decided: ChosenWorker | None = None  # what a stage has chosen already; taken once
@@ -210,7 +222,17 @@ class Failover:
 
     def placement(self, *, healthy_only: bool = False) -> PlacementRequest:
         """Return what the choice of the next worker may look at."""
-        return self._request.placement(self.attempts.excluded, healthy_only=healthy_only, transfer=self.transfer)
+        bound = None if self.session is None else self.session.rank
+        return self._request.placement(
+            self.attempts.excluded, healthy_only=healthy_only, transfer=self.transfer, bound=bound
+        )
+
+    async def _join_session(self) -> None:
+        request = self._request
+        dp_rank = (request.body.get("routing") or {}).get("dp_rank")
+        self.session = await self._pool.hold_session(
+            request.body, self._context, worker_id=request.pinned_instance_id, dp_rank=dp_rank
+        )
 
     def readmit(self, worker: ChosenWorker) -> None:
         """Readmit a worker that refused the request."""
@@ -261,8 +283,34 @@ class Failover:
         """Count the failure against its worker, so that the next request need not find out for itself."""
         if error is self.exempt_error or self._is_late():
             return
+        if self.session is not None:
+            self.session.failed(worker.instance.instance_id, error)
         if worker.record_failure(error):
             self.attempts.readmit(worker)
+
+    async def pass_and_choose(self, last: DynamoException | None) -> ChosenWorker | None:
+        """Do as `choose`, in a pool with a queue or sessions: before its first attempt a request may have to wait for its turn,
+        or for its session to be bound.
+        """
+        pool = self._pool
+        if self.session is None and pool.sessions is not None:
+            await self._join_session()
+        worker = await self.choose(last)
+        may_wait, self._may_wait = self._may_wait, False
+        if worker is None or not may_wait or last is not None or pool.gate is None:
+            return worker
+        wait = pool.wait_for_turn(worker, self._context)
+        if wait is not None and self.session is not None and self.session.may_go_elsewhere:
+            wait.close()  # a session that only prefers its worker goes elsewhere before it waits
+            self.session.go_elsewhere()
+            worker = await self.choose(None)
+            wait = None if worker is None else pool.wait_for_turn(worker, self._context)
+        if wait is None:
+            return worker
+        began = self._now()
+        is_turn = await wait
+        self._request.record.queued_seconds += self._now() - began
+        return await self.choose(None) if is_turn else None
 
     async def choose(self, last: DynamoException | None) -> ChosenWorker | None:
         """Choose a worker; where none is left, wait for a replacement if one is expected. None: the request was cancelled.

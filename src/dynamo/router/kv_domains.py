@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
@@ -33,9 +33,9 @@ from dynamo.router.kv_placement import KvPlacement
 from dynamo.router.kv_router import KvRouter, KvRouterOptions, Selection
 from dynamo.router.kv_settings import KV_POLICIES, KvRouterSettings
 from dynamo.router.load_reports import RouterLoadReports
-from dynamo.router.queue_gate import PoolRanks, QueueGate
-from dynamo.router.queue_metrics import QueueMetrics
-from dynamo.router.replica_sync import ReplicaSync
+from dynamo.router.on_the_way import OnTheWay, PoolKind, way_to_pool
+from dynamo.router.replica_sync import ReplicaSync, SessionSync
+from dynamo.router.sessions import SessionRelay
 from dynamo.runtime.endpoint import Endpoint
 from dynamo.runtime.metrics import MetricsRegistry
 from dynamo.runtime.tasks import Background
@@ -183,6 +183,11 @@ class KvDomain:
         placement.read_ranks = self._ranks
 
     @property
+    def ranks(self) -> Collection[WorkerRank]:
+        """The ranks that its workers' cards name."""
+        return self._cards.keys()
+
+    @property
     def endpoints(self) -> frozenset[str]:
         """Where its workers are."""
         return frozenset(endpoint for members in self._owners.values() for endpoint, _ in members)
@@ -292,12 +297,13 @@ class KvDomain:
 class _BookingRelay:
     """Passes the bookings of a domain on to the sync of the endpoint that the worker is at (`BookingObserver`)."""
 
-    __slots__ = ("_endpoint_of", "syncs")
+    __slots__ = ("_endpoint_of", "sessions", "syncs")
 
     def __init__(self, endpoint_of: Callable[[int], str | None]) -> None:
         """`endpoint_of`: from a worker's id to its endpoint; None: the worker has gone."""
         self._endpoint_of = endpoint_of
         self.syncs: dict[str, ReplicaSync] = {}  # by endpoint
+        self.sessions = SessionRelay(endpoint_of)  # where sessions are bound is shared as well
 
     def booked(self, request_id: str, selection: Selection) -> None:
         """Report a request that was booked."""
@@ -386,18 +392,21 @@ class KvDomains:
         """Return the placement of a domain, which need not have workers yet."""
         return self._domain(key).placement
 
-    def gate(self, key: DomainKey, model: str, pool: ModelPool) -> QueueGate | None:
-        """Return where requests for the workers of a pool wait; None: they do not.
-
-        A domain may have several: each model has the policy classes of its name.
+    def way(self, key: DomainKey, model: str, pool: ModelPool) -> OnTheWay | None:
+        """Return what requests pass before the workers of a pool; None: nothing. A domain may have several pools: each model has
+        the policy classes of its name, and sessions of its own.
         """
-        profile = self._settings.profile(model)
-        if not profile.parks:
-            return None
-        placement = self._domain(key).placement
-        kind = _PREFILL if key.role == _PREFILL else _DECODE
-        metrics = QueueMetrics(self._registry, model=model, worker_type=kind, classes=profile.classes)
-        return QueueGate(placement.router, profile, PoolRanks(pool, placement), metrics)
+        domain = self._domain(key)
+        return way_to_pool(
+            self._settings,
+            self._registry,
+            PoolKind(model, _PREFILL if key.role == _PREFILL else _DECODE),
+            pool,
+            domain.placement,
+            relay=domain.relay.sessions,
+            ranks=lambda: domain.ranks,
+            writer_id=self._router_id(),
+        )
 
     def update(self, owner: Hashable, key: DomainKey, members: Iterable[KvMember]) -> None:
         """Take over the workers of one owner, such as a model: all of them are in the domain `key`."""
@@ -480,7 +489,9 @@ class KvDomains:
                 follower.feed.ranks_changed()
         if not endpoints:
             return
-        if domain.index is not None or self._settings.router_replica_sync:
+        settings = self._settings
+        has_sessions = settings.router_session_affinity_ttl_secs is not None
+        if domain.index is not None or settings.router_replica_sync or has_sessions:
             for endpoint in endpoints:
                 if (key, endpoint) not in self._followers and not self._background.is_closed:
                     self._follow(key, domain, endpoint)
@@ -496,11 +507,31 @@ class KvDomains:
             domain.placement.router.observer = domain.relay
             syncing = self._keep_syncing(domain, endpoint)
             follower.tasks.append(self._background.start(syncing, f"replica sync {endpoint}"))
+        if self._settings.router_session_affinity_ttl_secs is not None:
+            sharing = self._keep_sharing_sessions(domain, endpoint)
+            follower.tasks.append(self._background.start(sharing, f"sessions {endpoint}"))
 
     def _leave(self, key: DomainKey, endpoint: str) -> None:
         follower = self._followers.pop((key, endpoint))
         for task in follower.tasks:
             task.cancel()
+
+    async def _keep_sharing_sessions(self, domain: KvDomain, endpoint: str) -> None:
+        """Share where sessions are bound with other routers until this is cancelled; try again after a failure."""
+        while True:
+            try:
+                async with SessionSync(self._endpoint(endpoint), domain.relay.sessions) as sync:
+                    domain.relay.sessions.syncs[endpoint] = sync
+                    await asyncio.get_running_loop().create_future()  # until this is cancelled, or the sync fails
+            except DynamoException as error:
+                logger.warning(
+                    "sessions at %s cannot be shared, next attempt in %g s: %s", endpoint, RETRY_SECONDS, error
+                )
+            except Exception:  # the boundary: one fault of ours must not end the sharing for ever
+                logger.exception("sharing the sessions at %s failed; next attempt in %g s", endpoint, RETRY_SECONDS)
+            finally:
+                domain.relay.sessions.syncs.pop(endpoint, None)
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _keep_syncing(self, domain: KvDomain, endpoint: str) -> None:
         """Share the bookings of an endpoint's workers with other routers until this is cancelled; try again after a failure."""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from dynamo.errors import DynamoException, WorkerUnavailable
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import WorkerRank
@@ -45,6 +47,7 @@ class KvPlaced(Placement, frozen=True, gc=False, kw_only=True):
 
     selection: Selection
     kv_policy: KvPolicy  # that made it
+    query: KvQuery  # what was asked
 
 
 class KvWatcher:
@@ -184,7 +187,7 @@ class KvPlacement:
         except WorkerUnavailable as error:
             logger.debug("the kv router finds none of %d workers: %s", len(candidates), error)
             return fewest_in_flight(candidates, self._rng, "kv")
-        return self._placed(by_id[selection.rank.worker_id], selection)
+        return self._placed(by_id[selection.rank.worker_id], selection, query)
 
     def settle(self, placement: Placement, request: PlacementRequest, now: float) -> Placement:
         """Return a placement with its decision: a request that names its worker was placed without one."""
@@ -193,16 +196,22 @@ class KvPlacement:
         self._refresh()
         if placement.candidate.instance_id not in self._workers:
             return placement
-        query = request.kv
-        query.allowed, query.pinned_worker_id = None, placement.candidate.instance_id
+        # A query of its own: without the session's rank, the request may have to go elsewhere.
+        query = msgspec.structs.replace(request.kv, allowed=None, pinned_worker_id=placement.candidate.instance_id)
+        if placement.dp_rank is not None:
+            query.pinned_dp_rank = placement.dp_rank
         try:
             selection = self.select(query, now)
         except WorkerUnavailable:
             return placement
-        return self._placed(placement.candidate, selection, _PINNED)
+        return self._placed(placement.candidate, selection, query, placement.reasons)
 
     def _placed(
-        self, candidate: Candidate, selection: Selection, reasons: tuple[PlacementReason, ...] | None = None
+        self,
+        candidate: Candidate,
+        selection: Selection,
+        query: KvQuery,
+        reasons: tuple[PlacementReason, ...] | None = None,
     ) -> KvPlaced:
         choice = selection.choice
         why = reasons or (
@@ -216,6 +225,7 @@ class KvPlacement:
             dp_rank=selection.rank.dp_rank,
             selection=selection,
             kv_policy=self.router.policy,
+            query=query,
         )
 
     def current_router(self) -> KvRouter:

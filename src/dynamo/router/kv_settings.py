@@ -10,6 +10,7 @@ import msgspec
 
 from dynamo.placement.queueing import PolicyFile, PolicyProfile, QueueOrder, Selector, read_policy_file
 from dynamo.placement.queueing.policy_file import SelectorRole
+from dynamo.placement.session_affinity import MAX_TTL_SECONDS, MIN_TTL_SECONDS
 from dynamo.settings.readers import (
     SettingReader,
     integer,
@@ -117,6 +118,13 @@ class KvRouterSettings:
     router_policy_config: str | None = setting(None, "DYN_ROUTER_POLICY_CONFIG", SettingReader(str, metavar="FILE"),
         "YAML with policy classes, policies by role, and router settings ([queues](routing.md#queues)); what it gives "
         "beats flags and variables", flag="--router-policy-config", group=_GROUP)
+    router_session_affinity_ttl_secs: float | None = setting(None, "DYN_ROUTER_SESSION_AFFINITY_TTL_SECS",
+        seconds(MIN_TTL_SECONDS),
+        "Requests of a session (`x-dynamo-session-id`) go to one worker until the session has been idle for so long, up to a "
+        "year ([sessions](routing.md#sessions))", flag="--router-session-affinity-ttl-secs", group=_GROUP)
+    router_session_affinity_mode: str = setting("hard", "DYN_ROUTER_SESSION_AFFINITY_MODE", one_of("hard", "soft"),
+        "`hard`: a session waits for its worker where requests wait. `soft`: it moves to another one instead",
+        flag="--router-session-affinity-mode", group=_GROUP)
     worker_selection_policy: str | None = setting(None, "DYN_ROUTER_WORKER_SELECTION_POLICY", text,
         "A policy by name, from `worker_selection` of that file or one of `--router-policy`, for all roles")
     router_prefill_policy: str | None = setting(None, "DYN_ROUTER_PREFILL_POLICY", text,
@@ -165,6 +173,9 @@ class KvRouterSettings:
         return replace(self, policies=policies, **given)
 
     def _settled(self) -> Self:
+        ttl = self.router_session_affinity_ttl_secs
+        if ttl is not None and ttl > MAX_TTL_SECONDS:
+            raise ValueError(f"--router-session-affinity-ttl-secs must be at most {MAX_TTL_SECONDS}, got {ttl:g}")
         if self.load_aware:
             return replace(
                 self,

@@ -12,12 +12,13 @@ from typing import NamedTuple, Protocol
 
 from dynamo.errors import DynamoException, InvalidArgument, WorkerUnavailable
 from dynamo.placement import Candidate, Placement, PlacementRequest, Policy, WorkerKey, eligible, place
-from dynamo.placement.kv_query import KvQuery
 from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.kv_placement import KvPlaced, KvPlacement
+from dynamo.router.on_the_way import OnTheWay
 from dynamo.router.queue_gate import QueueGate
+from dynamo.router.sessions import PoolSessions, SessionHold, session_id_of
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.base import Instance, ResponseStream
 
@@ -75,8 +76,8 @@ class ModelPool:
     """
 
     __slots__ = (
-        "_busy", "_clients", "_members", "_places", "_policy", "_waiters", "emptied_at", "gate", "kv", "name",
-        "runtime_config",
+        "__weakref__", "_busy", "_clients", "_members", "_places", "_policy", "_waiters", "emptied_at", "kv",
+        "name", "on_the_way", "runtime_config",
     )  # fmt: skip
 
     def __init__(self, name: str, clients: Mapping[str, WorkerClient], policy: Policy) -> None:
@@ -84,7 +85,7 @@ class ModelPool:
         `policy`: of this pool alone, as it keeps the pool's turn; only a `KvPlacement` may be shared."""
         self.name = name
         self._clients = clients
-        self.gate: QueueGate | None = None  # where requests wait for a worker; None: they do not
+        self.on_the_way: OnTheWay | None = None  # what requests pass before they go to a worker
         self.use(policy)
         # Requests that wait for a worker, in order of arrival; bounded by those in flight.
         self._waiters: dict[asyncio.Future[None], None] = {}
@@ -101,9 +102,27 @@ class ModelPool:
         self._policy = policy
         self.kv = policy if isinstance(policy, KvPlacement) else None
 
-    def set_gate(self, gate: QueueGate | None) -> None:
-        """Let requests wait at `gate` from now on; None: they do not wait."""
-        self.gate = gate
+    @property
+    def gate(self) -> QueueGate | None:
+        """Where requests wait for a worker; None: they do not."""
+        return None if self.on_the_way is None else self.on_the_way.gate
+
+    @property
+    def sessions(self) -> PoolSessions | None:
+        """The sessions that stay with their worker; None: none does."""
+        return None if self.on_the_way is None else self.on_the_way.sessions
+
+    async def hold_session(
+        self, body: WorkerRequest, context: Context, *, worker_id: int | None, dp_rank: int | None
+    ) -> SessionHold | None:
+        """Return a request's hold on its session; None: it has none. `worker_id`, `dp_rank`: what the request names itself.
+
+        Raises what `PoolSessions.hold` raises.
+        """
+        sessions, session_id = self.sessions, session_id_of(body)
+        if sessions is None or session_id is None:
+            return None
+        return await sessions.hold(session_id, context, pinned_worker_id=worker_id, pinned_dp_rank=dp_rank)
 
     @property
     def busy(self) -> frozenset[int]:
@@ -202,19 +221,17 @@ class ModelPool:
         client = self._clients[endpoint]
         return ChosenWorker(placement, client.named(instance_id), client, self.kv)
 
-    def wait_for_turn(
-        self, worker: ChosenWorker, query: KvQuery | None, context: Context
-    ) -> Coroutine[None, None, bool] | None:
+    def wait_for_turn(self, worker: ChosenWorker, context: Context) -> Coroutine[None, None, bool] | None:
         """Return the wait of a request that is about to go to `worker`; None: it may go at once.
 
         Await it: True: choose again, and open in the same turn of the loop; False: the request was cancelled meanwhile.
         It raises RouterQueueLimitExceeded where too many wait already.
         """
         gate, placement = self.gate, worker.placement
-        if gate is None or query is None or not isinstance(placement, KvPlaced):
+        if gate is None or not isinstance(placement, KvPlaced):
             return None
-        policy = gate.parks(placement.selection, query, context)
-        return None if policy is None else gate.wait(policy, placement.selection, query, context)
+        policy = gate.parks(placement.selection, placement.query, context)
+        return None if policy is None else gate.wait(policy, placement.selection, placement.query, context)
 
     def has_worker(self, request: PlacementRequest) -> bool:
         """Return whether `choose` would find a worker that is not busy; nothing is chosen, so no turn is used up."""

@@ -13,6 +13,7 @@ import logging
 import random
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Final, Protocol
 
 from dynamo.errors import (
@@ -34,6 +35,7 @@ from dynamo.router.handoff import Handoff, PrefillAnswer, decode_request, prefil
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.query_of_death import Suspect
 from dynamo.router.record import DispatchRecord
+from dynamo.router.sessions import SessionHold
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseStream
 from dynamo.runtime.tasks import Background, Work
@@ -142,48 +144,72 @@ class PrefillRouter:
         late: DynamoException | None = None  # a limit of ours: that is no fault of the way to the worker
         kv = self.workers.kv
         query = None if kv is None else await kv.query(body, record, pinned=pinned, is_prefill=True)
-        while True:
-            if attempts.last is not None and len(tried) > retries:
-                raise attempts.last
-            try:
-                without = [*tried, *self._cut_off(can_receive)]
-                worker = self._choose(body, pinned, without, query)
-                if not tried and (wait := self.workers.wait_for_turn(worker, query, context)) is not None:
-                    if not await wait:
-                        return PrefillAnswer(worker.instance, [])  # cancelled while it waited
-                    worker = self._choose(body, pinned, without, query)
-            except WorkerUnavailable as error:
-                raise attempts.last or error from None  # why the last one failed says more
-            record.prefill_placement = worker.placement
-            timer.routed()
-            instance = worker.instance
-            tried.append(worker.key)
-            sent_at = _now()
-            try:
+        rank = (body.get("routing") or {}).get("prefill_dp_rank")
+        session = await self.workers.hold_session(body, context, worker_id=pinned, dp_rank=rank)
+        with ExitStack() as stack:
+            if session is not None:
+                stack.callback(session.release)
+            while True:
+                if attempts.last is not None and len(tried) > retries:
+                    raise attempts.last
                 try:
-                    async with asyncio.timeout(limit_seconds):
-                        return await self._on(worker, _with_rank(body, worker.placement), context, timer, suspect)
-                except TimeoutError:
-                    if limit_seconds is None:
+                    without = [*tried, *self._cut_off(can_receive)]
+                    worker = self._choose(body, pinned, without, query, session)
+                    wait = None if tried else self.workers.wait_for_turn(worker, context)
+                    if wait is not None and session is not None and session.may_go_elsewhere:
+                        wait.close()  # a session that only prefers its worker goes elsewhere before it waits
+                        session.go_elsewhere()
+                        worker = self._choose(body, pinned, without, query, session)
+                        wait = self.workers.wait_for_turn(worker, context)
+                    if wait is not None:
+                        began = _now()
+                        is_turn = await wait
+                        record.queued_seconds += _now() - began
+                        if not is_turn:
+                            return PrefillAnswer(worker.instance, [])  # cancelled while it waited
+                        worker = self._choose(body, pinned, without, query, session)
+                except WorkerUnavailable as error:
+                    raise attempts.last or error from None  # why the last one failed says more
+                record.prefill_placement = worker.placement
+                timer.routed()
+                instance = worker.instance
+                tried.append(worker.key)
+                sent_at = _now()
+                try:
+                    try:
+                        async with asyncio.timeout(limit_seconds):
+                            answer = await self._on(worker, _with_rank(body, worker.placement), context, timer, suspect)
+                        if session is not None:
+                            session.sent(instance.instance_id, worker.placement.dp_rank)
+                        return answer
+                    except TimeoutError:
+                        if limit_seconds is None:
+                            raise
+                        late = ResponseTimeout(f"the prompt was not computed within {limit_seconds:g} s")
+                        raise late from None
+                except DynamoException as error:
+                    timer.arrived(failed=True)
+                    if error is not late:
+                        worker.record_failure(error)
+                        if session is not None:
+                            session.failed(instance.instance_id, error)
+                        if suspect is not None:
+                            suspect.count_failure(self.workers, worker, error, sent_at=sent_at, now=_now())
+                    if (
+                        not rule_of(error).retryable
+                        or pinned is not None
+                        or len(tried) > retries
+                        or context.is_stopped()
+                    ):
                         raise
-                    late = ResponseTimeout(f"the prompt was not computed within {limit_seconds:g} s")
-                    raise late from None
-            except DynamoException as error:
-                timer.arrived(failed=True)
-                if error is not late:
-                    worker.record_failure(error)
-                    if suspect is not None:
-                        suspect.count_failure(self.workers, worker, error, sent_at=sent_at, now=_now())
-                if not rule_of(error).retryable or pinned is not None or len(tried) > retries or context.is_stopped():
-                    raise
-                logger.info(
-                    "request %s: prefill worker %x failed (%s: %s); trying another",
-                    context.id(),
-                    instance.instance_id,
-                    type(error).__name__,
-                    error,
-                )
-                attempts.last = error
+                    logger.info(
+                        "request %s: prefill worker %x failed (%s: %s); trying another",
+                        context.id(),
+                        instance.instance_id,
+                        type(error).__name__,
+                        error,
+                    )
+                    attempts.last = error
 
     async def peek(self, body: WorkerRequest, record: DispatchRecord, can_receive: CanReceive | None) -> ChosenWorker:
         """Return the worker that would get the prefill of `body` now. Raises what the choice of a worker raises."""
@@ -235,11 +261,17 @@ class PrefillRouter:
         return [key for key, rule in self._rules.items() if not verdicts.get(rule, True)]
 
     def _choose(
-        self, body: WorkerRequest, pinned: int | None, tried: list[WorkerKey], query: KvQuery | None
+        self,
+        body: WorkerRequest,
+        pinned: int | None,
+        tried: list[WorkerKey],
+        query: KvQuery | None,
+        session: SessionHold | None = None,
     ) -> ChosenWorker:
         request = PlacementRequest(
             token_ids=body.get("token_ids") or (),
             pinned_instance_id=pinned,
+            bound=None if session is None else session.rank,
             excluded=tried,
             # Where all circuits are open the decode workers compute the prompt, if they may.
             healthy_only=not self.is_enforced,

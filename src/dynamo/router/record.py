@@ -15,7 +15,9 @@ __all__ = ["DispatchRecord"]
 class DispatchRecord:
     """The workers that served one request, and its moves between them."""
 
-    __slots__ = ("bypass", "instances", "moves", "placement", "prefill_instance_id", "prefill_placement", "sequences")
+    __slots__ = (
+        "bypass", "instances", "moves", "placement", "prefill_instance_id", "prefill_placement", "queued_seconds", "sequences",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.moves: list[Move] = []  # bounded by the retries and the number of choices
@@ -26,5 +28,6 @@ class DispatchRecord:
         self.bypass: BypassVerdict | None = (
             None  # whether a prefill worker was to compute the prompt; None: no question
         )
+        self.queued_seconds = 0.0  # how long it has waited in queues of the router
         # The hashes of the prompts' blocks, each with its prompt: choices and stages share them.
         self.sequences: list[tuple[Sequence[int], int, Sequence[int]]] | None = None

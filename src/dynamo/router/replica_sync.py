@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.active_load import ActiveLoad
@@ -30,7 +29,7 @@ from dynamo.placement.replica_events import (
     encode_booking,
     encode_bookings,
 )
-from dynamo.placement.session_affinity import AffinityRecord, SessionAffinity
+from dynamo.placement.session_affinity import AffinityRecord
 from dynamo.router.kv_router import Selection
 from dynamo.runtime.endpoint import Endpoint
 from dynamo.runtime.event_plane.base import Event, EventPublisher
@@ -208,15 +207,29 @@ class ReplicaSync:
         )
 
 
+class SharedBindings(Protocol):
+    """What is needed of a table of sessions, or of several."""
+
+    @property
+    def reap_seconds(self) -> float:
+        """How often `reap` is to be called."""
+        ...
+
+    def advise(self, record: AffinityRecord, now: float) -> bool:
+        """Take what another router reports; return whether it is used."""
+        ...
+
+    def reap(self, now: float) -> int:
+        """Drop what has been idle for too long; return how many."""
+        ...
+
+
 class SessionSync:
     """Reports the bindings of sessions, and takes those of other routers as advice. Use as `async with`."""
 
-    def __init__(
-        self, endpoint: Endpoint, affinity: SessionAffinity, *, clock_ns: Callable[[], int] = time.time_ns
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, affinity: SharedBindings) -> None:
         """`endpoint`: that of the workers."""
         self._endpoint, self._affinity = endpoint, affinity
-        self.clock_ns = clock_ns
         self._publisher: EventPublisher | None = None
         self._stack = AsyncExitStack()
         self.invalid = 0  # messages that could not be read

@@ -31,9 +31,9 @@ from dynamo.router.kv_domains import router_options
 from dynamo.router.kv_router import KvRouter, Selection
 from dynamo.router.kv_settings import KvRouterSettings
 from dynamo.router.load_reports import RouterLoadReports
-from dynamo.router.queue_gate import QueueGate, RouterRanks
-from dynamo.router.queue_metrics import QueueMetrics
+from dynamo.router.on_the_way import OnTheWay, way_to_endpoint
 from dynamo.router.replica_sync import ReplicaSync
+from dynamo.router.sessions import SessionHold, session_id_of
 from dynamo.runtime.client import Client
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import MODEL_CARDS, Change, Put
@@ -46,6 +46,7 @@ __all__ = ["RoutedAnswer", "RoutedEndpoint", "kv_query_of", "new_router", "ranks
 
 logger = logging.getLogger(__name__)
 
+_NOTHING_ON_THE_WAY: Final = OnTheWay()
 OTHER_WORKERS: Final = 3  # that a request may be sent to, where workers decline it before they answer
 MAX_CARDS: Final = 65_536  # of one endpoint; a store gone wild must not take the memory
 
@@ -60,12 +61,16 @@ class RoutedEndpoint:
     """Follows the workers of an endpoint for a router, and sends them requests. Use as `async with`."""
 
     def __init__(
-        self, workers: Endpoint, router: KvRouter, *, gate: QueueGate | None = None, needs_cards: bool = False
+        self,
+        workers: Endpoint,
+        router: KvRouter,
+        *,
+        way: OnTheWay = _NOTHING_ON_THE_WAY,
+        needs_cards: bool = False,
     ) -> None:
-        """`workers`: the endpoint whose instances serve the requests. What feeds the router's index is the caller's. `gate`:
-        where requests wait for a worker; None: they do not. `needs_cards`: a worker gets no requests before its model card
-        is there."""
-        self.endpoint, self.router, self.gate = workers, router, gate
+        """`workers`: the endpoint whose instances serve the requests. What feeds the router's index is the caller's. `way`:
+        what requests pass before they go to a worker. `needs_cards`: a worker gets no requests before its model card is there."""
+        self.endpoint, self.router, self.way = workers, router, way
         self._needs_cards = needs_cards
         self._stack = AsyncExitStack()
         self._cards: dict[str, tuple[int, ModelCard]] = {}  # by key; instance id and card
@@ -235,6 +240,7 @@ class RoutedAnswer:
         "_excluded",
         "_has_begun",
         "_query",
+        "_session",
         "_stream",
         "context",
         "selection",
@@ -244,30 +250,55 @@ class RoutedAnswer:
         self._endpoint, self._body, self.context, self._query = endpoint, body, context, query
         self._excluded: set[int] = set()  # workers that declined
         self._booked: str | None = None  # the name of the booking
+        self._session: SessionHold | None = None
         self._stream: ResponseStream | None = None
         self._has_begun = False  # an item has come
         self.selection: Selection | None = None  # of the worker that serves it, or was asked last
 
     async def start(self) -> None:
         """Wait for a turn where all workers have too much to prefill, then `begin`; do nothing when cancelled meanwhile."""
-        gate, query, context = self._endpoint.gate, self._query, self.context
-        selection: Selection | None = None
-        if gate is not None:
-            selection = self._endpoint.router.select(query, _now())
-            if (policy := gate.parks(selection, query, context)) is not None:
-                if not await gate.wait(policy, selection, query, context):
-                    return
-                selection = None
-        await self.begin(selection)
+        (gate, sessions), context = self._endpoint.way, self.context
+        try:
+            if sessions is not None and (session_id := session_id_of(self._body)) is not None:
+                own = self._query
+                self._session = await sessions.hold(
+                    session_id, context, pinned_worker_id=own.pinned_worker_id, pinned_dp_rank=own.pinned_dp_rank
+                )
+            selection: Selection | None = None
+            if gate is not None:
+                selection, query = self._select()
+                policy = gate.parks(selection, query, context)
+                if policy is not None and self._session is not None and self._session.may_go_elsewhere:
+                    self._session.go_elsewhere()
+                    selection, query = self._select()
+                    policy = gate.parks(selection, query, context)
+                if policy is not None:
+                    if not await gate.wait(policy, selection, query, context):
+                        self.close()
+                        return
+                    selection = None
+            await self.begin(selection)
+        except BaseException:
+            self.close()
+            raise
+
+    def _select(self) -> tuple[Selection, KvQuery]:
+        """Choose a worker: that of the session where it is bound. Return the choice, and what was asked."""
+        query, bound = self._query, None if self._session is None else self._session.rank
+        if bound is not None and query.pinned_worker_id is None:
+            query = msgspec.structs.replace(query, pinned_worker_id=bound.worker_id, pinned_dp_rank=bound.dp_rank)
+        return self._endpoint.router.select(query, _now()), query
 
     async def begin(self, selection: Selection | None = None) -> None:
         """Choose a worker and open the stream there; go on with others where it declines. See `RoutedEndpoint.open`."""
         while True:
             self._query.excluded = self._excluded
-            self.selection = selection or self._endpoint.router.select(self._query, _now())
+            self.selection = selection or self._select()[0]
             selection = None
             try:
                 await self._open_at(self.selection)
+                if self._session is not None:
+                    self._session.sent(*self.selection.rank)
                 return
             except _NOT_STARTED as error:
                 self._decline(error)
@@ -282,14 +313,16 @@ class RoutedAnswer:
             instance = endpoint.client.named(rank.worker_id)
             self._stream = await endpoint.client.open(instance, {**self._body, "routing": hints}, self.context)
         except BaseException:
-            self.close()
+            self._unbook()
             raise
 
     def _decline(self, error: DynamoException) -> None:
         """Take a worker's refusal; raises it where no further worker is to be tried."""
-        self.close()
+        self._unbook()
         assert self.selection is not None
         rank, excluded = self.selection.rank, self._excluded
+        if self._session is not None:
+            self._session.failed(rank.worker_id, error)
         excluded.add(rank.worker_id)
         if len(excluded) > OTHER_WORKERS or self._query.pinned_worker_id is not None:
             raise error
@@ -310,24 +343,38 @@ class RoutedAnswer:
         """
         while self._stream is not None:
             try:
-                items = await self._stream.next_batch()
-            except _NOT_STARTED as error:
-                if self._has_begun:
-                    self.close()
-                    raise
-                self._decline(error)
-                await self.begin()
-                continue
+                items = await self._next_items()
             except BaseException:
                 self.close()
                 raise
+            if items is None:
+                continue
             if items:
                 return self._counted(items)
             self.close()
         return []
 
+    async def _next_items(self) -> list[StreamItem] | None:
+        """Return what the worker sent next; None: it declined, and another one was asked."""
+        assert self._stream is not None
+        try:
+            return await self._stream.next_batch()
+        except DynamoException as error:
+            if isinstance(error, _NOT_STARTED) and not self._has_begun:
+                self._decline(error)
+                await self.begin()
+                return None
+            if self._session is not None and self.selection is not None:
+                self._session.failed(self.selection.rank.worker_id, error)
+            raise
+
     def close(self) -> None:
-        """End the answer and its booking. Idempotent."""
+        """End the answer and its booking, and let its session go. Idempotent."""
+        self._unbook()
+        if self._session is not None:
+            self._session.release()
+
+    def _unbook(self) -> None:
         stream, self._stream = self._stream, None
         booked, self._booked = self._booked, None
         if stream is not None:
@@ -400,8 +447,8 @@ async def routed_endpoint(
 ) -> AsyncIterator[RoutedEndpoint]:
     """Follow an endpoint's workers for a router, feed `index` their KV events, and share the bookings, as the settings say."""
     async with AsyncExitStack() as stack:
-        gate = _gate(kv, router, endpoint)
-        workers = RoutedEndpoint(endpoint, router, gate=gate, needs_cards=needs_cards)
+        way = await stack.enter_async_context(way_to_endpoint(kv, router, endpoint))
+        workers = RoutedEndpoint(endpoint, router, way=way, needs_cards=needs_cards)
         if index is not None:
             sink = _IndexOfWorkers(index, workers)
             feed = KvEventFeed(endpoint, sink, on_trust=workers.set_trust, is_live=sink.is_live)
@@ -417,15 +464,6 @@ async def routed_endpoint(
             sync = ReplicaSync(endpoint, router.load, router_id=endpoint.connection_id(), block_size=router.block_size)
             router.observer = await stack.enter_async_context(sync)
         yield await stack.enter_async_context(workers)
-
-
-def _gate(kv: KvRouterSettings, router: KvRouter, endpoint: Endpoint) -> QueueGate | None:
-    """Return the queue in front of an endpoint's workers; None where the settings ask for none."""
-    profile = kv.profile("")  # that of no model in particular: an endpoint may serve several
-    if not profile.parks:
-        return None
-    metrics = QueueMetrics(endpoint.runtime.metrics, model=endpoint.path, worker_type="decode", classes=profile.classes)
-    return QueueGate(router, profile, RouterRanks(router), metrics)
 
 
 def ranks_of(

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from dynamo.protocol.records import ModelCard, ModelRuntimeConfig
 from dynamo.router.decisions import read_decisions, recompute
 from dynamo.router.kv_domains import KvDomain
 from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.router.sessions import PoolSessions
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher
@@ -615,3 +617,118 @@ async def test_a_worker_without_events_is_guessed_beside_one_with_events(house: 
     ids = [each.endpoint.connection_id() for each in (silent, other)]
     assert [trusts[each] for each in ids] == ["predicted", "none"]
     assert served(silent, other) == [2, 0]
+
+
+# -- sessions --------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def sessions(tmp_path: Path, **settings: Any) -> AsyncIterator[Cluster]:
+    made = KvRouterSettings(policy="default", use_kv_events=False, router_session_affinity_ttl_secs=60, **settings)
+    async with cluster(tmp_path, router_mode="kv", kv_router=made) as found:
+        yield found
+
+
+async def in_session(house: Cluster, session: str = "s", **fields: Any) -> Any:
+    body = {"model": "m", "prompt": fields.pop("prompt", [5, 6, 7]), "max_tokens": 5, **fields}
+    headers = {"x-dynamo-session-id": session, "x-dynamo-explain-routing": "1"}
+    return await house.client.call("POST", "/v1/completions", body, headers=headers)
+
+
+def owner_of(house: Cluster, before: list[int]) -> int:
+    """Which worker has had a request since its count in `before`."""
+    (found,) = [at for at, (now, then) in enumerate(zip(served(*house.workers), before, strict=True)) if now > then]
+    return found
+
+
+async def test_a_session_stays_with_its_worker_and_the_answer_says_so(tmp_path: Path) -> None:
+    async with sessions(tmp_path) as house:
+        for _ in range(4):
+            await add(house)
+        answers = [await in_session(house, prompt=[number, 2, 3]) for number in range(8)]
+        assert sorted(served(*house.workers)) == [0, 0, 0, 8]
+        explained = [answer.json["nvext"]["routing"]["decode"] for answer in answers]
+        assert [each["reason"] == "session" for each in explained] == [False] + [True] * 7
+        assert "because its session is bound to it" in explained[1]["summary"]
+        for number in range(12):
+            assert (await in_session(house, f"other-{number}")).status == 200
+        assert sum(1 for count in served(*house.workers) if count) > 1
+        assert booked(house) == 0
+
+
+async def test_a_session_goes_on_elsewhere_when_its_worker_is_busy_and_comes_back(tmp_path: Path) -> None:
+    async with sessions(tmp_path) as house:
+        for _ in range(2):
+            await add(house)
+        await in_session(house)
+        bound = owner_of(house, [0, 0])
+        (model,) = house.frontend.models.serving("m")
+        model.busy = frozenset({house.workers[bound].endpoint.connection_id()})
+        before = served(*house.workers)
+        assert (await in_session(house)).status == 200
+        assert owner_of(house, before) == 1 - bound
+        model.busy, before = frozenset(), served(*house.workers)
+        assert (await in_session(house)).status == 200
+        assert owner_of(house, before) == bound
+
+
+async def test_a_session_is_bound_anew_when_its_worker_leaves_or_fails(tmp_path: Path) -> None:
+    async with sessions(tmp_path) as house:
+        for _ in range(3):
+            await add(house)
+        await in_session(house)
+        bound = owner_of(house, [0, 0, 0])
+        house.workers[bound].script = fail(EngineShutdown("gone"))
+        before = served(*house.workers)
+        assert (await in_session(house)).status == 200
+        after = served(*house.workers)
+        assert after[bound] == before[bound] + 1  # it was asked, and failed
+        second = next(at for at in range(3) if at != bound and after[at] > before[at])
+        before = served(*house.workers)
+        assert (await in_session(house)).status == 200
+        assert owner_of(house, before) == second
+        await house.workers[second].stop()
+        await house.frontend.models.wait_for(lambda: not house.sees(house.workers[second], "m"))
+        house.workers[bound].script = say("well again")
+        assert (await in_session(house)).status == 200
+        assert len(model_sessions(house).table) == 1
+
+
+async def test_a_session_may_not_name_another_worker_than_its_own(tmp_path: Path) -> None:
+    async with sessions(tmp_path) as house:
+        for _ in range(2):
+            await add(house)
+        await in_session(house)
+        bound = owner_of(house, [0, 0])
+        ids = [worker.endpoint.connection_id() for worker in house.workers]
+        refused = await in_session(house, nvext={"backend_instance_id": ids[1 - bound]})
+        assert refused.status == 400
+        assert f"session s is bound to worker {ids[bound]}, not {ids[1 - bound]}" in refused.json["message"]
+        assert (await in_session(house, "x" * 257)).status == 400
+
+
+async def test_routers_share_where_sessions_are_bound(tmp_path: Path) -> None:
+    async with sessions(tmp_path) as one, sessions(tmp_path / "other") as other:
+        for _ in range(4):
+            await add(one)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await other.frontend.models.wait_for(lambda: all(other.sees(worker, "m") for worker in one.workers))
+        for house in (one, other):
+            domains = house.frontend.models._rules.kv
+            assert domains is not None
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while not all(each.relay.sessions.syncs for each in domains._domains.values()):
+                    await asyncio.sleep(0.005)
+        await in_session(one)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not len(model_sessions(other).table):
+                await asyncio.sleep(0.005)
+        for number in range(4):
+            assert (await in_session(other, prompt=[number, 1])).status == 200
+        assert sorted(served(*one.workers)) == [0, 0, 0, 5]
+
+
+def model_sessions(house: Cluster) -> PoolSessions:
+    (model,) = house.frontend.models.serving("m")
+    assert model.sessions is not None
+    return model.sessions

@@ -260,3 +260,96 @@ def test_the_threshold_is_read_from_its_variable() -> None:
     made = read_settings(KvRouterSettings, {"DYN_ROUTER_QUEUE_THRESHOLD": "0.5"})
     assert made.profile("m").parks
     assert not read_settings(KvRouterSettings, {"DYN_ROUTER_QUEUE_THRESHOLD": "nan"}).profile("m").parks
+
+
+async def in_session(house: Cluster, work: Gated, first: int, **fields: Any) -> Exchange:
+    """Begin a request of a session, and return once a worker has it or it waits."""
+    before, waited = len(work.arrived), waiting(house)
+    headers = {"x-dynamo-session-id": "s"}
+    body = {"model": "m", "prompt": [first, *PROMPT[1:]], **fields}
+    asked = house.client.begin("POST", "/v1/completions", body, headers=headers)
+    await until(lambda: len(work.arrived) > before or waiting(house) > waited)
+    return asked
+
+
+async def test_a_hard_session_waits_for_its_worker_while_another_one_is_free(tmp_path: Path) -> None:
+    async with queued(tmp_path, router_session_affinity_ttl_secs=60) as house:
+        work = Gated()
+        await add(house, work.script)
+        await add(house, work.script)
+        first = await in_session(house, work, 1)
+        second = await in_session(house, work, 2)
+        assert (work.arrived, waiting(house)) == (["1"], 1)
+        other = ask(house, 3)  # of no session: the free worker takes it at once
+        await until(lambda: work.arrived == ["1", "3"])
+        work.answer(3)
+        assert [(await each.done()).status for each in (first, second, other)] == [200, 200, 200]
+        counts = sorted(len(worker.requests) for worker in house.workers)
+        assert (counts, waiting(house), booked(house)) == ([1, 2], 0, 0)
+
+
+async def test_a_soft_session_moves_to_a_free_worker_instead_of_waiting(tmp_path: Path) -> None:
+    settings = {"router_session_affinity_ttl_secs": 60, "router_session_affinity_mode": "soft"}
+    async with queued(tmp_path, **settings) as house:
+        work = Gated()
+        await add(house, work.script)
+        await add(house, work.script)
+        asked = [await in_session(house, work, number) for number in (1, 2)]
+        assert (sorted(work.arrived), waiting(house)) == (["1", "2"], 0)
+        moved = next(worker for worker in house.workers if worker.requests[0]["token_ids"][0] == 2)
+        asked.append(await in_session(house, work, 3))  # and waits where both are busy
+        assert waiting(house) == 1
+        work.answer(3)
+        assert [(await each.done()).status for each in asked] == [200, 200, 200]
+        (model,) = house.frontend.models.serving("m")
+        assert model.sessions is not None
+        rank = model.sessions.bound_rank({"agent_context": {"session_id": "s"}})
+        assert rank is not None
+        last = next(worker for worker in house.workers if worker.requests[-1]["token_ids"][0] == 3)
+        assert rank.worker_id == last.endpoint.connection_id()
+        assert moved.requests
+
+
+async def test_a_session_whose_worker_leaves_while_it_waits_goes_elsewhere(tmp_path: Path) -> None:
+    async with queued(tmp_path, router_session_affinity_ttl_secs=60) as house:
+        work = Gated()
+        await add(house, work.script)
+        first = await in_session(house, work, 1)
+        await add(house, work.script)
+        second = await in_session(house, work, 2)
+        assert waiting(house) == 1
+        await house.workers[0].served.drain(0)
+        await until(lambda: "2" in work.arrived)
+        work.answer(2)
+        assert (await second.done()).status == 200
+        assert (await first.done()).status == 200  # it was tried again there
+
+
+async def test_prefill_and_decode_workers_are_bound_apart(tmp_path: Path) -> None:
+    settings = KvRouterSettings(policy="default", use_kv_events=False, router_session_affinity_ttl_secs=60)
+    async with cluster(tmp_path, router_mode="kv", kv_router=settings) as house:
+
+        async def prefill(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+            sink.send_tokens([1], finish_reason="length", extra={"disaggregated_params": {"at": 1}})
+
+        decodes = Gated()
+        decodes.answer(99)
+        for _ in range(3):
+            await add(
+                house,
+                prefill,
+                component="prefill",
+                model_type=ModelType.Prefill,
+                worker_type=WorkerType.Prefill,
+                wait=False,
+            )
+        for _ in range(3):
+            await add(house, decodes.script, worker_type=WorkerType.Decode, needs=[[WorkerType.Prefill]])
+        for number in range(6):
+            before = len(decodes.arrived)
+            asked = await in_session(house, decodes, number)
+            assert (await asked.done()).status == 200
+            assert len(decodes.arrived) == before + 1
+        assert sorted(len(worker.requests) for worker in house.workers[:3]) == [0, 0, 6]
+        assert sorted(len(worker.requests) for worker in house.workers[3:]) == [0, 0, 6]
+        assert booked(house) == 0

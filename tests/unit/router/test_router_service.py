@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 
-from dynamo.errors import DynamoException, InvalidArgument, Unknown, WorkerUnavailable
+from dynamo.errors import DynamoException, InvalidArgument, Overloaded, Unknown, WorkerUnavailable
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import Overlap, WorkerRank
 from dynamo.placement.kv_query import Trust
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.placement.queueing import PolicyClass, PolicyProfile, UncachedIslBucket
 from dynamo.router.kv_router import KvRouter
+from dynamo.router.on_the_way import OnTheWay
 from dynamo.router.queue_gate import QueueGate, RouterRanks
 from dynamo.router.routed_endpoint import RoutedEndpoint, kv_query_of, ranks_of
 from dynamo.router.service import RouterService
+from dynamo.router.sessions import PoolSessions
 from dynamo.runtime.context import Context
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.request_plane.base import ResponseSink
@@ -103,7 +105,7 @@ async def served(profile: PolicyProfile | None = None) -> AsyncIterator[Pool]:
     gate = None if profile is None else QueueGate(pool.router, profile, RouterRanks(pool.router))
     try:
         async with (
-            RoutedEndpoint(runtime.endpoint("ns.pool.generate"), pool.router, gate=gate) as pool.workers,
+            RoutedEndpoint(runtime.endpoint("ns.pool.generate"), pool.router, way=OnTheWay(gate)) as pool.workers,
             RouterService(pool.workers),
         ):
             yield pool
@@ -244,7 +246,7 @@ async def test_requests_wait_for_a_worker_with_little_to_prefill() -> None:
     )  # fmt: skip
     async with served(PolicyProfile((one,), (UncachedIslBucket(0, "b"),), "f")) as pool:
         worker = await pool.worker()
-        gate, load = pool.workers.gate, pool.router.load
+        gate, load = pool.workers.way.gate, pool.router.load
         assert gate is not None
         load.add("b0b/theirs", WorkerRank(worker), (), prompt_tokens=10, cached_tokens=0, now=0.0)
         asked = [asyncio.ensure_future(pool.ask("generate", {"token_ids": PROMPT})) for _ in range(2)]
@@ -263,3 +265,32 @@ async def test_requests_wait_for_a_worker_with_little_to_prefill() -> None:
         load.free("b0b/theirs", 0.0)
         assert [item.token_ids for item in (await asked[0])[:2]] == [[7], [8, 9]]
         assert (len(gate), len(load)) == (0, 0)
+
+
+async def test_a_session_stays_with_its_worker_until_that_declines() -> None:
+    async with served() as pool:
+        workers = [await pool.worker() for _ in range(3)]
+        known = pool.router.ranks
+        sessions = PoolSessions(60, "hard", writer_id=1, is_known=lambda rank: rank in known)
+        pool.workers.way = OnTheWay(None, sessions)
+        body = {"token_ids": PROMPT, "agent_context": {"session_id": "s"}}
+
+        async def serves() -> int:
+            before = {worker: len(pool.requests[worker]) for worker in workers}
+            answer = await pool.workers.open(body, Context())
+            while await answer.next_batch():
+                pass
+            (found,) = [worker for worker in workers if len(pool.requests[worker]) > before[worker]]
+            return found
+
+        first = await serves()
+        assert [await serves() for _ in range(5)] == [first] * 5
+        pool.errors[first] = Overloaded()
+        answer = await pool.workers.open(body, Context())
+        while await answer.next_batch():
+            pass
+        second = answer.selection.rank.worker_id if answer.selection is not None else 0
+        assert second != first
+        del pool.errors[first]
+        assert await serves() == second
+        assert len(pool.router.load) == 0

@@ -48,7 +48,7 @@ class PrefillPools:
         router = self._routers.get(_place(key))
         if router is None:
             workers = ModelPool(key.model, self._clients, self._rules.policy(group))
-            workers.set_gate(self._rules.gate(group, workers))
+            self._rules.equip(group, workers)
             router = PrefillRouter(
                 workers,
                 enforced=self._rules.enforce_disagg,
@@ -60,7 +60,7 @@ class PrefillPools:
             policy = self._rules.policy(group)
             if policy is not router.workers.kv:  # other workers may have blocks of another size
                 router.workers.use(policy)
-                router.workers.set_gate(self._rules.gate(group, router.workers))
+                self._rules.equip(group, router.workers)
         router.set_members({(entry.endpoint, entry.instance_id): entry.card.runtime_config for entry in group.accepted})
 
     def instances_changed(self) -> None:

@@ -20,7 +20,6 @@ from dynamo.router.dispatch import Dispatcher
 from dynamo.router.kv_domains import KvDomains
 from dynamo.router.pool import ModelPool, WorkerClient
 from dynamo.router.query_of_death import QueriesOfDeath
-from dynamo.router.queue_gate import QueueGate
 from dynamo.router.stages import PrefillStage
 from dynamo.text.model import TextModel
 
@@ -48,11 +47,11 @@ class ServingRules:
             return self.new_policy()
         return self.kv.placement(self.kv.key(group.key.namespace, group.key.role, group.card))
 
-    def gate(self, group: Group, pool: ModelPool) -> QueueGate | None:
-        """Return where requests wait for the workers of a group; None: they do not."""
-        if self.kv is None:
-            return None
-        return self.kv.gate(self.kv.key(group.key.namespace, group.key.role, group.card), group.key.model, pool)
+    def equip(self, group: Group, pool: ModelPool) -> None:
+        """Let requests wait for the workers of a group, and sessions stay with them, where the settings ask for that."""
+        if self.kv is not None:
+            key = self.kv.key(group.key.namespace, group.key.role, group.card)
+            pool.on_the_way = self.kv.way(key, group.key.model, pool)
 
 
 class ServedModel(ModelPool):
@@ -83,7 +82,7 @@ class ServedModel(ModelPool):
     ) -> None:
         """`clients`: by endpoint; it may change any time. `queries_of_death`: shared by all models of a process."""
         super().__init__(group.key.model, clients, rules.policy(group))
-        self.set_gate(rules.gate(group, self))
+        rules.equip(group, self)
         self.admission = ModelAdmission(group.key.model, rules.admission)
         self.namespace = group.key.namespace
         self.text = text

@@ -37,11 +37,14 @@ def worker_ids(tally: Tally) -> dict[str, int] | None:
 
 
 def explained_routing(tally: Tally) -> dict[str, Any] | None:
-    """Return why the workers of an answer were chosen, by stage; None while there is none."""
+    """Return why the workers of an answer were chosen, by stage, and how long it waited in queues of the router; None while
+    there is no worker."""
     stages = {"prefill": tally.prefill_placement, "decode": tally.placement}
     found: dict[str, Any] = {stage: explain_placement(made) for stage, made in stages.items() if made is not None}
     if tally.bypass is not None and found:
         found["bypass"] = msgspec.to_builtins(tally.bypass)
+    if found and tally.queued_seconds:
+        found["queued_ms"] = round(tally.queued_seconds * 1000, 3)
     return found or None
 
 
