@@ -61,7 +61,7 @@ def block_hashes(
     width = stride + (_TOKEN_BYTES if eagle else 0)
     count = max(len(token_ids) - 1, 0) // block_size if eagle else len(token_ids) // block_size
     if seed is None:
-        seed = block_seed(lora_name, cache_salt)
+        seed = block_seed(lora_name, cache_salt) if lora_name or cache_salt else SEED
     if not eagle and not mm_hashes:  # the usual case runs without a step of Python per block
         pieces = struct.iter_unpack(f"{stride}s", data[: count * stride])
         return list(map(_hash64, chain.from_iterable(pieces), repeat(seed)))

@@ -115,7 +115,7 @@ class LoadOfRank:
         blocks = self.blocks
         for block in sequence:
             blocks[block] = blocks.get(block, 0) + 1
-        if self.weights:
+        if self.weights.owners:
             for block in sequence:
                 self.weights.reset(block)  # a block that is shared now counts in full
 
@@ -128,7 +128,7 @@ class LoadOfRank:
                 blocks[block] = left
             else:
                 del blocks[block]
-        if self.weights:
+        if self.weights.owners:
             for block in sequence:
                 if block not in blocks:
                     self.weights.reset(block)
@@ -229,7 +229,8 @@ class ActiveLoad:
         """
         if request_id in self._booked:
             return False
-        self._make_room(now)
+        if now >= self._next_scan or len(self._booked) >= MAX_REQUESTS:
+            self._make_room(now)
         load = self.of(rank)
         booked = Booked(request_id, rank, sequence, now)
         booked.context_tokens = prompt_tokens

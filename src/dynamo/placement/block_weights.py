@@ -29,15 +29,12 @@ class OutputBlocks:
 class BlockWeights:
     """The weights of the blocks of one rank. Bounded by the blocks of its active requests."""
 
-    __slots__ = ("_owners", "saved")
+    __slots__ = ("owners", "saved")
 
     def __init__(self) -> None:
-        self._owners: dict[int, OutputBlocks] = {}  # block to the record of the request that holds it alone
+        # Block to the record of the request that holds it alone; empty: every block counts in full.
+        self.owners: dict[int, OutputBlocks] = {}
         self.saved = 0.0  # what the weights take off the number of blocks
-
-    def __bool__(self) -> bool:
-        """Return whether any block has a weight of its own."""
-        return bool(self._owners)
 
     def weigh(self, record: OutputBlocks, sequence: Sequence[int], holders: Mapping[int, int], weight: float) -> None:
         """Let the output blocks, and the blocks at the end of `sequence` with one holder, count for `weight` each.
@@ -49,7 +46,7 @@ class BlockWeights:
             self._join(record, block)
         record._joined = len(names)
         at = len(sequence) if record._start is None else record._start
-        while at < len(sequence) and self._owners.get(sequence[at]) is not record:  # shared since the last time
+        while at < len(sequence) and self.owners.get(sequence[at]) is not record:  # shared since the last time
             at += 1
         while at and holders[sequence[at - 1]] == 1:
             at -= 1
@@ -60,14 +57,14 @@ class BlockWeights:
 
     def reset(self, block: int) -> None:
         """Let a block count in full again: it is shared, or gone."""
-        record = self._owners.pop(block, None)
+        record = self.owners.pop(block, None)
         if record is not None:
             record._count -= 1
-            self.saved = self.saved - (1.0 - record._weight) if self._owners else 0.0
+            self.saved = self.saved - (1.0 - record._weight) if self.owners else 0.0
 
     def _join(self, record: OutputBlocks, block: int) -> None:
-        if self._owners.get(block) is not record:
+        if self.owners.get(block) is not record:
             self.reset(block)
-            self._owners[block] = record
+            self.owners[block] = record
             record._count += 1
             self.saved += 1.0 - record._weight

@@ -11,31 +11,31 @@ __all__ = ["Booking", "LoadBook"]
 class LoadBook:
     """Open streams by worker id. Bounded by the streams in flight."""
 
-    __slots__ = ("_in_flight",)
+    __slots__ = ("by_worker",)
 
     def __init__(self) -> None:
-        self._in_flight: dict[int, int] = {}  # absent: none
+        self.by_worker: dict[int, int] = {}  # absent: no stream
 
     def book(self, instance_id: int) -> Booking:
         """Count one stream. Book before awaiting, or two requests of one turn of the loop see the same load."""
-        self._in_flight[instance_id] = self._in_flight.get(instance_id, 0) + 1
+        self.by_worker[instance_id] = self.by_worker.get(instance_id, 0) + 1
         return Booking(self, instance_id)
 
     def in_flight(self, instance_id: int) -> int:
         """Return how many streams are open at one worker."""
-        return self._in_flight.get(instance_id, 0)
+        return self.by_worker.get(instance_id, 0)
 
     @property
     def total(self) -> int:
         """How many streams are open at all workers together, also at those that have vanished."""
-        return sum(self._in_flight.values())
+        return sum(self.by_worker.values())
 
     def _release(self, instance_id: int) -> None:
-        left = self._in_flight[instance_id] - 1
+        left = self.by_worker[instance_id] - 1
         if left:
-            self._in_flight[instance_id] = left
+            self.by_worker[instance_id] = left
         else:
-            del self._in_flight[instance_id]
+            del self.by_worker[instance_id]
 
 
 class Booking:

@@ -51,11 +51,17 @@ class CurveFit:
         if self._pool is not None:
             self._pool.add(parts, measured)
         a, b, c = parts
-        expected = max(LEAST_MS, a * self.row[0] + b * self.row[1] + c * self.row[2])
-        error = abs(measured - expected) / expected
-        limit = max(USUAL_ERROR, 3.0 * self._spread)
-        self._spread += SPREAD_FADE * (min(error, 3.0 * limit) - self._spread)
-        weight = min(1.0, limit / error) / (expected * measured) if error else 1.0 / (expected * measured)
+        base, linear, square = self.row
+        # Comparisons in place of min, max and abs: this runs twice for every first token.
+        expected = a * base + b * linear + c * square
+        if expected <= LEAST_MS:
+            expected = LEAST_MS
+        error = (measured - expected if measured >= expected else expected - measured) / expected
+        limit = 3.0 * self._spread
+        if limit <= USUAL_ERROR:
+            limit = USUAL_ERROR
+        self._spread += SPREAD_FADE * ((error if error <= 3.0 * limit else 3.0 * limit) - self._spread)
+        weight = limit / error / (expected * measured) if error > limit else 1.0 / (expected * measured)
         sums = self._sums
         fresh = (a * a, a * b, a * c, b * b, b * c, c * c, a * measured, b * measured, c * measured)
         self._sums = [FADE * old + weight * new for old, new in zip(sums, fresh, strict=True)]
@@ -166,8 +172,10 @@ class TimingLearner:
         if measured < LEAST_MS or passes.tokens <= 0:
             return
         parts = (float(passes.passes), passes.tokens / KILO, passes.squares / (KILO * KILO))
+        before = fits.prefill.row
         fits.prefill.add(parts, measured)
-        fits.timing = RankTiming(_prefill_curve(fits.prefill), fits.timing.decode, self._output_tokens)
+        if fits.prefill.row is not before:  # else it is the curve that is there
+            fits.timing = RankTiming(_prefill_curve(fits.prefill), fits.timing.decode, self._output_tokens)
 
     def ended(self, booked: Booked, load: LoadOfRank, now: float) -> None:
         """Take what the end of an answer has shown."""
@@ -175,7 +183,8 @@ class TimingLearner:
         if begun is None or tokens < 1:
             return
         self._answers += 1
-        self._output_tokens += (tokens - self._output_tokens) * max(OUTPUT_FADE, 1.0 / (1 + self._answers))
+        share = 1.0 / (1 + self._answers)
+        self._output_tokens += (tokens - self._output_tokens) * (share if share > OUTPUT_FADE else OUTPUT_FADE)
         seconds = now - begun
         if seconds <= 0.0:
             return

@@ -13,7 +13,7 @@ from dynamo.placement.kv_query import Trust
 from dynamo.router.index_feed import REFUSALS
 from dynamo.router.kv_placement import KvWatcher
 from dynamo.router.kv_router import Selection
-from dynamo.runtime.metrics import Family, MetricsRegistry
+from dynamo.runtime.metrics import Family, MetricsRegistry, add_each, observe_each
 
 __all__ = ["EVENT_STATUSES", "EVENT_TYPES", "FAMILIES", "EventCounters", "KvMetrics"]
 
@@ -106,21 +106,24 @@ class KvMetrics(KvWatcher):
     """Counts the decisions of one group of workers."""
 
     __slots__ = (
-        "_best", "_cached", "_decision", "_hashing", "_hit_rate", "_lost", "_non_max", "_prompt", "_ranks", "_recount",
-        "_started",        "_streams",
+        "_counted", "_decision", "_hashing", "_lost", "_non_max", "_prompts", "_ranks", "_recount", "_streams",
     )  # fmt: skip
 
     def __init__(self, registry: MetricsRegistry, labels: Mapping[str, str], *, role: str) -> None:
         """`labels`: namespace, component and router; `role`: of the workers, such as "decode" or "prefill"."""
         router = {"router_id": labels["router_id"]}
         typed = {**labels, "worker_type": "prefill" if role == "prefill" else "decode"}
-        self._started = _family("requests_started_total").counter(registry, labels)
-        self._prompt = _family("input_sequence_tokens").histogram(registry, {**labels, "phase": role})
-        self._hit_rate = _family("kv_hit_rate").histogram(registry, labels)
+        self._prompts = (  # of each decision: the tokens, and which share of them was cached
+            _family("input_sequence_tokens").histogram(registry, {**labels, "phase": role}),
+            _family("kv_hit_rate").histogram(registry, labels),
+        )
         self._non_max = _family("non_max_overlap_selections_total").counter(registry, typed)
         self._lost = _family("overlap_blocks_lost").histogram(registry, typed)
-        self._best = _family("kv_best_eligible_cached_prefix_tokens_total").counter(registry, labels)
-        self._cached = _family("kv_selected_cached_prefix_tokens_total").counter(registry, labels)
+        self._counted = (  # decisions, cached tokens at best, and where the requests went
+            _family("requests_started_total").counter(registry, labels),
+            _family("kv_best_eligible_cached_prefix_tokens_total").counter(registry, labels),
+            _family("kv_selected_cached_prefix_tokens_total").counter(registry, labels),
+        )
         self._hashing = _BY_NAME[f"{_OVERHEAD}_block_hashing_ms"].histogram(registry, router)
         self._decision = _BY_NAME[f"{_OVERHEAD}_total_ms"].histogram(registry, router)
         ranks = _family("ranks").gauges(registry, labels)
@@ -144,13 +147,12 @@ class KvMetrics(KvWatcher):
     def booked(self, selection: Selection) -> None:
         """Take a request that is sent where the decision said."""
         tokens, size = selection.lookup.prompt_tokens, selection.state.block_size
-        self._started.inc()
-        self._prompt.observe(tokens)
-        held = _depth(selection.overlap)
-        longest = max([_depth(match.overlap) for match in selection.state.matches.values()], default=0)
-        self._hit_rate.observe(selection.cached_tokens / tokens if tokens else 0.0)
-        self._best.inc(min(tokens, longest * size))
-        self._cached.inc(min(tokens, held * size))
+        observe_each(self._prompts, (tokens, selection.cached_tokens / tokens if tokens else 0.0))
+        held = longest = 0
+        if matches := selection.state.matches:
+            held = _depth(selection.overlap)
+            longest = max([_depth(match.overlap) for match in matches.values()])
+        add_each(self._counted, (1, min(tokens, longest * size), min(tokens, held * size)))
         if held < longest:
             self._non_max.inc()
             self._lost.observe(longest - held)

@@ -128,8 +128,16 @@ class KvPlacement:
         self, body: WorkerRequest, record: DispatchRecord, *, pinned: int | None, is_prefill: bool = False
     ) -> KvQuery:
         """Return what the router is asked about a request. The hashes of a prompt are computed once for its record."""
-        routing: RoutingHints = body.get("routing") or {}
+        routing, overrides = body.get("routing"), body.get("router_config_override")
         prompt = body.get("token_ids") or ()
+        if not routing:  # nearly every request names nothing
+            sequence = await self._sequence(prompt, record, None, None)
+            return KvQuery(
+                sequence=sequence,
+                prompt_tokens=len(prompt),
+                pinned_worker_id=pinned,
+                overrides=read_overrides(overrides) if overrides else None,
+            )
         lora_name, cache_salt = routing.get("lora_name"), routing.get("cache_salt")
         constraints = routing.get("routing_constraints") or {}
         return KvQuery(
@@ -144,7 +152,7 @@ class KvPlacement:
             required_taints=constraints.get("required_taints") or (),
             preferred_taints=constraints.get("preferred_taints") or {},
             expected_output=None if is_prefill else routing.get("expected_output_tokens"),
-            overrides=read_overrides(body.get("router_config_override")),
+            overrides=read_overrides(overrides),
         )
 
     async def _sequence(
@@ -157,9 +165,8 @@ class KvPlacement:
         for of, block_size, sequence in known:
             if of is prompt and block_size == size:
                 return sequence
-        began = perf_counter()
+        began, step = perf_counter(), max(1, HASHED_AT_ONCE // size) * size
         hashes: list[int] = []
-        step = max(1, HASHED_AT_ONCE // size) * size
         for start in range(0, len(prompt), step):
             if start:
                 await asyncio.sleep(0)
@@ -180,7 +187,7 @@ class KvPlacement:
         self._refresh()
         by_id = {each.instance_id: each for each in reversed(candidates)}
         query.allowed = None if by_id.keys() == self._workers else by_id.keys()
-        if self._workers.isdisjoint(by_id):  # no card of these workers was seen yet
+        if query.allowed is not None and self._workers.isdisjoint(by_id):  # no card of these workers was seen yet
             return fewest_in_flight(candidates, self._rng, "kv")
         try:
             selection = self.select(query, now)
@@ -243,7 +250,8 @@ class KvPlacement:
 
     def select(self, query: KvQuery, now: float) -> Selection:
         """Decide, and book nothing. Raises the errors of `KvRouter.select`."""
-        self._refresh()
+        if self.is_stale:
+            self._refresh()
         if self._tracks_output and now >= self._counted_at + OUTPUT_SECONDS:
             self._counted_at = now
             for request_id, running in self._running.items():
@@ -285,13 +293,13 @@ class KvPlacement:
                 self._watcher.answered(now - running.opened_at)
 
         def released() -> None:
-            self._release(request_id, clock())
+            self._release(request_id, running, clock())
 
         stream.book(first=first, released=released)
         return stream
 
-    def _release(self, request_id: str, now: float) -> None:
-        running = self._running.pop(request_id)
+    def _release(self, request_id: str, running: _Running, now: float) -> None:
+        del self._running[request_id]
         self._count_output(request_id, running, now)
         self.router.free(request_id, now)
         self._watcher.ended(running.counted, 0.0 if running.first_at is None else now - running.first_at)

@@ -375,7 +375,7 @@ class KvRouter:
         record, match = state.ranks[choice.position], state.matches.get(choice.position, _NO_MATCH)
         return Selection(
             rank,
-            self._tokens(self._effective_blocks(match.overlap), lookup.prompt_tokens),
+            0 if match is _NO_MATCH else self._tokens(self._effective_blocks(match.overlap), lookup.prompt_tokens),
             match.overlap,
             record.trust,
             state,
@@ -387,7 +387,10 @@ class KvRouter:
 
     def _coming_tokens(self, selection: Selection) -> int:
         """Return the tokens of a prompt that others compute on its rank, beyond the cached ones."""
-        match = selection.state.matches.get(selection.choice.position, _NO_MATCH)
+        matches = selection.state.matches
+        if not matches:
+            return 0
+        match = matches.get(selection.choice.position, _NO_MATCH)
         return max(0, match.coming_blocks * self._block_size - selection.cached_tokens)
 
     def _potential_blocks(self, active: float, shared: int, lookup: Lookup) -> float:

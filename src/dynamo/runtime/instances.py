@@ -124,7 +124,7 @@ class InstanceSet:
     ) -> list[Candidate]:
         """Return the records that a choice is made from, by id. `members`: only these ids; None: all of them."""
         opened = self.breaker.open_circuits(now) if self.breaker.open else ()
-        in_flight, endpoint = self.loads.in_flight, self._endpoint
+        in_flight, endpoint = self.loads.by_worker.get, self._endpoint
         found = self._sorted
         if members is not None:
             found = [each for each in found if each.instance_id in members]
@@ -133,7 +133,7 @@ class InstanceSet:
                 each.instance_id,
                 endpoint,
                 each.device_type,
-                in_flight(each.instance_id),
+                in_flight(each.instance_id, 0),
                 each.instance_id in busy,
                 each.instance_id in opened,
             )

@@ -45,6 +45,7 @@ __all__ = [
     "MetricsRegistry",
     "TooManySeries",
     "Vector",
+    "add_each",
     "count_down",
     "count_over",
     "count_up",
@@ -194,6 +195,14 @@ def count_up(*metrics: Counter | Gauge) -> None:
     """Add 1 to each metric."""
     for metric in metrics:
         metric._value += 1
+
+
+def add_each(counters: Sequence[Counter], amounts: Sequence[float]) -> None:
+    """Add to each counter its amount, none of which may be negative."""
+    for counter, amount in zip(counters, amounts, strict=True):
+        if amount < 0:
+            raise ValueError(f"a counter cannot fall (by {amount})")
+        counter._value += amount
 
 
 def count_down(*gauges: Gauge) -> None:
