@@ -211,6 +211,20 @@ async def _events(see: Observer) -> None:
     await see.ask("loads, prefilled", lambda: router.get_potential_loads(PROMPT))
     await router.free("r")
     await see.ask("loads, freed", lambda: router.get_potential_loads(PROMPT))
+    await router.best_worker(OTHER[:32], request_id="at a", routing_constraints=RoutingConstraints({"gold"}))
+    await router.mark_prefill_complete("at a")
+    for override in (
+        None,
+        {"track_prefill_tokens": False},
+        {"assume_kv_reuse": False},
+        {"overlap_score_credit": 0.0},
+        {"prefill_load_scale": 0.0},
+        {"overlap_score_weight": 0.0},
+    ):
+        of_weights = override is not None and "track" not in str(override) and "assume" not in str(override)
+        step = f"{'weights ' if of_weights else ''}overridden: {override}"
+        await see.ask(step, lambda override=override: router.best_worker(PROMPT, override))
+    await router.free("at a")
     await see.ask("freed twice", lambda: router.free("r"))
     await see.ask("marked unknown", lambda: router.mark_prefill_complete("r"))
     for step, wrong in (("negative", [-1]), ("too large", [2**32]), ("a fraction", [1.5]), ("a text", "x")):
@@ -220,10 +234,11 @@ async def _events(see: Observer) -> None:
 async def _guesses(see: Observer) -> None:
     workers = see.workers
     guessing = KvRouter(workers.endpoint, 16, KvRouterConfig(use_kv_events=False))
+    decoding = KvRouter(workers.endpoint, 16, KvRouterConfig(router_track_prefill_tokens=False))
     blind = KvRouter(workers.endpoint, 16, KvRouterConfig(overlap_score_credit=0.0))
 
     async def is_ready() -> bool:
-        return all([len(await each.get_potential_loads([])) == 2 for each in (guessing, blind)])
+        return all([len(await each.get_potential_loads([])) == 2 for each in (guessing, blind, decoding)])
 
     await until(is_ready)
     only_a = RoutingConstraints({"gold"})
@@ -239,6 +254,17 @@ async def _guesses(see: Observer) -> None:
     await until(has_learned)
     await see.ask("learned", lambda: guessing.get_overlap_scores(PROMPT))
     await see.rows("dump of guesses", guessing)
+    await decoding.best_worker(OTHER[:32], request_id="at a", routing_constraints=only_a)
+    await decoding.mark_prefill_complete("at a")
+
+    async def knows() -> bool:
+        return sum(each["device_blocks"] for each in (await decoding.get_overlap_scores(PROMPT))["workers"]) == 3
+
+    await until(knows)
+    await see.ask("prefill not tracked", lambda: decoding.best_worker(PROMPT))
+    await see.ask("prefill tracked after all", lambda: decoding.best_worker(PROMPT, {"track_prefill_tokens": True}))
+    await see.ask("loads, prefill not tracked", lambda: decoding.get_potential_loads(PROMPT))
+    await decoding.free("at a")
     await see.ask("blind", lambda: blind.get_overlap_scores(PROMPT))
     await see.ask("blind dump", blind.dump_events)
 

@@ -77,7 +77,6 @@ class RankInfo(msgspec.Struct, frozen=True):
     taints: frozenset[str] = frozenset()
     topology: Mapping[str, str] = {}  # domain to value, such as {"zone": "a"}
     is_busy: bool = False  # over a busy threshold
-    is_decode: bool = False  # the worker only decodes: prompts are computed elsewhere
     trust: Trust = Trust.EXACT
 
 

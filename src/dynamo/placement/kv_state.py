@@ -63,7 +63,6 @@ class RankState(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     total_kv_blocks: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
-    is_decode: bool = False
     trust: Trust = Trust.EXACT
     timing: RankTiming = DEFAULT_TIMING
 

@@ -97,7 +97,6 @@ class RankStates:
             total_kv_blocks=info.total_kv_blocks,
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_num_seqs=info.max_num_seqs,
-            is_decode=info.is_decode,
             trust=info.trust,
             timing=self._timing.timing(rank),
         )

@@ -10,7 +10,15 @@ from dynamo.placement.kv_state import NO_MATCH, CandidateCost, KvChoice, KvPolic
 from dynamo.router.explain_words import meanings_of, reason_of
 from dynamo.router.kv_placement import KvPlaced
 
-__all__ = ["ExplainedCandidate", "ExplainedChoice", "ExplainedPlacement", "explain", "explain_placement", "trust_of"]
+__all__ = [
+    "ExplainedCandidate",
+    "ExplainedChoice",
+    "ExplainedPlacement",
+    "explain",
+    "explain_placement",
+    "hit_rate_of",
+    "trust_of",
+]
 
 NAMED: Final = "the request names it"
 MAX_CANDIDATES: Final = 64  # of the cheapest ones; an explanation travels in an answer
@@ -92,6 +100,16 @@ def explain_placement(placement: Placement) -> ExplainedChoice | ExplainedPlacem
 def trust_of(placement: Placement) -> str | None:
     """Return how far it was known what the chosen worker holds; None in the modes that look at no caches."""
     return str(placement.selection.trust) if isinstance(placement, KvPlaced) else None
+
+
+def hit_rate_of(placement: Placement) -> float | None:
+    """Return the share of the prompt's blocks, the unfinished one included, that the chosen worker had on its device as far as
+    the router knew; None in the modes that look at no caches."""
+    if not isinstance(placement, KvPlaced):
+        return None
+    state = placement.selection.state
+    blocks = -(-state.request.prompt_tokens // state.block_size)
+    return placement.selection.overlap.device / blocks if blocks else 0.0
 
 
 def explain(policy: KvPolicy, state: KvState, made: KvChoice) -> ExplainedChoice:

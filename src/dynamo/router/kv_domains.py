@@ -151,7 +151,6 @@ class KvDomain:
         "__weakref__",
         "_cards",
         "_degraded",
-        "_is_decode",
         "_metrics",
         "_owners",
         "_places",
@@ -169,11 +168,10 @@ class KvDomain:
         metrics: KvMetrics,
         *,
         guesses: ApproximateIndex | EventlessGuesses | None = None,
-        is_decode: bool = False,
     ) -> None:
         """`index`: fed by events; None: events are not read. `guesses`: of what workers hold, by where prompts went."""
         self.guesses = guesses
-        self.placement, self.index, self._metrics, self._is_decode = placement, index, metrics, is_decode
+        self.placement, self.index, self._metrics = placement, index, metrics
         self._owners: dict[Hashable, dict[tuple[str, int], ModelCard]] = {}
         self._cards: dict[WorkerRank, ModelCard] = {}
         self._trusts: dict[WorkerRank, Trust] = {}  # what the events of a rank are worth; absent: none have come
@@ -289,7 +287,6 @@ class KvDomain:
             max_num_seqs=runtime.max_num_seqs,
             taints=frozenset(runtime.taints) | topology_taints(runtime),
             topology=runtime.topology_domains,
-            is_decode=self._is_decode,
             trust=self._trust(rank, card),
         )
 
@@ -474,7 +471,7 @@ class KvDomains:
             watcher=metrics,
             decisions=self._decisions,
         )
-        return KvDomain(placement, index, metrics, guesses=guesses, is_decode=key.role == _DECODE)
+        return KvDomain(placement, index, metrics, guesses=guesses)
 
     def _update(self, key: DomainKey, owner: Hashable, members: Iterable[KvMember]) -> None:
         domain = self._domain(key)

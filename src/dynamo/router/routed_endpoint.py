@@ -484,7 +484,6 @@ def ranks_of(
             max_num_seqs=runtime.max_num_seqs,
             taints=frozenset(runtime.taints) | topology_taints(runtime),
             topology=runtime.topology_domains,
-            is_decode=card.worker_type == "decode",
         )
         for rank in (WorkerRank(instance_id, dp_rank) for dp_rank in runtime.ranks):
             found[rank] = msgspec.structs.replace(info, trust=trusts.get(rank, Trust.NONE))

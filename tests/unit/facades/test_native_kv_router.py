@@ -66,6 +66,16 @@ async def test_what_a_caller_sees_is_what_the_native_system_shows(tmp_path: Path
     refused = ("required of nobody", "bad override", "booked twice", "freed twice", "marked unknown", "blind dump")
     assert {seen[step] for step in refused} == {"error"}
     assert seen["unknown override"] == ["A", 0, 3]
+    overridden = {step.partition(": ")[2]: at[0] for step, at in seen.items() if "overridden: " in step}
+    assert overridden == {
+        "None": "A",
+        "{'track_prefill_tokens': False}": "A",
+        "{'assume_kv_reuse': False}": "A",
+        "{'overlap_score_credit': 0.0}": "B",
+        "{'prefill_load_scale': 0.0}": "B",
+        "{'overlap_score_weight': 0.0}": "B",
+    }
+    assert seen["prefill not tracked"] == seen["prefill tracked after all"] == ["A", 0, 3]
     kinds = [seen[f"token ids: {step}"] for step in ("negative", "too large", "a fraction", "a text")]
     assert kinds == ["OverflowError", "OverflowError", "TypeError", "TypeError"]
     assert [[row[0], row[4], row[5]["block_hash"]] for row in seen["dump"]] == [

@@ -78,13 +78,13 @@ def test_blocks_that_are_active_already_are_not_new() -> None:
 
 def test_without_prefill_tracking_only_blocks_count() -> None:
     off: dict[str, object] = {"tracks_prefill": False}
-    assert costs(state((320, 7, 3, 4), request=off)) == [17]
+    assert costs(state((320, 7, 3, 0), request=off)) == [17]
     unknown = RankState(WorkerRank(1), has_load=False)
     assert costs(KvState(16, KvRequest(160, 10, tracks_prefill=False), (unknown,))) == [10 + 10]
 
 
-def test_a_decode_worker_takes_the_credit_off_its_blocks() -> None:
-    rank = RankState(WorkerRank(1), decode_blocks=7, requests=2, is_decode=True)
+def test_without_prefill_tracking_the_credit_is_taken_off_the_blocks() -> None:
+    rank = RankState(WorkerRank(1), decode_blocks=7, requests=2)
     given = KvState(16, KvRequest(160, 10, tracks_prefill=False), (rank,), {0: RankMatch(Overlap(4))})
     assert costs(given, decode_active_request_weight=1) == [17 - 4 + 2]
     assert costs(given, overlap_score_credit=0, decode_active_request_weight=1) == [17 + 2]
@@ -178,7 +178,6 @@ RANKS = st.builds(
     total_kv_blocks=st.none() | st.integers(0, 2_000),
     max_num_batched_tokens=st.none() | st.integers(1, 10_000),
     max_num_seqs=st.none() | st.integers(1, 60),
-    is_decode=st.booleans(),
     trust=st.sampled_from(Trust),
 )
 OVERRIDES = st.builds(

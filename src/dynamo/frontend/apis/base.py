@@ -18,7 +18,7 @@ from dynamo.frontend.pipeline.events import ChoiceOutput, Logprobs
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.frontend.pipeline.preprocess import Preprocessor
-from dynamo.frontend.pipeline.routing_answer import explained_routing, queried_routing, worker_ids
+from dynamo.frontend.pipeline.routing_answer import explained_routing, kv_timing, queried_routing, worker_ids
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.openai.body import BodyLimits
@@ -152,7 +152,7 @@ class Answer:
         ):
             if begin is not None and end is not None:
                 timing[name] = (end - begin) * _MILLISECONDS
-        return timing
+        return timing | kv_timing(self.work.tally, self.model)
 
 
 class Renderer(ABC):

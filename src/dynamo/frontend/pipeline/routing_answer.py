@@ -10,9 +10,10 @@ from dynamo.frontend.pipeline.plan import Plan, Tally
 from dynamo.placement import Placement
 from dynamo.protocol.openai.escaping import json_line
 from dynamo.protocol.openai.sse import annotation_event
-from dynamo.router.explain import explain_placement, trust_of
+from dynamo.router.explain import explain_placement, hit_rate_of, trust_of
+from dynamo.router.pool import ModelPool
 
-__all__ = ["explained_routing", "queried_routing", "routing_event", "routing_headers", "worker_ids"]
+__all__ = ["explained_routing", "kv_timing", "queried_routing", "routing_event", "routing_headers", "worker_ids"]
 
 
 def worker_ids(tally: Tally) -> dict[str, int] | None:
@@ -52,6 +53,16 @@ def routing_event(tally: Tally) -> bytes:
     """Return the same as the annotation that comes before the data of a stream; b"" while there is none."""
     found = explained_routing(tally)
     return b"" if found is None else annotation_event("routing", json_line(found).decode())
+
+
+def kv_timing(tally: Tally, pool: ModelPool) -> dict[str, float]:
+    """Return what the kv mode adds to the times of an answer: the share of the prompt that was cached where it was computed, as
+    far as the router knew, and how many requests wait for a worker now. Empty in the other modes."""
+    placement = tally.prefill_placement or tally.placement
+    rate = None if placement is None else hit_rate_of(placement)
+    if rate is None:
+        return {}
+    return {"kv_hit_rate": rate, "router_queue_depth": 0 if pool.gate is None else len(pool.gate)}
 
 
 def queried_routing(plan: Plan, tally: Tally) -> dict[str, Any]:

@@ -162,7 +162,7 @@ class _Cost:
         credit = self._credit(rank, match)
         decode = rank.decode_blocks + (request.complete_blocks - match.active_blocks)
         requests = weights.decode_active_request_weight * rank.requests
-        if rank.is_decode and not request.tracks_prefill and credit > 0.0:
+        if not request.tracks_prefill and credit > 0.0:  # of any worker: seen in 1.6.1 with workers that do both
             total = max(0.0, decode - credit) + requests
         else:
             total = weights.prefill_load_scale * max(0.0, self._raw(rank) - credit) + decode + requests
