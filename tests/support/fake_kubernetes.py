@@ -9,11 +9,16 @@ manager), schemas are not checked, and readiness is what the test says.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import functools
 import json
+import shutil
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import kubernetes_asyncio.client
+import trustme
 from aiohttp import web
 
 NAMESPACE = "prod"
@@ -27,6 +32,15 @@ PATHS = {
     SLICES: f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/{SLICES}",
     PODS: f"/api/v1/namespaces/{NAMESPACE}/{PODS}",
 }
+
+
+@functools.cache
+def _authority() -> str:
+    """A file with one authority. Without it every client reads the 150 of the machine, which no test needs."""
+    path = Path(tempfile.mkdtemp(prefix="fake-kubernetes-")) / "ca.pem"
+    atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
+    trustme.CA().cert_pem.write_to_path(str(path))
+    return str(path)
 
 
 class FakeKubernetes:
@@ -48,7 +62,10 @@ class FakeKubernetes:
         self.applied_by: set[str] = set()
 
     def configuration(self) -> Any:
+        import kubernetes_asyncio.client  # here: it takes a second, and only the worker that uses this pays
+
         found = kubernetes_asyncio.client.Configuration(host=f"http://127.0.0.1:{self.port}")
+        found.ssl_ca_cert = _authority()
         found.api_key["BearerToken"] = f"Bearer {self._token}"
         return found
 

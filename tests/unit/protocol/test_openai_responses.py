@@ -8,9 +8,6 @@ from typing import Any
 
 import jsonschema
 import msgspec
-import openai.types
-import openai.types.chat
-import openai.types.completion
 import pytest
 
 from dynamo.protocol.openai import (
@@ -68,6 +65,9 @@ def items(**options: Any) -> list[Any]:
 
 
 def test_answers_satisfy_the_openai_types_and_our_own_document() -> None:
+    import openai.types.chat  # here: it takes a second, and only the worker that runs this pays
+    import openai.types.completion
+
     chat = chat_body("i", 1, "m", [FinishedChoice(0, "x", "stop", chat_logprobs(items()))], USAGE, nvext=b'{"a":1}')
     check_against("ChatCompletion", json.loads(chat))
     parsed = openai.types.chat.ChatCompletion.model_validate_json(chat)

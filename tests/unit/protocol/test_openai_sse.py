@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import openai.types.chat
-import openai.types.completion
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai._streaming import SSEDecoder
 
 from dynamo.protocol.openai import (
     DONE,
@@ -176,11 +173,14 @@ def test_any_text_makes_one_valid_completion_event(text: str, reason: str | None
 def test_a_client_reads_back_what_was_streamed_however_the_bytes_are_cut(
     pieces: list[tuple[int, str]], cut: int
 ) -> None:
+    import openai._streaming  # here: it takes a second, and only the worker that runs this pays
+    import openai.types.chat
+
     stream = chat_stream(n=3)
     wire = b"".join(stream.delta(index, text) for index, text in pieces) + KEEP_ALIVE + DONE
     chunks = (wire[start : start + cut] for start in range(0, len(wire), cut))
     heard = ["", "", ""]
-    events = list(SSEDecoder().iter_bytes(chunks))
+    events = list(openai._streaming.SSEDecoder().iter_bytes(chunks))
     assert events[-1].data == "[DONE]"
     for sent in events[:-1]:
         if not sent.data:
@@ -192,6 +192,8 @@ def test_a_client_reads_back_what_was_streamed_however_the_bytes_are_cut(
 
 
 def test_the_openai_types_accept_completion_chunks() -> None:
+    import openai.types.completion  # here: it takes a second, and only the worker that runs this pays
+
     stream = completion_stream()
     for frame in (stream.delta(0, "x", finish_reason="stop"), stream.usage_chunk(USAGE)):
         openai.types.completion.Completion.model_validate(event(frame))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import random
 import threading
@@ -163,10 +164,14 @@ def test_alternatives_are_split_at_the_top_level_only() -> None:
     assert split_alternatives(r"(?i:'s|'t)|[|)]\||a(b|(c|d))") == {r"(?i:'s|'t)", r"[|)]\|", "a(b|(c|d))"}
 
 
+@functools.cache
+def vocabulary() -> list[str]:
+    rng = random.Random(3)
+    return ["".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 8))) for _ in range(3000)]
+
+
 def long_text(words: int, seed: int = 3) -> str:
-    rng = random.Random(seed)
-    vocabulary = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 8))) for _ in range(3000)]
-    return " ".join(rng.choices(vocabulary, k=words))
+    return " ".join(random.Random(seed).choices(vocabulary(), k=words))
 
 
 def test_a_prompt_that_shares_its_beginning_encodes_only_the_rest(hf: Family) -> None:
