@@ -36,8 +36,8 @@ class RankStates:
         self._states: tuple[RankState, ...] = ()
 
     def set(self, ranks: Mapping[WorkerRank, RankInfo]) -> None:
-        """Take the ranks there are and what is known of each; the load of a rank that is gone is forgotten."""
-        for gone in self.infos.keys() - ranks.keys():
+        """Take the ranks there are and what is known of each; the load of every other rank is forgotten."""
+        for gone in set(self._load.ranks()) - ranks.keys():
             self._load.forget(gone.worker_id, gone.dp_rank)
         self.infos = {rank: ranks[rank] for rank in sorted(ranks)}
         self.ranks = tuple(self.infos)

@@ -21,6 +21,7 @@ __all__ = [
     "BookingEvent",
     "PrefillHint",
     "RequestStep",
+    "check_booking",
     "decode_binding",
     "decode_bookings",
     "encode_binding",
@@ -29,6 +30,11 @@ __all__ = [
 ]
 
 MAX_BATCH: Final = 256  # events of one message over ZMQ
+MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024  # that are read: the prompts of a batch, 8,192 blocks each
+MAX_MESSAGE_EVENTS: Final = 4_096
+MAX_PROMPT_BLOCKS: Final = 65_536  # a million tokens in blocks of 16
+MAX_ID_LENGTH: Final = 1_024
+MAX_TOKENS: Final = 2**31
 _U64: Final = 2**64 - 1
 
 RequestStep = Literal["MarkPrefillCompleted", "Free"]
@@ -122,12 +128,38 @@ def encode_booking(event: BookingEvent) -> bytes:
 
 def decode_bookings(payload: bytes) -> list[BookingEvent]:
     """Return the events of a message; steps that this version does not know are left out. Raises BadReplicaEvents."""
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise BadReplicaEvents(f"a message of {len(payload)} bytes; at most {MAX_MESSAGE_BYTES} are read")
     try:
         found = _message(payload)
+        if found.events is not None and len(found.events) > MAX_MESSAGE_EVENTS:
+            raise BadReplicaEvents(f"a message of {len(found.events)} events; at most {MAX_MESSAGE_EVENTS} are read")
         read = [_event(payload)] if found.events is None else found.events
         return [event for each in read if (event := _understood(each)) is not None]
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadReplicaEvents(f"not a message of bookings: {error}") from error
+
+
+def check_booking(event: BookingEvent) -> None:
+    """Refuse an event that no router can have sent. Raises BadReplicaEvents naming the member."""
+    if len(event.request_id) > MAX_ID_LENGTH:
+        raise BadReplicaEvents(f"request_id has {len(event.request_id)} characters, more than {MAX_ID_LENGTH}")
+    if not 0 <= event.router_id <= _U64:
+        raise BadReplicaEvents("router_id is not an unsigned number of 64 bits")
+    prompt = event.data
+    if not isinstance(prompt, BookedPrompt):
+        return
+    if len(prompt.token_sequence or ()) > MAX_PROMPT_BLOCKS:
+        raise BadReplicaEvents(
+            f"token_sequence has {len(prompt.token_sequence or ())} blocks, more than {MAX_PROMPT_BLOCKS}"
+        )
+    hint = prompt.prefill_load_hint
+    for name, tokens in (
+        ("initial_effective_prefill_tokens", 0 if hint is None else hint.initial_effective_prefill_tokens),
+        ("expected_output_tokens", prompt.expected_output_tokens or 0),
+    ):
+        if not 0 <= tokens <= MAX_TOKENS:
+            raise BadReplicaEvents(f"{name} must be between 0 and {MAX_TOKENS}, got {tokens}")
 
 
 def encode_binding(record: AffinityRecord) -> bytes:

@@ -111,6 +111,7 @@ class SessionAffinity:
         self._max_sessions = max_sessions
         self._on_settled = on_settled
         self._sessions: dict[str, _Session] = {}
+        self._advised: set[str] = set()  # sessions that no request has used here
         self._idle: OrderedDict[str, float] = OrderedDict()  # sessions without a lease, and when each expires: in order
 
     def __len__(self) -> int:
@@ -149,13 +150,15 @@ class SessionAffinity:
         elif self.mode is AffinityMode.HARD:
             _check_pin(session.record, pinned_worker_id, pinned_dp_rank)
         session.leases += 1
+        self._advised.discard(session_id)
         self._idle.pop(session_id, None)
         return SessionLease(self, session_id, session)
 
     def advise(self, record: AffinityRecord, now: float) -> bool:
         """Take what another router reports; return whether it made or prolonged a binding here.
 
-        A report is advice: a binding that lives stays, and a rank that is not known here is ignored.
+        A report is advice: a binding that lives stays, and a rank that is not known here is ignored. Sessions that are known
+        by advice alone take no more than half of the table: the rest is for those of this router.
         """
         if len(record.session_id.encode(errors="surrogatepass")) > MAX_SESSION_ID_BYTES:
             return False
@@ -169,8 +172,9 @@ class SessionAffinity:
         if not self._is_known(record.rank):
             return False
         self.reap(now)
-        if len(self._sessions) >= self._max_sessions:
+        if len(self._sessions) >= self._max_sessions or len(self._advised) >= self._max_sessions // 2:
             return False
+        self._advised.add(record.session_id)
         session = self._sessions[record.session_id] = _Session()
         session.record = record
         self._rest(record.session_id, now)
@@ -253,6 +257,7 @@ class SessionAffinity:
 
     def _drop(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
+        self._advised.discard(session_id)
         self._idle.pop(session_id, None)
         if session.record is None:
             self._settled(session_id)

@@ -536,7 +536,11 @@ class KvDomains:
         while True:
             try:
                 async with ReplicaSync(
-                    self._endpoint(endpoint), router.load, router_id=self._router_id(), block_size=router.block_size
+                    self._endpoint(endpoint),
+                    router.load,
+                    router_id=self._router_id(),
+                    block_size=router.block_size,
+                    is_live=domain.is_live,
                 ) as sync:
                     domain.relay.syncs[endpoint] = sync
                     await asyncio.get_running_loop().create_future()  # until this is cancelled, or the sync fails

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing
 from typing import Final, Protocol, Self
 
 from dynamo.kv.overlap import WorkerRank
@@ -23,6 +23,7 @@ from dynamo.placement.replica_events import (
     BookingEvent,
     PrefillHint,
     RequestStep,
+    check_booking,
     decode_binding,
     decode_bookings,
     encode_binding,
@@ -31,8 +32,11 @@ from dynamo.placement.replica_events import (
 )
 from dynamo.placement.session_affinity import AffinityRecord
 from dynamo.router.kv_router import Selection
+from dynamo.router.peer_bookings import PeerBookings
+from dynamo.runtime.discovery.base import EVENT_CHANNELS, Delete
+from dynamo.runtime.discovery.follow import follow
 from dynamo.runtime.endpoint import Endpoint
-from dynamo.runtime.event_plane.base import Event, EventPublisher
+from dynamo.runtime.event_plane.base import Event, EventPublisher, encode_segment
 from dynamo.runtime.tasks import Background
 
 __all__ = ["BINDINGS_TOPIC", "BOOKINGS_TOPIC", "BookingOutbox", "ReplicaSync", "SessionSync"]
@@ -43,8 +47,8 @@ BOOKINGS_TOPIC: Final = "active_sequences_events"
 BINDINGS_TOPIC: Final = "session_affinity_events"
 BATCH_SECONDS: Final = 0.001  # a booking is reported this late at most; requests that come together share a message
 MAX_QUEUED: Final = 100_000  # bookings that wait to be sent; the newest are dropped
-MAX_ROUTERS: Final = 1_024  # whose bookings are remembered as theirs; the one that was silent for longest goes first
-MAX_RANKS: Final = 65_536  # that are counted because another router named them
+
+_HEX: Final = re.compile("[0-9a-f]{1,16}")
 
 
 class BookingOutbox:
@@ -90,15 +94,23 @@ class ReplicaSync:
     entered and after it is left is not reported.
     """
 
-    def __init__(self, endpoint: Endpoint, load: ActiveLoad, *, router_id: int, block_size: int) -> None:
-        """`endpoint`: that of the workers. `router_id`: of this process, among all routers and workers."""
-        self._endpoint, self._load = endpoint, load
-        self._router_id, self._block_size = router_id, block_size
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        load: ActiveLoad,
+        *,
+        router_id: int,
+        block_size: int,
+        is_live: Callable[[WorkerRank], bool] | None = None,
+    ) -> None:
+        """`endpoint`: that of the workers. `router_id`: of this process, among all routers and workers. `is_live`: whether a
+        rank is there; what others book elsewhere does not count. None: it does."""
+        self._endpoint, self._load, self._router_id = endpoint, load, router_id
+        self._peers = PeerBookings(load, block_size, is_live)
         self._outbox: BookingOutbox | None = None
         self._stack = AsyncExitStack()
-        self._routers: OrderedDict[int, None] = OrderedDict()  # other routers, the latest last
         self.received = 0  # events of others that were counted
-        self.invalid = 0  # messages that could not be read
+        self.invalid = 0  # messages and events that could not be read
 
     async def __aenter__(self) -> Self:
         runtime, scope = self._endpoint.runtime, self._endpoint.event_scope
@@ -108,6 +120,7 @@ class ReplicaSync:
             events = await self._stack.enter_async_context(runtime.events.subscribe(scope, BOOKINGS_TOPIC))
             background = await self._stack.enter_async_context(Background())
             background.start(self._follow(events, publisher.publisher_id), "bookings of other routers")
+            background.start(self._follow_channels(), "channels of other routers")
             self._outbox = BookingOutbox(publisher, is_batching=runtime.event_plane != "nats")
             self._stack.callback(self._end)
         except BaseException:
@@ -164,47 +177,46 @@ class ReplicaSync:
                 continue
             now = asyncio.get_running_loop().time()
             for event in found:
-                self.take(event, now)
+                self.take(event, now, message.publisher_id)
+            await asyncio.sleep(0)  # a peer that never stops must not keep the event loop
 
-    def take(self, event: BookingEvent, now: float) -> None:
-        """Count one event of another router or of a worker. Own events are ignored."""
+    def take(self, event: BookingEvent, now: float, publisher_id: int | None = None) -> None:
+        """Count one event of another router or of a worker. Own events are ignored, and impossible ones counted.
+
+        `publisher_id`: of its message; None: the router that it names.
+        """
         if event.router_id == self._router_id:
+            return
+        try:
+            check_booking(event)
+        except BadReplicaEvents as error:
+            self.invalid += 1
+            logger.debug("an event of publisher %s is not counted: %s", publisher_id, error)
             return
         self.received += 1
         rank = WorkerRank(event.worker.worker_id, event.worker.dp_rank)
+        request = event.router_id, event.request_id
         match event.data:
             case BookedPrompt() as prompt:
-                self._add(event, rank, prompt, now)
+                self._peers.add(event.router_id if publisher_id is None else publisher_id, request, rank, prompt, now)
             case "Free":
-                self._load.free(_key(event.router_id, event.request_id), now, rank)
-            case "MarkPrefillCompleted" if event.router_id in self._routers:
-                self._load.prefill_completed(_key(event.router_id, event.request_id), now)
-            case "MarkPrefillCompleted":  # of the worker: it knows the request, but not which router booked it
-                self._load.prefill_completed(event.request_id, now)
-                for router_id in self._routers:
-                    self._load.prefill_completed(_key(router_id, event.request_id), now)
+                self._peers.free(request, rank, now)
+            case "MarkPrefillCompleted":
+                if not self._peers.prefill_completed(request, now):
+                    # Of the worker: it knows the request, but not which router booked it.
+                    self._load.prefill_completed(event.request_id, now)
+                    self._peers.prefill_completed_anywhere(event.request_id, now)
 
-    def _add(self, event: BookingEvent, rank: WorkerRank, prompt: BookedPrompt, now: float) -> None:
-        self._routers[event.router_id] = None
-        self._routers.move_to_end(event.router_id)
-        if len(self._routers) > MAX_ROUTERS:
-            self._routers.popitem(last=False)
-        if not self._load.knows(rank) and len(self._load.ranks()) >= MAX_RANKS:
-            return
-        sequence = prompt.token_sequence or ()
-        hint = prompt.prefill_load_hint
-        uncached = 0 if hint is None else hint.initial_effective_prefill_tokens
-        tokens = max(uncached, len(sequence) * self._block_size)  # a report has not the length of the prompt
-        self._load.add(
-            _key(event.router_id, event.request_id),
-            rank,
-            sequence,
-            prompt_tokens=tokens,
-            cached_tokens=tokens - uncached,
-            now=now,
-            expected_output=prompt.expected_output_tokens,
-            counts_prefill=prompt.track_prefill_tokens and hint is not None,
-        )
+    async def _follow_channels(self) -> None:
+        """Forget a peer with its channel record, where the plane has such records."""
+        scope = self._endpoint.event_scope
+        prefix = f"{EVENT_CHANNELS}/{scope.path_encoded}/topic/{encode_segment(BOOKINGS_TOPIC)}"
+        async with aclosing(follow(self._endpoint.runtime.discovery, prefix)) as changes:
+            async for batch in changes:
+                for change in batch:
+                    publisher = change.key.rpartition("/")[2]
+                    if isinstance(change, Delete) and _HEX.fullmatch(publisher):
+                        self._peers.forget(int(publisher, 16), asyncio.get_running_loop().time())
 
 
 class SharedBindings(Protocol):
@@ -275,8 +287,3 @@ class SessionSync:
         while True:
             await asyncio.sleep(self._affinity.reap_seconds)
             self._affinity.reap(loop.time())
-
-
-def _key(router_id: int, request_id: str) -> str:
-    """Return the name of another router's booking: a client may send the same request id to two routers."""
-    return f"{router_id:x}/{request_id}"

@@ -171,6 +171,10 @@ class RoutedEndpoint:
         if self._client is not None:
             self._set_ranks()
 
+    def is_live(self, rank: WorkerRank) -> bool:
+        """Return whether a worker that is there has the rank."""
+        return rank in self.router.ranks
+
     def set_degraded(self, ranks: frozenset[WorkerRank]) -> None:
         """Take the ranks that reported more blocks than there is room for."""
         self._degraded = ranks
@@ -201,10 +205,6 @@ class _IndexOfWorkers:
         self._index = sink.index if isinstance(sink, DumpedIndex) else sink
         self._sink, self._workers = sink, workers
         self._degraded = self._index.degraded
-
-    def is_live(self, rank: WorkerRank) -> bool:
-        """Return whether a worker that is there has the rank."""
-        return rank in self._workers.router.ranks
 
     def set_capacities(self) -> None:
         """Bound what each rank may hold by what its worker has."""
@@ -451,7 +451,7 @@ async def routed_endpoint(
         workers = RoutedEndpoint(endpoint, router, way=way, needs_cards=needs_cards)
         if index is not None:
             sink = _IndexOfWorkers(index, workers)
-            feed = KvEventFeed(endpoint, sink, on_trust=workers.set_trust, is_live=sink.is_live)
+            feed = KvEventFeed(endpoint, sink, on_trust=workers.set_trust, is_live=workers.is_live)
 
             def ranks_changed() -> None:
                 sink.set_capacities()
@@ -461,7 +461,13 @@ async def routed_endpoint(
             workers.on_ranks = ranks_changed
         await stack.enter_async_context(RouterLoadReports(endpoint, router.load))
         if kv.router_replica_sync:
-            sync = ReplicaSync(endpoint, router.load, router_id=endpoint.connection_id(), block_size=router.block_size)
+            sync = ReplicaSync(
+                endpoint,
+                router.load,
+                router_id=endpoint.connection_id(),
+                block_size=router.block_size,
+                is_live=workers.is_live,
+            )
             router.observer = await stack.enter_async_context(sync)
         yield await stack.enter_async_context(workers)
 

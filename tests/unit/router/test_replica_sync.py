@@ -147,6 +147,26 @@ async def test_own_events_unknown_requests_and_late_ends_change_nothing(tmp_path
             assert sync.received == 8
 
 
+async def test_what_a_router_that_has_gone_had_booked_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYN_EVENT_PLANE_HOST", "127.0.0.1")
+    router = make_router()
+    async with runtime("zmq", tmp_path) as here, synced(here, router, 101) as sync:
+        async with runtime("zmq", tmp_path) as there:
+            channel = there.endpoint(PATH).event_channel(BOOKINGS_TOPIC)
+            data = {"AddRequest": {"token_sequence": [1], "track_prefill_tokens": True}}
+            event = {"request_id": "r", "worker": {"worker_id": 1}, "data": data, "router_id": 7}
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while not sync.received:  # a subscription takes a moment
+                    channel.publish({"events": [{**event, "request_id": "x" * 5000}, event]})
+                    await asyncio.sleep(0.02)
+            assert sync.invalid
+            assert len(router.load) == 1
+            await channel.close()
+        await until(lambda: len(router.load) == 0)
+
+
 async def test_a_message_that_cannot_be_read_is_counted_and_the_next_one_is_taken(tmp_path: Path) -> None:
     async with runtime("mem", tmp_path) as here:
         router = make_router()
