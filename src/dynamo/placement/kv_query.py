@@ -5,7 +5,6 @@ The filters are pure functions: ranks and a query in, the eligible ranks out, or
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Final
@@ -16,6 +15,8 @@ from dynamo.errors import InvalidArgument, Overloaded, Unknown, WorkerUnavailabl
 from dynamo.kv.overlap import WorkerRank
 
 __all__ = [
+    "MAX_OUTPUT",
+    "MAX_WEIGHT",
     "AllEligibleWorkersFiltered",
     "AllEligibleWorkersOverloaded",
     "KvOverrides",
@@ -27,12 +28,22 @@ __all__ = [
     "RankExclusion",
     "RankInfo",
     "Trust",
+    "check_number",
+    "clamp_output",
     "eligible_ranks",
     "exclusion_of",
     "is_unconstrained",
     "preferred_weight",
     "read_overrides",
+    "read_preferred_taints",
+    "read_priority",
 ]
+
+
+# No cost becomes infinite with it: that times the tokens of all prompts of a rank is far from the end of a float.
+MAX_WEIGHT: Final = 1_000_000.0
+MAX_PRIORITY: Final = 1e15  # seconds of waiting
+MAX_OUTPUT: Final = 2**31  # tokens; a request that announces more counts as one of so many
 
 
 class NoEndpoints(WorkerUnavailable):
@@ -98,13 +109,39 @@ def read_overrides(given: object) -> KvOverrides | None:
         return None
     try:
         found = msgspec.convert(given, KvOverrides)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, OverflowError) as error:
         raise InvalidArgument(f"router_config_override: {error}") from error
     for name in KvOverrides.__struct_fields__:
         value = getattr(found, name)
-        if isinstance(value, float) and not 0.0 <= value < math.inf:  # NaN is neither
-            raise InvalidArgument(f"router_config_override.{name} must be a number of at least 0, got {value}")
+        if isinstance(value, float):
+            check_number(f"router_config_override.{name}", value)
     return found
+
+
+def check_number(name: str, value: float, *, lowest: float = 0.0, highest: float = MAX_WEIGHT) -> None:
+    """Check a number of a request. Raises InvalidArgument with its `name` where it is out of bounds, infinite or NaN."""
+    if not lowest <= value <= highest:  # NaN is neither
+        raise InvalidArgument(f"{name} must be a number between {lowest:g} and {highest:g}, got {value}")
+
+
+def clamp_output(tokens: int | None) -> int | None:
+    """Return how long a request says that its answer will be, as a number that costs can be computed with."""
+    return None if tokens is None else max(0, min(tokens, MAX_OUTPUT))
+
+
+def read_priority(given: float | None) -> float:
+    """Return a request's priority. Raises InvalidArgument for one that has no place in an order, such as NaN."""
+    if given is None:
+        return 0
+    check_number("routing.priority", given, lowest=-MAX_PRIORITY, highest=MAX_PRIORITY)
+    return given
+
+
+def read_preferred_taints(given: Mapping[str, float] | None) -> Mapping[str, float]:
+    """Return the weights of the taints that a request prefers. Raises InvalidArgument that names one that cannot be."""
+    for taint, weight in (given or {}).items():
+        check_number(f"routing_constraints.preferred_taints.{taint}", weight, lowest=-MAX_WEIGHT)
+    return given or {}
 
 
 class KvQuery(msgspec.Struct):

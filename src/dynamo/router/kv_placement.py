@@ -19,7 +19,14 @@ from dynamo.errors import DynamoException, WorkerUnavailable
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import Candidate, Placement, PlacementReason, PlacementRequest
-from dynamo.placement.kv_query import KvQuery, RankInfo, read_overrides
+from dynamo.placement.kv_query import (
+    KvQuery,
+    RankInfo,
+    clamp_output,
+    read_overrides,
+    read_preferred_taints,
+    read_priority,
+)
 from dynamo.placement.kv_state import KvPolicy
 from dynamo.placement.policies.least_loaded import fewest_in_flight
 from dynamo.protocol.worker_request import RoutingHints, WorkerRequest
@@ -145,13 +152,13 @@ class KvPlacement:
             prompt_tokens=len(prompt),
             lora_name=lora_name,
             cache_salt=cache_salt,
-            priority=routing.get("priority_jump") or routing.get("priority") or 0,
+            priority=read_priority(routing.get("priority_jump") or routing.get("priority")),
             strict_priority=routing.get("strict_priority") or 0,
             pinned_worker_id=pinned,
             pinned_dp_rank=routing.get("prefill_dp_rank") if is_prefill else routing.get("dp_rank"),
             required_taints=constraints.get("required_taints") or (),
-            preferred_taints=constraints.get("preferred_taints") or {},
-            expected_output=None if is_prefill else routing.get("expected_output_tokens"),
+            preferred_taints=read_preferred_taints(constraints.get("preferred_taints")),
+            expected_output=None if is_prefill else clamp_output(routing.get("expected_output_tokens")),
             overrides=read_overrides(overrides),
         )
 

@@ -8,6 +8,7 @@ from typing import Final, Self
 
 import msgspec
 
+from dynamo.placement.kv_query import MAX_WEIGHT
 from dynamo.placement.queueing import PolicyFile, PolicyProfile, QueueOrder, Selector, read_policy_file
 from dynamo.placement.queueing.policy_file import SelectorRole
 from dynamo.placement.session_affinity import MAX_TTL_SECONDS, MIN_TTL_SECONDS
@@ -44,7 +45,7 @@ _AT_LEAST: Final = {
     "host_cache_hit_weight": (0, 1), "disk_cache_hit_weight": (0, 1), "router_ttl_secs": (0.1, 2**53),
     "router_predicted_ttl_secs": (0, 2**53),
 }  # fmt: skip
-_weight: Final = number(0, metavar="WEIGHT")
+_weight: Final = number(0, MAX_WEIGHT, metavar="WEIGHT")
 _part: Final = number(0, 1, metavar="PART")
 _off_at_zero: Final = off_at_zero(seconds())
 

@@ -22,7 +22,15 @@ from dynamo.kv.block_chains import DumpedIndex
 from dynamo.kv.events import RouterEvent
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.overlap import OverlapIndex, WorkerRank
-from dynamo.placement.kv_query import KvQuery, RankInfo, Trust, read_overrides
+from dynamo.placement.kv_query import (
+    KvQuery,
+    RankInfo,
+    Trust,
+    clamp_output,
+    read_overrides,
+    read_preferred_taints,
+    read_priority,
+)
 from dynamo.placement.kv_state import KvPolicy
 from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.records import ModelCard, ModelRuntimeConfig, decode_model_record
@@ -532,14 +540,14 @@ def kv_query_of(body: Mapping[str, object]) -> KvQuery:
         token_ids=token_ids_of(body["token_ids"]),
         lora_name=hints.lora_name,
         cache_salt=hints.cache_salt or hints.cache_namespace,
-        priority=hints.priority_jump or hints.priority or 0,
+        priority=read_priority(hints.priority_jump or hints.priority),
         strict_priority=hints.strict_priority or 0,
         pinned_worker_id=hints.decode_worker_id if pinned is None else pinned,
         pinned_dp_rank=hints.dp_rank,
         allowed=None if hints.allowed_worker_ids is None else set(hints.allowed_worker_ids),
         required_taints=constraints.required_taints or (),
-        preferred_taints=constraints.preferred_taints or {},
-        expected_output=hints.expected_output_tokens,
+        preferred_taints=read_preferred_taints(constraints.preferred_taints),
+        expected_output=clamp_output(hints.expected_output_tokens),
         overrides=read_overrides(body.get("router_config_override")),
     )
 

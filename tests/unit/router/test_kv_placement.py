@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,17 @@ import pytest
 from dynamo.errors import InvalidArgument
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import Candidate, Placement, PlacementRequest
-from dynamo.placement.kv_query import KvQuery, RankInfo
+from dynamo.placement.kv_query import MAX_OUTPUT, MAX_WEIGHT, KvQuery, RankInfo
+from dynamo.placement.policies.kv_default import DefaultCostParameters
 from dynamo.placement.policies.kv_policies import kv_policy
+from dynamo.router.__main__ import parse_router_args
 from dynamo.router.kv_placement import KvPlaced, KvPlacement
 from dynamo.router.kv_router import KvRouter
 from dynamo.router.pool import ChosenWorker
 from dynamo.router.record import DispatchRecord
+from dynamo.router.routed_endpoint import kv_query_of
 from dynamo.runtime.context import Context
+from support.cases import each_case
 
 
 def make(*workers: int) -> KvPlacement:
@@ -80,8 +85,55 @@ async def test_one_id_for_many_requests_books_each_of_them_once() -> None:
     assert placement.router.load.of(WorkerRank(1)).blocks == {}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
-async def test_an_override_that_is_no_weight_is_refused_by_name(value: float) -> None:
-    body: Any = {"token_ids": [1, 2], "router_config_override": {"prefill_load_scale": value}}
-    with pytest.raises(InvalidArgument, match="prefill_load_scale"):
-        await make(1).query(body, DispatchRecord(), pinned=None)
+NUMBERS = [float("nan"), float("inf"), float("-inf"), 1e308, -1e308, 10**400]
+
+
+def members_with(value: float) -> list[tuple[dict[str, Any], str]]:
+    return [
+        ({"router_config_override": {"prefill_load_scale": value}}, "router_config_override"),
+        ({"routing": {"routing_constraints": {"preferred_taints": {"gpu": value}}}}, "preferred_taints"),
+        ({"routing": {"priority_jump": value}}, "priority"),
+    ]
+
+
+@each_case("value", NUMBERS)
+async def test_a_number_that_no_cost_can_be_computed_with_is_refused_by_name(value: float) -> None:
+    for members, name in members_with(value):
+        body: Any = {"token_ids": [1, 2], **members}
+        with pytest.raises(InvalidArgument, match=name):
+            await make(1).query(body, DispatchRecord(), pinned=None)
+        with pytest.raises(InvalidArgument, match=name):
+            kv_query_of(body)
+
+
+@each_case("value", NUMBERS)
+def test_so_is_the_parameter_of_a_policy(value: float) -> None:
+    for policy, name in (
+        ("default", "overlap_score_credit"),
+        ("time", "decode_weight"),
+        ("two-tier", "balance_abs_threshold"),
+    ):
+        with pytest.raises(InvalidArgument, match=name):
+            kv_policy(policy, {name: value})
+
+
+@each_case("text", ["nan", "inf", "1e308", "-1"])
+def test_and_a_setting(text: str) -> None:
+    with pytest.raises(SystemExit):
+        parse_router_args(["--endpoint", "a.b.c", "--router-kv-overlap-score-credit", text], {})
+
+
+async def test_the_largest_numbers_that_are_allowed_give_finite_costs() -> None:
+    placement = make(1, 2)
+    names = [name for name in DefaultCostParameters.__struct_fields__ if name != "router_temperature"]
+    placement.router._policy = kv_policy("default", dict.fromkeys(names, MAX_WEIGHT))
+    override = {"prefill_load_scale": MAX_WEIGHT, "router_temperature": MAX_WEIGHT}
+    body: Any = {
+        "token_ids": list(range(64)),
+        "router_config_override": override,
+        "routing": {"expected_output_tokens": 10**400, "routing_constraints": {"preferred_taints": {"x": MAX_WEIGHT}}},
+    }
+    query = await placement.query(body, DispatchRecord(), pinned=None)
+    selection = placement.select(query, 0.0)
+    assert math.isfinite(selection.choice.cost)
+    assert query.expected_output == MAX_OUTPUT

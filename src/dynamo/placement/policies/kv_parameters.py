@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
 
 from dynamo.errors import InvalidArgument
+from dynamo.placement.kv_query import check_number
 
 __all__ = ["read_parameters"]
 
@@ -27,8 +27,8 @@ def read_parameters(kind: str, record: type[P], given: Mapping[str, object]) -> 
                 f"policy type {kind}: unknown parameter {name!r}; known: {', '.join(known) or 'none'}"
             )
     for name, value in given.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InvalidArgument(f"policy type {kind}: parameter {name} is not finite")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            check_number(f"policy type {kind}: parameter {name}", value)
     try:
         return msgspec.convert(dict(given), record)
     except msgspec.ValidationError as error:
