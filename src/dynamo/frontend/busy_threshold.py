@@ -69,7 +69,7 @@ class LoadFollower:
             settings.active_prefill_tokens_threshold_frac,
         )
         self._by_model: dict[str, BusyThresholds] = {}
-        self.busy_workers = BusyWorkers(models.served, self.of)
+        self.busy_workers = BusyWorkers(models.pools, self.of)
         self._followers: dict[str, asyncio.Task[None]] = {}  # by endpoint
         self._background = Background()
         self._keeper: asyncio.Task[None] | None = None
@@ -136,12 +136,12 @@ class LoadFollower:
             await first_of(self._models.change(), self._was_set.wait())
 
     def _reconcile(self) -> None:
-        wanted = {path for model in self._models.served() if self.of(model.name).is_set for path in model.endpoints}
+        wanted = {path for pool in self._models.pools() if self.of(pool.name).is_set for path in pool.endpoints}
         for path in self._followers.keys() - wanted:
             self._followers.pop(path).cancel()
         for path in wanted - self._followers.keys():
             self._followers[path] = self._background.start(self._follow(path), f"frontend: loads of {path}")
-        self.busy_workers.keep_only(frozenset(worker for model in self._models.served() for worker in model.member_ids))
+        self.busy_workers.keep_only(frozenset(worker for pool in self._models.pools() for worker in pool.member_ids))
 
     async def _follow(self, endpoint: str) -> None:
         while True:

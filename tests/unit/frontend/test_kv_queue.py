@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dynamo.errors import EngineShutdown
 from dynamo.kv.overlap import WorkerRank
@@ -353,3 +353,35 @@ async def test_prefill_and_decode_workers_are_bound_apart(tmp_path: Path) -> Non
         assert sorted(len(worker.requests) for worker in house.workers[:3]) == [0, 0, 6]
         assert sorted(len(worker.requests) for worker in house.workers[3:]) == [0, 0, 6]
         assert booked(house) == 0
+
+
+async def test_busy_prefill_workers_are_shed_as_those_of_other_models_are(tmp_path: Path) -> None:
+    made = KvRouterSettings(policy="default", use_kv_events=False)
+    settings: dict[str, Any] = {"router_mode": "kv", "kv_router": made, "active_prefill_tokens_threshold": 20}
+    async with cluster(tmp_path, **settings) as house:
+        work = Gated()
+
+        async def prefill(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+            await work.script(body, context, cast("ResponseSink", Swallowed()))
+            sink.send_tokens([1], finish_reason="length", extra={"disaggregated_params": {"at": 1}})
+
+        decodes = Gated()
+        decodes.answer(9)
+        types = {"model_type": ModelType.Prefill, "worker_type": WorkerType.Prefill}
+        await add(house, prefill, component="prefill", wait=False, **types)
+        await add(house, decodes.script, worker_type=WorkerType.Decode, needs=[[WorkerType.Prefill]])
+        first = ask(house, 0)  # 60 tokens to prefill
+        await until(lambda: any(pool.busy for pool in house.frontend.models.pools()))
+        refused = await ask(house, 1).done()
+        assert (refused.status, "retry-after" in refused.headers) == (529, True)
+        work.answer()
+        assert (await first.done()).status == 200
+        await until(lambda: not any(pool.busy for pool in house.frontend.models.pools()))
+        work.answer()
+        assert (await ask(house, 2).done()).status == 200
+
+
+class Swallowed:
+    """A sink for what is not to be sent."""
+
+    def send_tokens(self, *_: object, **__: object) -> None: ...

@@ -24,6 +24,7 @@ from dynamo.frontend.models.replacement import ReplacementWaits
 from dynamo.frontend.models.reports import ModelReports
 from dynamo.frontend.models.served import ServedModel, ServedModels, ServingRules
 from dynamo.router.busy_workers import LoadReport
+from dynamo.router.pool import ModelPool
 from dynamo.router.query_of_death import QueriesOfDeath
 from dynamo.runtime.discovery.base import INSTANCES, MODEL_CARDS, Change, Discovery
 from dynamo.runtime.discovery.follow import follow
@@ -158,6 +159,10 @@ class ModelDirectory:
     def served(self) -> list[ServedModel]:
         """Return every loaded model, once for each namespace and role."""
         return list(self._served.values())
+
+    def pools(self) -> list[ModelPool]:
+        """Return the workers of every loaded model, and the prefill workers beside them, each with the name of its model."""
+        return [*self._served.values(), *self._prefill.pools]
 
     @property
     def is_loading(self) -> bool:

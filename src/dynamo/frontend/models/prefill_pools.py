@@ -30,6 +30,11 @@ class PrefillPools:
     def get(self, model: str, namespace: str) -> PrefillRouter | None:
         return self._routers.get((model, namespace))
 
+    @property
+    def pools(self) -> Sequence[ModelPool]:
+        """The prefill workers of every model."""
+        return [router.workers for router in self._routers.values()]
+
     def is_reachable(self, key: GroupKey) -> bool:
         """Return whether a prefill worker is there for a group's model."""
         router = self._routers.get(_place(key))
@@ -61,6 +66,7 @@ class PrefillPools:
             if policy is not router.workers.kv:  # other workers may have blocks of another size
                 router.workers.use(policy)
                 self._rules.equip(group, router.workers)
+        router.workers.runtime_config = group.card.runtime_config
         router.set_members({(entry.endpoint, entry.instance_id): entry.card.runtime_config for entry in group.accepted})
 
     def instances_changed(self) -> None:
