@@ -27,7 +27,7 @@ from dynamo.frontend.apis.base import Api
 from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.apis.completions import CompletionApi
 from dynamo.frontend.busy_threshold import LOAD_TOPIC, BusyThresholdRoute, LoadFollower
-from dynamo.frontend.http.admin import AdminElsewhere, serves_admin_with_api
+from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
 from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply, reply_rejected
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.offload import Offload, ThreadOffload
@@ -145,7 +145,7 @@ class Frontend:
         inference = {paths["chat"]: self._inference(ChatApi()), paths["completions"]: self._inference(CompletionApi())}
         self.asgi = _with_cors(InferenceFirst(inference, self._routes(inference), _unmatched), settings.cors_origins)
         self.admin_asgi: ASGIApp = Router(
-            routes=self._admin_routes(BusyThresholdRoute(self.loads, self.models, self._budget)),
+            routes=self._admin_routes(self._busy_threshold()),
             redirect_slashes=False,
             default=_unmatched,
         )
@@ -257,9 +257,7 @@ class Frontend:
             _Endpoint("/openapi.json", OpenApiRoute(), "GET"),
             *self._pages(),
             *self._admin_routes(
-                BusyThresholdRoute(self.loads, self.models, self._budget)
-                if serves_admin_with_api(self.settings)
-                else AdminElsewhere(self.settings)
+                self._busy_threshold() if serves_admin_with_api(self.settings) else AdminElsewhere(self.settings)
             ),
         ]
 
@@ -283,7 +281,10 @@ class Frontend:
         call = Call(api, self.pipeline)
         return InferenceRoute(call, body_limit_bytes=self.settings.limits.body_limit_bytes, budget=self._budget)
 
-    def _admin_routes(self, busy_threshold: BusyThresholdRoute | AdminElsewhere) -> Sequence[BaseRoute]:
+    def _busy_threshold(self) -> SameSiteOnly:
+        return SameSiteOnly(BusyThresholdRoute(self.loads, self.models, self._budget), self.settings)
+
+    def _admin_routes(self, busy_threshold: SameSiteOnly | AdminElsewhere) -> Sequence[BaseRoute]:
         if self.settings.disable_admin_api:
             return ()
         return (_Endpoint("/busy_threshold", busy_threshold, "GET", "POST"),)

@@ -262,11 +262,15 @@ class StatusServer:
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request; the ASGI application of this server."""
-        await self._reply(scope, receive, send, self.answer)
+        answer: Answer = self.answer
+        if scope["path"].startswith((ENGINE_PREFIX, LORA_PREFIX)):
+            answer = _unless_cross_site(scope["headers"], self._host, answer)
+        await self._reply(scope, receive, send, answer)
 
     async def _serve_admin(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request at the admin listener."""
-        await self._reply(scope, receive, send, self.answer_admin)
+        answer = _unless_cross_site(scope["headers"], self._settings.admin_host, self.answer_admin)
+        await self._reply(scope, receive, send, answer)
 
     async def _reply(self, scope: Any, receive: Any, send: Any, answer: Answer) -> None:
         method = scope["method"]
@@ -312,6 +316,22 @@ class StatusServer:
 
 def _elsewhere(way: str) -> Reply:
     return Reply.json(404, {"error": "Route not found", "message": f"this route is not here: {way}"})
+
+
+def _unless_cross_site(headers: Any, listens_at: str, answer: Answer) -> Answer:
+    """Return what answers a request for what changes the engine: `answer`, or a refusal of what another site's page sent."""
+    from dynamo.runtime.http.cross_site import cross_site_reason
+
+    reason = cross_site_reason(headers, listens_at)
+    if reason is None:
+        return answer
+
+    async def refuse(_method: str, _path: str, _body: bytes) -> Reply:
+        return Reply.json(
+            403, {"error": "Forbidden", "message": f"this request may come from a page of another site: {reason}"}
+        )
+
+    return refuse
 
 
 async def _send_head(reply: Reply, size: int, send: Any) -> None:

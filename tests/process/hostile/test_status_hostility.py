@@ -17,7 +17,7 @@ from dynamo.runtime.settings import StatusLimits, SystemSettings
 from dynamo.runtime.status_server import StatusServer
 from support.patience import PATIENCE_SECONDS
 
-POST = b"POST /engine/echo HTTP/1.1\r\nhost: x\r\n"
+POST = b"POST /engine/echo HTTP/1.1\r\nhost: localhost\r\n"
 
 
 class Site:

@@ -35,11 +35,14 @@ async def served(tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Cluster
             await server.close()
 
 
-async def ask(port: int | None, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+async def ask(
+    port: int | None, path: str, body: dict[str, Any] | None = None, *, host: str = "localhost", origin: str = ""
+) -> tuple[int, Any]:
     raw = b"" if body is None else json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n"
+        head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(raw)}\r\n"
+        head += f"origin: {origin}\r\n" if origin else ""
         writer.write(f"{head}connection: close\r\n\r\n".encode() + raw)
         answer = await reader.read()
     finally:
@@ -70,6 +73,16 @@ async def test_without_an_admin_port_an_api_on_loopback_serves_the_admin_routes(
     async with served(tmp_path) as (_, server):
         assert server.admin_port is None
         assert (await ask(server.port, "/busy_threshold"))[0] == 200
+
+
+@each_case("admin_port", [None, 0])
+async def test_a_page_of_another_site_reaches_no_admin_route(tmp_path: Path, admin_port: int | None) -> None:
+    async with served(tmp_path, admin_port=admin_port) as (_, server):
+        port = server.port if admin_port is None else server.admin_port
+        for way in ({"origin": "https://evil.example"}, {"host": "evil.example"}):
+            status, answer = await ask(port, "/busy_threshold", {"model": "m"}, **way)
+            assert (status, "another site" in answer["message"]) == (403, True)
+        assert (await ask(port, "/busy_threshold", origin="http://localhost"))[0] == 200
 
 
 async def test_an_api_that_is_open_to_a_network_serves_no_admin_routes_and_names_the_setting(tmp_path: Path) -> None:

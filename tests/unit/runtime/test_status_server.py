@@ -58,7 +58,7 @@ class Site:
             await writer.wait_closed()
 
     async def ask(self, path: str, *, method: str = "GET", body: bytes = b"") -> Answer:
-        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         return await self.raw(head.encode() + body, method=method)
 
 
@@ -227,7 +227,7 @@ async def test_pipelined_requests_are_answered_in_order_on_one_connection(site: 
     reader, writer = await site.connect()
     for n in range(3):
         body = json.dumps({"n": n}).encode()
-        writer.write(b"POST /engine/x HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        writer.write(b"POST /engine/x HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
     answers = [await read_answer(reader) for _ in range(3)]
     assert [a.json["n"] for a in answers] == [0, 1, 2]
     writer.close()
@@ -284,7 +284,7 @@ async def test_a_request_over_a_limit_or_malformed_is_refused_and_the_connection
 
 async def test_a_chunked_body_over_the_limit_is_refused(site: Site) -> None:
     reader, writer = await site.connect()
-    writer.write(b"POST /engine/x HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    writer.write(b"POST /engine/x HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
     chunk = b"100000\r\n" + b"a" * 0x100000 + b"\r\n"
     for _ in range(LIMITS.body_limit_bytes // 0x100000 + 2):
         writer.write(chunk)
@@ -295,7 +295,7 @@ async def test_a_chunked_body_over_the_limit_is_refused(site: Site) -> None:
 
 async def test_connection_close_is_honoured(site: Site) -> None:
     reader, writer = await site.connect()
-    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
     assert b"connection: close" in await reader.read()
     writer.close()
     await writer.wait_closed()
@@ -316,7 +316,7 @@ async def test_close_refuses_new_connections_and_cancels_the_route_under_way() -
     server.register_route("x", hang)
     port = server.port
     _, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /engine/x HTTP/1.1\r\nhost: x\r\n\r\n")
+    writer.write(b"GET /engine/x HTTP/1.1\r\nhost: localhost\r\n\r\n")
     await entered.wait()
     await server.close()
     assert ended.is_set()
@@ -339,7 +339,7 @@ async def test_a_route_goes_on_when_its_caller_leaves() -> None:
     await server.start()
     server.register_route("x", patient)
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(b"GET /engine/x HTTP/1.1\r\nhost: x\r\n\r\n")
+    writer.write(b"GET /engine/x HTTP/1.1\r\nhost: localhost\r\n\r\n")
     await entered.wait()
     writer.close()
     await writer.wait_closed()
@@ -389,7 +389,7 @@ async def at_admin(site: Site, path: str) -> int:
     assert site.server.admin_url is not None
     reader, writer = await asyncio.open_connection("127.0.0.1", int(site.server.admin_url.rsplit(":", 1)[1]))
     try:
-        writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
         return (await read_answer(reader)).status
     finally:
         writer.close()
@@ -421,6 +421,16 @@ async def test_without_an_admin_port_a_status_server_on_loopback_serves_the_engi
     async with admin_site(host="localhost") as site:
         assert (await site.ask("/engine/control/echo")).json == {"got": {}}
         assert site.server.admin_url == site.server.url
+
+
+async def test_a_page_of_another_site_reaches_no_engine_route(site: Site) -> None:
+    site.server.register_route("control/echo", echo)
+    for line in ("host: evil.example", "host: localhost\r\norigin: https://evil.example"):
+        for path in ("/engine/control/echo", "/v1/loras"):
+            answer = await site.raw(f"POST {path} HTTP/1.1\r\n{line}\r\ncontent-length: 0\r\n\r\n".encode())
+            assert (answer.status, "another site" in answer.json["message"]) == (403, True)
+        health = await site.raw(f"GET /health HTTP/1.1\r\n{line}\r\n\r\n".encode())
+        assert health.status != 403  # what everybody may read stays so
 
 
 async def test_an_admin_port_that_is_taken_is_named_and_leaves_nothing_open(site: Site) -> None:

@@ -7,6 +7,7 @@ network. Without an admin port, and with an API that is open, a request for them
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from typing import Final, Self
 
@@ -15,10 +16,20 @@ from dynamo.frontend.settings import ApiLimits, FrontendSettings
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.addresses import LOCAL_STORES, is_loopback
 from dynamo.runtime.http import Rejection
+from dynamo.runtime.http.cross_site import cross_site_reason
 
-__all__ = ["ADMIN_CONNECTIONS", "AdminElsewhere", "AdminLimits", "log_exposure", "serves_admin_with_api"]
+__all__ = [
+    "ADMIN_CONNECTIONS",
+    "AdminElsewhere",
+    "AdminLimits",
+    "SameSiteOnly",
+    "log_exposure",
+    "serves_admin_with_api",
+]
 
 logger = logging.getLogger(__name__)
+
+Route = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 ADMIN_CONNECTIONS: Final = 64  # operators and their tools
 
@@ -58,6 +69,22 @@ class AdminElsewhere:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await reply_rejected(send, RequestRejected(404, f"{scope['path']} is not here: {self._way}"))
+
+
+class SameSiteOnly:
+    """An admin route that does nothing for pages of other sites: 403."""
+
+    def __init__(self, route: Route, settings: FrontendSettings) -> None:
+        self._route = route
+        self._listens_at = settings.http_host if settings.admin_port is None else settings.admin_host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reason = cross_site_reason(scope["headers"], self._listens_at)
+        if reason is None:
+            await self._route(scope, receive, send)
+        else:
+            text = f"this request may come from a page of another site: {reason}"
+            await reply_rejected(send, RequestRejected(403, text))
 
 
 def log_exposure(settings: FrontendSettings) -> None:
