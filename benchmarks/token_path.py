@@ -161,7 +161,7 @@ class Bench:
 
     async def _deliver(self, stream: MuxStream, events: Any) -> None:
         exchange, model, work = self._request(stream)
-        exchange.counters = self.metrics.request("bench", "chat_completions", "stream", exchange.now())
+        exchange.counters = self.metrics.requests.begin("bench", "chat_completions", "stream", exchange.now())
         chunks = ChatStream(exchange.context.id(), 1_760_000_000, "bench")
         renderer = SimpleNamespace(
             stream=lambda output: chunks.delta(0, "first"), splice=chunks.plain_ends, end=lambda with_usage: b""

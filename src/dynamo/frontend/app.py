@@ -35,7 +35,7 @@ from dynamo.frontend.http.operations import HealthRoute, LiveRoute, MetricsRoute
 from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePage, ScriptRoute
 from dynamo.frontend.http.request_id import with_request_id
 from dynamo.frontend.http.routes import InferenceFirst
-from dynamo.frontend.metrics import STALL_SECONDS, FrontendMetrics
+from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.cards import Scope as NamespaceScope
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.files import ModelFiles
@@ -120,7 +120,7 @@ class Frontend:
             concurrent_loads=settings.concurrent_model_loads,
         )
         self.exchanges = ExchangeRegister()
-        self.metrics.read_stage_requests(self.exchanges.count_in_stage)
+        self.metrics.requests.read_stage_requests(self.exchanges.count_in_stage)
         stall_policy = StallPolicy(
             settings.stall_floor_seconds,
             settings.stall_factor,
@@ -206,11 +206,8 @@ class Frontend:
         loop = asyncio.get_running_loop()
         now = loop.time()
         late = max(0.0, now - due)
-        self.metrics.event_loop_delay.observe(late)
-        self.metrics.event_loop_lag.set(late)
+        self.metrics.event_loop.observe(late)
         self.models.measure(now)
-        if late > STALL_SECONDS:
-            self.metrics.event_loop_stalls.inc()
         due = now + LOOP_PROBE_SECONDS
         self._probe = loop.call_at(due, self._probe_loop, due)
 

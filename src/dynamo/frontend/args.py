@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.metrics import check_buckets
+from dynamo.frontend.metric_buckets import check_buckets
 from dynamo.frontend.native_flags import INERT, ONE_VALUE, REFUSED
 from dynamo.frontend.settings import DUMP_CONFIG_TO, ROUTES, FrontendSettings
 from dynamo.settings.command import CommandParser

@@ -10,7 +10,8 @@ from dynamo.errors import Overloaded
 from dynamo.frontend.admission.process import TRANSITIONS, Admission, NotReady, Stage
 from dynamo.frontend.http.event_stream import EventStream
 from dynamo.frontend.http.offload import takes_long
-from dynamo.frontend.metrics import FrontendMetrics, log_buckets
+from dynamo.frontend.metric_buckets import log_buckets
+from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.protocol.openai.sse import KEEP_ALIVE
 from dynamo.runtime.metrics import MetricsRegistry
 from support.cases import each_case
@@ -103,7 +104,7 @@ def series(registry: MetricsRegistry) -> dict[str, float]:
 def test_a_request_moves_the_gauges_and_ends_in_the_counters() -> None:
     registry = MetricsRegistry()
     metrics = FrontendMetrics(registry, env={})
-    request = metrics.request("m", "chat_completions", "stream", 10.0)
+    request = metrics.requests.begin("m", "chat_completions", "stream", 10.0)
     now = series(registry)
     assert now['dynamo_frontend_queued_requests{model="m"}'] == 1
     assert now['dynamo_frontend_inflight_requests{model="m"}'] == 1

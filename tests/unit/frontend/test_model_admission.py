@@ -355,7 +355,7 @@ async def test_health_says_what_is_in_flight_and_why_requests_are_refused(tmp_pa
 
 async def test_health_says_how_late_the_loop_ran(tmp_path: Path) -> None:
     async with cluster(tmp_path) as house:
-        house.frontend.metrics.event_loop_lag.set(2.5)
+        house.frontend.metrics.event_loop.lag.set(2.5)
         body = (await house.client.get("/health")).json
         assert (body["status"], body["degraded"]) == ("healthy", ["the event loop ran a timer 2.5 s late"])
 

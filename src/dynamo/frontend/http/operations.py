@@ -86,7 +86,7 @@ class HealthRoute:
         await reply(send, 200, _encode(healthy))
 
     def _loop_trouble(self) -> Iterator[str]:
-        lag = self._metrics.event_loop_lag.value
+        lag = self._metrics.event_loop.lag.value
         if lag > LAG_SECONDS:
             yield f"the event loop ran a timer {lag:.1f} s late"
 

@@ -117,7 +117,7 @@ class ModelLoader:
             self._on_loaded(group, text)
 
     def _failed(self, key: GroupKey, error: Exception, delay: float) -> None:
-        self._metrics.materialise_failures.labels(key.model).inc()
+        self._metrics.models.load_failures.labels(key.model).inc()
         loading = self._loading.get(key)
         if loading is not None:
             loading.last_error = str(error) or type(error).__name__

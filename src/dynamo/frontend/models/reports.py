@@ -70,7 +70,7 @@ class ModelReports:
             if self._rejected.get(entry.key) == entry.fingerprint:
                 continue
             self._rejected[entry.key] = entry.fingerprint
-            self._metrics.card_conflicts.labels(group.key.model).inc()
+            self._metrics.models.card_conflicts.labels(group.key.model).inc()
             logger.error(
                 "worker %s/%x registered model %s with a card that differs from the one in service (%s instead of %s: "
                 "tokenizer, template, generation config, block size, role or needs) and gets no requests. Give it the "
@@ -95,7 +95,7 @@ class ModelReports:
     def describe(self, model: ServedModel) -> None:
         """Show what a model's workers registered."""
         runtime = model.card.runtime_config
-        self._metrics.describe_model(
+        self._metrics.models.describe(
             model.name,
             {
                 "total_kv_blocks": runtime.total_kv_blocks,
@@ -110,7 +110,7 @@ class ModelReports:
     def ready(self, states: Mapping[str, bool]) -> None:
         """Show the models that are ready."""
         for name, is_ready in states.items():
-            self._metrics.describe_model(name, {"ready": float(is_ready)})
+            self._metrics.models.describe(name, {"ready": float(is_ready)})
 
     def count_workers(self, cards: CardBook, instances: InstanceBook) -> None:
         """Show how many workers each model has, by role."""
@@ -121,7 +121,7 @@ class ModelReports:
             reachable = 0 if group is None else instances.count(group.accepted)
             counts[key.model, key.role] = counts.get((key.model, key.role), 0) + reachable
             roles |= {} if group is None else {entry.instance_id: key.role for entry in group.accepted}
-        self._metrics.count_workers(counts)
+        self._metrics.models.count_workers(counts)
         self._metrics.workers.keep_only(roles)
 
     def load(self, load: LoadReport) -> None:
@@ -138,11 +138,11 @@ class ModelReports:
                 ages[model.name] = max(ages.get(model.name, 0.0), age)
             tokenizer = model.text.tokenizer
             if isinstance(tokenizer, CachedTokenizer):
-                self._metrics.tokenizer_cache.count(model.name, tokenizer.stats)
+                self._metrics.models.tokenizer_cache.count(model.name, tokenizer.stats)
         for name in self._queued - ages.keys():
-            self._metrics.model(name).queue_age.set(0)
+            self._metrics.requests.model(name).queue_age.set(0)
         for name, age in ages.items():
-            self._metrics.model(name).queue_age.set(age)
+            self._metrics.requests.model(name).queue_age.set(age)
         self._queued = frozenset(ages)
 
 

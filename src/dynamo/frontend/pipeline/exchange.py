@@ -15,9 +15,9 @@ from msgspec import Struct, field
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.admission.model import AdmissionSlot
-from dynamo.frontend.metrics import RequestMetrics
 from dynamo.frontend.pipeline.plan import Tally, WorkRequest
 from dynamo.frontend.pipeline.stage_timer import StageTimer
+from dynamo.frontend.request_metrics import RequestMetrics
 from dynamo.runtime.context import Context
 from dynamo.runtime.tracing import TraceContext
 

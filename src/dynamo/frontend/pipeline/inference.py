@@ -19,7 +19,7 @@ from dynamo.frontend.admission.model import Shed, urgency_of
 from dynamo.frontend.admission.process import Admission, NotReady
 from dynamo.frontend.apis.base import Answer, Api, Renderer, RenderOptions
 from dynamo.frontend.http.offload import LARGE_BODY_BYTES, takes_long
-from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics, RequestType
+from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer
@@ -33,6 +33,7 @@ from dynamo.frontend.pipeline.request_records import CLIENT_LEFT, begin_record, 
 from dynamo.frontend.pipeline.routing_answer import routing_event, routing_headers
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
 from dynamo.frontend.pipeline.stage_timer import QUEUE, StageTimer, wants_stage_times
+from dynamo.frontend.request_metrics import UNKNOWN_MODEL, RequestType
 from dynamo.frontend.settings import KEEP_ALIVE_SECONDS, FrontendSettings
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected, model_not_found, model_not_ready
@@ -131,7 +132,7 @@ class Call:
     def count_early(self, rejected: RequestRejected, error: BaseException, began: float) -> None:
         """Count a request that was rejected before its model was known."""
         metrics = self._pipeline.metrics
-        counters = metrics.request(UNKNOWN_MODEL, self._api.endpoint, "unary", began)
+        counters = metrics.requests.begin(UNKNOWN_MODEL, self._api.endpoint, "unary", began)
         counters.fail(asyncio.get_running_loop().time(), **classify(error, rejected)._asdict())
         if rejected.limit is not None:
             metrics.refused(rejected.limit)
@@ -153,11 +154,11 @@ class Call:
         request, model = resolved.request, resolved.model
         exchange.model = model.name
         kind: RequestType = "stream" if request.is_streaming else "unary"
-        exchange.counters = counters = metrics.request(model.name, self._api.endpoint, kind, began)
+        exchange.counters = counters = metrics.requests.begin(model.name, self._api.endpoint, kind, began)
         try:
             exchange.slot = slot = model.admission.enter(urgency_of(request.nvext), began)
         except Shed as error:  # before the prompt was rendered or tokenised
-            metrics.shed(model.name, error.reason)
+            metrics.requests.shed(model.name, error.reason)
             rejected = self._rejection(error)
             counters.fail(asyncio.get_running_loop().time(), **classify(error, rejected)._asdict())
             exchange.end()
@@ -258,7 +259,7 @@ class Call:
         finally:
             exchange.end()
             if exchange.tally is not None and exchange.tally.moves:
-                self._pipeline.metrics.moved(resolved.model.name, exchange.tally.moves)
+                self._pipeline.metrics.requests.moved(resolved.model.name, exchange.tally.moves)
             if expiry is not None:
                 expiry.cancel()
             if stream is not None:
@@ -317,7 +318,7 @@ class Call:
             cached_tokens=tally.cached_tokens,
         )
         exchange.timer.ended()
-        self._pipeline.metrics.observe_stages(exchange.timer)
+        self._pipeline.metrics.requests.observe_stages(exchange.timer)
         first = exchange.counters.first_token_seconds
         if tally.instances and first is not None:
             pace = exchange.counters.generating_seconds / max(1, tally.completion_tokens - 1)

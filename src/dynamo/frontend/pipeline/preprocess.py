@@ -94,7 +94,7 @@ class Preprocessor:
         if limits.combined is not None:
             limits.fill_in(plan.body["stop_conditions"], plan.prompts, is_chat=True)
         plan = plan.reading(options, self._parsing(options, model, plan, text))
-        self._metrics.preprocess_seconds.observe(perf_counter() - began)
+        self._metrics.requests.preprocess_seconds.observe(perf_counter() - began)
         return plan, text
 
     async def completion(
@@ -117,7 +117,7 @@ class Preprocessor:
         plan = await self._worked_out(request, partial(self._plan, request, effects, model, prompts))
         if limits.combined is not None:
             limits.fill_in(plan.body["stop_conditions"], plan.prompts, is_chat=False)
-        self._metrics.preprocess_seconds.observe(perf_counter() - began)
+        self._metrics.requests.preprocess_seconds.observe(perf_counter() - began)
         only = sources[0] if len(sources) == 1 else None
         return plan, only if isinstance(only, str) else None
 
@@ -182,7 +182,7 @@ class Preprocessor:
             budget=budget,
         )
         prompt = RenderedPrompt(text) if guarded is None else guarded.restore(text)
-        self._metrics.template_seconds.observe(perf_counter() - began)
+        self._metrics.preparation.template_seconds.observe(perf_counter() - began)
         return prompt
 
     async def _encode(
@@ -202,7 +202,7 @@ class Preprocessor:
             started, ids = await self._offload(_timed(encode))
             overhead.mark(QUEUE, started)
         seconds = overhead.mark(TOKENISE) - began
-        observe_each(self._metrics.tokenize, (seconds, seconds * 1000))
+        observe_each(self._metrics.preparation.tokenize, (seconds, seconds * 1000))
         return ids
 
     def _plan(
