@@ -45,6 +45,13 @@ ABSENT: Final[dict[str, str]] = {
     "LLMUnaryClient": "call an endpoint with endpoint.client(); see dynamo.runtime.UnaryClient",
     "UnaryChatModel": "call an endpoint with endpoint.client(); see dynamo.runtime.UnaryClient",
     "AisPerfConfig": "there is no performance model",
+    "Instance": "Client.instances() returns dynamo.runtime.client.InstanceView",
+    "TransportType": "an instance's transport is dynamo.runtime.client.TransportView",
+    "AsyncResponseStream": "a client's answers are dynamo.runtime.client.ClientStream",
+    "ResponseSender": "answer by yielding from a handler; see docs/writing-a-backend.md",
+    "RuntimeMetrics": "use endpoint.metrics, or dynamo.runtime.metrics for metrics of your own",
+    "EngineConfig": "an engine's configuration is dynamo.common.backend.EngineConfig",
+    "with_engine_data": "put `engine_data` into a chunk: it reaches clients that ask for it in nvext.extra_fields",
 }
 """Name -> what to use in its place."""
 

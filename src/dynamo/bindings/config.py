@@ -109,6 +109,43 @@ _NOT_BUILT: Final[Mapping[str, object]] = {
 }
 
 
+# Members that a model card always has, in the native order, and those that it has where they are set.
+_IN_CARDS: Final = (
+    *("overlap_score_credit", "overlap_score_credit_decay", "prefill_load_scale", "host_cache_hit_weight"),
+    *(
+        "disk_cache_hit_weight",
+        "router_temperature",
+        "use_kv_events",
+        "router_replica_sync",
+        "router_track_active_blocks",
+    ),
+    *(
+        "router_track_output_blocks",
+        "router_assume_kv_reuse",
+        "router_track_prefill_tokens",
+        "router_prefill_load_model",
+    ),
+    *(
+        "router_ttl_secs",
+        "router_queue_threshold",
+        "router_policy_config",
+        "router_event_threads",
+        "router_queue_policy",
+    ),
+    *("use_remote_indexer", "serve_indexer", "shared_cache_type", "router_predicted_ttl_secs"),
+)
+_IN_CARDS_IF_SET: Final = (
+    *("decode_active_request_weight", "shared_cache_multiplier", "enable_session_prefix_index", "router_tracking_hash"),
+    *("router_tracking_key_file", "router_tracking_key_id", "conditional_disagg_enabled", "conditional_disagg_policy"),
+    *("conditional_disagg_eff_isl_threshold", "conditional_disagg_eff_isl_ratio_threshold"),
+    *("conditional_disagg_prefill_busy_threshold", "conditional_disagg_decode_busy_threshold"),
+)
+_MODES: Final[Mapping[RouterMode, str]] = {
+    RouterMode.KV: "k_v",
+    RouterMode.POWER_OF_TWO: "power_of_two_choices",
+}
+
+
 def _read(given: Mapping[str, object]) -> _Values:
     """Return the values of keyword arguments. Raises TypeError and ValueError that name the argument."""
     try:
@@ -137,6 +174,8 @@ def _checked(values: _Values) -> _Values:
         raise ValueError("router_approximate_cache_policy=lru needs use_kv_events=False")
     if values.router_predicted_ttl_secs is not None and not values.use_kv_events:
         raise ValueError("router_predicted_ttl_secs needs use_kv_events=True")
+    if values.enable_session_prefix_index and not values.use_kv_events:
+        raise ValueError("enable_session_prefix_index needs use_kv_events=True")
     has_key = values.router_tracking_key_file is not None and values.router_tracking_key_id is not None
     has_part = values.router_tracking_key_file is not None or values.router_tracking_key_id is not None
     is_keyed = values.router_tracking_hash == "keyed-xxh3-v1"
@@ -256,6 +295,15 @@ class KvRouterConfig:
         ttls["router_ttl_secs"] = max(values["router_ttl_secs"], 0.1)  # 100 ms is the granularity
         settings = KvRouterSettings(policy="default", **{name: values[name] for name in names} | ttls)
         return settings.settle({})
+
+    def as_record(self) -> dict[str, object]:
+        """Return the configuration as model cards have it."""
+        values, plain = self._values, _Values()
+        found: dict[str, object] = {name: getattr(values, name) for name in _IN_CARDS}
+        for name in _IN_CARDS_IF_SET:
+            if getattr(values, name) != getattr(plain, name):
+                found[name] = getattr(values, name)
+        return {**found, "skip_initial_worker_wait": False}
 
     def _set(self, name: str, value: float) -> None:
         self._values = _read({**msgspec.structs.asdict(self._values), name: value})
@@ -390,6 +438,21 @@ class RouterConfig:
         )
         check_affinity(session_affinity_ttl_secs, session_affinity_mode)
         self._affinity = (session_affinity_ttl_secs, session_affinity_mode)
+
+    def as_record(self) -> dict[str, object]:
+        """Return the configuration as a model card has it (`register_model(router_config=...)`)."""
+        limits = msgspec.structs.asdict(self._thresholds.thresholds)
+        ttl_seconds, mode = self._affinity
+        return {
+            "router_mode": _MODES.get(self._mode, self._mode.value.replace("-", "_")),
+            "kv_router_config": self._config.as_record(),
+            "load_threshold_config": {
+                name: value for name, value in limits.items() if name != "model" and value is not None
+            },
+            "enforce_disagg": False,
+            "session_affinity_ttl_secs": ttl_seconds,
+            "session_affinity_mode": mode,
+        }
 
     @property
     def router_mode(self) -> RouterMode:

@@ -413,7 +413,8 @@ async def register_model(
             None if skip_model_assets else await resolve_assets(source, allow_download=env_bool("DYN_ALLOW_DOWNLOAD"))
         )
     members = {
-        "router_config": router_config,
+        # A RouterConfig, which this room does not know, or its record.
+        "router_config": router_config.as_record() if hasattr(router_config, "as_record") else router_config,
         "tensor_model_config": tensor_model_config,
         "user_data": user_data,
         "media_decoder": media_decoder,

@@ -25,11 +25,15 @@ from dynamo.llm import (
     KvRouter,
     KvRouterConfig,
     LoadThresholdConfig,
+    ModelInput,
     ModelRuntimeConfig,
+    ModelType,
     RouterConfig,
     RouterMode,
     RoutingConstraints,
     WorkerMetricsPublisher,
+    WorkerType,
+    register_model,
 )
 from dynamo.runtime import DistributedRuntime
 from support.cases import each_case
@@ -165,6 +169,7 @@ def test_the_weights_of_a_configuration() -> None:
         ({"router_tracking_key_file": "x"}, ValueError),
         ({"router_predicted_ttl_secs": 3, "use_kv_events": False}, ValueError),
         ({"router_event_threads": 0}, ValueError),
+        ({"enable_session_prefix_index": True, "use_kv_events": False}, ValueError),
         ({"use_kv_events": 1}, TypeError),
         ({"router_temperature": "1"}, TypeError),
         ({"no_such_setting": 1}, TypeError),
@@ -219,6 +224,41 @@ def test_a_configuration_becomes_the_settings_of_a_router() -> None:
     assert (settings.disk_cache_hit_weight, settings.router_temperature, settings.use_kv_events) == (0.125, 0.25, False)
     assert (settings.router_ttl_secs, settings.router_approximate_cache_policy) == (0.1, "lru")
     assert (settings.router_track_output_blocks, settings.router_replica_sync) == (True, True)
+
+
+async def test_a_router_configuration_travels_in_a_model_card_as_the_native_one(tmp_path: Path) -> None:
+    runtime = memory_runtime()
+    endpoint = runtime.endpoint("ns.pool.generate")
+    kv = KvRouterConfig(2.0, router_temperature=0.5, shared_cache_multiplier=0.25, router_queue_threshold=1.0)
+    config = RouterConfig(RouterMode.KV, kv, 0.5, session_affinity_ttl_secs=60)
+    await register_model(
+        ModelInput.Tokens, ModelType.Chat, endpoint, str(write_tiny_model(tmp_path / "model")), "m",
+        worker_type=WorkerType.Aggregated, router_config=config,
+    )  # fmt: skip
+    card = await endpoint.published_model()
+    assert card is not None
+    found = card["router_config"]
+    weights = {name: found["kv_router_config"].pop(name) for name in ("prefill_load_scale", "shared_cache_multiplier")}
+    assert weights == {"prefill_load_scale": 2.0, "shared_cache_multiplier": 0.25}
+    assert found == {
+        "router_mode": "k_v",
+        "kv_router_config": {
+            "overlap_score_credit": 1.0, "overlap_score_credit_decay": 0.0, "host_cache_hit_weight": 0.75,
+            "disk_cache_hit_weight": 0.25, "router_temperature": 0.5, "use_kv_events": True, "router_replica_sync": False,
+            "router_track_active_blocks": True, "router_track_output_blocks": False, "router_assume_kv_reuse": True,
+            "router_track_prefill_tokens": True, "router_prefill_load_model": "none", "router_ttl_secs": 120.0,
+            "router_queue_threshold": 1.0, "router_policy_config": None, "router_event_threads": 4,
+            "skip_initial_worker_wait": False, "router_queue_policy": "fcfs", "use_remote_indexer": False,
+            "serve_indexer": False, "shared_cache_type": "none", "router_predicted_ttl_secs": None,
+        },
+        "load_threshold_config": {"active_decode_blocks_threshold": 0.5},
+        "enforce_disagg": False, "session_affinity_ttl_secs": 60, "session_affinity_mode": "hard",
+    }  # fmt: skip
+    modes = [RouterConfig(mode).as_record()["router_mode"] for mode in RouterMode]
+    assert set(modes) == {
+        "k_v", "round_robin", "random", "power_of_two_choices", "least_loaded", "direct", "device_aware_weighted",
+    }  # fmt: skip
+    await runtime.aclose()
 
 
 def test_a_policy_file_is_read_when_a_router_is_made(tmp_path: Path) -> None:
