@@ -56,6 +56,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "llm": FACADE | {"bindings"},
     "_core": FACADE | {"bindings"},
     "reference": FACADE | {"reference"},
+    "vllm": WORKER | {"vllm"},
     "mocker": FACADE | {"scheduling", "mocker"},
     "replay": frozenset({"errors", "kv", "placement", "router", "scheduling", "mocker", "replay"}),
     "supervise": frozenset({"errors", "protocol", "runtime", "supervise"}),

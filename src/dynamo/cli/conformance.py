@@ -39,6 +39,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("engine", metavar="module:Class", help="the engine class, a function, or a built-in engine")
     parser.add_argument("--encode", action="store_true", help="judge it in the encode role")
     parser.add_argument("--traceback", action="store_true", help="show where a broken promise was broken")
+    parser.add_argument(
+        "--start-seconds", type=float, default=60.0, metavar="SECONDS", help="what start() may take (default: 60)"
+    )
     options = parser.parse_args(own)
     engine_cls = load_engine(options.engine)
 
@@ -64,7 +67,7 @@ def main(argv: list[str]) -> int:
         print(f"ok  {name}", flush=True)
 
     async def judged() -> None:
-        await judge(engine_factory(engine_cls, engine_args), report=report)
+        await judge(engine_factory(engine_cls, engine_args), report=report, start_seconds=options.start_seconds)
 
     try:
         asyncio.run(judged())

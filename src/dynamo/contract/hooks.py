@@ -88,7 +88,8 @@ class ReportsFailure(Protocol):
         """Return the exception to report in place of one that left `start` or `generate`; None: `error` itself.
 
         For exceptions of the engine's own kinds: `InvalidArgument` is the caller's fault, `EngineShutdown` has the
-        request served elsewhere, an `HttpError` carries a status. `dynamo.errors` never get here. Fast and without I/O.
+        request served elsewhere (with `Disconnected` as its cause it counts as a death that the request may have caused),
+        an `HttpError` carries a status. `dynamo.errors` never get here. Fast and without I/O.
         """
         return None
 

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from dynamo.errors import Disconnected, DynamoException, RequestKillsWorkers
+from dynamo.errors import Disconnected, DynamoException, EngineShutdown, RequestKillsWorkers
 from dynamo.router.pool import ChosenWorker, ModelPool
 
 __all__ = ["MAX_DEATHS", "REMEMBERED_SECONDS", "QueriesOfDeath", "Suspect", "content_hash"]
@@ -88,10 +88,11 @@ class Suspect:
     ) -> None:
         """Take a failure of a worker that had not sent anything; raise `RequestKillsWorkers` at the second death in a row.
 
-        A death is a connection that broke under the request. A worker that drains is out of discovery before it closes
-        anything, and an error that a worker reports shows that the worker lives.
+        A death is a connection that broke under the request, or an engine of which its worker reports that it died. A
+        worker that drains is out of discovery before it closes anything, and any other error that a worker reports shows
+        that the worker lives.
         """
-        if not isinstance(error, Disconnected) or error.is_reported:
+        if not _is_death(error):
             return
         if pool.instance(worker.instance.instance_id) is None:
             return
@@ -116,6 +117,12 @@ class Suspect:
         self._deaths = 0
         if self._memory.remembered:
             self._memory.acquit(content_hash(self._body))
+
+
+def _is_death(error: DynamoException) -> bool:
+    if isinstance(error, EngineShutdown):  # with this cause: the connection between worker and engine broke
+        return isinstance(error.__cause__, Disconnected)
+    return isinstance(error, Disconnected) and not error.is_reported
 
 
 def _are_alike(one: float, other: float) -> bool:

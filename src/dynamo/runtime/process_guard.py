@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MARK: Final = "DYNAMO_GUARD_MARK"  # in the environment of this process's children: their start was guarded
 PROC: Final = Path("/proc")
-LOOK_SECONDS: Final = 0.5  # between two looks at the descendants
+LOOK_SECONDS: Final = 2.0  # between two looks; what was started since is found by what it inherited
 LOOK_SECONDS_WITHOUT_PROC: Final = 3.0  # each look is a `ps` then
 SWEEP_SECONDS: Final = 10.0  # a process that is stuck in the kernel cannot be killed; the guard does not wait longer
 HELPER_SECONDS: Final = 2.0  # for `multiprocessing.resource_tracker` to remove what the dead left
@@ -64,8 +64,15 @@ def guard_this_process() -> None:
 
 
 def descendants(of: int) -> Started:
-    """Return the living descendants of a process, without the helpers of `multiprocessing`, which end by themselves."""
-    return {number: begun for number, begun in _below([of], _table()).items() if HELPER not in _read(number, "cmdline")}
+    """Return the living descendants of a process, but for the guard and the helpers of `multiprocessing`, which end by
+    themselves.
+    """
+    found = {
+        number: begun for number, begun in _below([of], _table()).items() if HELPER not in _read(number, "cmdline")
+    }
+    if _guard is not None:
+        found.pop(_guard.pid, None)
+    return found
 
 
 # -- the table of processes -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Final
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import BaseEngine
 from dynamo.contract.modes import DisaggregationMode
-from dynamo.errors import EngineShutdown
+from dynamo.errors import Disconnected, EngineShutdown
 from dynamo.runtime.distributed import Endpoint
 from dynamo.runtime.tasks import first_of
 from dynamo.settings.table import read_settings
@@ -95,9 +95,9 @@ class Shutdown:
             self._endpoint.runtime.health.begin_shutdown()
         if self.engine_died is not None:
             self.skip_waiting = True
-            self._cut(
-                EngineShutdown(str(self.engine_died))
-            )  # before all else, which may take time: the streams can continue elsewhere
+            why = EngineShutdown(str(self.engine_died))
+            why.__cause__ = Disconnected("the worker lost its engine")  # so that a request that kills engines is found
+            self._cut(why)  # before all else, which may take time: the streams can continue elsewhere
         await self._run_despite_cancel(self._unregister())
         if not self.skip_waiting and self._stop.times.grace_seconds > 0:
             logger.info("Grace period %.2fs before drain", self._stop.times.grace_seconds)

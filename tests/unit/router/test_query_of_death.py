@@ -65,6 +65,19 @@ def test_the_second_death_in_a_row_convicts_and_the_content_is_refused_for_a_whi
     assert not memory
 
 
+def engine_died() -> DynamoException:
+    error = reported(EngineShutdown("the engine died"))
+    error.__cause__ = reported(Disconnected("the worker lost its engine"))
+    return error
+
+
+def test_an_engine_that_died_under_its_worker_counts_as_a_death() -> None:
+    suspect = Suspect(BODY, "r", QueriesOfDeath())
+    fails(suspect, 1, engine_died(), 1, 2)
+    with pytest.raises(RequestKillsWorkers):
+        fails(suspect, 2, Disconnected("lost"), 1, 2)
+
+
 def test_a_token_between_two_deaths_clears_the_request() -> None:
     suspect = Suspect(BODY, "r", QueriesOfDeath())
     for number in range(1, 9):

@@ -10,7 +10,15 @@ import pytest
 
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import EngineConfig, LLMEngine
-from dynamo.errors import DynamoException, EngineShutdown, HttpError, InvalidArgument, Unknown, http_assertion
+from dynamo.errors import (
+    Disconnected,
+    DynamoException,
+    EngineShutdown,
+    HttpError,
+    InvalidArgument,
+    Unknown,
+    http_assertion,
+)
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery.base import INSTANCES
 from dynamo.runtime.distributed import DistributedRuntime
@@ -73,8 +81,9 @@ async def test_a_dead_engine_leaves_discovery_moves_its_streams_and_fails_its_wo
             engine.dead.set_exception(Vanished("core 3"))
         else:
             engine.dead.set_result("its core is gone")
-        with pytest.raises(EngineShutdown):
+        with pytest.raises(EngineShutdown) as caught:
             await asyncio.wait_for(stream.next_batch(), PATIENCE_SECONDS / 2)
+        assert isinstance(caught.value.__cause__, Disconnected)
         stream.close()
         reason = "Vanished: core 3" if raises else "its core is gone"
         with pytest.raises(EngineShutdown, match=f"the engine died: {reason}"):

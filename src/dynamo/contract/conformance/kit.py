@@ -61,12 +61,16 @@ class _Trial:
 
     engine: Any
     passed: Report
+    start_seconds: float
 
 
-async def run_conformance(factory: EngineFactory, *, report: Report | None = None) -> None:
+async def run_conformance(
+    factory: EngineFactory, *, report: Report | None = None, start_seconds: float = START_SECONDS
+) -> None:
     """Hold a token engine to the contract; no network, no `from_args`.
 
-    Runs the checks in order on one engine, then `cleanup()` on a second one that never started.
+    Runs the checks in order on one engine, then `cleanup()` on a second one that never started. `start_seconds` is what
+    `start()` may take.
 
     Raises:
         ConformanceFailure: the first broken promise. The engine is cleaned up all the same.
@@ -81,10 +85,12 @@ async def run_conformance(factory: EngineFactory, *, report: Report | None = Non
         await _check_cancellation(trial, token_request(model, max_tokens=10_000))
         trial.passed('the last chunk of a cancelled request has the reason "cancelled"')
 
-    await _run(factory, checks, report)
+    await _run(factory, checks, report, start_seconds)
 
 
-async def run_encode_conformance(factory: EngineFactory, *, report: Report | None = None) -> None:
+async def run_encode_conformance(
+    factory: EngineFactory, *, report: Report | None = None, start_seconds: float = START_SECONDS
+) -> None:
     """Hold an engine in the encode role to the contract; else as `run_conformance`."""
 
     async def checks(trial: _Trial) -> None:
@@ -95,10 +101,12 @@ async def run_encode_conformance(factory: EngineFactory, *, report: Report | Non
         await _check_cancellation(trial, encode_request(model))
         trial.passed('the last chunk of a cancelled request has the reason "cancelled"')
 
-    await _run(factory, checks, report)
+    await _run(factory, checks, report, start_seconds)
 
 
-async def run_raw_conformance(factory: EngineFactory, *, report: Report | None = None) -> None:
+async def run_raw_conformance(
+    factory: EngineFactory, *, report: Report | None = None, start_seconds: float = START_SECONDS
+) -> None:
     """Hold a `RawEngine` to the contract: objects instead of chunks, the end of the stream instead of a terminal chunk."""
 
     async def checks(trial: _Trial) -> None:
@@ -111,7 +119,7 @@ async def run_raw_conformance(factory: EngineFactory, *, report: Report | None =
         await _check_requests(trial, "request", {"prompt": "ping"}, RawCheck)
         await _check_cancellation(trial, {"prompt": "ping", "steps": 100_000}, terminal=False)
 
-    await _run(factory, checks, report)
+    await _run(factory, checks, report, start_seconds)
 
 
 def token_request(model: str, *, max_tokens: int) -> dict[str, Any]:
@@ -140,13 +148,15 @@ def encode_request(model: str) -> dict[str, Any]:
 # -- the frame all three share ------------------------------------------------------------------------------------------
 
 
-async def _run(factory: EngineFactory, checks: Callable[[_Trial], Awaitable[None]], report: Report | None) -> None:
+async def _run(
+    factory: EngineFactory, checks: Callable[[_Trial], Awaitable[None]], report: Report | None, start_seconds: float
+) -> None:
     passed = report or (lambda _name: None)
     engine = await _fresh(factory)
     before = await asyncio.to_thread(descendants, os.getpid()) if engine.has_child_processes else {}
     cleaned = False
     try:
-        trial = _Trial(engine, passed)
+        trial = _Trial(engine, passed, start_seconds)
         await checks(trial)
         await _check_failure_reports(trial)
         cleaned = True  # from here on it is the cleanup itself that is judged
@@ -207,7 +217,7 @@ def _named(error: BaseException, name: str) -> BaseException:
 
 
 async def _check_start_config(trial: _Trial) -> Any:
-    config = await _attempt("StartFailed", trial.engine.start(WORKER_ID), START_SECONDS)
+    config = await _attempt("StartFailed", trial.engine.start(WORKER_ID), trial.start_seconds)
     if not hasattr(config, "model"):
         raise ConformanceFailure("StartFailed", f"start() returned {type(config).__name__}, which has no model")
     trial.passed("start succeeds")

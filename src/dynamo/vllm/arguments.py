@@ -1,0 +1,125 @@
+"""The command line: the flags that every worker has, a few of this engine, and all of vLLM's, passed on as they are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
+from dynamo.contract.config import WorkerConfig
+from dynamo.contract.modes import DisaggregationMode
+from dynamo.errors import InvalidArgument
+from dynamo.vllm.installed import import_vllm
+
+__all__ = ["Arguments", "read_arguments"]
+
+PROGRAM: Final = "dynamo.vllm"
+_EPILOG: Final = "Every other flag is vLLM's own and is passed on as it is; they follow below where vLLM is installed."
+
+# Names of other releases and systems, and what to write here.
+_REFUSED: Final = {
+    "--headless": "secondary nodes of one engine are not built; start vLLM's own on them",
+    "--embedding-worker": "embedding workers are not built",
+    "--classify-worker": "classification workers are not built",
+    "--realtime": "speech workers are not built",
+    "--enable-multimodal": "images, audio and video are not built",
+    "--use-vllm-tokenizer": "the frontend tokenizes",
+    "--benchmark-mode": "measure with dynamo bench",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A command line, read."""
+
+    model: str  # as given: vLLM replaces a name by a path
+    served_name: str | None
+    aliases: tuple[str, ...]
+    has_kv_events_config: bool  # the operator said whether and where KV events are published
+    is_kv_routed: bool  # whether anyone takes the KV events
+    vllm: Any  # vLLM's `AsyncEngineArgs`
+    worker: WorkerConfig
+
+
+def read_arguments(argv: Sequence[str] | None = None) -> Arguments:
+    """Read a command line. Leaves as argparse does for `--help` and mistakes; raises InvalidArgument for what is not built."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = _own_parser()
+    if not {"-h", "--help"}.isdisjoint(given):
+        sys.stdout.write(parser.format_help())
+        sys.stdout.write("\n" + _vllm_parser().format_help())
+        raise SystemExit(0)
+    own, rest = parser.parse_known_args(given)
+    check_built(own, rest)
+    names = served_names(own.served_model_name)
+    if not own.model:
+        parser.error("--model is missing: the directory or name of a model")
+    worker = worker_config_from(own, model_name=own.model, served_model_name=names[0] if names else None)
+    return Arguments(
+        model=own.model,
+        served_name=names[0] if names else None,
+        aliases=tuple(names[1:]),
+        has_kv_events_config=any(word.partition("=")[0] == "--kv-events-config" for word in rest),
+        is_kv_routed=worker.enable_kv_routing,
+        vllm=_vllm_arguments(own.model, names, rest),
+        worker=worker,
+    )
+
+
+def check_built(own: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Raise InvalidArgument that names a flag for which nothing is built."""
+    for word in rest:
+        flag = word.partition("=")[0]
+        if flag in _REFUSED:
+            raise InvalidArgument(f"{flag}: {_REFUSED[flag]}")
+    if own.connector:
+        example = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
+        raise InvalidArgument(f"--connector is not an option of this engine; write --kv-transfer-config '{example}'")
+    if own.disaggregation_mode is not DisaggregationMode.AGGREGATED:
+        raise InvalidArgument(
+            f"--disaggregation-mode {own.disaggregation_mode}: prefill and decode on different workers are not built for vLLM; "
+            "the reference engine and the mocker have them"
+        )
+
+
+def served_names(values: Sequence[str] | None) -> list[str]:
+    """Return the served names, the first of which is the name and the others are aliases: `A B,C` is three."""
+    names = [name.strip() for value in values or () for name in value.split(",")]
+    return list(dict.fromkeys(name for name in names if name))
+
+
+def _own_parser() -> BackendArgumentParser:
+    parser = BackendArgumentParser(PROGRAM, add_help=False, epilog=_EPILOG)
+    group = parser.add_argument_group("vLLM engine")
+    group.add_argument("--model", "--model-name", metavar="MODEL", help="directory or name of the model")
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names that clients use: the first is the model's, the others are aliases",
+    )
+    add_backend_arguments(parser)
+    return parser
+
+
+def _vllm_parser() -> argparse.ArgumentParser:
+    import_vllm()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser: argparse.ArgumentParser = AsyncEngineArgs.add_cli_args(
+        FlexibleArgumentParser(f"{PROGRAM} (flags of vLLM)", usage="%(prog)s [options]", add_help=False)
+    )
+    return parser
+
+
+def _vllm_arguments(model: str, names: Sequence[str], rest: Sequence[str]) -> Any:
+    parser = _vllm_parser()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    name = ["--served-model-name", *names] if names else []
+    return AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", model, *name, *rest]))

@@ -1,0 +1,46 @@
+"""vLLM's exceptions as errors of the contract.
+
+They are told apart by the names of their classes: those of one release are not in another, and none is worth an import.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dynamo.errors import Disconnected, EngineShutdown, HttpError, InvalidArgument
+
+__all__ = ["map_vllm_error"]
+
+DEAD: Final = "EngineDeadError"
+STATUSES: Final = {  # of its own hierarchy, from 0.28 on
+    "VLLMNotFoundError": 404,
+    "VLLMUnprocessableEntityError": 422,
+}
+CLIENT_ERRORS: Final = frozenset({"VLLMClientError", "VLLMValidationError"})  # the second alone up to 0.24
+
+
+def map_vllm_error(error: Exception) -> Exception | None:
+    """Return what to report in place of an exception of vLLM; None for others."""
+    names = [cls.__name__ for cls in type(error).__mro__]
+    if DEAD in names:
+        dead = EngineShutdown("vLLM's engine core is dead")
+        dead.__cause__ = Disconnected(str(error))  # routers count the deaths that one request causes
+        return dead
+    if isinstance(status := getattr(error, "http_status", None), int):  # its queues are full, say
+        return HttpError(int(status), str(error))
+    for name in names:
+        if name in STATUSES:
+            return HttpError(STATUSES[name], str(error))
+        if name in CLIENT_ERRORS:
+            return InvalidArgument(str(error))
+    if isinstance(error, ValueError) and _is_of_vllm(error):
+        return InvalidArgument(str(error))
+    return None
+
+
+def _is_of_vllm(error: BaseException) -> bool:
+    """Return whether an exception was raised in vLLM's own code (a check of the request), and not in ours."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and str(frame.tb_frame.f_globals.get("__name__", "")).partition(".")[0] == "vllm"
