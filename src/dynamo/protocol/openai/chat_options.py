@@ -37,13 +37,15 @@ def chat_options(request: ChatRequest, *, default_thinking_mode: str | None = No
     """Return what follows from the request and from the model's default. The request has been validated."""
     form, guidance, choice = request.response_format, request.guidance, request.forced_choice
     has_form = form is not None and form.type != "text"
-    mode = thinking_mode(request, default=default_thinking_mode)
+    is_silent = request.thinking is None and request.reasoning_effort is None
+    is_silent = is_silent and not request.chat_template_args and not request.chat_template_kwargs
+    mode = default_thinking_mode if is_silent else thinking_mode(request, default=default_thinking_mode)
     return ChatOptions(
         forced_choice=choice,
         thinking_mode=mode,
         tools=() if not request.tools or request.tool_choice == "none" else request.tools,
         only_first_call=request.parallel_tool_calls is False,
-        fills_content=request.fills_content,
+        fills_content=not is_silent and request.fills_content,
         has_own_form=has_form or bool(guidance),
         guides_json="json" in guidance or choice is not None or has_form,
         guidance_backend=request.guided_decoding_backend,

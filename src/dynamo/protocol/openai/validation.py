@@ -73,26 +73,34 @@ def validate_chat(request: ChatRequest) -> None:
         _deprecated("function_call", "tool_choice")
     if not request.messages:
         _invalid("The 'messages' field cannot be empty. At least one message is required.", "messages")
-    _check_stream_options(request)
-    _check_unsupported(request)
+    if request.stream_options is not None:
+        _check_stream_options(request)
+    if request.unsupported:
+        _check_unsupported(request)
     _check_messages(request.messages)
     _check_model(request)
     _check_output_limit(request.max_tokens, "max_tokens")
-    _check_output_limit(request.max_completion_tokens, "max_completion_tokens")
+    if request.max_completion_tokens is not None:
+        _check_output_limit(request.max_completion_tokens, "max_completion_tokens")
     _check_sampling(request)
     if request.top_logprobs is not None:
         _check_range("Top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS, "top_logprobs")
         if request.logprobs is not True:
             _invalid("The 'top_logprobs' field is only allowed when 'logprobs' is set to true.", "top_logprobs")
-    _check_stop(request, prefix="")
-    _check_user(request)
+    if request.stop is not None:
+        _check_stop(request, prefix="")
+    if request.user is not None:
+        _check_user(request)
     if request.tools is not None:
         _check_tools(request.tools)
-    _check_response_format(request)
+    if request.response_format is not None:
+        _check_response_format(request)
     _check_guided(request)
     _check_template_controls(request)
-    _check_nvext(request, prompts=1)
-    _check_tool_choice(request)
+    if request.nvext is not None:
+        _check_nvext(request, prompts=1)
+    if request.tool_choice is not None:
+        _check_tool_choice(request)
     _check_not_built(request)
 
 
@@ -349,8 +357,8 @@ def _check_response_format(request: ChatRequest | CompletionRequest) -> None:
 
 
 def _check_template_controls(request: ChatRequest) -> None:
-    for name in ("chat_template_args", "chat_template_kwargs"):
-        arguments = getattr(request, name)
+    named = (("chat_template_args", request.chat_template_args), ("chat_template_kwargs", request.chat_template_kwargs))
+    for name, arguments in named:
         if arguments is not None and "chat_template" in arguments:
             _invalid("`chat_template` is not supported inside `chat_template_args`", name)
     if request.continue_final_message is True and request.add_generation_prompt is True:
@@ -359,8 +367,10 @@ def _check_template_controls(request: ChatRequest) -> None:
             "the other starts a new one",
             "continue_final_message",
         )
-    _check_wire("mm_processor_kwargs", request.mm_processor_kwargs)
-    _check_wire("media_io_kwargs", request.media_io_kwargs)
+    if request.mm_processor_kwargs is not None:
+        _check_wire("mm_processor_kwargs", request.mm_processor_kwargs)
+    if request.media_io_kwargs is not None:
+        _check_wire("media_io_kwargs", request.media_io_kwargs)
 
 
 def _check_not_built(request: ChatRequest) -> None:

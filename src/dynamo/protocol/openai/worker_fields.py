@@ -161,7 +161,8 @@ def _routing(request: CommonRequest) -> dict[str, Any]:
     nvext = request.nvext
     routing: dict[str, Any] = {}
     if nvext is None:
-        _set_priority(routing, request.priority)
+        if request.priority is not None:
+            _set_priority(routing, request.priority)
     else:
         for name in ("backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank"):
             if (value := getattr(nvext, name)) is not None:
