@@ -332,7 +332,7 @@ MAX_NAME_CHARACTERS: Final = 128  # of a field, a span or a target
 
 
 def _level_name(level: int) -> str:
-    return _LEVEL_NAMES.get(level) or next((name for floor, name in _NAMES if level >= floor), "TRACE")
+    return next((name for floor, name in _NAMES if level >= floor), "TRACE")
 
 
 def _time_text(created: float, *, local: bool) -> str:
@@ -409,7 +409,7 @@ def format_readable(
     """
     fields = fields_of(record)
     span = fields.pop("span_name", None)
-    level = _level_name(record.levelno)
+    level = _LEVEL_NAMES.get(record.levelno) or _level_name(record.levelno)
     target = _safe_name(target_of(record))
     moment, padded = _time_text(record.created, local=local_time), f"{level:>5}"
     if ansi:

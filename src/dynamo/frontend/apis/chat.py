@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from dynamo.frontend.apis.base import Answer, Api, Renderer, RenderOptions
@@ -54,6 +55,12 @@ class ChatApi(Api[ChatRequest]):
         return _ChatRenderer(answer, options)
 
 
+@lru_cache(maxsize=16)
+def _member_name(name: str) -> bytes:
+    """Return the beginning of a JSON member; there is one name in each frontend."""
+    return json_text(name) + b":"
+
+
 class _ChatRenderer(Renderer):
     """Text, reasoning and tool calls in members of their own."""
 
@@ -65,7 +72,7 @@ class _ChatRenderer(Renderer):
         self._is_spliced = self._is_plain and not answer.wants_logprobs and answer.work.plan.parsing is None
         self._chunks: ChatStream | None = None
         self._calls: dict[int, int] = {}  # how many began, by choice
-        self._reasoning_head = json_text(options.reasoning_field) + b":"
+        self._reasoning_head = _member_name(options.reasoning_field)
         as_text = answer.request.return_tokens_as_token_ids is not True
         self._one_token_logprobs = answer.model.text.logprob_pieces.line if as_text else None
 

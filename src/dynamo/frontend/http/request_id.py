@@ -20,8 +20,10 @@ def client_request_id(headers: Mapping[bytes, bytes]) -> str | None:
 
     A longer or stranger value could forge lines of the log, or grow every line and answer.
     """
-    value = headers.get(HEADER)
-    if value is None or not 0 < len(value) <= MAX_CHARACTERS or not value.isascii():
+    if HEADER not in headers:
+        return None
+    value = headers[HEADER]
+    if not 0 < len(value) <= MAX_CHARACTERS or not value.isascii():
         return None
     text = value.decode("ascii")
     return text if text.isprintable() else None
@@ -29,9 +31,9 @@ def client_request_id(headers: Mapping[bytes, bytes]) -> str | None:
 
 def request_id_note(headers: Mapping[bytes, bytes]) -> str:
     """Return what the log shows of the client's id after our own; an id that is not repeated is escaped and cut."""
-    value = headers.get(HEADER)
-    if value is None:
+    if HEADER not in headers:
         return ""
+    value = headers[HEADER]
     known = client_request_id(headers)
     if known is not None:
         return f" (x-request-id {known})"

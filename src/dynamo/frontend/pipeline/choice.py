@@ -208,7 +208,8 @@ class TokenChoice(Choice):
                 self.stream.stop()  # a stop of ours: the worker may go on for a moment, but its stream is left
         else:
             try:
-                word = normalise(reason)  # a bare handler may end with any word
+                is_known = reason.__class__ is str and reason in _OPENAI_REASON
+                word = reason if is_known else normalise(reason)  # a bare handler may end with any word
             except (EngineFailed, TypeError) as error:
                 raise Unknown(str(error)) from error
             delta.text += decoder.finish()

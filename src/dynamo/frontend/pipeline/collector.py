@@ -26,9 +26,9 @@ class CollectedChoice:
         if output.engine_data is not None:
             self.engine_data = merged(self.engine_data, output.engine_data)
         for event in output.events:
-            if isinstance(event, Logprobs):
+            if type(event) is Logprobs:
                 self.logprobs.append(event)
-            elif isinstance(event, Finished):
+            elif type(event) is Finished:
                 self.finished = event
             else:
                 self._joiner.add((event,))
@@ -57,7 +57,8 @@ class CollectedAnswer:
             self.token_ids += output.token_ids
             if choice.finished is not None:
                 self.stop_reason = choice.finished.stop_reason
-            self.engine_data = merged(self.engine_data, output.engine_data)
+            if output.engine_data is not None:
+                self.engine_data = merged(self.engine_data, output.engine_data)
 
 
 def merged(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> dict[str, Any] | None:

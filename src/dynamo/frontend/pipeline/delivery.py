@@ -47,7 +47,8 @@ class _Delivery:
 
     def _outputs(self, deltas: Sequence[Delta]) -> list[ChoiceOutput]:
         """Count one wake-up and return its events."""
-        exchange, now = self._exchange, asyncio.get_running_loop().time()
+        exchange = self._exchange
+        now = exchange.now()
         if self._idle is not None:
             self._idle.last = now
         if not self._has_begun:
@@ -172,7 +173,8 @@ class UnaryDelivery(_Delivery):
                         timer.answering()
             self._check_end()
         finally:
-            self.close()
+            if self._idle is not None:
+                self._idle.close()
         body = self._renderer.collect(collected)
         headers: HeaderPairs = routing_headers(answer.work.tally.placement) if answer.explains_routing else ()
         if timer.is_wanted:

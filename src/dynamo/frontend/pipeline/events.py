@@ -7,7 +7,7 @@ turns text into reasoning and tool calls, and a renderer (`apis/`) turns events 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 from msgspec import Struct
 
@@ -17,6 +17,7 @@ from dynamo.text.output import Content, OutputEvent
 __all__ = ["ChoiceOutput", "Event", "Finished", "Logprobs", "TokenSource"]
 
 
+@final
 class Logprobs(Struct, frozen=True):
     """Log probabilities of the tokens since the last such event of the choice."""
 
@@ -35,6 +36,7 @@ class Logprobs(Struct, frozen=True):
         )
 
 
+@final
 class Finished(Struct, frozen=True):
     """The end of the choice; no event of it follows."""
 

@@ -137,7 +137,9 @@ class Exchange:
             self.context.kill()
 
     def _dispatched(self) -> None:
-        self.enter(Phase.DISPATCHED, self.now())
+        if self.phase < Phase.DISPATCHED:
+            self.phase = Phase.DISPATCHED
+            self.phase_times[Phase.DISPATCHED] = self.now()
 
 
 class ExchangeRegister:

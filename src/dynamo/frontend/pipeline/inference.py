@@ -87,6 +87,15 @@ class Call:
             prefix if prefix[:2] != _X else None
         )  # None: its headers are read as all of that kind are
         self._surface_bit = api.model_type.value
+        self._options, self._continuous = [
+            RenderOptions(
+                continuous_usage=is_continuous or settings.force_include_usage,
+                reasoning_field=settings.reasoning_field_name,
+                dispatches_calls=settings.streaming_tool_dispatch,
+                dispatches_reasoning=settings.streaming_reasoning_dispatch,
+            )
+            for is_continuous in (False, True)
+        ]
         self._limits = BodyLimits(
             settings.json_depth_limit,
             settings.messages_limit,
@@ -123,7 +132,8 @@ class Call:
         try:
             await self._serve(exchange, sink)
         finally:
-            exchange.end()
+            if exchange.phase is not Phase.ENDED:
+                exchange.end()
             pipeline.register.remove(exchange)
             pipeline.admission.leave()
             if is_large:
@@ -257,9 +267,10 @@ class Call:
             context.kill()
             await self._fail(exchange, error, sink, stream)
         finally:
-            exchange.end()
-            if exchange.tally is not None and exchange.tally.moves:
-                self._pipeline.metrics.requests.moved(resolved.model.name, exchange.tally.moves)
+            if exchange.phase is not Phase.ENDED:
+                exchange.end()
+            if (work := exchange.work) is not None and work.tally.moves:
+                self._pipeline.metrics.requests.moved(resolved.model.name, work.tally.moves)
             if expiry is not None:
                 expiry.cancel()
             if stream is not None:
@@ -269,15 +280,15 @@ class Call:
         self, exchange: Exchange, resolved: Resolved, sink: AnswerSink, stream: AnswerStream | None
     ) -> None:
         """Prepare, generate and answer. Raises what went wrong on the way."""
-        loop, pipeline, timer = asyncio.get_running_loop(), self._pipeline, exchange.timer
+        pipeline, timer = self._pipeline, exchange.timer
         request, model = resolved.request, resolved.model
         plan, text = await self._api.prepare(pipeline.preprocessor, request, resolved.effects, model, timer)
         exchange.work = work = WorkRequest(plan, timer, pipeline.stalls)
-        exchange.enter(Phase.PREPROCESSED, loop.time())
+        exchange.enter(Phase.PREPROCESSED, exchange.now())
         answer = Answer(exchange, request, model, work, explains_routing=resolved.effects.explains_routing)
         limit = self._settings.backend_stream_timeout_seconds
         idle = None if limit is None else IdleTimeout(exchange, work.fail_over_idle_streams, limit)
-        renderer = self._api.renderer(answer, self._options(request))
+        renderer = self._api.renderer(answer, self._continuous if request.continuous_usage else self._options)
         if plan.is_query:
             await self._place_only(answer, renderer, sink, stream)
         elif stream is None:
@@ -309,7 +320,7 @@ class Call:
 
     def _count_end(self, exchange: Exchange, tally: Tally) -> None:
         """Count and log a request that was answered in full."""
-        now = asyncio.get_running_loop().time()
+        now = exchange.now()
         assert exchange.counters is not None
         exchange.counters.finish(
             now,
@@ -321,7 +332,8 @@ class Call:
         self._pipeline.metrics.requests.observe_stages(exchange.timer)
         first = exchange.counters.first_token_seconds
         if tally.instances and first is not None:
-            pace = exchange.counters.generating_seconds / max(1, tally.completion_tokens - 1)
+            gaps = tally.completion_tokens - 1 if tally.completion_tokens > 1 else 1
+            pace = exchange.counters.generating_seconds / gaps
             worker_id = tally.instances[-1].instance_id
             self._pipeline.metrics.workers.answered(worker_id, first, tally.prompt_tokens, pace)
         end_record(exchange, now)
@@ -359,15 +371,6 @@ class Call:
                 await stream.end(rejected.frame() + DONE)
                 return
         await sink.reject(rejected)
-
-    def _options(self, request: Request) -> RenderOptions:
-        settings = self._settings
-        return RenderOptions(
-            continuous_usage=request.continuous_usage or settings.force_include_usage,
-            reasoning_field=settings.reasoning_field_name,
-            dispatches_calls=settings.streaming_tool_dispatch,
-            dispatches_reasoning=settings.streaming_reasoning_dispatch,
-        )
 
     def _rejection(self, error: BaseException) -> RequestRejected:
         return rejection_of(error, overload_status=self._settings.overload_status)

@@ -90,7 +90,10 @@ class Preprocessor:
             ids = await self._encode(model, prompt, overhead, is_chat=True)
         limits = model.length_limits
         limits.check([ids], is_chat=True)
-        plan = await self._worked_out(request, partial(self._plan, request, effects, model, [ids]))
+        if request.is_large:  # which is looked through
+            plan = await self._offload(partial(self._plan, request, effects, model, [ids]))
+        else:
+            plan = self._plan(request, effects, model, [ids])
         if limits.combined is not None:
             limits.fill_in(plan.body["stop_conditions"], plan.prompts, is_chat=True)
         plan = plan.reading(options, self._parsing(options, model, plan, text))
@@ -114,7 +117,10 @@ class Preprocessor:
         ]
         limits = model.length_limits
         limits.check(prompts, is_chat=False)
-        plan = await self._worked_out(request, partial(self._plan, request, effects, model, prompts))
+        if request.is_large:
+            plan = await self._offload(partial(self._plan, request, effects, model, prompts))
+        else:
+            plan = self._plan(request, effects, model, prompts)
         if limits.combined is not None:
             limits.fill_in(plan.body["stop_conditions"], plan.prompts, is_chat=False)
         self._metrics.requests.preprocess_seconds.observe(perf_counter() - began)
@@ -133,10 +139,6 @@ class Preprocessor:
             tell_worker(options, config, parsing, tokenizer, plan.body, closes_objects=closes)
             self._check_guided(plan.body)
         return parsing
-
-    async def _worked_out(self, request: ChatRequest | CompletionRequest, work: Callable[[], Plan]) -> Plan:
-        """Do `work` here, or in the executor where it looks through a large request."""
-        return await self._offload(work) if request.is_large else work()
 
     async def _rendered(self, request: ChatRequest, options: ChatOptions, model: ServedModel) -> RenderedPrompt:
         """Render here where that is quick, else in the executor: a template may be anybody's program."""

@@ -150,8 +150,9 @@ def _end_span(span: RequestSpan, exchange: Exchange, http_status: int, error_typ
 
 def _add_stream_fields(fields: dict[str, Any], exchange: Exchange) -> None:
     """Add what came of the answer; what is not known is left out."""
-    counted, tally = exchange.counters, exchange.tally
+    counted, work = exchange.counters, exchange.work
     assert counted is not None
+    tally = None if work is None else work.tally
     tokens = 0
     if tally is not None:
         tokens = tally.completion_tokens

@@ -34,7 +34,7 @@ PARSE, TEMPLATE, TOKENISE, QUEUE, ROUTE, WIRE, FIRST_TOKEN, WRITE = range(len(ST
 
 def wants_stage_times(headers: Mapping[bytes, bytes]) -> bool:
     """Return whether the client wants the stage times in its answer."""
-    return headers.get(OVERHEAD_HEADER, b"0").lower() not in (b"", b"0", b"false")
+    return OVERHEAD_HEADER in headers and headers[OVERHEAD_HEADER].lower() not in (b"", b"0", b"false")
 
 
 class StageTimer:
@@ -80,7 +80,8 @@ class StageTimer:
     def routed(self) -> None:
         """Book the time of choosing a worker."""
         if not self._has_arrived:
-            self.mark(ROUTE)
+            before, self._at = self._at, self._clock()
+            self.seconds[ROUTE] += self._at - before
 
     def dispatched(self) -> None:
         """Record the moment at which the request was handed to a connection."""
@@ -96,17 +97,20 @@ class StageTimer:
         """Note the first items, or the end of an attempt that another attempt may follow (`failed`)."""
         if not self._has_arrived:
             self._has_arrived = not failed
-            self.mark(WIRE)
+            before, self._at = self._at, self._clock()
+            self.seconds[WIRE] += self._at - before
 
     def answering(self) -> None:
         """Record the moment at which the first part of the answer is on its way."""
         if not self._is_answering:
             self._is_answering = True
-            self.mark(FIRST_TOKEN)
+            before, self._at = self._at, self._clock()
+            self.seconds[FIRST_TOKEN] += self._at - before
 
     def ended(self) -> None:
         """Record the moment at which all of the answer was handed over."""
-        self.mark(WRITE)
+        before, self._at = self._at, self._clock()
+        self.seconds[WRITE] += self._at - before
 
     # -- what a client reads ------------------------------------------------------------------------------------------------
 
