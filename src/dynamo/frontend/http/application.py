@@ -1,0 +1,153 @@
+"""The routes of a frontend as ASGI applications: one for clients, one for operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.routing import BaseRoute, Route, Router
+from starlette.types import ASGIApp
+
+from dynamo.frontend.apis.base import Api
+from dynamo.frontend.apis.chat import ChatApi
+from dynamo.frontend.apis.completions import CompletionApi
+from dynamo.frontend.busy_threshold import BusyThresholdRoute, LoadFollower
+from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
+from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply, reply_rejected
+from dynamo.frontend.http.inference_route import InferenceRoute
+from dynamo.frontend.http.offload import Offload
+from dynamo.frontend.http.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute, Peers
+from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePage, ScriptRoute
+from dynamo.frontend.http.request_id import with_request_id
+from dynamo.frontend.http.routes import InferenceFirst
+from dynamo.frontend.pipeline.inference import Call, Pipeline
+from dynamo.protocol.openai.errors import route_not_found
+
+__all__ = ["FrontendRoutes"]
+
+
+class FrontendRoutes:
+    """Makes the routes over the parts of one frontend."""
+
+    def __init__(self, pipeline: Pipeline, loads: LoadFollower, offload: Offload, peers: Peers | None) -> None:
+        self._settings = pipeline.settings
+        self._pipeline = pipeline
+        self._models = pipeline.models
+        self._loads = loads
+        self._offload = offload
+        self._peers = peers
+        self._budget = BodyBudget(pipeline.settings.pending_bodies_limit_bytes)
+
+    def for_clients(self) -> ASGIApp:
+        """Return the application that serves the API, its pages, and the admin routes where these share its port."""
+        paths = self._settings.paths
+        inference = {paths["chat"]: self._inference(ChatApi()), paths["completions"]: self._inference(CompletionApi())}
+        return _with_cors(InferenceFirst(inference, self._routes(inference), _unmatched), self._settings.cors_origins)
+
+    def for_operators(self) -> ASGIApp:
+        """Return the application of a port of its own for the admin routes."""
+        return Router(
+            routes=self._admin_routes(self._busy_threshold()),
+            redirect_slashes=False,
+            default=_unmatched,
+        )
+
+    def _routes(self, inference: Mapping[str, InferenceRoute]) -> Sequence[BaseRoute]:
+        paths, pipeline = self._settings.paths, self._pipeline
+        catalogue = ModelsRoute(self._models, self._settings)
+        return [
+            *[_Endpoint(path, route, "POST") for path, route in inference.items()],
+            _Endpoint(paths["models"], catalogue, "GET"),
+            _Endpoint(paths["models"] + "/{model:path}", catalogue, "GET"),
+            _Endpoint(
+                paths["health"], HealthRoute(pipeline.admission, self._models, pipeline.metrics, self._peers), "GET"
+            ),
+            _Endpoint(paths["live"], LiveRoute(pipeline.admission), "GET"),
+            _Endpoint(paths["metrics"], MetricsRoute(pipeline.metrics, self._offload, self._peers), "GET"),
+            _Endpoint("/openapi.json", OpenApiRoute(), "GET"),
+            *self._pages(),
+            *self._admin_routes(
+                self._busy_threshold() if serves_admin_with_api(self._settings) else AdminElsewhere(self._settings)
+            ),
+        ]
+
+    def _pages(self) -> Sequence[BaseRoute]:
+        """Return the pages for people."""
+        paths = self._settings.paths
+        links = (
+            (DOCS_PATH, "the API, to read and to try"),
+            (paths["models"], "the models as JSON"),
+            (paths["health"], "whether requests are taken, and by which workers"),
+            (paths["metrics"], "metrics for Prometheus"),
+        )
+        home = HomePage(lambda: [model.name for model in self._models.models()], paths["chat"], links)
+        return (
+            _Endpoint("/", home, "GET"),
+            _Endpoint(DOCS_PATH, DocsPage(), "GET"),
+            _Endpoint(SCRIPT_PATH, ScriptRoute(), "GET"),
+        )
+
+    def _inference(self, api: Api[Any]) -> InferenceRoute:
+        call = Call(api, self._pipeline)
+        return InferenceRoute(call, body_limit_bytes=self._settings.limits.body_limit_bytes, budget=self._budget)
+
+    def _busy_threshold(self) -> SameSiteOnly:
+        return SameSiteOnly(BusyThresholdRoute(self._loads, self._models, self._budget), self._settings)
+
+    def _admin_routes(self, busy_threshold: SameSiteOnly | AdminElsewhere) -> Sequence[BaseRoute]:
+        if self._settings.disable_admin_api:
+            return ()
+        return (_Endpoint("/busy_threshold", busy_threshold, "GET", "POST"),)
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return the app as browsers' pages of these origins may call it; unchanged where there are none."""
+    if not origins:
+        return app
+    from starlette.middleware.cors import CORSMiddleware
+
+    async def visible(scope: Scope, receive: Receive, send: Send) -> None:
+        # A whole answer that is written past `send` would miss the headers that the middleware adds there.
+        extensions = {name: it for name, it in (scope.get("extensions") or {}).items() if name != RESPOND_EXTENSION}
+        await app({**scope, "extensions": extensions}, receive, send)
+
+    any_origin = "*" in origins
+    cors = CORSMiddleware(
+        visible,
+        allow_origins=["*"] if any_origin else list(origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],  # client libraries add headers of their own
+        allow_credentials=not any_origin,
+        expose_headers=["x-request-id", "retry-after", "server-timing"],
+    )
+
+    async def named(scope: Scope, receive: Receive, send: Send) -> None:
+        # The middleware answers a preflight itself.
+        is_preflight = scope["type"] == "http" and scope["method"] == "OPTIONS"
+        await cors(scope, receive, with_request_id(scope, send) if is_preflight else send)
+
+    return named
+
+
+class _Endpoint(Route):
+    """A route whose wrong method is a 405 with an empty body, as 1.6 answers it."""
+
+    def __init__(self, path: str, endpoint: Any, *methods: str) -> None:
+        super().__init__(path, endpoint, methods=methods)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.methods is not None and scope["method"] not in self.methods:
+            allowed = ", ".join(sorted(self.methods)).encode()
+            await reply(with_request_id(scope, send), 405, b"", content_type=None, extra=((b"allow", allowed),))
+        elif isinstance(self.endpoint, InferenceRoute):  # which sends the id itself, without a call per message
+            await self.app(scope, receive, send)
+        else:
+            await self.app(scope, receive, with_request_id(scope, send))
+
+
+async def _unmatched(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] != "http":
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+        return
+    await reply_rejected(with_request_id(scope, send), route_not_found(scope["method"], scope["path"]))
