@@ -43,6 +43,8 @@ class Writer:
     separator: str = "\n"
     decoy: str = ""  # looks like the beginning of a call
     can_follow: bool = True  # text may follow the calls
+    letter: bool = True  # what is no call is content to the letter, marks too
+    empty: bool = True  # arrays and objects may be empty
     any_tool: bool = True  # a call of an unknown tool is a call
 
 
@@ -113,10 +115,159 @@ WRITERS: Final[dict[str, Writer]] = {
     "kimi_k2": Writer(kimi_k2, "<|tool_calls_section_begin|>", "<|tool_call_end|>", decoy="<|tool_calls_sec"),
 }
 
+
+def as_text(value: Any) -> str:
+    return value if isinstance(value, str) else spaced(value)
+
+
+def qwen3_coder(calls: Sequence[Call]) -> str:
+    def one(name: str, given: dict[str, Any]) -> str:
+        inner = "".join(f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in given.items())
+        return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def invokes(prefix: str, outer: str, *, says_string: bool = False) -> Callable[[Sequence[Call]], str]:
+    def parameter(key: str, value: Any) -> str:
+        said = f' string="{str(isinstance(value, str)).lower()}"' if says_string else ""
+        return f'<{prefix}parameter name="{key}"{said}>{as_text(value)}</{prefix}parameter>\n'
+
+    def one(name: str, given: dict[str, Any]) -> str:
+        inner = "".join(parameter(key, value) for key, value in given.items())
+        return f'<{prefix}invoke name="{name}">\n{inner}</{prefix}invoke>'
+
+    return lambda calls: f"<{outer}>\n{chr(10).join(one(*call) for call in calls)}\n</{outer}>"
+
+
+def glm(line: str, separator: str) -> Callable[[Sequence[Call]], str]:
+    def one(name: str, given: dict[str, Any]) -> str:
+        pairs = "".join(
+            f"{line}<arg_key>{key}</arg_key>{line}<arg_value>{as_text(value)}</arg_value>"
+            for key, value in given.items()
+        )
+        return f"<tool_call>{name}{pairs}{line}</tool_call>"
+
+    return lambda calls: separator.join(one(*call) for call in calls)
+
+
+def elements(prefix: str) -> Callable[[Sequence[Call]], str]:
+    def element(key: str, value: Any) -> str:
+        return f"{prefix}<{key}>{inside(value)}{prefix}</{key}>"
+
+    def inside(value: Any) -> str:
+        if isinstance(value, dict):
+            return "".join(element(key, one) for key, one in value.items())
+        if isinstance(value, list):
+            return "".join(element("item", one) for one in value)
+        return as_text(value)
+
+    def one(name: str, given: dict[str, Any]) -> str:
+        inner = "".join(element(key, value) for key, value in given.items())
+        return f'{prefix}<invoke name="{name}">{inner}{prefix}</invoke>'
+
+    return lambda calls: f"{prefix}<tool_call>\n{chr(10).join(one(*call) for call in calls)}\n{prefix}</tool_call>"
+
+
+def gemma(calls: Sequence[Call]) -> str:
+    def said(value: Any) -> str:
+        if isinstance(value, str):
+            return f'<|"|>{value}<|"|>'
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{said(one)}" for key, one in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ",".join(map(said, value)) + "]"
+        return spaced(value)
+
+    return "".join(f"<|tool_call>call:{name}{said(given)}<tool_call|>" for name, given in calls)
+
+
+def python_calls(calls: Sequence[Call]) -> str:
+    inner = (f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls)
+    return f"[{', '.join(inner)}]"
+
+
+def harmony(calls: Sequence[Call]) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{spaced(given)}<|call|>"
+        for name, given in calls
+    )
+
+
+def inkling(calls: Sequence[Call]) -> str:
+    inner = "<|message_model|>".join(
+        f"<|content_invoke_tool_json|>{compact({'name': name, 'args': given})}<|end_message|>" for name, given in calls
+    )
+    return f"<|message_model|>{inner}<|content_model_end_sampling|>"
+
+
+def kimi_k3(calls: Sequence[Call]) -> str:
+    kinds = {str: "string", bool: "boolean", int: "number", float: "number", dict: "object", list: "array"}
+
+    def one(number: int, name: str, given: dict[str, Any]) -> str:
+        inner = "".join(
+            f'<|open|>argument key="{key}" type="{kinds[type(value)]}"<|sep|>{as_text(value)}<|close|>argument<|sep|>'
+            for key, value in given.items()
+        )
+        return f'<|open|>call tool="{name}" index="{number}"<|sep|>{inner}<|close|>call<|sep|>'
+
+    inner = "".join(one(number, *call) for number, call in enumerate(calls))
+    return f"<|open|>tools<|sep|>{inner}<|close|>tools<|sep|>"
+
+
+def muse(calls: Sequence[Call]) -> str:
+    write = invokes("atem:", "atem:function_calls")
+    return "<|eom|>".join(f"<|start|>assistant to={call[0]}<|message|>{write([call])}" for call in calls) + "<|eot|>"
+
+
+M3: Final = "]<]minimax[>["
+
+WRITERS.update(
+    {
+        "qwen3_coder": Writer(qwen3_coder, "<tool_call>", "</parameter> x </tool_call>", decoy="<tool_call"),
+        "minimax_m2": Writer(
+            invokes("", "minimax:tool_call"), "<minimax:tool_call>", "</parameter> x", decoy="<minimax:tool"
+        ),
+        "glm47": Writer(glm("", ""), "<tool_call>", "</arg_value> x", decoy="<tool_call", separator=""),
+        "glm45": Writer(glm("\n", "\n"), "<tool_call>", "</arg_value> x", decoy="<tool_call"),
+        "minimax_m3": Writer(elements(M3), f"{M3}<tool_call>", "</code></invoke>", decoy="]<]minimax[", empty=False),
+        "minimax_m3_nom": Writer(elements(""), "<tool_call>", "</invoke>", decoy="<tool_call", empty=False),
+        "gemma4": Writer(gemma, "<|tool_call>", "<tool_call|>", decoy="<|tool_cal", separator=""),
+        "pythonic": Writer(python_calls, "[", "]", decoy="[1] [see(1)] ", any_tool=False, text_before="One.\n"),
+        "deepseek_v3_2": Writer(
+            invokes("｜DSML｜", "｜DSML｜function_calls", says_string=True),
+            "<｜DSML｜function_calls>",
+            "</｜DSML｜parameter> x",
+            decoy="<｜DSML",
+        ),
+        "deepseek_v4": Writer(
+            invokes("｜DSML｜", "｜DSML｜tool_calls", says_string=True),
+            "<｜DSML｜tool_calls>",
+            "</｜DSML｜parameter> x",
+            decoy="<｜DSML",
+        ),
+        "deepseek_v41": Writer(
+            invokes("｜DSML｜ ", "｜DSML｜ calls", says_string=True),
+            "<｜DSML｜ calls>",
+            "</｜DSML｜ parameter> x",
+            decoy="<｜DSML",
+        ),
+        "harmony": Writer(
+            harmony, "<|channel|>commentary to=functions.ping<|message|>", "<|end|>", can_follow=False, letter=False
+        ),
+        "inkling": Writer(inkling, "<|content_invoke_tool_json|>", "<|end_message|>", can_follow=False, letter=False),
+        "kimi_k3": Writer(kimi_k3, "<|open|>call", "<|close|>call<|sep|> x", can_follow=False, letter=False),
+        "muse": Writer(
+            muse, "<|start|>assistant to=ping<|message|>", "</atem:parameter> x", can_follow=False, letter=False
+        ),
+    }
+)
+
 FORMAT_OF: Final = {"mistral_v11": "mistral", "mistral_v13": "mistral"}
 """Writers of a dialect, and the parser that reads it."""
 
 NESTED: Final = {"tags": ["x", "y", []], "max": 2.5, "deep": {"a": {"b": [1, {"c": None}]}}, "on": True}
+FULL: Final = {"tags": ["x", "y", ["z"]], "max": 2.5, "deep": {"a": {"b": [1, {"c": False}]}}, "on": True}
 
 
 def cases(writer: Writer) -> list[dict[str, Any]]:
@@ -124,7 +275,7 @@ def cases(writer: Writer) -> list[dict[str, Any]]:
     book: Call = ("book_table", {"restaurant": "Chez Léa", "seats": 4, "outdoor": True})
     find: Call = ("find", {"query": '2 < 3 & "so"', "filters": {"tags": ["x", "y"], "max": 2.5}})
     ping: Call = ("ping", {})
-    nested: Call = ("find", {"query": "all", "filters": NESTED})
+    nested: Call = ("find", {"query": "all", "filters": NESTED if writer.empty else FULL})
     unicode: Call = ("find", {"query": "größe 👩‍🚀 你好 \u2028 ｜ ▁"})
     escapes: Call = ("run", {"code": "if a < b:\n\tprint(\"c:\\\\d\", 'e')  # {x} [y] </z>\n"})
     numbers: Call = ("run", {"values": [0, -3, 2.5, 12345678901234567890123], "ratio": -0.125})
@@ -151,15 +302,19 @@ def cases(writer: Writer) -> list[dict[str, Any]]:
         case("marks in a string", writer.calls([marks]), "", marks),
         case("empty values", writer.calls([empty]), "", empty),
         case("prose", "No call at all: a < b, {x}, [y], `z`.\n", "No call at all: a < b, {x}, [y], `z`.\n"),
-        case("the beginning of a mark", f"Say {writer.decoy}", f"Say {writer.decoy}"),
-        case("the beginning of a mark, then text", f"Say {writer.decoy} now", f"Say {writer.decoy} now"),
-        case("a mark and no call", f"{before}{writer.begin} no", f"{before}{writer.begin} no"),
-        case("a mark at the end", f"{before}{writer.begin}", f"{before}{writer.begin}"),
         case("twice", f"{one}{writer.separator}{one}", "", book, book),
     ]
     unknown: Call = ("no_such", {"a": "b"})
     text = writer.calls([unknown])
     found.append(case("an unknown tool", text, *(("", unknown) if writer.any_tool else (text,))))
+    if not writer.letter:
+        return found
+    found += [
+        case("the beginning of a mark", f"Say {writer.decoy}", f"Say {writer.decoy}"),
+        case("the beginning of a mark, then text", f"Say {writer.decoy} now", f"Say {writer.decoy} now"),
+        case("a mark and no call", f"{before}{writer.begin} no", f"{before}{writer.begin} no"),
+        case("a mark at the end", f"{before}{writer.begin}", f"{before}{writer.begin}"),
+    ]
     cut = writer.calls([("find", {"query": "red shoes"})])
     cut = cut[: cut.index("red") + 5]
     found.append(case("cut in a value", f"{before}{cut}", f"{before}{cut}"))
@@ -173,8 +328,8 @@ def main() -> None:
         (CORPUS / f"{name}.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
-def random_arguments(dice: random.Random) -> dict[str, Any]:
-    """Return arguments of `run`, whose text is full of what formats are made of."""
+def random_arguments(dice: random.Random, *, empty: bool = True) -> dict[str, Any]:
+    """Return arguments of `run`, whose text is full of what formats are made of. `empty`: some values are empty."""
     pieces = [
         "a",
         "é",
@@ -199,7 +354,10 @@ def random_arguments(dice: random.Random) -> dict[str, Any]:
         "null",
     ]
     text = "".join(dice.choices(pieces, k=dice.randrange(12)))
-    values = [dice.choice([text, 1, -2.5, True, None, {"a": text}, [text, []]]) for _ in range(dice.randrange(3))]
+    values = [
+        dice.choice([text, 1, -2.5, True, None, {"a": text}, [text, [] if empty else [1]]])
+        for _ in range(dice.randrange(3))
+    ]
     return {"code": text, "values": values}
 
 

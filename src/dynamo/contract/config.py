@@ -149,13 +149,13 @@ class WorkerConfig:
         flag="--custom-jinja-template", group=_TEXT)
     """Path of a chat template that replaces the model's own; the frontend renders it."""
     tool_call_parser: str | None = setting(None, "DYN_TOOL_CALL_PARSER", one_of(*TOOL_PARSERS),
-        "Which [format](tools-and-reasoning.md#names) the model writes tool calls in, such as `hermes` or `mistral`. Names "
-        "that only 1.6.1 has are written on the card, with a warning; unknown ones are refused",
+        "Which [format](tools-and-reasoning.md#names) the model writes tool calls in, such as `hermes` or `mistral`; an "
+        "unknown name is refused, with near ones",
         flag="--dyn-tool-call-parser", group=_TEXT)
     """Name of the parser that the frontend applies to tool calls."""
     reasoning_parser: str | None = setting(None, "DYN_REASONING_PARSER", one_of(*REASONING_PARSERS),
-        "Which [format](tools-and-reasoning.md#names) the model reasons in, such as `qwen3` or `deepseek_r1`. Other "
-        "names of 1.6.1 are written on the card, with a warning; unknown ones are refused",
+        "Which [format](tools-and-reasoning.md#names) the model reasons in, such as `qwen3` or `deepseek_r1`; an "
+        "unknown name is refused, with near ones",
         flag="--dyn-reasoning-parser", group=_TEXT)
     """Name of the parser that the frontend applies to reasoning."""
     exclude_tools_when_tool_choice_none: bool = setting(True, "DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE", switch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,7 +84,9 @@ def one_of(*allowed: str, metavar: str = "") -> SettingReader[str]:
     def parse(given: str) -> str:
         word = given.lower()
         if word not in allowed:
-            raise ValueError(f"{given!r} is unknown; use one of {', '.join(allowed)}")
+            near = difflib.get_close_matches(word, allowed)
+            hint = f" (near: {', '.join(near)})" if near else ""
+            raise ValueError(f"{given!r} is unknown; use one of {', '.join(allowed)}{hint}")
         return word
 
     return SettingReader(parse, metavar=metavar)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from dynamo.text.output import CallBegan, CallDropped, Content, OutputEvent, Reasoning
@@ -49,7 +50,7 @@ class OutputParser:
 
     def finish(self, *, is_cut: bool = False) -> list[OutputEvent]:
         """End the text; return the events held back. `is_cut`: the text ended because a limit was reached."""
-        events = self._behind_reasoning(self._reasoning.finish()) if self._reasoning is not None else []
+        events = self._behind_reasoning(self._reasoning.finish(is_cut=is_cut)) if self._reasoning is not None else []
         if self._tools is not None:
             events += self._keep(self._tools.finish(is_cut=is_cut))
         if self._held:
@@ -57,15 +58,17 @@ class OutputParser:
             self._held = []
         return events
 
-    def _behind_reasoning(self, parts: list[Content | Reasoning]) -> list[OutputEvent]:
+    def _behind_reasoning(self, parts: Sequence[OutputEvent]) -> list[OutputEvent]:
         events: list[OutputEvent] = []
         for part in parts:
             if isinstance(part, Reasoning) and not self._fills_content:
                 events.append(part)
             elif isinstance(part, Reasoning):
                 events += self._hold(part.text)
+            elif isinstance(part, Content) and self._tools is not None:
+                events += self._keep(self._tools.push(part.text))
             else:
-                events += self._keep([part] if self._tools is None else self._tools.push(part.text))
+                events += self._keep([part])
         return events
 
     def _hold(self, reasoning: str) -> list[OutputEvent]:

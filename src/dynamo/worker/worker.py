@@ -26,7 +26,7 @@ from dynamo.contract.modes import (
     coerce_disaggregation_mode,
     native_disaggregation_mode,
 )
-from dynamo.contract.parsers import check_parsers, warn_of_parsers_not_built
+from dynamo.contract.parsers import check_parsers
 from dynamo.errors import CannotConnect, DynamoException, EngineShutdown, InvalidArgument, Unknown, text_of
 from dynamo.protocol.model_types import ModelInput
 from dynamo.runtime.distributed import DistributedRuntime, Endpoint
@@ -319,7 +319,6 @@ def _check_config(engine: BaseEngine, config: WorkerConfig) -> None:
         raise InvalidArgument(f"{type(engine).__name__} is neither an LLMEngine nor a RawEngine; subclass one of them")
     check_encoder_route(config.disaggregation_mode, config.route_to_encoder)
     check_parsers(config.tool_call_parser, config.reasoning_parser)
-    warn_of_parsers_not_built(config.tool_call_parser, config.reasoning_parser)
     try:
         split_endpoint(_endpoint_path(config))
     except ValueError as error:

@@ -166,6 +166,51 @@ async def test_only_the_first_call_is_kept_without_parallel_calls(house: Cluster
     assert (await hear(house, tools=TOOLS, parallel_tool_calls=False)).calls == [WEATHER]
 
 
+HARMONY_CALL = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Köln"}<|call|>'
+HARMONY = f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{HARMONY_CALL}"
+
+
+@pytest.mark.parametrize("names", [("harmony", "gpt_oss"), ("harmony", None), (None, "gpt_oss")])
+async def test_either_name_of_a_unified_format_reads_all_of_it(house: Cluster, names: tuple[str | None, str]) -> None:
+    await house.worker(say(*[[byte] for byte in HARMONY.encode()]), **parsers(*names))
+    assert (await hear(house, tools=TOOLS)).said == ("", "hm", [WEATHER], "tool_calls")
+    unary = await house.client.chat("hi", tools=TOOLS)
+    assert unary.json["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+async def test_a_unified_format_without_tools_shows_its_text_without_marks(house: Cluster) -> None:
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Hi.<|return|>"
+    await house.worker(say(text), **parsers("harmony", "gpt_oss"))
+    assert (await hear(house)).said == ("Hi.", "hm", [], "stop")
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_a_forced_choice_of_a_unified_format_takes_json_and_its_own_form(house: Cluster, choice: Any) -> None:
+    arguments = '{"city": "Köln"}'
+    guided = arguments if choice is NAMED else f'[{{"name": "weather", "parameters": {arguments}}}]'
+    for answer in (guided, f"<|channel|>final<|message|>{guided}<|return|>", HARMONY_CALL):
+        worker = await house.worker(say(answer), **parsers("harmony", "gpt_oss"))
+        heard = await hear(house, tools=TOOLS, tool_choice=choice)
+        assert (heard.content, heard.calls) == ("", [WEATHER])
+        await worker.stop()
+
+
+async def test_a_forced_call_in_a_formats_own_form_that_is_cut_off_is_a_partial_entry(house: Cluster) -> None:
+    cut = "<tool_call>\n<function=weather>\n<parameter=city>\nKö"
+    await house.worker(say(cut, finish="length"), **parsers("qwen3_coder", None))
+    heard = await hear(house, tools=TOOLS, tool_choice="required")
+    assert (heard.content, heard.reason) == ("", "length")
+    assert heard.calls == [("weather", '{"city": "Kö')]
+
+
+async def test_values_are_typed_by_the_tools_schema(house: Cluster) -> None:
+    properties = {"city": {"type": "string"}, "days": {"type": ["integer", "null"]}}
+    tools = [tool(parameters={"type": "object", "properties": properties})]
+    text = "<tool_call>weather<arg_key>city</arg_key><arg_value>5</arg_value><arg_key>days</arg_key><arg_value>5</arg_value></tool_call>"
+    await house.worker(say(text), **parsers("glm47", None))
+    assert (await hear(house, tools=tools)).calls == [("weather", '{"city": "5", "days": 5}')]
+
+
 async def test_mistral_gets_ids_that_its_templates_take(house: Cluster) -> None:
     await house.worker(say('[TOOL_CALLS]weather[ARGS]{"city": "Köln"}'), **parsers("mistral", None))
     for stream in (False, True):
@@ -578,7 +623,7 @@ async def test_marks_that_are_special_or_ending_tokens_still_reach_the_parsers(h
 async def test_a_parser_this_version_lacks_is_told_in_the_log_and_the_text_stays(
     house: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await house.worker(say(CALL), **parsers("muse", "muse"))
+    await house.worker(say(CALL), **parsers("of_tomorrow", "of_tomorrow"))
     assert caplog.text.count("which is not in this version: its output is shown as it comes") == 2
     assert (await hear(house, tools=TOOLS)).said == (CALL, "", [], "stop")
 

@@ -250,5 +250,4 @@ def test_a_prompt_that_ends_in_the_opening_tag_begins_inside() -> None:
 
 
 def test_the_names_a_worker_may_advertise_are_those_of_the_parsers() -> None:
-    assert set(REASONING_FORMATS) == set(names.BUILT_REASONING_PARSERS)
-    assert set(names.BUILT_REASONING_PARSERS) <= set(names.REASONING_PARSERS)
+    assert set(REASONING_FORMATS) == set(names.REASONING_PARSERS)

@@ -423,6 +423,5 @@ def test_the_reader_says_at_once_that_it_is_none(text: str) -> None:
 
 
 def test_the_names_a_worker_may_advertise_are_those_of_the_parsers() -> None:
-    assert set(TOOL_FORMATS) == set(names.BUILT_TOOL_PARSERS)
-    assert set(names.BUILT_TOOL_PARSERS) <= set(names.TOOL_PARSERS)
+    assert set(TOOL_FORMATS) == set(names.TOOL_PARSERS)
     assert calls_module.MAX_CALL_CHARACTERS == 1024 * 1024

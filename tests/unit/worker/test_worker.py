@@ -332,11 +332,9 @@ async def test_an_unknown_parser_is_told_those_there_are() -> None:
         await make(Recorder(), tool_call_parser="zeus").run()
 
 
-async def test_a_parser_only_the_native_frontend_has_is_said_to_be_one(caplog: pytest.LogCaptureFixture) -> None:
-    async with running(make(Recorder(), tool_call_parser="muse", reasoning_parser="qwen3")):
-        pass
-    assert caplog.text.count("is not in this version") == 1
-    assert "tool_call_parser 'muse' is not in this version" in caplog.text
+async def test_a_mistyped_parser_is_told_near_names() -> None:
+    with pytest.raises(InvalidArgument, match=r"got 'deepseek_v31'; did you mean .*deepseek_v3_1"):
+        await make(Recorder(), reasoning_parser="deepseek_v31").run()
 
 
 @pytest.mark.process  # computes for seconds

@@ -19,7 +19,7 @@ from dynamo.protocol.openai.shapes import REQUIRED
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.text.detokenizer import Detokenizer
 from dynamo.text.formats.tool_set import ToolSet
-from dynamo.text.formats.tools import TOOL_FORMATS, ToolFormat
+from dynamo.text.formats.tools import TOOL_FORMATS, Form, ToolFormat, unified_parser
 from dynamo.text.markers import WHITE_SPACE
 from dynamo.text.output_parser import OutputParser
 from dynamo.text.reasoning import DEFAULT_MARKS, REASONING_FORMATS, ReasoningParser
@@ -105,19 +105,34 @@ def plan_output(
 
     `prompt` is the text that was tokenised, where it is known.
     """
-    tools = _tools(options, config)
+    unified = _unified_form(config)
+    tools = _tools(options, config, unified)
     reasoning: Callable[[], ReasoningParser] | None = None
     expects_reasoning = False
     form = REASONING_FORMATS.get(config.reasoning_parser or "")
+    if unified is not None:
+        form = next(one for one in REASONING_FORMATS.values() if one.unified == unified)
     if form is not None:
         thinking = options.thinking
         if form.applies(thinking):
             if prompt is None:
                 prompt = tokenizer.decode(prompt_ids[-PROMPT_TAIL_TOKENS:], skip_special_tokens=False)
             begins_inside = form.begins_inside(prompt)
-            reasoning = functools.partial(form.parser, begins_inside=begins_inside, json_is_content=options.guides_json)
+            if unified is None:
+                reasoning = functools.partial(
+                    form.parser, begins_inside=begins_inside, json_is_content=options.guides_json
+                )
+            else:
+                reasoning = functools.partial(
+                    unified_parser,
+                    unified,
+                    ToolSet(options.tools),
+                    begins_inside=begins_inside,
+                    keeps_cut_call=options.forced_choice is not None,
+                )
             has_ended = prompt.rstrip(WHITE_SPACE).endswith(form.marks[1])  # as a template writes for "no thinking"
-            expects_reasoning = begins_inside or (thinking is not False and not has_ended)
+            if config.reasoning_parser:
+                expects_reasoning = begins_inside or (thinking is not False and not has_ended)
     if tools is None and reasoning is None:
         return None
     return OutputPlan(
@@ -148,10 +163,10 @@ def tell_worker(
     """
     sampling = body["sampling_options"]
     marks: tuple[str, ...] = ()
-    if plan.reasoning is not None:
-        marks += REASONING_FORMATS[config.reasoning_parser or ""].marks
+    if plan.reasoning is not None and (reasoning := REASONING_FORMATS.get(config.reasoning_parser or "")) is not None:
+        marks += reasoning.tokens
     form = TOOL_FORMATS.get(config.tool_call_parser or "")
-    if plan.tools is not None and form is not None:
+    if form is not None and (plan.tools is not None or form.is_unified):
         marks += form.marks
         _show_ends(form, tokenizer, body["stop_conditions"])
         if (tag := structural_tag(options, config, form, closes_objects=closes_objects)) is not None:
@@ -189,10 +204,19 @@ def _is_skipped(tokenizer: Tokenizer, mark: str) -> bool:
     return token_id is not None and not tokenizer.decode([token_id])
 
 
-def _tools(options: ChatOptions, config: ModelRuntimeConfig) -> Callable[[], ToolParser] | None:
+def _unified_form(config: ModelRuntimeConfig) -> Form | None:
+    """Return the format that reads reasoning, text and calls in one, if the card asks for one under either name."""
+    reasoning = REASONING_FORMATS.get(config.reasoning_parser or "")
+    if reasoning is not None and reasoning.unified is not None:
+        return reasoning.unified
+    tools = TOOL_FORMATS.get(config.tool_call_parser or "")
+    return tools.form if tools is not None and tools.is_unified else None
+
+
+def _tools(options: ChatOptions, config: ModelRuntimeConfig, unified: Form | None) -> Callable[[], ToolParser] | None:
     if not options.tools:
         return None
-    form = TOOL_FORMATS.get(config.tool_call_parser or "")
+    form = TOOL_FORMATS.get(config.tool_call_parser or "") if unified is None else None
     choice = options.forced_choice
     native = functools.partial(form.parser, ToolSet(options.tools)) if form is not None else None
     if choice is None:

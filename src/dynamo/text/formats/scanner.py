@@ -262,7 +262,8 @@ class TextMachine:
         return self._out.told()
 
     def finish(self, *, keeps_cut_call: bool = False, is_cut: bool = False) -> list[OutputEvent]:
-        self._out.keeps_cut_call, self._out.is_cut = keeps_cut_call, is_cut
+        self._out.keeps_cut_call |= keeps_cut_call
+        self._out.is_cut = is_cut
         self._scanner.is_ended = True
         self._run()
         self._out.finish()

@@ -8,13 +8,21 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from dynamo.text.formats.bare_json import BareJson
+from dynamo.text.formats.brace_calls import BraceCalls
+from dynamo.text.formats.channels import Harmony, Inkling, KimiK3, Muse
+from dynamo.text.formats.dsml import dsml
+from dynamo.text.formats.element_calls import ElementCalls
 from dynamo.text.formats.json_calls import NamedJson, TaggedJson
 from dynamo.text.formats.kimi import KIMI_K2
 from dynamo.text.formats.mistral import MistralCalls
+from dynamo.text.formats.output import Output
+from dynamo.text.formats.pair_calls import TaggedPairs
+from dynamo.text.formats.python_calls import PythonCalls
 from dynamo.text.formats.scanner import Grammar, TextMachine
 from dynamo.text.formats.tool_set import NO_TOOLS, ToolSet
+from dynamo.text.formats.xml_calls import TaggedXml
 
-__all__ = ["TOOL_FORMATS", "Form", "ToolFormat"]
+__all__ = ["MUSE", "TOOL_FORMATS", "Form", "ToolFormat", "unified_parser"]
 
 
 class Form(Protocol):
@@ -42,6 +50,7 @@ class ToolFormat:
     # (name, schema of the arguments) -> the call as a tag for guided decoding; None: the format has no such tag.
     call_tag: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
     has_short_ids: bool = False  # ids of calls are nine letters or digits
+    is_unified: bool = False  # reasoning and text are blocks of the same format, read by the same parser
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -51,6 +60,18 @@ class ToolFormat:
     def parser(self, tools: ToolSet = NO_TOOLS) -> TextMachine:
         """Make a parser for one choice."""
         return TextMachine(self.form.grammar(tools))
+
+
+def unified_parser(
+    form: Form, tools: ToolSet = NO_TOOLS, *, begins_inside: bool = False, keeps_cut_call: bool = False
+) -> TextMachine:
+    """Make a parser of reasoning, text and calls in one.
+
+    `begins_inside`: the prompt has begun the reasoning. `keeps_cut_call`: see `ToolParser.finish`.
+    """
+    out = Output()
+    out.is_reasoning, out.keeps_cut_call = begins_inside, keeps_cut_call
+    return TextMachine(form.grammar(tools), out)
 
 
 def _hermes_tag(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -123,6 +144,98 @@ _KIMI_K2: Final = ToolFormat(
     end_tokens=("<|tool_calls_section_end|>",),
 )
 
+_QWEN3_CODER: Final = ToolFormat(
+    TaggedXml(
+        *_TOOL_CALL,
+        invoke=("<function=",),
+        invoke_end=("</function>",),
+        parameter=("<parameter=",),
+        parameter_end=("</parameter>",),
+        trims_line_break=True,
+        reads_objects=True,
+        implies_ends=True,
+    ),
+    "`<tool_call><function=NAME><parameter=KEY>text</parameter></function></tool_call>`, typed by the tool's schema; also "
+    "the objects of `hermes`",
+    end_tokens=("</tool_call>",),
+)
+_MINIMAX_M2: Final = ToolFormat(
+    TaggedXml(
+        ("<minimax:tool_call>",),
+        ("</minimax:tool_call>",),
+        invoke=("<invoke",),
+        invoke_end=("</invoke>",),
+        parameter=("<parameter",),
+        parameter_end=("</parameter>",),
+        has_attributes=True,
+    ),
+    '`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">text</parameter></invoke></minimax:tool_call>`, typed '
+    "by the tool's schema",
+    end_tokens=("</minimax:tool_call>",),
+)
+_GLM: Final = ToolFormat(
+    TaggedPairs(),
+    "`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>text</arg_value></tool_call>`, with or without line breaks, typed by "
+    "the tool's schema",
+    end_tokens=("<|observation|>", "</tool_call>"),
+)
+_MINIMAX_M3: Final = ToolFormat(
+    ElementCalls("]<]minimax[>["),
+    '`<tool_call><invoke name="NAME"><KEY>text</KEY></invoke></tool_call>`, `]<]minimax[>[` in front of every tag; objects '
+    "and arrays are nested elements. Told when a call is whole",
+)
+_MINIMAX_M3_NOM: Final = ToolFormat(ElementCalls(""), "the same without `]<]minimax[>[`")
+_GEMMA4: Final = ToolFormat(
+    BraceCalls("<|tool_call>", ("<tool_call|>", "<turn|>"), '<|"|>', stray=("<tool_call|>",)),
+    '`<|tool_call>call:NAME{key:<|"|>text<|"|>,other:3}<tool_call|>`; told value by value',
+)
+_PYTHONIC: Final = ToolFormat(
+    PythonCalls(), '`[NAME(key="text", other=3), ...]` at the beginning of a line; told when the list is whole'
+)
+_DSML_TEXT: Final = (
+    '`<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">text</｜DSML｜parameter></｜DSML｜invoke>` in '
+    "`<｜DSML｜{}>`; spellings of the other versions are read, too"
+)
+_DSML_V32: Final = ToolFormat(dsml(), _DSML_TEXT.format("function_calls"))
+_DSML_V4: Final = ToolFormat(dsml(outer="tool_calls"), _DSML_TEXT.format("tool_calls"))
+_DSML_V41: Final = ToolFormat(dsml(outer="calls", space=" "), _DSML_TEXT.format(" calls"))
+MUSE: Final = Muse(
+    TaggedXml(
+        ("<atem:function_calls>",),
+        ("</atem:function_calls>",),
+        invoke=("<atem:invoke",),
+        invoke_end=("</atem:invoke>",),
+        parameter=("<atem:parameter",),
+        parameter_end=("</atem:parameter>",),
+        has_attributes=True,
+        reads_json=True,
+    )
+)
+_HARMONY: Final = ToolFormat(
+    Harmony(),
+    "`<|channel|>commentary to=functions.NAME<|message|>{...}<|call|>`; the channels `final` and `commentary` are text, "
+    "`analysis` is reasoning",
+    end_tokens=("<|call|>",),
+    is_unified=True,
+)
+_INKLING: Final = ToolFormat(
+    Inkling(),
+    '`<|content_invoke_tool_json|>{"name", "args"}<|end_message|>` among blocks of text and reasoning',
+    is_unified=True,
+)
+_KIMI_K3: Final = ToolFormat(
+    KimiK3(),
+    '`<|open|>call tool="NAME"<|sep|><|open|>argument key="KEY" type="string"<|sep|>text<|close|>argument<|sep|>...` '
+    "among elements of text and reasoning",
+    is_unified=True,
+)
+_MUSE: Final = ToolFormat(
+    MUSE,
+    '`<atem:invoke name="NAME"><atem:parameter name="KEY">text</atem:parameter></atem:invoke>` in a message to a tool; '
+    "messages to `self` are reasoning",
+    is_unified=True,
+)
+
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = MappingProxyType(
     {
         "hermes": _HERMES,
@@ -137,6 +250,30 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = MappingProxyType(
         "deepseek_v3_1": _DEEPSEEK_V31,
         "kimi_k2": _KIMI_K2,
         "kimi_k25": _KIMI_K2,
+        "qwen3_coder": _QWEN3_CODER,
+        "qwen3": _QWEN3_CODER,
+        "nemotron_nano": _QWEN3_CODER,
+        "minimax_m2": _MINIMAX_M2,
+        "minimax_m3": _MINIMAX_M3,
+        "minimax-m3": _MINIMAX_M3,
+        "minimax_m3_nom": _MINIMAX_M3_NOM,
+        "minimax-m3-nom": _MINIMAX_M3_NOM,
+        "glm47": _GLM,
+        "glm45": _GLM,
+        "gemma4": _GEMMA4,
+        "gemma-4": _GEMMA4,
+        "pythonic": _PYTHONIC,
+        "deepseek_v3_2": _DSML_V32,
+        "deepseek_v4": _DSML_V4,
+        "deepseek-v4": _DSML_V4,
+        "deepseekv4": _DSML_V4,
+        "deepseek_v41": _DSML_V41,
+        "harmony": _HARMONY,
+        "inkling": _INKLING,
+        "kimi_k3": _KIMI_K3,
+        "kimi-k3": _KIMI_K3,
+        "muse": _MUSE,
+        "muse_glimmer": _MUSE,
     }
 )
 """Every tool-call parser by the names it goes by."""

@@ -53,6 +53,8 @@ class TaggedXml:
     @property
     def marks(self) -> tuple[str, ...]:
         """Return the marks that must reach the parser; the first begins a call."""
+        if self.prefixes:  # its tokens, where they are special: with and without the bracket
+            return (*self.prefixes, *(prefix.removeprefix("<") for prefix in self.prefixes))
         return (*self.outer, *self.invoke, *self.closing, *self.before_invoke, *self.behind_invoke)
 
     def grammar(self, tools: ToolSet) -> Grammar:
@@ -68,7 +70,11 @@ class TaggedXml:
     def calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
         """Read the block that `mark` begins."""
         if self.prefixes:
-            mark = yield from s.expect(*self.outer, *self.invoke)
+            tag = yield from s.accept(*self.outer, *self.invoke)
+            if tag is None:  # what only begins like a tag has to be read, too
+                s.take(s.at + len(mark))
+                raise NotACall
+            mark = tag
         else:
             s.take(s.at + len(mark))
         if mark not in self.invoke:

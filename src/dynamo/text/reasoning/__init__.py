@@ -1,4 +1,4 @@
-"""Reasoning parsers: one file per output format, and the names under which a model card requests them."""
+"""Reasoning parsers, and the names under which a model card requests them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from dynamo.text.formats.channels import Harmony, Inkling, KimiK3
+from dynamo.text.formats.tools import MUSE, Form
 from dynamo.text.markers import WHITE_SPACE
 from dynamo.text.reasoning.base import ReasoningParser
+from dynamo.text.reasoning.prepended import PrependThink
 from dynamo.text.reasoning.think import CLOSING, OPENING, ThinkParser
 
 __all__ = ["DEFAULT_MARKS", "REASONING_FORMATS", "ReasoningFormat", "ReasoningParser", "ThinkParser"]
@@ -20,12 +23,18 @@ DEFAULT_MARKS: Final = (OPENING, CLOSING)
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family of models that reasons between `<think>` and `</think>` begins, and when it does not reason at all."""
+    """How a family of models reasons, and when it does not reason at all."""
 
+    description: str = "between `<think>` and `</think>`"  # a line of the documentation
     starts_inside: bool = False  # the first token is reasoning, with or without an opening tag
     needs_thinking: bool = False  # nothing is parsed unless the request switches thinking on
     heeds_off: bool = False  # nothing is parsed when the request switches thinking off
     marks: tuple[str, str] = (OPENING, CLOSING)  # must stand in the text, also where they are special tokens
+    other_openings: tuple[str, ...] = ()
+    special_tokens: tuple[str, ...] = ()  # that a mark begins with
+    other_closings: tuple[str, ...] = ()
+    unified: Form | None = None  # reasoning, text and calls are blocks of one format; one parser reads them all
+    prepends: bool = False  # nothing is divided, the opening tag is put in front
 
     def applies(self, thinking: bool | None) -> bool:
         """Return whether to parse. `thinking` is the mode of the request or the model's default; None: unset."""
@@ -35,18 +44,74 @@ class ReasoningFormat:
 
     def begins_inside(self, prompt: str) -> bool:
         """Return whether the answer begins as reasoning behind this prompt (its last characters are enough)."""
-        return self.starts_inside or prompt.rstrip(WHITE_SPACE).endswith(OPENING)
+        return self.starts_inside or prompt.rstrip(WHITE_SPACE).endswith((self.marks[0], *self.other_openings))
 
     def parser(self, *, begins_inside: bool, json_is_content: bool = False) -> ReasoningParser:
-        """Make a parser for one choice."""
-        return ThinkParser(starts_inside=begins_inside, json_is_content=json_is_content)
+        """Make a parser for one choice, of a format that is not unified."""
+        if self.prepends:
+            return PrependThink()
+        return ThinkParser(
+            starts_inside=begins_inside,
+            json_is_content=json_is_content,
+            openings=(self.marks[0], *self.other_openings),
+            closings=(self.marks[1], *self.other_closings),
+        )
 
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Return the marks that must reach the parser, also where they are special tokens."""
+        if self.unified is not None:
+            return self.unified.marks
+        return (*self.marks, *self.other_openings, *self.other_closings, *self.special_tokens)
+
+
+_OFF: Final = "; nothing is parsed when the request switches thinking off"
+_ON: Final = "; nothing is parsed unless the request (or `--dyn-default-thinking-mode`) switches thinking on"
+_BEGINS: Final = "the answer begins as reasoning, up to `</think>`; the opening tag may be missing"
 
 _BASIC: Final = ReasoningFormat()
-_INSIDE: Final = ReasoningFormat(starts_inside=True)
-_INSIDE_UNLESS_OFF: Final = ReasoningFormat(starts_inside=True, heeds_off=True)
-_WHEN_THINKING: Final = ReasoningFormat(starts_inside=True, needs_thinking=True)
-_BASIC_UNLESS_OFF: Final = ReasoningFormat(heeds_off=True)
+_INSIDE: Final = ReasoningFormat(_BEGINS, starts_inside=True)
+_INSIDE_UNLESS_OFF: Final = ReasoningFormat(_BEGINS + _OFF, starts_inside=True, heeds_off=True)
+_WHEN_THINKING: Final = ReasoningFormat(_BEGINS + _ON, starts_inside=True, needs_thinking=True)
+_BASIC_UNLESS_OFF: Final = ReasoningFormat("between `<think>` and `</think>`" + _OFF, heeds_off=True)
+_KIMI: Final = ReasoningFormat("between `◁think▷` and `◁/think▷`", marks=("◁think▷", "◁/think▷"))
+_GRANITE: Final = ReasoningFormat(
+    "between `Here is my thought process:` and `Here is my response:` (or `Here's`)",
+    marks=("Here is my thought process:", "Here is my response:"),
+    other_openings=("Here's my thought process:",),
+    other_closings=("Here's my response:",),
+)
+_MISTRAL: Final = ReasoningFormat(
+    "between `[THINK]` and `[/THINK]`" + _ON, needs_thinking=True, marks=("[THINK]", "[/THINK]")
+)
+_MINIMAX_M3: Final = ReasoningFormat(
+    "between `<mm:think>` and `</mm:think>`" + _OFF, heeds_off=True, marks=("<mm:think>", "</mm:think>")
+)
+_GEMMA4: Final = ReasoningFormat(
+    "between `<|channel>thought` and `<channel|>`" + _ON,
+    needs_thinking=True,
+    marks=("<|channel>thought", "<channel|>"),
+    special_tokens=("<|channel>",),
+)
+_APPEND: Final = ReasoningFormat("`<think>` is put in front of the content, and nothing is divided", prepends=True)
+_GPT_OSS: Final = ReasoningFormat(
+    "messages of the channel `analysis`; the tool-call format `harmony` is the same",
+    marks=("<|channel|>analysis<|message|>", "<|end|>"),
+    unified=Harmony(),
+)
+_KIMI_K3: Final = ReasoningFormat(
+    "`<|open|>think<|sep|>` ... `<|close|>think<|sep|>`; the tool-call format `kimi_k3` is the same",
+    marks=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    unified=KimiK3(),
+)
+_INKLING: Final = ReasoningFormat(
+    "blocks that begin with `<|content_thinking|>`; the tool-call format `inkling` is the same",
+    marks=("<|content_thinking|>", "<|end_message|>"),
+    unified=Inkling(),
+)
+_MUSE: Final = ReasoningFormat(
+    "messages to `self`; the tool-call format `muse` is the same", marks=("to=self<|message|>", "<|eom|>"), unified=MUSE
+)
 
 REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = MappingProxyType(
     {
@@ -71,6 +136,20 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = MappingProxyType(
         "kimi_k25": _INSIDE_UNLESS_OFF,
         "deepseek_v3": _WHEN_THINKING,
         "deepseek_v3_1": _WHEN_THINKING,
+        "kimi": _KIMI,
+        "granite": _GRANITE,
+        "mistral": _MISTRAL,
+        "minimax_m3": _MINIMAX_M3,
+        "minimax-m3": _MINIMAX_M3,
+        "gemma4": _GEMMA4,
+        "gemma-4": _GEMMA4,
+        "minimax_append_think": _APPEND,
+        "gpt_oss": _GPT_OSS,
+        "kimi_k3": _KIMI_K3,
+        "kimi-k3": _KIMI_K3,
+        "inkling": _INKLING,
+        "muse": _MUSE,
+        "muse_glimmer": _MUSE,
     }
 )
 """Every reasoning parser by the names it goes by."""

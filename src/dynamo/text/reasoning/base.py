@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from dynamo.text.output import Content, Reasoning
+from dynamo.text.output import OutputEvent
 
 __all__ = ["ReasoningParser"]
 
@@ -14,6 +15,7 @@ class ReasoningParser(Protocol):
 
     - What the events of all pushes and of `finish` say together depends on the whole text only, never on its cuts.
     - No input raises. No text is lost but the marks themselves and the white space that touches them.
+    - A unified format has calls in it, too, and its parser emits them.
     - Certain text is emitted at once; the text held back is bounded (each parser says by what).
     """
 
@@ -22,10 +24,13 @@ class ReasoningParser(Protocol):
         """Whether the text that comes next is reasoning, as far as is known now."""
         ...
 
-    def push(self, text: str) -> list[Content | Reasoning]:
+    def push(self, text: str) -> Sequence[OutputEvent]:
         """Parse the next piece of text, which may be empty."""
         ...
 
-    def finish(self) -> list[Content | Reasoning]:
-        """End the text and return what was held back. Call `finish` once; push nothing after it."""
+    def finish(self, *, is_cut: bool = False) -> Sequence[OutputEvent]:
+        """End the text and return what was held back. Call `finish` once; push nothing after it.
+
+        `is_cut`: a limit ended the text.
+        """
         ...

@@ -16,7 +16,8 @@ in front of a tag is text.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+import functools
+from typing import Final, Literal, NamedTuple
 
 from dynamo.text.markers import LINE_BREAKS, MAX_SEPARATOR, WHITE_SPACE, MarkerSearch
 from dynamo.text.output import Content, Reasoning
@@ -26,21 +27,53 @@ __all__ = ["CLOSING", "OPENING", "ThinkParser"]
 OPENING: Final = "<think>"
 CLOSING: Final = "</think>"
 
-_EITHER_AT_BEGINNING: Final = MarkerSearch(OPENING, CLOSING, takes_line_breaks=True)
-_EITHER: Final = MarkerSearch(OPENING, CLOSING)
-_CLOSE: Final = MarkerSearch(CLOSING, takes_line_breaks=True)
+
+class _Searches(NamedTuple):
+    """What is looked for, by where reading is."""
+
+    either_at_beginning: MarkerSearch
+    either: MarkerSearch
+    close: MarkerSearch
+
+
+@functools.cache
+def _searches(openings: tuple[str, ...], closings: tuple[str, ...]) -> _Searches:
+    return _Searches(
+        MarkerSearch(*openings, *closings, takes_line_breaks=True),
+        MarkerSearch(*openings, *closings),
+        MarkerSearch(*closings, takes_line_breaks=True),
+    )
 
 
 class ThinkParser:
     """See the module; keeps the promises of `base.ReasoningParser`."""
 
-    __slots__ = ("_has_content", "_held", "_json_is_content", "_skips_line_breaks", "_state")
+    __slots__ = (
+        "_closings",
+        "_has_content",
+        "_held",
+        "_json_is_content",
+        "_openings",
+        "_searches",
+        "_skips_line_breaks",
+        "_state",
+    )
 
-    def __init__(self, *, starts_inside: bool = False, json_is_content: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        starts_inside: bool = False,
+        json_is_content: bool = False,
+        openings: tuple[str, ...] = (OPENING,),
+        closings: tuple[str, ...] = (CLOSING,),
+    ) -> None:
         """`json_is_content`: the answer is guided JSON, so text that begins with `{` or `[` is no reasoning.
 
         That is for engines that guide the output from its first token on although the model would reason first.
+        `openings` and `closings`: the tags of a family, any of which will do.
         """
+        self._openings, self._closings = openings, closings
+        self._searches = _searches(openings, closings)
         self._state: Literal["beginning", "inside", "outside"] = "beginning" if starts_inside else "outside"
         self._json_is_content = json_is_content
         self._has_content = False
@@ -72,8 +105,8 @@ class ThinkParser:
                 self._skips_line_breaks = False
             is_inside = self._state == "inside"
             start, end, mark = self._search.search(text, at)
-            if mark == CLOSING and not is_inside:  # a lone one: only the tag itself goes
-                start = end - len(CLOSING)
+            if mark in self._closings and not is_inside:  # a lone one: only the tag itself goes
+                start = end - len(mark)
             if start > at:
                 was_beginning = not is_inside and not self._has_content
                 events.append(self._event(text[at:start]))
@@ -83,7 +116,7 @@ class ThinkParser:
             if mark is None:
                 self._held = text[start:]
                 return events
-            if is_inside or mark == OPENING:
+            if is_inside or mark in self._openings:
                 self._state = "outside" if is_inside else "inside"
                 self._skips_line_breaks = not (is_inside and self._has_content)
             at = end
@@ -91,8 +124,8 @@ class ThinkParser:
     @property
     def _search(self) -> MarkerSearch:
         if self._state == "inside":
-            return _CLOSE
-        return _EITHER if self._has_content else _EITHER_AT_BEGINNING
+            return self._searches.close
+        return self._searches.either if self._has_content else self._searches.either_at_beginning
 
     def _event(self, text: str) -> Content | Reasoning:
         if self.is_inside:
@@ -100,7 +133,7 @@ class ThinkParser:
         self._has_content = True
         return Content(text)
 
-    def finish(self) -> list[Content | Reasoning]:
+    def finish(self, *, is_cut: bool = False) -> list[Content | Reasoning]:
         held, self._held = self._held, ""
         if self._state == "beginning":
             held = held.lstrip(LINE_BREAKS)
@@ -111,14 +144,15 @@ class ThinkParser:
         stripped = text.lstrip(WHITE_SPACE)
         space = len(text) - len(stripped)
         if space <= MAX_SEPARATOR:
-            if OPENING.startswith(stripped) and stripped != OPENING:
+            if any(opening.startswith(stripped) and stripped != opening for opening in self._openings):
                 self._held = text
                 return -1
             if self._json_is_content and stripped[0] in "{[":
                 self._state = "outside"
                 return space
-            if stripped.startswith(OPENING):
-                self._state, self._skips_line_breaks = "inside", True
-                return space + len(OPENING)
+            for opening in self._openings:
+                if stripped.startswith(opening):
+                    self._state, self._skips_line_breaks = "inside", True
+                    return space + len(opening)
         self._state, self._skips_line_breaks = "inside", True  # the opening tag stood in the prompt
         return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import IntEnum, auto
 
 from dynamo.text.markers import MAX_SEPARATOR, WHITE_SPACE
-from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, OutputEvent
+from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, OutputEvent, Reasoning
 from dynamo.text.tools.base import ToolParser
 from dynamo.text.tools.calls import MAX_CALL_CHARACTERS, call_events, cut_call_events, read_call
 from dynamo.text.tools.json_object import JsonObjectReader
@@ -267,6 +267,6 @@ class NamedCallParser:
                 self._is_dropping = event.name != self._name
             elif isinstance(event, CallDropped) and self._is_dropping:
                 event = Content(event.text)
-            if isinstance(event, Content) or not self._is_dropping:
+            if isinstance(event, Content | Reasoning) or not self._is_dropping:
                 kept.append(event)
         return kept
