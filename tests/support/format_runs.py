@@ -53,7 +53,7 @@ def cuts_of(text: str, dice: random.Random) -> Iterator[list[str]]:
     """Yield ways of cutting a text: by character, by token, and at random places."""
     yield list(text)
     yield token_pieces(text)
-    for _ in range(3):
+    for _ in range(2):
         places = sorted(dice.sample(range(len(text) + 1), min(len(text), dice.randrange(1, 6))))
         yield [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 

@@ -16,6 +16,7 @@ __all__ = [
     "CallDropped",
     "CallEnded",
     "Content",
+    "Idle",
     "Joined",
     "JoinedCall",
     "Joiner",
@@ -62,6 +63,13 @@ class CallDropped(NamedTuple):
     """
 
     text: str
+
+
+class Idle(NamedTuple):
+    """A parser that holds nothing back: text without any of `characters` becomes one event of this kind."""
+
+    characters: frozenset[str]
+    kind: type[Content] | type[Reasoning]
 
 
 OutputEvent: TypeAlias = Content | Reasoning | CallBegan | CallArguments | CallEnded | CallDropped

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Final
 
-from dynamo.text.output import CallBegan, CallDropped, Content, OutputEvent, Reasoning
+from dynamo.text.output import CallBegan, CallDropped, Content, Idle, OutputEvent, Reasoning
 from dynamo.text.reasoning.base import ReasoningParser
 from dynamo.text.tools.base import ToolParser
 
@@ -15,13 +16,30 @@ MAX_HELD_REASONING: Final = 1_048_576
 """Characters of reasoning that wait to become content (`fills_content`); longer reasoning is emitted as reasoning."""
 
 
+_ANY: Final = Idle(frozenset(), Content)
+
+
+@functools.cache
+def _both(characters: frozenset[str], idle: Idle) -> Idle:
+    return Idle(characters | idle.characters, idle.kind)
+
+
 class OutputParser:
     """Text in, events out: the reasoning parser first, what it calls content through the tool parser.
 
     Keeps the promises of both: the events' meaning does not depend on the cuts, and nothing raises.
     """
 
-    __slots__ = ("_calls", "_fills_content", "_held", "_held_characters", "_only_first_call", "_reasoning", "_tools")
+    __slots__ = (
+        "_calls",
+        "_fills_content",
+        "_held",
+        "_held_characters",
+        "_idle",
+        "_only_first_call",
+        "_reasoning",
+        "_tools",
+    )
 
     def __init__(
         self,
@@ -41,12 +59,29 @@ class OutputParser:
         self._fills_content = fills_content
         self._held: list[str] = []
         self._held_characters = 0
+        self._idle: Idle | None = None
 
     def push(self, text: str) -> list[OutputEvent]:
         """Parse the next piece of text, which may be empty."""
+        idle = self._idle
+        if idle is not None and text and idle.characters.isdisjoint(text):
+            return [idle.kind(text)]  # nearly every piece: no mark begins in it, and nothing is held back
         if self._reasoning is None:
-            return self._behind_reasoning([Content(text)] if text else [])
-        return self._behind_reasoning(self._reasoning.push(text))
+            events = self._behind_reasoning([Content(text)] if text else [])
+        else:
+            events = self._behind_reasoning(self._reasoning.push(text))
+        self._idle = self._plain_text()
+        return events
+
+    def _plain_text(self) -> Idle | None:
+        """Return how text without marks passes now, until a piece with a mark comes."""
+        if self._fills_content:
+            return None
+        first = _ANY if self._reasoning is None else self._reasoning.idle
+        if first is None or first.kind is Reasoning or self._tools is None:
+            return first
+        second = self._tools.idle
+        return None if second is None else _both(first.characters, second)
 
     def finish(self, *, is_cut: bool = False) -> list[OutputEvent]:
         """End the text; return the events held back. `is_cut`: the text ended because a limit was reached."""

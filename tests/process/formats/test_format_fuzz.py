@@ -12,6 +12,11 @@ from support.format_runs import NAMES, fuzz
 TEXTS = int(os.environ.get("FUZZ_TEXTS", "0"))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_some_texts_of_pieces_of_calls(name: str) -> None:
+    fuzz(name, 300, seed=1)
+
+
 @pytest.mark.fuzz
 @pytest.mark.skipif(not TEXTS, reason="make test-fuzz")
 @pytest.mark.timeout(0)

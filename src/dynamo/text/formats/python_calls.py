@@ -35,7 +35,7 @@ class PythonCalls:
 
     opening: tuple[
         str, ...
-    ] = ()  # behind any of these, anything is a call; () a list at the beginning of a line may be one
+    ] = ()  # behind any of these, anything is a call; () a list with a call of a known tool is one
     closing: tuple[str, ...] = ()
     in_brackets: bool = True
 
@@ -49,25 +49,10 @@ class PythonCalls:
         search = MarkerSearch(*self.opening, *(("[",) if self.in_brackets else ()))
 
         def answer(s: Scanner) -> Step[None]:
-            before = "\n"  # the last character of the text in front
-
-            def emit(text: str) -> None:
-                nonlocal before
-                before = text[-1]
-                s.out.content(text)
-
-            while (mark := (yield from s.prose(search, emit))) is not None:
-                if mark == "[" and not self.may_begin(before):
-                    emit(s.take(s.at + 1))
-                    continue
+            while (mark := (yield from s.prose(search, s.out.content))) is not None:
                 yield from s.attempt(self._calls(s, mark, tools))
-                before = " "
 
         return answer
-
-    def may_begin(self, before: str) -> bool:
-        """Return whether a list may begin behind this character."""
-        return before in "\n "
 
     def _calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
         is_marked = mark in self.opening

@@ -17,7 +17,7 @@ from typing import Final, TypeAlias, TypeVar
 from dynamo.text.formats.json_reader import JsonReader
 from dynamo.text.formats.output import Output
 from dynamo.text.markers import MAX_SEPARATOR, WHITE_SPACE, MarkerSearch
-from dynamo.text.output import Content, OutputEvent, Reasoning
+from dynamo.text.output import Idle, OutputEvent
 
 __all__ = ["MAX_CALL_CHARACTERS", "MAX_NAME", "Grammar", "NotACall", "Scanner", "Step", "TextMachine"]
 
@@ -41,7 +41,7 @@ class NotACall(Exception):
 class Scanner:
     """The unread text of one choice, and the steps that read it. A step that is a generator is run with `yield from`."""
 
-    __slots__ = ("at", "idle", "idle_kind", "is_ended", "out", "raw", "room", "text")
+    __slots__ = ("at", "idle", "is_ended", "out", "raw", "room", "text")
 
     def __init__(self, out: Output) -> None:
         self.out = out
@@ -50,8 +50,7 @@ class Scanner:
         self.raw: list[str] | None = None  # what the attempt at hand has read
         self.room = 0  # characters that may still be added to `raw`
         # Text without any of these characters is an event of its own as it comes; None while a grammar has to see it.
-        self.idle: frozenset[str] | None = None
-        self.idle_kind: type[Content] | type[Reasoning] = Content
+        self.idle: Idle | None = None
 
     def take(self, end: int) -> str:
         """Read up to `end`."""
@@ -105,7 +104,7 @@ class Scanner:
             if self.is_ended:
                 return None
             if start == end and (kind := self.out.flowing(emit)) is not None:
-                self.idle, self.idle_kind = marks.first_chars, kind
+                self.idle = Idle(marks.first_chars, kind)
             yield
             self.idle = None
 
@@ -252,10 +251,15 @@ class TextMachine:
         """Whether the text that comes next is reasoning, as far as is known now."""
         return self._out.is_reasoning
 
+    @property
+    def idle(self) -> Idle | None:
+        """How plain text passes; see `base.ToolParser`."""
+        return self._scanner.idle
+
     def push(self, text: str) -> list[OutputEvent]:
         scanner = self._scanner
-        if (idle := scanner.idle) is not None and idle.isdisjoint(text):
-            return [scanner.idle_kind(text)] if text else []
+        if (idle := scanner.idle) is not None and idle.characters.isdisjoint(text):
+            return [idle.kind(text)] if text else []
         scanner.text = scanner.text[scanner.at :] + text if scanner.at < len(scanner.text) else text
         scanner.at = 0
         self._run()

@@ -190,7 +190,7 @@ _GEMMA4: Final = ToolFormat(
     '`<|tool_call>call:NAME{key:<|"|>text<|"|>,other:3}<tool_call|>`; told value by value',
 )
 _PYTHONIC: Final = ToolFormat(
-    PythonCalls(), '`[NAME(key="text", other=3), ...]` at the beginning of a line; told when the list is whole'
+    PythonCalls(), '`[NAME(key="text", other=3), ...]`, at least one of them a known tool; told when the list is whole'
 )
 _DSML_TEXT: Final = (
     '`<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">text</｜DSML｜parameter></｜DSML｜invoke>` in '

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from dynamo.text.output import OutputEvent
+from dynamo.text.output import Idle, OutputEvent
 
 __all__ = ["ReasoningParser"]
 
@@ -22,6 +22,11 @@ class ReasoningParser(Protocol):
     @property
     def is_inside(self) -> bool:
         """Whether the text that comes next is reasoning, as far as is known now."""
+        ...
+
+    @property
+    def idle(self) -> Idle | None:
+        """How plain text passes, as it does without changing anything here; None while the parser has to see all text."""
         ...
 
     def push(self, text: str) -> Sequence[OutputEvent]:

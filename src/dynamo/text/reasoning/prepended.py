@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo.text.output import Content, Reasoning
+from dynamo.text.output import Content, Idle, Reasoning
 from dynamo.text.reasoning.think import OPENING
 
 __all__ = ["PrependThink"]
@@ -19,6 +19,10 @@ class PrependThink:
     @property
     def is_inside(self) -> bool:
         return False
+
+    @property
+    def idle(self) -> Idle | None:
+        return Idle(frozenset(), Content) if self._has_begun else None
 
     def push(self, text: str) -> list[Content | Reasoning]:
         if not text:

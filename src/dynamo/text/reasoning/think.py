@@ -20,7 +20,7 @@ import functools
 from typing import Final, Literal, NamedTuple
 
 from dynamo.text.markers import LINE_BREAKS, MAX_SEPARATOR, WHITE_SPACE, MarkerSearch
-from dynamo.text.output import Content, Reasoning
+from dynamo.text.output import Content, Idle, Reasoning
 
 __all__ = ["CLOSING", "OPENING", "ThinkParser"]
 
@@ -34,14 +34,19 @@ class _Searches(NamedTuple):
     either_at_beginning: MarkerSearch
     either: MarkerSearch
     close: MarkerSearch
+    idle_inside: Idle
+    idle_outside: Idle
 
 
 @functools.cache
 def _searches(openings: tuple[str, ...], closings: tuple[str, ...]) -> _Searches:
+    either, close = MarkerSearch(*openings, *closings), MarkerSearch(*closings, takes_line_breaks=True)
     return _Searches(
         MarkerSearch(*openings, *closings, takes_line_breaks=True),
-        MarkerSearch(*openings, *closings),
-        MarkerSearch(*closings, takes_line_breaks=True),
+        either,
+        close,
+        Idle(close.first_chars.union(LINE_BREAKS), Reasoning),
+        Idle(either.first_chars, Content),
     )
 
 
@@ -83,6 +88,14 @@ class ThinkParser:
     @property
     def is_inside(self) -> bool:
         return self._state != "outside"
+
+    @property
+    def idle(self) -> Idle | None:
+        if self._held or self._skips_line_breaks or self._state == "beginning":
+            return None
+        if self._state == "inside":
+            return self._searches.idle_inside
+        return self._searches.idle_outside if self._has_content else None
 
     def push(self, text: str) -> list[Content | Reasoning]:
         is_free = not self._held and not self._skips_line_breaks and self._state != "beginning"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dynamo.text.output import OutputEvent
+from dynamo.text.output import Idle, OutputEvent
 
 __all__ = ["ToolParser"]
 
@@ -18,6 +18,11 @@ class ToolParser(Protocol):
     - Plain text is emitted at once, a call as it comes. One that breaks or is cut off when it has been told in part is
       taken back with `CallDropped`, which has its text. The text held back is bounded (each parser says by what).
     """
+
+    @property
+    def idle(self) -> Idle | None:
+        """How plain text passes, as it does without changing anything here; None while the parser has to see all text."""
+        ...
 
     def push(self, text: str) -> list[OutputEvent]:
         """Parse the next piece of text, which may be empty."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import IntEnum, auto
 
 from dynamo.text.markers import MAX_SEPARATOR, WHITE_SPACE
-from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, OutputEvent, Reasoning
+from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Idle, OutputEvent, Reasoning
 from dynamo.text.tools.base import ToolParser
 from dynamo.text.tools.calls import MAX_CALL_CHARACTERS, call_events, cut_call_events, read_call
 from dynamo.text.tools.json_object import JsonObjectReader
@@ -57,6 +57,10 @@ class RequiredCallsParser:
         self._raw: list[str] = []
         self._json: list[str] = []
         self._room = MAX_CALL_CHARACTERS
+
+    @property
+    def idle(self) -> Idle | None:
+        return None  # all of it is read
 
     def push(self, text: str) -> list[OutputEvent]:
         events: list[OutputEvent] = []
@@ -181,6 +185,10 @@ class NamedCallParser:
         self._json: list[str] = []
         self._room = MAX_CALL_CHARACTERS
         self._is_dropping = False
+
+    @property
+    def idle(self) -> Idle | None:
+        return None  # all of it is read
 
     def push(self, text: str) -> list[OutputEvent]:
         events: list[OutputEvent] = []

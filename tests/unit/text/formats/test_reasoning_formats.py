@@ -61,7 +61,7 @@ def test_no_cut_changes_the_meaning(name: str) -> None:
 def test_pieces_of_answers_in_any_order(name: str) -> None:
     dice = random.Random(f"fuzz {name}")
     texts = [case["text"] for case in CASES[name]]
-    for _ in range(60):
+    for _ in range(15):
         text = "".join(
             one[(start := dice.randrange(len(one) + 1)) : start + dice.randrange(40)]
             for one in dice.choices(texts, k=4)
