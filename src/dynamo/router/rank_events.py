@@ -32,6 +32,8 @@ QUIET_SECONDS: Final = (
     0.7  # after which a worker that does not say its last event again is asked whether it was the last
 )
 
+FOREIGN_SECONDS: Final = 5.0  # after an event that its worker does not know, gaps of the rank wait for one question
+
 TURN_BLOCKS: Final = 2_048  # applied before others on the event loop get a turn
 EVENT_COST: Final = 8  # blocks that an event counts as, beside its own
 CLEAR_COST: Final = 512
@@ -86,6 +88,7 @@ class _State:
     trust: Trust = Trust.NONE
     paused_until: float = 0.0  # no recovery before: the last one failed for good
     repeats: bool = False  # the worker says its last event again after a silence
+    foreign_until: float = 0.0  # events came in its name that it does not know: no gap is believed at once before
 
 
 class _Silences:
@@ -102,6 +105,11 @@ class _Silences:
         self._due[rank] = now + QUIET_SECONDS
         self._due.move_to_end(rank)
         self._begun.set()
+
+    def begin_once(self, rank: WorkerRank, now: float) -> None:
+        """Begin a silence that further events do not make longer."""
+        if rank not in self._due:
+            self.begin(rank, now)
 
     def end(self, rank: WorkerRank) -> None:
         """End the silence of a rank that need not be asked; unknown is fine."""
@@ -215,6 +223,12 @@ class RankEvents:
                 return self._repeated(rank, state)
             return None
         elif event_id > state.next_id:
+            now = asyncio.get_running_loop().time()
+            if (
+                now < state.foreign_until
+            ):  # asking about each of them would be work for both; one question answers for all
+                self._silences.begin_once(rank, now)
+                return None
             self.gaps += 1
             logger.info("worker %x rank %d: KV events %d to %d are missing", *rank, state.next_id, event_id - 1)
             self._trust(rank, state, Trust.DEGRADED)
@@ -281,6 +295,8 @@ class RankEvents:
             logger.warning("worker %x rank %d: KV event %d is not one of its own", *rank, cause)
             if first.event.event_id == cause:
                 state.waiting.take()
+            state.foreign_until = asyncio.get_running_loop().time() + FOREIGN_SECONDS
+            self._silences.begin_once(rank, asyncio.get_running_loop().time())
             self._trust(rank, state, Trust.DEGRADED)
 
     async def _apply_waiting(self, rank: WorkerRank, state: _State) -> _Question | None:

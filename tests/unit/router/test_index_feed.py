@@ -184,6 +184,33 @@ async def test_an_event_that_its_worker_does_not_know_is_asked_about_once(tmp_pa
         await worker.recovery.close()
 
 
+async def test_many_events_in_the_name_of_a_worker_are_not_as_many_questions(tmp_path: Path) -> None:
+    async with runtime("mem", tmp_path) as working, runtime("mem", tmp_path) as routing:
+        worker = Worker(working)
+        asked = 0
+        answer = worker.publisher.answer
+
+        def count(start: int | None, end: int | None) -> dict[str, Any]:
+            nonlocal asked
+            asked += 1
+            return answer(start, end)
+
+        worker.publisher.answer = count  # type: ignore[method-assign]
+        await worker.offer_recovery()
+        index = Index()
+        async with KvEventFeed(routing.endpoint(PATH), index) as feed:
+            await index.until(lambda: feed.dumps == 1)
+            for number in range(500):
+                event = {"event_id": 2**40 + number, "data": "cleared", "dp_rank": worker.rank[1]}
+                worker.channel.publish([{"worker_id": worker.rank[0], "event": event}])
+                await asyncio.sleep(0)
+            worker.store(1)
+            await index.until(lambda: index.held.get(worker.rank) == {1})
+            assert asked < 10
+        assert worker.recovery is not None
+        await worker.recovery.close()
+
+
 async def test_a_gap_too_old_for_the_worker_is_answered_with_everything(tmp_path: Path) -> None:
     async with runtime("mem", tmp_path) as working, runtime("mem", tmp_path) as routing:
         worker = Worker(working)
