@@ -123,11 +123,11 @@ class BlockHolders:
 
     def add(self, bit: RankMask, sequence: Sequence[int], parent: int | None = None) -> int:
         """Book blocks that follow each other, and `parent`, for the rank with this bit; return how many are new to it."""
-        runs = list(map(self._runs.get, sequence))
-        if runs.count(None) == len(runs):
-            if runs:
+        if self._runs.keys().isdisjoint(sequence):
+            if sequence:
                 self._add_new(bit, list(sequence), parent)
-            return len(runs)
+            return len(sequence)
+        runs = list(map(self._runs.get, sequence))
         at = added = 0
         while at < len(runs):
             run, end = runs[at], at + 1

@@ -78,13 +78,17 @@ class _RankBlocks:
             return self.names.get(name)
         return name if self.holders.is_held(self.bit, name) else None
 
+    def store_chain(self, sequence: list[int], parent: int | None) -> None:
+        """Book blocks that follow each other, and `parent`, and that the engine names by their sequence hashes."""
+        if self.names is None:
+            self.count += self.holders.add(self.bit, sequence, parent)
+        else:
+            self.store(sequence, sequence, parent)
+
     def store(self, names: list[int], sequence: list[int], parent: int | None) -> None:
         """Book blocks that follow each other, and `parent`, under the engine's names."""
         own = self.names
         if own is None:
-            if names == sequence:
-                self.count += self.holders.add(self.bit, sequence, parent)
-                return
             own = self.names = {block: block for block in self.holders.blocks_of(self.bit)}
         known = list(map(own.get, names))
         if known == sequence:
@@ -293,23 +297,25 @@ class PrefixIndex:
         parent_name = stored.parent_hash
         parent: int | None = None
         if parent_name is not None:
-            if parent_name in names:
-                return INVALID_SEQUENCE
             parent = held.sequence_hash(parent_name)
             if parent is None:
                 parent = self._sequence_hash(route[:2], parent_name)
                 if parent is None:
-                    return PARENT_NOT_FOUND
+                    return INVALID_SEQUENCE if parent_name in names else PARENT_NOT_FOUND
         try:
             sequence = extend_sequence(parent, [block.tokens_hash for block in blocks])
         except ValueError:  # a hash of more than 64 bits, which a JSON text can hold
-            return INVALID_BLOCK
-        if names != sequence:
+            return INVALID_SEQUENCE if parent_name in names else INVALID_BLOCK
+        if names == sequence:  # as most engines name their blocks; a chain of hashes holds no block twice
+            held.store_chain(names, parent)
+        elif parent_name in names:
+            return INVALID_SEQUENCE
+        else:
             if max(names) > _U64 or min(names) < _I64:
                 return INVALID_BLOCK
             if len(set(names)) < len(names):
                 return INVALID_SEQUENCE
-        held.store(names, sequence, parent)
+            held.store(names, sequence, parent)
         return OK
 
     def _degrade(self, rank: WorkerRank) -> None:
