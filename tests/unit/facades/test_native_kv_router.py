@@ -452,6 +452,26 @@ async def test_the_indexers_find_what_ranks_hold() -> None:
         await each.aclose()
 
 
+@each_case(
+    ("arguments", "error"),
+    [
+        ((), InvalidArgument),
+        ((0,), InvalidArgument),
+        ((-1, 1), OverflowError),
+        ((2**32, 1), OverflowError),
+        ((0, -1), OverflowError),
+        ((0, None, 2**64), OverflowError),
+        ((0, 1.5), TypeError),
+        (("0", 1), TypeError),
+    ],
+)
+def test_a_load_that_is_none_is_refused_where_it_is_published(
+    arguments: tuple[Any, ...], error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=r"load metric|dp_rank|active_decode_blocks|kv_used_blocks"):
+        WorkerMetricsPublisher().publish(*arguments)
+
+
 async def test_a_request_that_is_not_one_is_refused_before_it_is_sent() -> None:
     runtime = memory_runtime()
     router = KvRouter(runtime.endpoint("ns.pool.generate"), 16, KvRouterConfig())

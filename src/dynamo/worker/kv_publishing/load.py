@@ -7,9 +7,11 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any, Final
 
 from dynamo.contract.kv_events import ComponentSnapshot
+from dynamo.errors import InvalidArgument
 from dynamo.worker.kv_publishing.outbox import EventChannel
 
 __all__ = ["KV_METRICS_TOPIC", "RankLoad", "SnapshotPublisher", "WorkerMetricsPublisher"]
@@ -17,6 +19,9 @@ __all__ = ["KV_METRICS_TOPIC", "RankLoad", "SnapshotPublisher", "WorkerMetricsPu
 logger = logging.getLogger(__name__)
 
 KV_METRICS_TOPIC: Final = "kv_metrics"
+_RANKS: Final = 2**32
+_COUNTS: Final = 2**64
+
 LOAD_INTERVAL_SECONDS: Final = 0.1  # loads are reported on change, at most this often
 
 
@@ -53,8 +58,28 @@ class WorkerMetricsPublisher:
     def publish(
         self, dp_rank: int | None = None, active_decode_blocks: int | None = None, kv_used_blocks: int | None = None
     ) -> None:
-        """Set the load of one rank (None: rank 0); figures left None are unknown. Any thread."""
-        self.update(dp_rank or 0, active_decode_blocks=active_decode_blocks, kv_used_blocks=kv_used_blocks)
+        """Set the load of one rank (None: rank 0); figures left None are unknown. Any thread.
+
+        Raises InvalidArgument without any figure, TypeError and OverflowError for what is not an unsigned integer.
+        """
+        if active_decode_blocks is None and kv_used_blocks is None:
+            raise InvalidArgument("worker metrics publish requires at least one load metric")
+        for name, value, limit in (
+            ("dp_rank", dp_rank, _RANKS),
+            ("active_decode_blocks", active_decode_blocks, _COUNTS),
+            ("kv_used_blocks", kv_used_blocks, _COUNTS),
+        ):
+            if value is None:
+                continue
+            if not hasattr(value, "__index__"):  # NumPy's integers have it, too
+                raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+            if not 0 <= value < limit:
+                raise OverflowError(f"{name} must be an unsigned integer below {limit}, got {value}")
+        self.update(
+            index(dp_rank or 0),
+            active_decode_blocks=None if active_decode_blocks is None else index(active_decode_blocks),
+            kv_used_blocks=None if kv_used_blocks is None else index(kv_used_blocks),
+        )
 
     def update(self, dp_rank: int, **figures: int | None) -> None:
         """Change the figures (members of `RankLoad`) that are given, and keep the others. Any thread."""
