@@ -60,7 +60,7 @@ class Dispatcher:
         """
         transfer = worker = None
         for stage in self.stages:
-            body, transfer, worker = await stage.advise(body, record)
+            body, transfer, worker, _ = await stage.advise(body, record)
         if worker is not None:
             record.placement = worker.placement
             return
@@ -297,13 +297,8 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         stages, request = self._dispatcher.stages, self._request
         if not stages:
             return await self._begin(lost_by)
-        self._failover.transfer = None  # the prompt goes through the stages again
-        if lost_by is not None and not self._dispatcher.pool.has_worker(self._failover.placement()):
-            # No worker could go on, so no prompt need be computed again.
-            if not self._failover.expects_replacement(lost_by):
-                raise lost_by
-            if await self._failover.await_replacement(lost_by, self._now()) is None:
-                return []
+        if lost_by is not None and not await self._failover.has_next(lost_by):
+            return []  # while no worker could go on, no prompt was computed again
         job = StageJob(
             self._body, self._context, request.record, request.timer, request.limits.retries, request.first_token_seconds,
             self._suspect, self._failover,
@@ -311,7 +306,8 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
 
         async def answer(onward: Onward) -> list[StreamItem]:
             self._release()  # a decode that ended with its prefill
-            self._body, self._failover.transfer, self._failover.decided = onward
+            failover = self._failover
+            self._body, failover.transfer, failover.decided, failover.is_single_use = onward
             return await self._begin(lost_by)
 
         return await run_stages(stages, job, answer)
@@ -354,7 +350,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
                 if error is not self._failover.exempt_error:
                     self._suspect.count_failure(self._dispatcher.pool, worker, error, sent_at=sent_at, now=self._now())
                 self._failover.attempts.failed(worker, error)
-                if not self._failover.may_move(error):
+                if not self._failover.may_move(error) or self._failover.must_start_over(error):
                     raise
                 logger.info(
                     "request %s: worker %x failed before its first token (%s: %s)",

@@ -204,6 +204,7 @@ class Failover:
         "attempts",
         "decided",
         "exempt_error",
+        "is_single_use",
         "session",
         "transfer",
     )
@@ -217,6 +218,7 @@ class Failover:
         self._may_wait = True  # in the router's queue: before the first attempt only
         self.attempts = Attempts()
         self.exempt_error: DynamoException | None = None  # does not count against the worker
+        self.is_single_use = False  # no second worker can answer what one has taken
         self.decided: ChosenWorker | None = None  # what a stage has chosen already; taken once
         self.transfer: TransferRule | None = None  # where the KV blocks of its prompt can be sent; None: anywhere
 
@@ -237,6 +239,22 @@ class Failover:
     def readmit(self, worker: ChosenWorker) -> None:
         """Readmit a worker that refused the request."""
         self.attempts.readmit(worker)
+
+    def must_start_over(self, error: DynamoException) -> bool:
+        """Return whether the prompt has to be computed again, as a worker may have taken what it is given once."""
+        return self.is_single_use and not isinstance(error, CannotConnect | Overloaded | WorkerUnavailable)
+
+    async def has_next(self, error: DynamoException) -> bool:
+        """Return whether another worker is there, waiting for one if it is expected; False: the request was cancelled.
+
+        Raises `error` when none is.
+        """
+        self.transfer = None  # the prompt is computed again, maybe elsewhere
+        if self._pool.has_worker(self.placement()):
+            return True
+        if not self.expects_replacement(error):
+            raise error
+        return await self.await_replacement(error, self._now()) is not None
 
     def start_over(self) -> None:
         """Readmit all workers that were tried; how many they were stays."""

@@ -23,6 +23,7 @@ from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamIt
 __all__ = ["Handoff", "PrefillAnswer", "PrefillReply", "decode_request", "prefill_request", "read_reply"]
 
 MAX_PORT: Final = 2**16 - 1
+PEER_FAILURE_SECONDS: Final = 0.1  # a prefill worker whose process is gone is missed by both sides within milliseconds
 
 _DECODE_OVERRIDES: Final = {"overlap_score_credit": 0.0, "assume_kv_reuse": False, "track_prefill_tokens": False}
 """What the decode worker is chosen by: the prompt's blocks come from elsewhere, so what it has cached counts nothing,
@@ -57,6 +58,11 @@ class Handoff:
         self.instance, self.body, self._running, self.transfer = instance, body, running, transfer
 
     @property
+    def is_concurrent(self) -> bool:
+        """Whether the prefill runs beside the decode: then the two of them meet once."""
+        return self._running is not None
+
+    @property
     def failure(self) -> DynamoException | None:
         """Why the prefill failed that ran beside the decode; None: it did not, or runs."""
         running = self._running
@@ -76,6 +82,13 @@ class Handoff:
             if not decode.done():
                 running.result()  # raises why the prefill failed
             items = await decode
+        except DynamoException as error:
+            if (
+                error.is_reported
+            ):  # by a decode worker that lives: the fault may be the other half's, and show in a moment
+                await asyncio.wait({running}, timeout=PEER_FAILURE_SECONDS)
+            running.cancel()
+            raise
         except BaseException:
             running.cancel()
             raise

@@ -47,6 +47,17 @@ class AnsweringWorkers(Protocol):
         """Readmit all workers."""
         ...
 
+    def may_move(self, error: DynamoException) -> bool:
+        """Return whether another worker may be tried after `error`."""
+        ...
+
+    async def has_next(self, error: DynamoException) -> bool:
+        """Return whether another worker is there, waiting for one if it is expected; False: the request was cancelled.
+
+        Raises `error` when none is.
+        """
+        ...
+
 
 class StageJob(NamedTuple):
     """A request on its way through the stages."""
@@ -67,6 +78,7 @@ class Onward(NamedTuple):
     body: WorkerRequest
     transfer: TransferRule | None = None  # which workers the KV blocks of its prompt can be sent to; None: all
     worker: ChosenWorker | None = None  # that answers, where a stage has chosen it already
+    is_single_use: bool = False  # one worker only can answer `body`, as the blocks of its prompt are given once
 
 
 Proceed = Callable[[Onward], Awaitable[list[StreamItem]]]
@@ -127,8 +139,8 @@ class PrefillStage:
     async def run(self, job: StageJob, proceed: Proceed) -> list[StreamItem]:
         """Request the prefill and pass on where to fetch the result. See `DispatchStage.run`.
 
-        Another prefill worker is tried where one fails beside its decode worker, and where the last decode worker in reach
-        of one is lost.
+        The prompt is computed again where the prefill worker fails beside its decode worker, where that one is lost with the
+        blocks, and where the last decode worker in reach is lost.
         """
         if self._condition is not None and (items := await self._bypass(self._condition, job, proceed)) is not None:
             return items
@@ -163,20 +175,23 @@ class PrefillStage:
                 router.release_blocks(handoff, self._decoders, context)
                 return []
             try:
-                return await handoff.join_decode(proceed(Onward(handoff.body, handoff.transfer)))
+                onward = Onward(handoff.body, handoff.transfer, is_single_use=handoff.is_concurrent)
+                return await handoff.join_decode(proceed(onward))
             except DynamoException as error:
-                why = None if context.is_stopped() else _why_again(job, handoff, error)
-                if why is None or _is_pinned(job.body):
+                why = None if context.is_stopped() else _why_again(job, handoff, error, attempts)
+                if why is None:
                     raise handoff.failure or error from None
                 attempts.last = handoff.failure or error
                 logger.warning(
-                    "request %s: %s of prefill worker %x (%s: %s); having the prompt computed again",
+                    "request %s: %s with the prompt of prefill worker %x (%s: %s); having it computed again",
                     context.id(),
                     why,
                     handoff.instance.instance_id,
                     type(attempts.last).__name__,
                     attempts.last,
                 )
+                if not await job.answering.has_next(attempts.last):
+                    return []
 
     async def _bypass(self, condition: ConditionalPrefill, job: StageJob, proceed: Proceed) -> list[StreamItem] | None:
         """Return the first items of an answer without prefill workers; None: one of them is to compute the prompt."""
@@ -202,19 +217,18 @@ def _pinned(body: WorkerRequest) -> int | None:
     return routing.get("backend_instance_id", routing.get("decode_worker_id"))
 
 
-def _is_pinned(body: WorkerRequest) -> bool:
-    """Return whether the request names its prefill worker."""
-    return (body.get("routing") or {}).get("prefill_worker_id") is not None
-
-
-def _why_again(job: StageJob, handoff: Handoff, error: DynamoException) -> str | None:
-    """Return why another prefill worker may help after `error`; None: none would."""
+def _why_again(job: StageJob, handoff: Handoff, error: DynamoException, attempts: PrefillAttempts) -> str | None:
+    """Return why the prompt is to be computed again after `error`; None: that would not help."""
+    is_named = (job.body.get("routing") or {}).get("prefill_worker_id") is not None
     if (failure := handoff.failure) is not None:
-        if not rule_of(failure).retryable:
+        if is_named or not rule_of(failure).retryable:
             return None
         job.answering.start_over()  # a decode worker that failed for want of a prompt is as good as any
-        return "failure"
+        return "the prefill failed"
+    if handoff.is_concurrent and job.answering.may_move(error):
+        attempts.tried.pop()  # the prefill worker has done nothing wrong
+        return "the decode worker was lost"
     rule = handoff.transfer
-    if rule is not None and rule.is_required and rule_of(error).retryable and not job.answering.has_worker_for(rule):
-        return "no decode worker is left in reach"
-    return None
+    if rule is None or not rule.is_required or is_named or not rule_of(error).retryable:
+        return None
+    return None if job.answering.has_worker_for(rule) else "no decode worker in reach is left"

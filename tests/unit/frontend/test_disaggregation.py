@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.errors import Disconnected, EngineShutdown, InvalidArgument, Overloaded, Unknown
+from dynamo.errors import CannotConnect, Disconnected, EngineShutdown, InvalidArgument, Overloaded, Unknown
 from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.stages import PrefillStage
@@ -384,6 +384,28 @@ async def test_a_prefill_that_refuses_beside_its_decode_is_an_error(house: Clust
     answer = await house.client.chat("hi")
     assert (answer.status, answer.json["message"]) == (400, "too long")
     assert (len(prefill.requests), len(decode.requests)) == (1, 1)
+
+
+async def test_a_decode_worker_that_is_lost_with_its_blocks_has_the_prompt_computed_again(house: Cluster) -> None:
+    """The two meet once: what was sent to the first decode worker is not there for a second one."""
+    prefill = await add_prefill(house, say("x", finish="length"), **BOOTSTRAP)
+    lost = [await add_decode(house, fail(EngineShutdown("lost"))) for _ in range(2)]
+    decode = await add_decode(house)
+    assert content(await house.client.chat("hi")) == "hello"
+    asked = [body for worker in (*lost, decode) for body in worker.requests]
+    rooms = [body["bootstrap_info"]["bootstrap_room"] for body in prefill.requests]
+    assert len(set(rooms)) == len(rooms) == len(asked)
+    assert {body["bootstrap_info"]["bootstrap_room"] for body in asked} == set(rooms)
+    assert [len(worker.requests) for worker in lost] <= [1, 1]
+
+
+async def test_a_decode_worker_that_could_not_be_reached_has_taken_nothing(house: Cluster) -> None:
+    prefill = await add_prefill(house, say("x", finish="length"), **BOOTSTRAP)
+    for _ in range(2):
+        await add_decode(house, fail(CannotConnect("refused")))
+    await add_decode(house)
+    assert content(await house.client.chat("hi")) == "hello"
+    assert len(prefill.requests) == 1
 
 
 async def test_full_prefill_workers_beside_decode_workers_shed(house: Cluster) -> None:
