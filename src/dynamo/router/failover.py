@@ -313,6 +313,8 @@ class Failover:
         pool = self._pool
         if self.session is None and pool.sessions is not None:
             await self._join_session()
+        if self.session is not None:
+            self.decided = None  # without a look at the session
         worker = await self.choose(last)
         may_wait, self._may_wait = self._may_wait, False
         if worker is None or not may_wait or last is not None or pool.gate is None:

@@ -274,6 +274,41 @@ async def test_a_client_that_leaves_frees_both_bookings(tmp_path_factory: pytest
         assert booked(house) == 0
 
 
+@each_case("half", ["prefill", "decode"])
+async def test_a_request_that_starts_over_leaves_no_booking_behind(
+    tmp_path_factory: pytest.TempPathFactory, half: str
+) -> None:
+    async with cluster(tmp_path_factory.mktemp("house"), router_mode="kv", kv_router=KV) as house:
+        endpoint = {"disaggregated_endpoint": {"bootstrap_host": "10.0.0.1", "bootstrap_port": 9000}}
+        going = EngineShutdown("going")
+        prefills = [await add(house, "prefill", say("x", finish="length"), **endpoint) for _ in range(2)]
+        decoders = [await add(house, "decode") for _ in range(2)]
+        if half == "prefill":
+            prefills[0].script = fail(going)
+            for each in decoders:  # the other half holds until it is cancelled
+                each.script = holds_for(each, prefills[0])
+        else:
+            decoders[0].script = fail(going)
+        for number in range(4):
+            answer = await complete(house, [number * 100 + each for each in PROMPT])
+            assert answer.json["choices"][0]["text"] == "hello"
+        failing = prefills[0] if half == "prefill" else decoders[0]
+        assert failing.requests
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while booked(house):  # a prefill may end a moment after its answer
+                await asyncio.sleep(0.001)
+
+
+def holds_for(worker: ScriptedWorker, broken: ScriptedWorker) -> Script:
+    async def script(body: Mapping[str, Any], context: Context, sink: ResponseSink) -> None:
+        if (body.get("routing") or {}).get("prefill_worker_id") == broken.endpoint.connection_id():
+            await worker.hold(body, context, sink)
+        else:
+            sink.send_tokens(list(b"hello"), finish_reason="stop")
+
+    return script
+
+
 # -- the flags -----------------------------------------------------------------------------------------------------------
 
 ON = ["--router-mode", "kv", "--router-conditional-disagg"]

@@ -424,6 +424,21 @@ async def test_a_decode_that_fails_ends_the_prefill_beside_it(house: Cluster) ->
         await prefill.killed.wait()
 
 
+async def test_a_client_that_leaves_ends_both_halves(house: Cluster) -> None:
+    prefill = await add_prefill(house, **BOOTSTRAP)
+    decode = await add_decode(house)
+    prefill.script, decode.script = prefill.hold, decode.hold
+    asked = house.client.begin_chat("hi", stream=True)
+    await prefill.started.wait()
+    await decode.started.wait()
+    asked.disconnect()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await prefill.killed.wait()
+        await decode.killed.wait()
+    await asked.done()
+    assert (len(prefill.requests), len(decode.requests)) == (1, 1)
+
+
 async def test_bootstrap_members_of_a_handover_become_the_bootstrap_info(house: Cluster) -> None:
     params = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 2, "more": 3}
     await add_prefill(house, say("x", finish="length", extra={"disaggregated_params": params}))
