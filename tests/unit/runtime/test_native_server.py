@@ -16,6 +16,7 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Handler, ResponseSink
 from dynamo.runtime.request_plane.listener import Listener
 from dynamo.runtime.request_plane.native import sink as sink_module
+from dynamo.runtime.request_plane.native.outbox import NativeOutbox
 from dynamo.runtime.settings import RequestPlaneSettings
 from support.cases import each_case
 from support.native_caller import NativeCaller, native_caller, request_frame, two_part
@@ -471,7 +472,7 @@ async def test_a_producer_that_waits_for_credit_wakes_when_the_caller_leaves() -
 
 async def test_everything_of_one_loop_turn_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[int] = []
-    flush = sink_module.NativeSink._flush
+    flush = NativeOutbox.flush
 
     def counted(self: Any) -> None:
         writes.append(len(self._out))
@@ -485,7 +486,7 @@ async def test_everything_of_one_loop_turn_is_one_write(monkeypatch: pytest.Monk
         for n in range(100):
             sink.send_tokens([n])
 
-    monkeypatch.setattr(sink_module.NativeSink, "_flush", counted)
+    monkeypatch.setattr(NativeOutbox, "flush", counted)
     async with worker(handle) as (_, caller):
         answer = await caller.call(PATH, None)
         await answer.prologue()
