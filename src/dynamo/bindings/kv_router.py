@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -144,14 +145,15 @@ class EndpointKvRouter:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         check_affinity(session_affinity_ttl_secs, session_affinity_mode)
-        for name, value in (
-            ("ais_perf_config", ais_perf_config),
-            ("session_affinity_ttl_secs", session_affinity_ttl_secs),
-        ):
-            if value is not None:
-                raise NotImplementedError(f"KvRouter({name}=...): not built in dynamo-unified's KvRouter")
+        if ais_perf_config is not None:
+            raise NotImplementedError("KvRouter(ais_perf_config=...): not built in dynamo-unified's KvRouter")
         self._block_size = block_size
-        opening = _routing(endpoint, block_size, kv_router_config.settings(), load_threshold_config)
+        settings = replace(
+            kv_router_config.settings(),
+            router_session_affinity_ttl_secs=session_affinity_ttl_secs,
+            router_session_affinity_mode=session_affinity_mode,
+        )
+        opening = _routing(endpoint, block_size, settings, load_threshold_config)
         self._opened = Opened(self, endpoint, opening, name="KvRouter")
 
     async def close(self) -> None:

@@ -293,7 +293,8 @@ class RoutedAnswer:
     def _select(self) -> tuple[Selection, KvQuery]:
         """Choose a worker: that of the session where it is bound. Return the choice, and what was asked."""
         query, bound = self._query, None if self._session is None else self._session.rank
-        if bound is not None and query.pinned_worker_id is None:
+        info = None if bound is None else self._endpoint.router.ranks.get(bound)
+        if bound is not None and query.pinned_worker_id is None and info is not None and not info.is_busy:
             query = msgspec.structs.replace(query, pinned_worker_id=bound.worker_id, pinned_dp_rank=bound.dp_rank)
         return self._endpoint.router.select(query, _now()), query
 

@@ -360,7 +360,6 @@ async def test_a_router_is_made_of_what_it_can_use() -> None:
         (lambda: KvRouter(endpoint, 16, None), TypeError),  # type: ignore[arg-type]
         (lambda: KvRouter(endpoint, 0, KvRouterConfig()), ValueError),
         (lambda: KvRouter(endpoint, 16, KvRouterConfig(), None, 0), ValueError),
-        (lambda: KvRouter(endpoint, 16, KvRouterConfig(), None, 60), NotImplementedError),
         (lambda: KvRouter(endpoint, 16, KvRouterConfig(), object()), NotImplementedError),
         (lambda: KvIndexer(endpoint, 0), ValueError),
     ):
@@ -426,6 +425,27 @@ async def test_a_worker_above_a_threshold_gets_no_requests() -> None:
     await comes_to(None)
     publishers[0].publish(0, kv_used_blocks=1)
     await comes_to({ids[0]})
+    for each in [*workers, runtime]:
+        await each.aclose()
+
+
+async def test_the_requests_of_a_session_go_to_one_worker() -> None:
+    workers = [await worker(total_kv_blocks=10) for _ in range(3)]
+    runtime = memory_runtime()
+    router = KvRouter(runtime.endpoint("ns.pool.generate"), 16, KvRouterConfig(use_kv_events=False), None, 60)
+    async with asyncio.timeout(30):
+        while len(await router.get_potential_loads(PROMPT)) < 3:
+            await asyncio.sleep(0.01)
+
+    async def serves(first: int, **members: Any) -> int:
+        chunks = [chunk async for chunk in await router.generate_from_request({"token_ids": [first] * 40, **members})]
+        found: int = chunks[0]["routing_data"]["worker_id"]["decode_worker_id"]
+        return found
+
+    session = {"agent_context": {"session_id": "s"}}
+    bound = await serves(0, **session)
+    assert {await serves(number, **session) for number in range(12)} == {bound}
+    assert len({await serves(number) for number in range(30)}) > 1  # without a session they spread
     for each in [*workers, runtime]:
         await each.aclose()
 

@@ -337,3 +337,56 @@ async def test_a_request_that_need_not_wait_costs_few_calls() -> None:
         sys.setprofile(None)
     assert calls == ["parks", "received", "inc", "is_over"]
     assert not house.router.load.on_relief  # and the ends of requests tell nobody
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_comes_and_goes_nothing_is_lost_and_nothing_is_left(seed: int) -> None:
+    rng = random.Random(seed)
+    house = House(classes(gold=300, silver=100), workers=3)
+    load, info = house.router.load, RankInfo(max_num_batched_tokens=BATCH)
+    contexts: dict[asyncio.Task[bool], Context] = {}
+    foreign: list[str] = []
+    for step in range(400):
+        match rng.choice(("begin", "begin", "begin", "end", "first", "kill", "cancel", "theirs", "their end", "ranks")):
+            case "begin":
+                context = Context(f"r{step}", {"policy-class": rng.choice(("gold", "silver", "none"))})
+                pin = {"pinned_worker_id": rng.randrange(3)} if rng.random() < 0.2 else {}
+                task = asyncio.ensure_future(house.serve(f"r{step}", rng.choice((10, 60, 200)), context, **pin))
+                house.tasks.append(task)
+                contexts[task] = context
+            case "end" if house.booked:
+                house.router.free(house.booked.pop(rng.randrange(len(house.booked))), 0.0)
+            case "first" if house.booked:
+                house.router.first_token(rng.choice(house.booked), 0.0)
+            case "kill" if contexts:
+                rng.choice(list(contexts.values())).kill()
+            case "cancel" if contexts:
+                rng.choice(list(contexts)).cancel()
+            case "theirs":
+                foreign.append(f"b0b/{step}")
+                rank = WorkerRank(rng.randrange(3))
+                load.add(foreign[-1], rank, (), prompt_tokens=50, cached_tokens=0, now=0.0, expires=False)
+            case "their end" if foreign:
+                load.free(foreign.pop(), 0.0)
+            case "ranks":
+                house.router.set_ranks({WorkerRank(each): info for each in range(rng.randint(0, 3))})
+                load.relieved()
+        if rng.random() < 0.5:
+            await asyncio.sleep(0)
+    house.router.set_ranks({WorkerRank(each): info for each in range(3)})
+    load.relieved()
+    for name in foreign:
+        load.free(name, 0.0)
+    while not all(task.done() for task in house.tasks):
+        await house.settle()
+        booked, house.booked = house.booked, []
+        assert booked or all(task.done() for task in house.tasks), "what waits is never given a turn"
+        await house.free(*booked)
+    await house.free(*house.booked)
+    assert len(load) == 0
+    assert house.is_idle()
+    for name in ("gold", "silver", "rest"):
+        assert house.metric("queue_pending_requests", name) == house.metric("queue_pending_isl_tokens", name) == 0
+    for task in house.tasks:
+        if not task.cancelled():
+            task.exception()  # those that named a worker which was not there
