@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from dynamo.text.output import CallBegan, CallDropped, Content, Idle, OutputEvent, Reasoning
@@ -36,6 +36,8 @@ class OutputParser:
         "_held",
         "_held_characters",
         "_idle",
+        "_inside",
+        "_make_inside",
         "_only_first_call",
         "_reasoning",
         "_tools",
@@ -48,9 +50,11 @@ class OutputParser:
         *,
         only_first_call: bool = False,
         fills_content: bool = False,
+        inside: Callable[[], ToolParser] | None = None,
     ) -> None:
         """`only_first_call` drops every further call. `fills_content`: reasoning with no answer behind it is content.
 
+        `inside` makes a parser of a span of reasoning, which may hold calls.
         With `fills_content` reasoning is held back until there is other output.
         """
         self._reasoning, self._tools = reasoning, tools
@@ -60,6 +64,8 @@ class OutputParser:
         self._held: list[str] = []
         self._held_characters = 0
         self._idle: Idle | None = None
+        self._make_inside = inside
+        self._inside: ToolParser | None = None  # while a span of reasoning is read
 
     def push(self, text: str) -> list[OutputEvent]:
         """Parse the next piece of text, which may be empty."""
@@ -78,6 +84,9 @@ class OutputParser:
         if self._fills_content:
             return None
         first = _ANY if self._reasoning is None else self._reasoning.idle
+        if first is not None and first.kind is Reasoning and self._make_inside is not None:
+            within = None if self._inside is None else self._inside.idle
+            return None if within is None else _both(first.characters, within)
         if first is None or first.kind is Reasoning or self._tools is None:
             return first
         second = self._tools.idle
@@ -86,6 +95,7 @@ class OutputParser:
     def finish(self, *, is_cut: bool = False) -> list[OutputEvent]:
         """End the text; return the events held back. `is_cut`: the text ended because a limit was reached."""
         events = self._behind_reasoning(self._reasoning.finish(is_cut=is_cut)) if self._reasoning is not None else []
+        events += self._end_inside()
         if self._tools is not None:
             events += self._keep(self._tools.finish(is_cut=is_cut))
         if self._held:
@@ -96,14 +106,36 @@ class OutputParser:
     def _behind_reasoning(self, parts: Sequence[OutputEvent]) -> list[OutputEvent]:
         events: list[OutputEvent] = []
         for part in parts:
-            if isinstance(part, Reasoning) and not self._fills_content:
-                events.append(part)
-            elif isinstance(part, Reasoning):
-                events += self._hold(part.text)
-            elif isinstance(part, Content) and self._tools is not None:
+            if isinstance(part, Reasoning):
+                events += self._reasoned(self._read_inside(part))
+                continue
+            events += self._end_inside()
+            if isinstance(part, Content) and self._tools is not None:
                 events += self._keep(self._tools.push(part.text))
             else:
                 events += self._keep([part])
+        return events
+
+    def _read_inside(self, part: Reasoning) -> list[OutputEvent]:
+        if self._make_inside is None:
+            return [part]
+        if self._inside is None:
+            self._inside = self._make_inside()
+        return self._inside.push(part.text)
+
+    def _end_inside(self) -> list[OutputEvent]:
+        inside, self._inside = self._inside, None
+        return [] if inside is None else self._reasoned(inside.finish(is_cut=True))
+
+    def _reasoned(self, found: list[OutputEvent]) -> list[OutputEvent]:
+        events: list[OutputEvent] = []
+        for event in found:
+            if not isinstance(event, Reasoning):
+                events += self._keep([event])
+            elif self._fills_content:
+                events += self._hold(event.text)
+            else:
+                events.append(event)
         return events
 
     def _hold(self, reasoning: str) -> list[OutputEvent]:

@@ -211,6 +211,12 @@ async def test_values_are_typed_by_the_tools_schema(house: Cluster) -> None:
     assert (await hear(house, tools=tools)).calls == [("weather", '{"city": "5", "days": 5}')]
 
 
+async def test_a_call_in_reasoning_that_was_not_ended_is_a_call(house: Cluster) -> None:
+    await house.worker(byte_by_byte(f"<think>I look.{CALL}"), **parsers())
+    assert (await hear(house, tools=TOOLS)).said == ("", "I look.", [WEATHER], "tool_calls")
+    assert (await hear(house)).said == ("", f"I look.{CALL}", [], "stop")
+
+
 async def test_mistral_gets_ids_that_its_templates_take(house: Cluster) -> None:
     await house.worker(say('[TOOL_CALLS]weather[ARGS]{"city": "Köln"}'), **parsers("mistral", None))
     for stream in (False, True):

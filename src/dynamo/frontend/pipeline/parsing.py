@@ -46,6 +46,7 @@ class OutputPlan:
     only_first_call: bool = False
     fills_content: bool = False
     expects_reasoning: bool = False  # the engine reasons before it answers, so guidance must wait for that
+    inside: Callable[[], ToolParser] | None = None  # reads the calls in a span of reasoning
     has_short_ids: bool = False  # ids of calls are nine letters or digits, as the model's templates demand
 
     def parser(self) -> OutputParser:
@@ -55,6 +56,7 @@ class OutputPlan:
             self.tools() if self.tools is not None else None,
             only_first_call=self.only_first_call,
             fills_content=self.fills_content,
+            inside=self.inside,
         )
 
     def new_call_id(self) -> str:
@@ -135,13 +137,18 @@ def plan_output(
                 expects_reasoning = begins_inside or (thinking is not False and not has_ended)
     if tools is None and reasoning is None:
         return None
+    written = TOOL_FORMATS.get(config.tool_call_parser or "")
+    reads_inside = written is not None and written.may_stand_in_reasoning and unified is None
     return OutputPlan(
         reasoning,
         tools,
         only_first_call=options.only_first_call,
         fills_content=reasoning is not None and options.fills_content,
         expects_reasoning=expects_reasoning,
-        has_short_ids=(found := TOOL_FORMATS.get(config.tool_call_parser or "")) is not None and found.has_short_ids,
+        inside=functools.partial(written.reasoning_parser, ToolSet(options.tools))
+        if written is not None and reads_inside and tools is not None and reasoning is not None
+        else None,
+        has_short_ids=written is not None and written.has_short_ids,
     )
 
 

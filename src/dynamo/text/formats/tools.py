@@ -18,6 +18,7 @@ from dynamo.text.formats.mistral import MistralCalls
 from dynamo.text.formats.output import Output
 from dynamo.text.formats.pair_calls import TaggedPairs
 from dynamo.text.formats.python_calls import PythonCalls
+from dynamo.text.formats.reasoned_calls import ReasonedCalls
 from dynamo.text.formats.scanner import Grammar, TextMachine
 from dynamo.text.formats.tool_set import NO_TOOLS, ToolSet
 from dynamo.text.formats.xml_calls import TaggedXml
@@ -60,6 +61,15 @@ class ToolFormat:
     def parser(self, tools: ToolSet = NO_TOOLS) -> TextMachine:
         """Make a parser for one choice."""
         return TextMachine(self.form.grammar(tools))
+
+    @property
+    def may_stand_in_reasoning(self) -> bool:
+        """Whether a call in the middle of reasoning can be told from talk about one: it has marks, and they are its own."""
+        return not self.is_unified and not isinstance(self.form, BareJson | PythonCalls)
+
+    def reasoning_parser(self, tools: ToolSet) -> TextMachine:
+        """Make a parser for a span of reasoning in which calls may stand."""
+        return TextMachine(self.form.grammar(tools), ReasonedCalls(tools.names))
 
 
 def unified_parser(

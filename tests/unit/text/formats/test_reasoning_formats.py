@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
-from dynamo.text.formats.tools import unified_parser
-from dynamo.text.output import Joined, OutputEvent, joined
+from dynamo.text.formats.tools import TOOL_FORMATS, unified_parser
+from dynamo.text.output import Joined, JoinedCall, OutputEvent, joined
+from dynamo.text.output_parser import OutputParser
 from dynamo.text.reasoning import REASONING_FORMATS
+from support.cases import each_case
 from support.format_runs import TOOL_SET, cuts_of
+from support.format_runs import corpus as tool_corpus
+from support.format_writers import WRITERS
 from support.reasoning_writers import CORPUS, corpus
 
 CASES = corpus()
@@ -76,3 +80,63 @@ def test_minimax_append_think_divides_nothing() -> None:
     for text, content in (("a</think>b", "<think>a</think>b"), ("b", "<think>b"), ("", "")):
         assert run("minimax_append_think", [text]) == Joined(content)
         assert run("minimax_append_think", text) == Joined(content)
+
+
+# -- calls in reasoning that was not ended -------------------------------------------------------------------------------
+
+CALL = '<tool_call>\n{"name": "ping", "arguments": {"a": "</think>"}}\n</tool_call>'
+PING = JoinedCall("ping", '{"a": "b"}', is_complete=True)
+
+
+def reasoned(pieces: Iterable[str], *, tools: str = "hermes", thinks: str = "qwen3") -> Joined:
+    form, think = TOOL_FORMATS[tools], REASONING_FORMATS[thinks]
+    reader = OutputParser(
+        think.parser(begins_inside=True), form.parser(TOOL_SET), inside=lambda: form.reasoning_parser(TOOL_SET)
+    )
+    events: list[OutputEvent] = []
+    for piece in pieces:
+        events += reader.push(piece)
+    return joined([*events, *reader.finish()])
+
+
+@each_case(
+    ("text", "content", "reasoning", "calls"),
+    [
+        ("plan {C}", "", "plan ", 1),
+        ("plan\n{C}\nmore</think>done", "done", "plan\n\nmore", 1),
+        ("plan {C}{C}", "", "plan ", 2),
+        ("plan {C}</think>{C}", "", "plan ", 2),
+        ("I write <tool_call> and </tool_call>.</think>b", "b", "I write <tool_call> and </tool_call>.", 0),
+        ("<tool_call>{'name': 'no_such'}</tool_call></think>b", "b", "<tool_call>{'name': 'no_such'}</tool_call>", 0),
+        ('cut <tool_call>{"name": "ping", "argu', "", 'cut <tool_call>{"name": "ping", "argu', 0),
+        ('cut <tool_call>{"name": "ping", "arguments": {}', "", 'cut <tool_call>{"name": "ping", "arguments": {}', 0),
+    ],
+)
+def test_a_whole_call_of_a_known_tool_in_reasoning_is_a_call(
+    text: str, content: str, reasoning: str, calls: int
+) -> None:
+    text = text.replace("{C}", CALL.replace("</think>", "b"))
+    for pieces in ([text], list(text), *cuts_of(text, random.Random(text))):
+        assert reasoned(pieces) == Joined(content, reasoning, [PING] * calls)
+
+
+def test_a_kimi_call_ends_in_reasoning() -> None:
+    text = (
+        "plan <|tool_calls_section_begin|><|tool_call_begin|>functions.ping:0<|tool_call_argument_begin|>{}"
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    for pieces in ([text], list(text)):
+        found = reasoned(pieces, tools="kimi_k2", thinks="kimi_k25")
+        assert (found.reasoning, found.content) == ("plan ", "")
+        assert found.calls == [JoinedCall("ping", "{}", is_complete=True, id="functions.ping:0")]
+
+
+@pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if TOOL_FORMATS[name].may_stand_in_reasoning])
+def test_no_cut_changes_what_is_found_in_reasoning(name: str) -> None:
+    dice = random.Random(f"inside {name}")
+    texts = [case["text"] for case in tool_corpus(next(one for one in (name, "qwen3_coder") if one in WRITERS))]
+    for _ in range(10):
+        text = "".join(one[: dice.randrange(len(one) + 1)] for one in dice.choices([*texts, "</think>", "\n"], k=3))
+        whole = reasoned([text], tools=name)
+        for pieces in cuts_of(text, dice):
+            assert reasoned(pieces, tools=name) == whole, pieces
