@@ -54,11 +54,13 @@ class ArgumentsWriter:
         held: list[str] = []
         last, room = "", MAX_CALL_CHARACTERS  # a line break that may be the last one
         while True:
-            start, end, mark = ends.search(s.text, s.at)
-            is_over = mark is not None and start == s.at and (yield from is_end(mark))
-            if is_over:
-                break
-            piece = s.take(min(end if start == s.at and mark is not None else start, s.at + room))
+            start, _, mark = ends.search(s.text, s.at)
+            size = start - s.at  # places in the text do not survive a step that yields
+            if mark is not None and not size:
+                if (yield from is_end(mark)):
+                    break
+                size = len(mark)
+            piece = s.take(s.at + min(size, room))
             if streams:
                 if trims_line_break:
                     piece, last = _without_last(last + piece)

@@ -45,6 +45,14 @@ def test_no_cut_changes_the_meaning(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_one_cut_anywhere_changes_nothing_where_marks_stand_in_a_string(name: str) -> None:
+    (text,) = [case["text"] for case in corpus(name) if case["name"] == "marks in a string"]
+    whole = run(name, [text])
+    for place in range(len(text)):
+        assert run(name, [text[:place], text[place:]]) == whole, text[:place]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.process  # computes for seconds
 def test_two_cuts_anywhere_change_nothing(name: str) -> None:
     for case in corpus(name):
