@@ -80,6 +80,66 @@ class MuxHost:
         return cls(core, settings, PendingBytes(settings.pending_bytes, settings.largest_connection_pending_bytes))
 
 
+class CallerGreeting:
+    """What a caller owes before its first request: HELLO, and where there is a shared secret the proof that it knows it."""
+
+    __slots__ = ("_connection", "_host", "_nonces", "_was_heard", "credits", "is_owed")
+
+    def __init__(self, connection: MuxServerProtocol, host: MuxHost) -> None:
+        self._connection, self._host = connection, host
+        self._nonces = ("", "")  # the caller's and ours
+        self._was_heard = False
+        self.is_owed = True
+        self.credits = 0  # of each stream at its start
+        if host.secret is not None:
+            host.strangers.add(connection)
+
+    def on_frame(self, kind: int, payload: bytes) -> None:
+        """Take a frame while the greeting is owed. Raises ProtocolError and WrongSecret."""
+        if self._was_heard:
+            self._on_stranger(kind, payload)
+        else:
+            self._on_hello(kind, payload)
+        self.is_owed = not self._was_heard or self._connection in self._host.strangers
+
+    def late_frame(self) -> str | None:
+        """Return the frame that is still owed; None when none is."""
+        if not self._was_heard:
+            return "HELLO"
+        return "AUTH" if self._connection in self._host.strangers else None
+
+    def _on_hello(self, kind: int, payload: bytes) -> None:
+        if kind != Kind.HELLO:
+            raise ProtocolError(f"the first frame must be HELLO, got kind {kind}")
+        hello = decode_hello(payload)
+        if hello.version < 1:
+            raise ProtocolError(f"mux version {hello.version} is not spoken here; versions 1 to {VERSION} are")
+        self._was_heard = True
+        self.credits = min(max(hello.credits, 1), MAX_CREDIT)
+        outbox = self._connection.outbox
+        outbox.step.is_read = STEP_CAPABILITY in hello.capabilities
+        reply = Hello(version=min(hello.version, VERSION), capabilities=CAPABILITIES, agent="dynamo-unified")
+        secret = self._host.secret
+        if secret is not None:
+            if hello.auth is None:
+                raise WrongSecret(f"this worker asks for the shared secret, and the caller has none ({SECRET_SETTING})")
+            check_nonce(hello.auth)
+            nonces = self._nonces = (hello.auth, new_nonce())
+            reply.auth = f"{nonces[1]}:{secret.prove('worker', *nonces)}"
+            reply.capabilities = [*CAPABILITIES, SECRET_CAPABILITY]
+        outbox.send(frame(Kind.HELLO, pack(reply)))
+
+    def _on_stranger(self, kind: int, payload: bytes) -> None:
+        secret = self._host.secret
+        if kind == Kind.ERROR:
+            self._connection.on_error(0, 0, payload)
+        elif kind == Kind.AUTH and secret is not None:
+            secret.check(payload.decode("ascii", "replace"), "caller", *self._nonces)
+            self._host.strangers.discard(self._connection)
+        elif self._connection.takes(kind):
+            raise WrongSecret(f"the caller has not proven that it knows the shared secret ({SECRET_SETTING})")
+
+
 class MuxServerProtocol(asyncio.Protocol):
     """One accepted connection. The listener calls `adopt` after it has seen `MAGIC`."""
 
@@ -92,8 +152,7 @@ class MuxServerProtocol(asyncio.Protocol):
         self._postponed: list[Frame] = []  # read and not handled: this turn's requests were taken
         self._streams: dict[int, MuxSink] = {}
         self._half_sent = HalfSentRequests(host.settings, host.pending, decline=self._decline, refused=host.refused)
-        self._hello: Hello | None = None
-        self._nonces = ("", "")  # the caller's and ours
+        self._greeting = CallerGreeting(self, host)
         self._watch = _PeerWatch(self)
         self.outbox = ItemOutbox(answered=host.core.answered, cut=self._cut, end_stream=self._end_stream)
         self._handlers: dict[int, Callable[[int, int, bytes], None]] = {
@@ -105,10 +164,8 @@ class MuxServerProtocol(asyncio.Protocol):
             Kind.PONG: self._on_nothing,
             Kind.GOAWAY: self._on_nothing,
             Kind.HELLO: self._on_second_hello,
-            Kind.ERROR: self._on_error,
+            Kind.ERROR: self.on_error,
         }
-        if host.secret is not None:
-            host.strangers.add(self)
 
     # -- asyncio.Protocol ----------------------------------------------------------------------------------------
 
@@ -143,11 +200,8 @@ class MuxServerProtocol(asyncio.Protocol):
                     self._postpone(list(frames[position:]))
                     return
                 requests += 1
-            if self._hello is None:
-                self._on_hello(kind, payload)
-                continue
-            if self._host.secret is not None and self in self._host.strangers:
-                self._on_stranger(kind, payload)
+            if self._greeting.is_owed:
+                self._greeting.on_frame(kind, payload)
                 continue
             handle = self._handlers.get(kind)
             if handle is not None:  # else a later version's frame: skipping it is what lets versions mix
@@ -237,43 +291,6 @@ class MuxServerProtocol(asyncio.Protocol):
         self._host.refused(limit)
         self._transport.abort()
 
-    # -- greeting ------------------------------------------------------------------------------------------------
-
-    def _on_hello(self, kind: int, payload: bytes) -> None:
-        if kind != Kind.HELLO:
-            raise ProtocolError(f"the first frame must be HELLO, got kind {kind}")
-        hello = decode_hello(payload)
-        if hello.version < 1:
-            raise ProtocolError(f"mux version {hello.version} is not spoken here; versions 1 to {VERSION} are")
-        self._hello = hello
-        self.outbox.step.is_read = STEP_CAPABILITY in hello.capabilities
-        reply = Hello(version=min(hello.version, VERSION), capabilities=CAPABILITIES, agent="dynamo-unified")
-        secret = self._host.secret
-        if secret is not None:
-            if hello.auth is None:
-                raise WrongSecret(f"this worker asks for the shared secret, and the caller has none ({SECRET_SETTING})")
-            check_nonce(hello.auth)
-            nonces = self._nonces = (hello.auth, new_nonce())
-            reply.auth = f"{nonces[1]}:{secret.prove('worker', *nonces)}"
-            reply.capabilities = [*CAPABILITIES, SECRET_CAPABILITY]
-        self.outbox.send(frame(Kind.HELLO, pack(reply)))
-
-    def _on_stranger(self, kind: int, payload: bytes) -> None:
-        secret = self._host.secret
-        if kind == Kind.ERROR:
-            self._on_error(0, 0, payload)
-        elif kind == Kind.AUTH and secret is not None:
-            secret.check(payload.decode("ascii", "replace"), "caller", *self._nonces)
-            self._host.strangers.discard(self)
-        elif kind in self._handlers:
-            raise WrongSecret(f"the caller has not proven that it knows the shared secret ({SECRET_SETTING})")
-
-    def late_greeting(self) -> str | None:
-        """Return the frame that a caller still owes before its first request; None when it owes none."""
-        if self._hello is None:
-            return "HELLO"
-        return "AUTH" if self in self._host.strangers else None
-
     # -- frames --------------------------------------------------------------------------------------------------
 
     def _on_second_hello(self, flags: int, stream_id: int, payload: bytes) -> None:
@@ -287,7 +304,8 @@ class MuxServerProtocol(asyncio.Protocol):
             raise ProtocolError("PING carries 8 bytes")
         self.outbox.send(frame(Kind.PONG, payload))
 
-    def _on_error(self, flags: int, stream_id: int, payload: bytes) -> None:
+    def on_error(self, flags: int, stream_id: int, payload: bytes) -> None:
+        """Close: the caller found a mistake of this side."""
         text = "a caller reported a protocol error and leaves: %r"
         self._host.log.warn("a caller reported a protocol error", text, payload[:200])
         if self._transport is not None:
@@ -335,7 +353,6 @@ class MuxServerProtocol(asyncio.Protocol):
     # -- requests ------------------------------------------------------------------------------------------------
 
     def _begin(self, stream_id: int, head: Open, raw_body: bytes) -> None:
-        assert self._hello is not None
         host = self._host
         limit = host.settings.max_streams
         if len(self._streams) >= limit:
@@ -352,7 +369,7 @@ class MuxServerProtocol(asyncio.Protocol):
         trace = TraceContext.from_headers(head.trace) if head.trace else None
         context = Context(head.id, head.metadata or None, trace=trace, deadline=deadline)
         context.prompt_tokens = head.prompt_tokens
-        credit = min(max(self._hello.credits, 1), MAX_CREDIT)
+        credit = self._greeting.credits
         sink = MuxSink(self, self.outbox, stream_id, context, credit)
         self._streams[stream_id] = sink
         self.outbox.expect_answer(stream_id)
@@ -384,7 +401,15 @@ class MuxServerProtocol(asyncio.Protocol):
             sink.abandon()
             sink.context.kill()
 
-    # -- for the sinks and the watch -----------------------------------------------------------------------------
+    # -- for the greeting, the sinks and the watch ---------------------------------------------------------------
+
+    def takes(self, kind: int) -> bool:
+        """Return whether frames of this kind mean anything here."""
+        return kind in self._handlers
+
+    def late_greeting(self) -> str | None:
+        """Return the frame that a caller still owes before its first request; None when it owes none."""
+        return self._greeting.late_frame()
 
     def forget(self, stream_id: int) -> None:
         """Forget a sink that has ended by itself."""
