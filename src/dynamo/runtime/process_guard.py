@@ -160,8 +160,9 @@ class _Guard:
                 command = _read(number, "cmdline")
                 if HELPER in command and since < HELPER_SECONDS:
                     continue
-                killed.setdefault(number, f"{number} ({_read(number, 'comm').decode(errors='replace').strip()})")
                 _kill(number)
+                if command:  # else it is ending already
+                    killed.setdefault(number, f"{number} ({_read(number, 'comm').decode(errors='replace').strip()})")
             time.sleep(0.02)
         return list(killed.values())
 

@@ -172,6 +172,7 @@ def test_a_tool_is_called_and_a_schema_is_kept(served: Served) -> None:
     [
         ({"guided_regex": "4[0-9]!"}, "42!"),
         ({"guided_choice": ["yes", "no"]}, ("yes", "no")),
+        ({"guided_grammar": 'root ::= "42"'}, "42"),
     ],
 )
 def test_a_constraint_holds(served: Served, options: dict[str, Any], expected: Any) -> None:
