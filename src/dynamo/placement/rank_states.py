@@ -51,6 +51,7 @@ class RankStates:
         self._positions = {rank: at for at, rank in enumerate(self.ranks)}
         self._states = tuple(map(self._state, self.ranks, self.loads))
         self._load.changed.clear()
+        self._timing.moved.clear()
 
     def position(self, rank: WorkerRank) -> int | None:
         """Return where in `ranks` a rank is; None: it is not known."""
@@ -63,7 +64,10 @@ class RankStates:
 
     def current(self) -> tuple[RankState, ...]:
         """Return the record of every rank as it is now."""
-        changed = self._load.changed
+        changed, moved = self._load.changed, self._timing.moved
+        if moved:
+            changed |= moved
+            moved.clear()
         if changed:
             states = list(self._states)
             for rank in changed:

@@ -72,10 +72,11 @@ class CurveFit:
             self.row = self._fitted()
 
     def _fitted(self) -> Row:
-        sums, pool = self._sums, self._pool
-        if pool is not None and pool.count:
-            share = min(1.0, POOL_SAMPLES / pool.count)
-            sums = [own + share * other for own, other in zip(sums, pool._sums, strict=True)]
+        # A rank's own samples are in the pool, too, so they count twice against the prior. The pool itself counts twice as
+        # well: else the only rank that has shown anything would be believed further from the prior than all others.
+        pool = self._pool or self
+        share = min(1.0, POOL_SAMPLES / pool.count) if pool.count else 0.0
+        sums = [own + share * other for own, other in zip(self._sums, pool._sums, strict=True)]
         free = [at for at in range(3) if self._prior[at]]
         while free:
             found = self._solved(sums, free)
@@ -133,11 +134,17 @@ class _RankFits:
 
 
 class TimingLearner:
-    """The speed of every rank. Bounded by the ranks: `keep` forgets those that are gone."""
+    """The speed of every rank. Bounded by the ranks: `keep` forgets those that are gone.
 
-    __slots__ = ("_answers", "_decode", "_output_tokens", "_prefill", "_ranks")
+    What one rank shows changes what is believed of ranks that have shown nothing; `moved` names them, for whoever keeps what
+    `timing` said, and is emptied by its reader.
+    """
+
+    __slots__ = ("_answers", "_decode", "_output_tokens", "_prefill", "_ranks", "_shown_nothing", "moved")
 
     def __init__(self) -> None:
+        self.moved: set[WorkerRank] = set()
+        self._shown_nothing: set[WorkerRank] = set()  # of their prefills
         prefill, decode = DEFAULT_TIMING.prefill, DEFAULT_TIMING.decode
         self._prefill = CurveFit((prefill.base, prefill.linear * KILO, prefill.square * KILO * KILO))
         self._decode = CurveFit((decode.base, decode.linear, decode.square))
@@ -149,6 +156,8 @@ class TimingLearner:
         """Take the ranks there are, with the tokens that the cache of each holds; forget all others."""
         for gone in self._ranks.keys() - capacities.keys():
             del self._ranks[gone]
+            self._shown_nothing.discard(gone)
+            self.moved.discard(gone)
         for rank, capacity in capacities.items():
             self._of(rank).capacity = capacity or DEFAULT_CAPACITY_TOKENS
 
@@ -172,8 +181,12 @@ class TimingLearner:
         if measured < LEAST_MS or passes.tokens <= 0:
             return
         parts = (float(passes.passes), passes.tokens / KILO, passes.squares / (KILO * KILO))
-        before = fits.prefill.row
+        before, pool_before = fits.prefill.row, self._prefill.row
         fits.prefill.add(parts, measured)
+        if self._shown_nothing:
+            self._shown_nothing.discard(rank)
+            if self._prefill.row is not pool_before:
+                self.moved |= self._shown_nothing
         if fits.prefill.row is not before:  # else it is the curve that is there
             fits.timing = RankTiming(_prefill_curve(fits.prefill), fits.timing.decode, self._output_tokens)
 
@@ -204,6 +217,7 @@ class TimingLearner:
     def _of(self, rank: WorkerRank) -> _RankFits:
         fits = self._ranks.get(rank)
         if fits is None:
+            self._shown_nothing.add(rank)
             prefill, decode = DEFAULT_TIMING.prefill, DEFAULT_TIMING.decode
             fits = self._ranks[rank] = _RankFits(
                 CurveFit((prefill.base, prefill.linear * KILO, prefill.square * KILO * KILO), self._prefill),

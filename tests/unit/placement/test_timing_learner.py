@@ -66,6 +66,20 @@ def test_a_rank_that_has_shown_nothing_is_taken_for_one_of_its_pool() -> None:
     assert engine.learner.timing(B).prefill.at(4000) == pytest.approx(300, rel=0.3)
 
 
+def test_ranks_that_have_shown_nothing_are_named_when_their_pool_moves() -> None:
+    engine = Engine(TimeCurve(60, 0.06), TimeCurve(25, 0))
+    engine.answer(A)
+    assert engine.learner.moved == {B}
+    alone, believed = engine.learner.timing(A), engine.learner.timing(B)
+    # As far from the prior as the only rank that has shown anything: else B would seem faster for no reason.
+    assert believed.prefill.at(4000) == pytest.approx(alone.prefill.at(4000))
+    engine.learner.moved.clear()
+    engine.answer(B)
+    for _ in range(16):
+        engine.answer(A)
+    assert engine.learner.moved == set()
+
+
 def test_a_slower_rank_is_told_from_the_others() -> None:
     engine = Engine(TimeCurve(20, 0.02), TimeCurve(10, 0))
     for _ in range(40):

@@ -71,6 +71,20 @@ def test_the_same_prompt_again_goes_to_the_same_rank_and_its_load_is_given_back(
     assert all(not each.blocks and not each.prefill_tokens for each in map(router.load.of, (A, B, C)))
 
 
+@pytest.mark.parametrize("slow_by", [0.001, 1.0, 60.0])
+def test_a_prompt_goes_back_to_its_holder_however_slow_its_first_answer_was(slow_by: float) -> None:
+    router, now = make(HeldPrompts(), "time"), 0.0
+    seen = set()
+    for number in range(12):
+        selection = router.select(KvQuery(token_ids=PROMPT), now)
+        assert router.book(f"r{number}", selection, now)
+        now += slow_by
+        router.first_token(f"r{number}", now)
+        router.free(f"r{number}", now)
+        seen.add(selection.rank)
+    assert len(seen) == 1
+
+
 def test_without_an_index_the_load_decides() -> None:
     router = make()
     ranks = Counter()
