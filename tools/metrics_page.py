@@ -15,8 +15,8 @@ from pages import write_page
 
 from dynamo.frontend.metric_families import FAMILIES as FRONTEND
 from dynamo.mocker.metrics import FAMILIES as MOCKER
-from dynamo.router.kv_metrics import FAMILIES as KV_ROUTER
-from dynamo.router.queue_metrics import FAMILIES as ROUTER_QUEUE
+from dynamo.router.kv.metrics import FAMILIES as KV_ROUTER
+from dynamo.router.kv.queue_metrics import FAMILIES as ROUTER_QUEUE
 from dynamo.runtime.endpoint_metrics import FAMILIES as ENDPOINT
 from dynamo.runtime.event_plane.metrics import FAMILIES as EVENTS
 from dynamo.runtime.loop_watchdog import FAMILIES as LOOP

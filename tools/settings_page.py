@@ -24,8 +24,8 @@ from dynamo.mocker.settings import BOOTSTRAP_HOST, MockerSettings
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.reference.guided import COMPILE_LIMIT
 from dynamo.router.conditional import ConditionalSettings
-from dynamo.router.kv_settings import KvRouterSettings
-from dynamo.router.service_settings import RouterServiceSettings
+from dynamo.router.kv.settings import KvRouterSettings
+from dynamo.router.standalone.settings import RouterServiceSettings
 from dynamo.runtime import settings as runtime
 from dynamo.runtime.settings import RuntimeSettings
 from dynamo.settings.table import Setting, Status, settings_of

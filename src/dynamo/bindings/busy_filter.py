@@ -11,8 +11,8 @@ import msgspec
 from dynamo.bindings.config import LoadThresholdConfig
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.busy_workers import BusyThresholds, BusyWorkers, LoadReport
-from dynamo.router.load_reports import LOAD_TOPIC
-from dynamo.router.routed_endpoint import RoutedEndpoint
+from dynamo.router.peers.load_reports import LOAD_TOPIC
+from dynamo.router.standalone.routed_endpoint import RoutedEndpoint
 from dynamo.runtime.event_plane.base import Event
 from dynamo.runtime.tasks import Background
 

@@ -15,7 +15,7 @@ import msgspec
 
 from dynamo.placement import RouterMode
 from dynamo.router.busy_workers import BusyThresholds
-from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.router.kv.settings import KvRouterSettings
 
 __all__ = ["KvRouterConfig", "LoadThresholdConfig", "RouterConfig", "TaintConstraints", "check_affinity"]
 

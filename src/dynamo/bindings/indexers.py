@@ -16,7 +16,7 @@ from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.native_bindings import OverlapScores
 from dynamo.kv.overlap import OverlapIndex, WorkerRank
-from dynamo.router.index_feed import KvEventFeed
+from dynamo.router.kv_events.feed import KvEventFeed
 from dynamo.runtime.endpoint import Endpoint
 
 __all__ = ["ApproxKvIndexer", "KvIndexer"]

@@ -26,12 +26,18 @@ from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.index import PrefixIndex
 from dynamo.kv.native_bindings import media_of_blocks
 from dynamo.placement.kv_query import KvOverrides, KvQuery
-from dynamo.router import kv_router as library
-from dynamo.router.kv_domains import policy_of
-from dynamo.router.kv_settings import KvRouterSettings
-from dynamo.router.queue_gate import POLICY_CLASS
-from dynamo.router.routed_endpoint import RoutedAnswer, RoutedEndpoint, kv_query_of, new_router, routed_endpoint
-from dynamo.router.service import overlap_scores
+from dynamo.router.kv import router as library
+from dynamo.router.kv.domains import policy_of
+from dynamo.router.kv.queue_gate import POLICY_CLASS
+from dynamo.router.kv.settings import KvRouterSettings
+from dynamo.router.standalone.routed_endpoint import (
+    RoutedAnswer,
+    RoutedEndpoint,
+    kv_query_of,
+    new_router,
+    routed_endpoint,
+)
+from dynamo.router.standalone.service import overlap_scores
 from dynamo.runtime.client import ClientStream
 from dynamo.runtime.context import Context
 from dynamo.runtime.endpoint import Endpoint

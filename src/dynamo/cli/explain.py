@@ -13,8 +13,8 @@ from typing import Any, Final
 from dynamo.errors import InvalidArgument
 from dynamo.placement.kv_state import NO_MATCH, KvChoice, KvPolicy, KvState
 from dynamo.placement.policies.kv_policies import kv_policy, kv_policy_types
-from dynamo.router.decisions import DecisionHeader, DecisionRecord, read_decisions, recompute
-from dynamo.router.explain import explain
+from dynamo.router.kv.decisions import DecisionHeader, DecisionRecord, read_decisions, recompute
+from dynamo.router.kv.explain import explain
 from dynamo.settings.command import CommandParser
 
 __all__ = ["Comparison", "main"]

@@ -11,7 +11,7 @@ from dynamo.frontend.busy_threshold import LOAD_TOPIC
 from dynamo.frontend.models.served import ServingRules
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.placement import Policy, RouterMode, policy_for
-from dynamo.router.kv_domains import KvDomains
+from dynamo.router.kv.domains import KvDomains
 from dynamo.router.pool import WorkerClient
 from dynamo.runtime.event_plane.base import Event
 

@@ -16,7 +16,7 @@ from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_ITEMS, MAX_MEMBERS, MAX_MESSAGES
 from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_status
 from dynamo.router.conditional import ConditionalSettings
-from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.runtime.addresses import LOOPBACK, bind_host
 from dynamo.runtime.http_limits import HttpLimits
 from dynamo.runtime.settings import FromEnvironment, RuntimeSettings, discovery_store

@@ -12,7 +12,7 @@ from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_state import KvPolicy
 from dynamo.replay.flight import Flight
 from dynamo.replay.frontend import Routed
-from dynamo.router.kv_router import KvQuery, KvRouter, RankInfo, Trust
+from dynamo.router.kv.router import KvQuery, KvRouter, RankInfo, Trust
 from dynamo.scheduling import SchedulerOptions
 
 __all__ = ["KvFrontend"]

@@ -3,11 +3,11 @@
 from dynamo.router.dispatch import Dispatcher, RoutedStream
 from dynamo.router.failover import DispatchLimits, DispatchRequest
 from dynamo.router.handoff import Handoff, PrefillAnswer
-from dynamo.router.index_feed import KvEventFeed, KvSink
-from dynamo.router.kv_router import KvQuery, KvRouter, KvRouterOptions, RankInfo, Selection
+from dynamo.router.kv.queue_gate import QueueGate, RouterRanks
+from dynamo.router.kv.router import KvQuery, KvRouter, KvRouterOptions, RankInfo, Selection
+from dynamo.router.kv_events.feed import KvEventFeed, KvSink
 from dynamo.router.pool import ChosenWorker, ModelPool, WorkerClient
 from dynamo.router.prefill import PrefillRouter
-from dynamo.router.queue_gate import QueueGate, RouterRanks
 from dynamo.router.record import DispatchRecord
 from dynamo.router.stages import DispatchStage, PrefillStage
 from dynamo.router.stall_detector import StallDetector, StallPolicy

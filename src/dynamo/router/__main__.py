@@ -13,10 +13,10 @@ from typing import Final
 
 from dynamo.errors import DynamoException, text_of
 from dynamo.kv.index import PrefixIndex
-from dynamo.router.kv_domains import policy_of
-from dynamo.router.routed_endpoint import new_router, routed_endpoint
-from dynamo.router.service import RouterService
-from dynamo.router.service_settings import RouterServiceSettings
+from dynamo.router.kv.domains import policy_of
+from dynamo.router.standalone.routed_endpoint import new_router, routed_endpoint
+from dynamo.router.standalone.service import RouterService
+from dynamo.router.standalone.settings import RouterServiceSettings
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.log_text import one_line
 from dynamo.runtime.logging import configure_dynamo_logging

@@ -18,7 +18,7 @@ from dynamo.placement import PlacementRequest
 from dynamo.placement.kv_state import RankState
 from dynamo.placement.prefill_bypass import BypassFacts, BypassRules, judge_bypass
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.kv_placement import KvPlaced
+from dynamo.router.kv.placement import KvPlaced
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.prefill import CanReceive, PrefillRouter
 from dynamo.router.record import DispatchRecord

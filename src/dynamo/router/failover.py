@@ -24,10 +24,10 @@ from dynamo.placement import PlacementRequest, WorkerKey
 from dynamo.placement.kv_query import KvQuery
 from dynamo.placement.kv_transfer import TransferRule
 from dynamo.protocol.worker_request import RoutingHints, WorkerRequest
+from dynamo.router.kv.sessions import SessionHold
 from dynamo.router.migration import migration_blocker
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.record import DispatchRecord
-from dynamo.router.sessions import SessionHold
 from dynamo.router.stages import DispatchTimer
 from dynamo.router.stall_detector import StallDetector
 from dynamo.runtime.context import Context

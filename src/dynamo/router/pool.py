@@ -15,10 +15,10 @@ from dynamo.placement import Candidate, Placement, PlacementRequest, Policy, Wor
 from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.protocol.worker_request import WorkerRequest
-from dynamo.router.kv_placement import KvPlaced, KvPlacement
-from dynamo.router.on_the_way import OnTheWay
-from dynamo.router.queue_gate import QueueGate
-from dynamo.router.sessions import PoolSessions, SessionHold, session_id_of
+from dynamo.router.kv.on_the_way import OnTheWay
+from dynamo.router.kv.placement import KvPlaced, KvPlacement
+from dynamo.router.kv.queue_gate import QueueGate
+from dynamo.router.kv.sessions import PoolSessions, SessionHold, session_id_of
 from dynamo.runtime.context import Context, on_loop
 from dynamo.runtime.request_plane.base import Instance, ResponseStream
 

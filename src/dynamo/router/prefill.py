@@ -32,10 +32,10 @@ from dynamo.protocol.finish import LENGTH
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.protocol.worker_request import BootstrapInfo, RoutingHints, WorkerRequest
 from dynamo.router.handoff import Handoff, PrefillAnswer, decode_request, prefill_request, read_reply
+from dynamo.router.kv.sessions import SessionHold
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.query_of_death import Suspect
 from dynamo.router.record import DispatchRecord
-from dynamo.router.sessions import SessionHold
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseStream
 from dynamo.runtime.tasks import Background, Work

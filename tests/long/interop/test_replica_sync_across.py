@@ -11,8 +11,8 @@ import pytest
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.placement.replica_events import BookedPrompt, BookingEvent
-from dynamo.router.kv_router import KvQuery, KvRouter, RankInfo
-from dynamo.router.replica_sync import ReplicaSync
+from dynamo.router.kv.router import KvQuery, KvRouter, RankInfo
+from dynamo.router.peers.replica_sync import ReplicaSync
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.distributed import DistributedRuntime
 from support.interop_cluster import services

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.runtime.discovery import Change, Delete, Put
 from dynamo.runtime.discovery.etcd import EtcdDiscovery
-from dynamo.runtime.discovery.etcd_client import Compacted, EtcdClient, EtcdError, parse_endpoints
+from dynamo.runtime.discovery.etcd.client import Compacted, EtcdClient, EtcdError, parse_endpoints
 from dynamo.runtime.discovery.http_stream import Lines
 from dynamo.runtime.discovery.last_view import LastView
 from dynamo.runtime.distributed import DistributedRuntime

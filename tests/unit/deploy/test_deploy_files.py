@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from dynamo.frontend.args import parse_args
-from dynamo.runtime.discovery.kubernetes_records import GROUP, KIND, PLURAL, SELECTOR, VERSION
+from dynamo.runtime.discovery.kubernetes.records import GROUP, KIND, PLURAL, SELECTOR, VERSION
 from dynamo.runtime.settings import SystemSettings
 from support.cases import each_case
 

@@ -16,8 +16,8 @@ from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.conditional import BYPASS_MARKER, ConditionalSettings
-from dynamo.router.kv_domains import KvDomain
-from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.router.kv.domains import KvDomain
+from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from support.cases import each_case

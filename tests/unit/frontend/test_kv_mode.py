@@ -21,10 +21,10 @@ from dynamo.placement.kv_query import KvQuery, Trust
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.records import ModelCard, ModelRuntimeConfig
-from dynamo.router.decisions import read_decisions, recompute
-from dynamo.router.kv_domains import KvDomain
-from dynamo.router.kv_settings import KvRouterSettings
-from dynamo.router.sessions import PoolSessions
+from dynamo.router.kv.decisions import read_decisions, recompute
+from dynamo.router.kv.domains import KvDomain
+from dynamo.router.kv.sessions import PoolSessions
+from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher

@@ -12,7 +12,7 @@ from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import KvQuery
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.worker.kv_publishing.publisher import KvEventPublisher
 from support.cases import each_case
 from support.frontend_cluster import Cluster, ScriptedWorker, cluster

@@ -12,7 +12,7 @@ from dynamo.errors import EngineShutdown
 from dynamo.kv.overlap import WorkerRank
 from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
-from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.runtime.tasks import first_of

@@ -22,10 +22,10 @@ from dynamo.replay.generated import TraceShape, generate
 from dynamo.replay.kv_frontend import KvFrontend
 from dynamo.replay.run import run_replay
 from dynamo.replay.setup import ReplaySetup, Restart
-from dynamo.router.decisions import DecisionHeader, DecisionLog, read_decisions, recompute
-from dynamo.router.kv_domains import policy_of
-from dynamo.router.kv_router import KvRouter, Selection
-from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.router.kv.decisions import DecisionHeader, DecisionLog, read_decisions, recompute
+from dynamo.router.kv.domains import policy_of
+from dynamo.router.kv.router import KvRouter, Selection
+from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.scheduling import SchedulerOptions
 from support.properties import examples
 

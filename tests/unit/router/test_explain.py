@@ -8,7 +8,7 @@ from dynamo.kv.overlap import Overlap, WorkerRank
 from dynamo.placement.kv_query import RankExclusion, Trust
 from dynamo.placement.kv_state import KvRequest, KvState, RankMatch, RankState
 from dynamo.placement.policies.kv_policies import kv_policy
-from dynamo.router.explain import ExplainedChoice, explain
+from dynamo.router.kv.explain import ExplainedChoice, explain
 
 A, B = WorkerRank(0xA), WorkerRank(0xB, 1)
 

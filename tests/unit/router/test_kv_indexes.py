@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from dynamo.kv.overlap import Overlap, WorkerRank
-from dynamo.router.kv_indexes import KvIndexes
+from dynamo.router.kv.indexes import KvIndexes
 
 A, B = WorkerRank(1), WorkerRank(2, 3)
 

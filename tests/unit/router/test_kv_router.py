@@ -13,7 +13,7 @@ from dynamo.kv.overlap import Overlap, WorkerRank
 from dynamo.placement.active_load import common_blocks
 from dynamo.placement.kv_query import AllEligibleWorkersOverloaded, KvOverrides, NoEndpoints
 from dynamo.placement.policies.kv_policies import kv_policy
-from dynamo.router.kv_router import KvQuery, KvRouter, KvRouterOptions, RankInfo, Trust
+from dynamo.router.kv.router import KvQuery, KvRouter, KvRouterOptions, RankInfo, Trust
 
 A, B, C = WorkerRank(1), WorkerRank(2), WorkerRank(3)
 BLOCK = 16

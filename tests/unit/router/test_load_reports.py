@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.active_load import ActiveLoad
-from dynamo.router.load_reports import LOAD_TOPIC, RouterLoadReports
+from dynamo.router.peers.load_reports import LOAD_TOPIC, RouterLoadReports
 from dynamo.runtime.discovery.file import FileDiscovery
 from dynamo.runtime.distributed import DistributedRuntime
 

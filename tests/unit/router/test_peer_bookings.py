@@ -27,8 +27,8 @@ from dynamo.placement.replica_events import (
 )
 from dynamo.placement.session_affinity import AffinityRecord, SessionAffinity, SessionLease
 from dynamo.placement.timing_learner import TimingLearner
-from dynamo.router import peer_bookings
-from dynamo.router.peer_bookings import PeerBookings
+from dynamo.router.peers import bookings as peer_bookings
+from dynamo.router.peers.bookings import PeerBookings
 from support.cases import each_case
 from support.properties import examples
 

@@ -9,8 +9,8 @@ import pytest
 from dynamo.errors import InvalidArgument
 from dynamo.placement.policies.kv_default import DefaultCost
 from dynamo.placement.policies.kv_two_tier import TwoTierCost
-from dynamo.router.kv_domains import policy_of
-from dynamo.router.kv_settings import KvRouterSettings
+from dynamo.router.kv.domains import policy_of
+from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.settings.table import read_settings
 from support.cases import each_case
 

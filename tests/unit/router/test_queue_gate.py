@@ -17,9 +17,9 @@ from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import KvQuery, RankInfo
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.placement.queueing import PolicyClass, PolicyProfile, QueueOrder, UncachedIslBucket
-from dynamo.router.kv_router import KvRouter
-from dynamo.router.queue_gate import QueueGate, RouterRanks
-from dynamo.router.queue_metrics import QueueMetrics
+from dynamo.router.kv.queue_gate import QueueGate, RouterRanks
+from dynamo.router.kv.queue_metrics import QueueMetrics
+from dynamo.router.kv.router import KvRouter
 from dynamo.runtime.context import Context
 from dynamo.runtime.metrics import MetricsRegistry
 from support.patience import PATIENCE_SECONDS

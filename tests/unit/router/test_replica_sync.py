@@ -16,8 +16,8 @@ from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.placement.replica_events import BookedPrompt, BookedWorker, BookingEvent, PrefillHint, decode_bookings
 from dynamo.placement.session_affinity import SessionAffinity, SessionLease
-from dynamo.router.kv_router import KvQuery, KvRouter, RankInfo
-from dynamo.router.replica_sync import (
+from dynamo.router.kv.router import KvQuery, KvRouter, RankInfo
+from dynamo.router.peers.replica_sync import (
     BINDINGS_TOPIC,
     BOOKINGS_TOPIC,
     MAX_BATCH,
@@ -210,7 +210,7 @@ async def test_events_that_come_together_share_a_message_where_the_plane_batches
 
 
 async def test_too_many_waiting_events_drop_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo.router.replica_sync.MAX_QUEUED", 2)
+    monkeypatch.setattr("dynamo.router.peers.replica_sync.MAX_QUEUED", 2)
     publisher = Published()
     outbox = BookingOutbox(publisher, is_batching=True)
     for name in "abc":

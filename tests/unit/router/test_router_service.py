@@ -16,12 +16,12 @@ from dynamo.kv.overlap import Overlap, WorkerRank
 from dynamo.placement.kv_query import Trust
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.placement.queueing import PolicyClass, PolicyProfile, UncachedIslBucket
-from dynamo.router.kv_router import KvRouter
-from dynamo.router.on_the_way import OnTheWay
-from dynamo.router.queue_gate import QueueGate, RouterRanks
-from dynamo.router.routed_endpoint import RoutedEndpoint, kv_query_of, ranks_of
-from dynamo.router.service import RouterService
-from dynamo.router.sessions import PoolSessions
+from dynamo.router.kv.on_the_way import OnTheWay
+from dynamo.router.kv.queue_gate import QueueGate, RouterRanks
+from dynamo.router.kv.router import KvRouter
+from dynamo.router.kv.sessions import PoolSessions
+from dynamo.router.standalone.routed_endpoint import RoutedEndpoint, kv_query_of, ranks_of
+from dynamo.router.standalone.service import RouterService
 from dynamo.runtime.context import Context
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.request_plane.base import ResponseSink

@@ -9,7 +9,7 @@ import pytest
 from dynamo.errors import Cancelled, Disconnected, InvalidArgument
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.session_affinity import AffinityRecord, SessionLimitReached
-from dynamo.router.sessions import PoolSessions, SessionRelay, session_id_of
+from dynamo.router.kv.sessions import PoolSessions, SessionRelay, session_id_of
 from dynamo.runtime.context import Context
 from support.cases import each_case
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.runtime.discovery import Delete, FileDiscovery, Put
-from dynamo.runtime.discovery.file_bucket import CONFIRM_SECONDS
-from dynamo.runtime.discovery.file_directory import LOCK_ATTEMPTS
-from dynamo.runtime.discovery.file_store import FileStore
+from dynamo.runtime.discovery.file.bucket import CONFIRM_SECONDS
+from dynamo.runtime.discovery.file.directory import LOCK_ATTEMPTS
+from dynamo.runtime.discovery.file.store import FileStore
 from dynamo.runtime.discovery.keys import decode_name, encode_name, split_key
 from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
 

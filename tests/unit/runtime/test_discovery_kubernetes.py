@@ -19,7 +19,7 @@ import pytest
 from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.runtime.discovery import Delete, Put
 from dynamo.runtime.discovery.kubernetes import KubernetesDiscovery
-from dynamo.runtime.discovery.kubernetes_records import instance_id_of
+from dynamo.runtime.discovery.kubernetes.records import instance_id_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.settings import KubernetesSettings, RuntimeSettings
 from support.discovery_rigs import collect

@@ -6,7 +6,7 @@ import asyncio
 
 from aiohttp import web
 
-from dynamo.runtime.discovery.etcd_client import EtcdClient
+from dynamo.runtime.discovery.etcd.client import EtcdClient
 from dynamo.runtime.settings import EtcdSettings
 
 ATTEMPT_SECONDS = 0.2

@@ -17,7 +17,7 @@ from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.model_types import ModelInput, ModelType
 from dynamo.protocol.records import ModelCard
 from dynamo.router.dispatch import Dispatcher
-from dynamo.router.kv_domains import KvDomains
+from dynamo.router.kv.domains import KvDomains
 from dynamo.router.pool import ModelPool, WorkerClient
 from dynamo.router.query_of_death import QueriesOfDeath
 from dynamo.router.stages import PrefillStage

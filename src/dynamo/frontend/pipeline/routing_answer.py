@@ -10,7 +10,7 @@ from dynamo.frontend.pipeline.plan import Plan, Tally
 from dynamo.placement import Placement
 from dynamo.protocol.openai.escaping import json_line
 from dynamo.protocol.openai.sse import annotation_event
-from dynamo.router.explain import explain_placement, hit_rate_of, trust_of
+from dynamo.router.kv.explain import explain_placement, hit_rate_of, trust_of
 from dynamo.router.pool import ModelPool
 
 __all__ = ["explained_routing", "kv_timing", "queried_routing", "routing_event", "routing_headers", "worker_ids"]

@@ -65,7 +65,7 @@ class RouterMode(StrEnum):
 def policy_for(mode: RouterMode, *, rng: random.Random, cuda_to_cpu_ratio: float = DEFAULT_CUDA_TO_CPU_RATIO) -> Policy:
     """Make the policy of a mode. Each group of workers needs one of its own: a policy keeps its caller's turn.
 
-    Raises InvalidArgument for `kv`, which also needs the workers' cards and KV events: see `dynamo.router.kv_placement`.
+    Raises InvalidArgument for `kv`, which also needs the workers' cards and KV events: see `dynamo.router.kv.placement`.
     """
     match mode:
         case RouterMode.ROUND_ROBIN:

@@ -1,0 +1,584 @@
+"""One `KvPlacement` for each group of workers whose blocks have the same names, kept up to date by cards and KV events.
+
+Workers of one namespace and role with one block size are a domain: a model and its adapters share their workers, and so
+they share the index and the account of their load. A request names the workers that may serve it, so models do not mix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
+from weakref import WeakValueDictionary
+
+from dynamo.errors import DynamoException, InvalidArgument
+from dynamo.kv.approximate_index import ApproximateIndex
+from dynamo.kv.events import RouterEvent
+from dynamo.kv.index import PrefixIndex
+from dynamo.kv.overlap import WorkerRank
+from dynamo.placement.kv_query import RankInfo, Trust
+from dynamo.placement.kv_state import KvPolicy
+from dynamo.placement.kv_transfer import topology_taints
+from dynamo.placement.policies.kv_policies import kv_policy
+from dynamo.protocol.records import DEFAULT_BLOCK_SIZE, ModelCard
+from dynamo.router.kv.decisions import DecisionHeader, DecisionLog
+from dynamo.router.kv.indexes import EventlessGuesses
+from dynamo.router.kv.metrics import EventCounters, KvMetrics
+from dynamo.router.kv.on_the_way import OnTheWay, PoolKind, way_to_pool
+from dynamo.router.kv.placement import KvPlacement
+from dynamo.router.kv.router import KvRouter, KvRouterOptions, Selection
+from dynamo.router.kv.sessions import SessionRelay
+from dynamo.router.kv.settings import KV_POLICIES, KvRouterSettings
+from dynamo.router.kv_events.feed import MAX_RECOVERIES, KvEventFeed
+from dynamo.router.peers.load_reports import RouterLoadReports
+from dynamo.router.peers.replica_sync import ReplicaSync, SessionSync
+from dynamo.runtime.endpoint import Endpoint
+from dynamo.runtime.metrics import MetricsRegistry
+from dynamo.runtime.tasks import Background
+
+if TYPE_CHECKING:
+    from dynamo.router.pool import ModelPool
+
+__all__ = ["DomainKey", "KvDomains", "KvMember", "policy_of", "router_options"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS: Final = 1.0
+AGGREGATED: Final = "aggregated"
+_DECODE: Final = "decode"
+_PREFILL: Final = "prefill"
+
+
+class KvMember(Protocol):
+    """What is needed of a worker that registered a model."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where it is: "namespace.component.endpoint"."""
+
+    @property
+    def instance_id(self) -> int: ...
+
+    @property
+    def card(self) -> ModelCard: ...
+
+
+class DomainKey(NamedTuple):
+    """What the workers of a domain have in common."""
+
+    namespace: str
+    role: str
+    block_size: int
+    is_eagle: bool = False
+
+
+def policy_of(settings: KvRouterSettings, role: str = AGGREGATED) -> tuple[KvPolicy, DecisionHeader]:
+    """Return the policy that the settings name for workers of a role, and how it is written down.
+
+    Raises InvalidArgument for a type, a parameter or a weight that cannot be used.
+    """
+    try:
+        selector = settings.selector(role)
+    except ValueError as error:
+        raise InvalidArgument(str(error)) from error
+    if selector is not None and (selector.parameters or selector.type not in KV_POLICIES):
+        given = cast("dict[str, float]", selector.parameters)  # the policy checks them
+        return kv_policy(selector.type, given), DecisionHeader(selector.type, given)
+    if selector is not None:
+        settings = replace(settings, policy=selector.type)
+    parameters: dict[str, float] = {}
+    if settings.policy == "default":
+        parameters = {
+            "overlap_score_credit": settings.overlap_score_credit,
+            "overlap_score_credit_decay": settings.overlap_score_credit_decay,
+            "prefill_load_scale": settings.prefill_load_scale,
+            "decode_active_request_weight": settings.decode_active_request_weight,
+            "host_cache_hit_weight": settings.host_cache_hit_weight,
+            "disk_cache_hit_weight": settings.disk_cache_hit_weight,
+            "router_temperature": settings.router_temperature,
+        }
+    elif settings.policy == "time":
+        parameters = {
+            "host_cache_hit_weight": settings.host_cache_hit_weight,
+            "disk_cache_hit_weight": settings.disk_cache_hit_weight,
+            "router_temperature": settings.router_temperature,
+        }
+    return kv_policy(settings.policy, parameters), DecisionHeader(settings.policy, parameters)
+
+
+def router_options(settings: KvRouterSettings, *, is_prefill: bool = False) -> KvRouterOptions:
+    """Return what a router counts. `is_prefill`: its workers keep no blocks for longer than a prefill takes."""
+    return KvRouterOptions(
+        host_cache_hit_weight=settings.host_cache_hit_weight,
+        disk_cache_hit_weight=settings.disk_cache_hit_weight,
+        tracks_prefill_tokens=settings.router_track_prefill_tokens,
+        tracks_active_blocks=settings.router_track_active_blocks and not is_prefill,
+        tracks_output_blocks=settings.router_track_output_blocks,
+        assumes_kv_reuse=settings.router_assume_kv_reuse,
+        expiry_seconds=settings.active_request_expiry_seconds,
+    )
+
+
+def guesses_of(settings: KvRouterSettings) -> ApproximateIndex | EventlessGuesses | None:
+    """Return what guesses the workers' caches by where prompts went; None where caches are not looked at.
+
+    Without events that is all there is to know. With them it is for what is on its way (`--router-predicted-ttl-secs`), or
+    else for the workers that publish no events.
+    """
+    if settings.guesses:
+        is_lru = settings.router_approximate_cache_policy == "lru"
+        return ApproximateIndex(ttl_seconds=settings.router_ttl_secs, is_lru=is_lru)
+    if not settings.reads_events:
+        return None
+    if settings.router_predicted_ttl_secs is not None:
+        return ApproximateIndex(ttl_seconds=settings.router_predicted_ttl_secs)
+    return EventlessGuesses(settings.router_ttl_secs)
+
+
+def _publishes(card: ModelCard) -> bool:
+    """Return whether a worker may publish KV events; a worker that does not say so may."""
+    return card.runtime_config.kv_event_publishing_enabled is not False
+
+
+class KvDomain:
+    """The workers of one domain: what their cards say, what is known of their caches, and the placement among them."""
+
+    __slots__ = (
+        "__weakref__",
+        "_cards",
+        "_degraded",
+        "_metrics",
+        "_owners",
+        "_places",
+        "_trusts",
+        "guesses",
+        "index",
+        "placement",
+        "relay",
+    )
+
+    def __init__(
+        self,
+        placement: KvPlacement,
+        index: PrefixIndex | None,
+        metrics: KvMetrics,
+        *,
+        guesses: ApproximateIndex | EventlessGuesses | None = None,
+    ) -> None:
+        """`index`: fed by events; None: events are not read. `guesses`: of what workers hold, by where prompts went."""
+        self.guesses = guesses
+        self.placement, self.index, self._metrics = placement, index, metrics
+        self._owners: dict[Hashable, dict[tuple[str, int], ModelCard]] = {}
+        self._cards: dict[WorkerRank, ModelCard] = {}
+        self._trusts: dict[WorkerRank, Trust] = {}  # what the events of a rank are worth; absent: none have come
+        self._degraded: frozenset[WorkerRank] = frozenset()  # ranks that the index has no room for, as last seen
+        self._places: dict[int, str] = {}  # where each worker is
+        self.relay = _BookingRelay(self._places.get)
+        placement.read_ranks = self._ranks
+
+    @property
+    def ranks(self) -> Collection[WorkerRank]:
+        """The ranks that its workers' cards name."""
+        return self._cards.keys()
+
+    @property
+    def endpoints(self) -> frozenset[str]:
+        """Where its workers are."""
+        return frozenset(endpoint for members in self._owners.values() for endpoint, _ in members)
+
+    def is_live(self, rank: WorkerRank) -> bool:
+        """Return whether a card names the rank."""
+        return rank in self._cards
+
+    def update(self, owner: Hashable, members: Iterable[KvMember]) -> None:
+        """Take over the workers that one owner, such as a model, has here now."""
+        found = {(each.endpoint, each.instance_id): each.card for each in members}
+        if found:
+            self._owners[owner] = found
+        else:
+            self._owners.pop(owner, None)
+        cards: dict[WorkerRank, ModelCard] = {}
+        self._places.clear()
+        for of_owner in self._owners.values():
+            for (endpoint, instance_id), card in of_owner.items():
+                self._places[instance_id] = endpoint
+                for dp_rank in card.runtime_config.ranks:
+                    cards.setdefault(WorkerRank(instance_id, dp_rank), card)
+        gone, added = self._cards.keys() - cards.keys(), cards.keys() - self._cards.keys()
+        self._cards = cards
+        if self.guesses is not None:
+            for rank in gone:
+                self.guesses.forget(*rank)
+        if isinstance(self.guesses, EventlessGuesses):
+            self.guesses.ranks = frozenset(rank for rank, card in cards.items() if not _publishes(card))
+        for rank in added:
+            self._set_capacity(rank)
+        for rank in gone:
+            self.forget(*rank)
+        self._changed()
+        self.placement.router.load.relieved()  # what waits may wait for one of these
+
+    # -- a sink of events (`index_feed.KvSink`) ----------------------------------------------------------------------
+
+    def apply(self, event: RouterEvent) -> str:
+        """Apply one event; return what became of it."""
+        if self.index is None:
+            return "ok"
+        status = self.index.apply(event)
+        if self.index.degraded is not self._degraded:
+            self._see_degraded(self.index)
+        return status
+
+    def forget(self, worker_id: int, dp_rank: int) -> None:
+        """Drop all blocks of a rank."""
+        if self.index is not None:
+            self.index.forget(worker_id, dp_rank)
+            self._set_capacity(WorkerRank(worker_id, dp_rank))
+            self._see_degraded(self.index)
+
+    def _see_degraded(self, index: PrefixIndex) -> None:
+        if index.degraded is not self._degraded:
+            self._degraded = index.degraded
+            self._changed()
+
+    def set_trust(self, rank: WorkerRank, trust: Trust) -> None:
+        """Take what the events of a rank are worth from now on."""
+        if trust is Trust.NONE:
+            self._trusts.pop(rank, None)
+        else:
+            self._trusts[rank] = trust
+        self._changed()
+
+    def _changed(self) -> None:
+        """Let the next choice read the ranks anew, and the metric follow in a moment, choice or not."""
+        self.placement.is_stale = True
+        self._metrics.ranks_changed(lambda: (self._trust(rank, card) for rank, card in self._cards.items()))
+
+    def _set_capacity(self, rank: WorkerRank) -> None:
+        """Bound what the index keeps of a rank by what its worker has."""
+        card = self._cards.get(rank)
+        if card is None:
+            return
+        if self.index is not None:
+            self.index.set_capacity(rank, card.runtime_config.total_kv_blocks)
+        if isinstance(self.guesses, ApproximateIndex):
+            self.guesses.set_capacity(rank, card.runtime_config.total_kv_blocks)
+
+    def _ranks(self) -> Mapping[WorkerRank, RankInfo]:
+        return {rank: self._info(rank, card) for rank, card in self._cards.items()}
+
+    def _trust(self, rank: WorkerRank, card: ModelCard) -> Trust:
+        trust = self._trusts.get(rank)
+        if trust is not None:
+            return Trust.DEGRADED if rank in self._degraded else trust
+        if self.guesses is None or (self.index is not None and _publishes(card)):
+            return Trust.NONE
+        return Trust.PREDICTED
+
+    def _info(self, rank: WorkerRank, card: ModelCard) -> RankInfo:
+        runtime = card.runtime_config
+        return RankInfo(
+            total_kv_blocks=runtime.total_kv_blocks,
+            max_num_batched_tokens=runtime.max_num_batched_tokens,
+            max_num_seqs=runtime.max_num_seqs,
+            taints=frozenset(runtime.taints) | topology_taints(runtime),
+            topology=runtime.topology_domains,
+            trust=self._trust(rank, card),
+        )
+
+
+class _BookingRelay:
+    """Passes the bookings of a domain on to the sync of the endpoint that the worker is at (`BookingObserver`)."""
+
+    __slots__ = ("_endpoint_of", "sessions", "syncs")
+
+    def __init__(self, endpoint_of: Callable[[int], str | None]) -> None:
+        """`endpoint_of`: from a worker's id to its endpoint; None: the worker has gone."""
+        self._endpoint_of = endpoint_of
+        self.syncs: dict[str, ReplicaSync] = {}  # by endpoint
+        self.sessions = SessionRelay(endpoint_of)  # where sessions are bound is shared as well
+
+    def booked(self, request_id: str, selection: Selection) -> None:
+        """Report a request that was booked."""
+        if (sync := self._sync(selection.rank)) is not None:
+            sync.booked(request_id, selection)
+
+    def prefill_completed(self, request_id: str, rank: WorkerRank) -> None:
+        """Report the first token of a request."""
+        if (sync := self._sync(rank)) is not None:
+            sync.prefill_completed(request_id, rank)
+
+    def freed(self, request_id: str, rank: WorkerRank) -> None:
+        """Report the end of a request."""
+        if (sync := self._sync(rank)) is not None:
+            sync.freed(request_id, rank)
+
+    def _sync(self, rank: WorkerRank) -> ReplicaSync | None:
+        endpoint = self._endpoint_of(rank.worker_id)
+        return None if endpoint is None else self.syncs.get(endpoint)
+
+
+class _CountingSink:
+    """Passes the events of one endpoint's workers on to their domain, and counts what becomes of them."""
+
+    __slots__ = ("_counters", "_domain", "forget", "refused")
+
+    def __init__(self, domain: KvDomain, counters: EventCounters) -> None:
+        self._domain, self._counters = domain, counters
+        self.forget = domain.forget
+        self.refused = counters.refused
+
+    def apply(self, event: RouterEvent) -> None:
+        """Apply one event. See `KvSink`."""
+        self._counters.count(event, self._domain.apply(event))
+
+
+class _Follower:
+    """The feed of one endpoint of a domain, for as long as workers are there."""
+
+    __slots__ = ("feed", "tasks")
+
+    def __init__(self) -> None:
+        self.feed: KvEventFeed | None = None
+        self.tasks: list[asyncio.Task[None]] = []
+
+
+class KvDomains:
+    """The domains of one process. `update` them as workers come and go, and leave them with `aclose`."""
+
+    def __init__(
+        self,
+        settings: KvRouterSettings,
+        endpoint: Callable[[str], Endpoint],
+        registry: MetricsRegistry,
+        *,
+        router_id: Callable[[], int],
+        rng: random.Random,
+    ) -> None:
+        """`endpoint`: from "namespace.component.endpoint" to the endpoint. `router_id`: read once there are workers.
+
+        Raises InvalidArgument for a policy that cannot be made, and OSError where decisions cannot be recorded.
+        """
+        self._settings, self._endpoint, self._registry, self._rng = settings, endpoint, registry, rng
+        self._router_id = router_id
+        made = {role: policy_of(settings, role) for role in (AGGREGATED, _PREFILL, _DECODE)}
+        self._policies = {role: policy for role, (policy, _) in made.items()}
+        header = made[AGGREGATED][1]
+        self._decisions: DecisionLog | None = None
+        if settings.decisions_path is not None:
+            if any(other != header for _, other in made.values()):
+                raise InvalidArgument("--router-decisions needs one policy for all roles: its file names one")
+            self._decisions = DecisionLog(settings.decisions_path, header, limit_bytes=settings.decisions_limit_bytes)
+        # A domain lives while it has workers, or a pool holds its placement: the next worker finds the pool where it was.
+        self._domains: WeakValueDictionary[DomainKey, KvDomain] = WeakValueDictionary()
+        self._owners: dict[Hashable, tuple[DomainKey, KvDomain]] = {}  # where each owner's workers are
+        self._followers: dict[tuple[DomainKey, str], _Follower] = {}
+        self._slots = asyncio.Semaphore(MAX_RECOVERIES)
+        self._background = Background()
+
+    def key(self, namespace: str, role: str, card: ModelCard) -> DomainKey:
+        """Return the domain of workers with this card."""
+        size = self._settings.kv_cache_block_size or card.kv_cache_block_size or DEFAULT_BLOCK_SIZE
+        return DomainKey(namespace, role, size, card.runtime_config.enable_eagle)
+
+    def placement(self, key: DomainKey) -> KvPlacement:
+        """Return the placement of a domain, which need not have workers yet."""
+        return self._domain(key).placement
+
+    def way(self, key: DomainKey, model: str, pool: ModelPool) -> OnTheWay | None:
+        """Return what requests pass before the workers of a pool; None: nothing. A domain may have several pools: each model has
+        the policy classes of its name, and sessions of its own.
+        """
+        domain = self._domain(key)
+        return way_to_pool(
+            self._settings,
+            self._registry,
+            PoolKind(model, _PREFILL if key.role == _PREFILL else _DECODE),
+            pool,
+            domain.placement,
+            relay=domain.relay.sessions,
+            ranks=lambda: domain.ranks,
+            writer_id=self._router_id(),
+        )
+
+    def update(self, owner: Hashable, key: DomainKey, members: Iterable[KvMember]) -> None:
+        """Take over the workers of one owner, such as a model: all of them are in the domain `key`."""
+        former = self._owners.get(owner)
+        if former is not None and former[0] != key:
+            self.remove(owner)
+        self._owners[owner] = key, self._domain(key)
+        self._update(key, owner, members)
+
+    def remove(self, owner: Hashable) -> None:
+        """Take the loss of an owner's last worker; an unknown owner is fine."""
+        former = self._owners.pop(owner, None)
+        if former is not None:
+            self._update(former[0], owner, ())
+
+    @asynccontextmanager
+    async def load_reports(self, endpoint: str) -> AsyncIterator[None]:
+        """Report the accounts of an endpoint's workers as load, for the busy thresholds of all frontends, for as long as the
+        block runs."""
+        async with AsyncExitStack() as stack:
+            for domain in list(self._domains.values()):
+                if endpoint in domain.endpoints:
+                    load = domain.placement.router.load
+                    await stack.enter_async_context(RouterLoadReports(self._endpoint(endpoint), load))
+            yield
+
+    async def aclose(self) -> None:
+        """Stop following events, and close the record of decisions. Idempotent."""
+        self._followers.clear()
+        await self._background.close()
+        if self._decisions is not None:
+            self._decisions.close()
+
+    # -- domains -----------------------------------------------------------------------------------------------------
+
+    def _domain(self, key: DomainKey) -> KvDomain:
+        domain = self._domains.get(key)
+        if domain is None:
+            domain = self._domains[key] = self._new_domain(key)
+        return domain
+
+    def _new_domain(self, key: DomainKey) -> KvDomain:
+        settings = self._settings
+        labels = {
+            "dynamo_namespace": key.namespace,
+            "dynamo_component": key.role,
+            "router_id": f"{self._router_id():x}",
+        }
+        metrics = KvMetrics(self._registry, labels, role=key.role)
+        index = PrefixIndex() if settings.reads_events else None
+        guesses = guesses_of(settings)
+        router = KvRouter(
+            block_size=key.block_size,
+            policy=self._policies.get(key.role, self._policies[AGGREGATED]),
+            rng=self._rng,
+            index=guesses if index is None else index,
+            predicted=None if index is None else guesses,
+            options=router_options(settings, is_prefill=key.role == _PREFILL),
+        )
+        placement = KvPlacement(
+            router,
+            rng=self._rng,
+            is_eagle=key.is_eagle,
+            tracks_output=settings.router_track_output_blocks,
+            watcher=metrics,
+            decisions=self._decisions,
+        )
+        return KvDomain(placement, index, metrics, guesses=guesses)
+
+    def _update(self, key: DomainKey, owner: Hashable, members: Iterable[KvMember]) -> None:
+        domain = self._domain(key)
+        domain.update(owner, members)
+        endpoints = domain.endpoints
+        for (of, endpoint), follower in list(self._followers.items()):
+            if of != key:
+                continue
+            if endpoint not in endpoints:
+                self._leave(key, endpoint)
+            elif follower.feed is not None:
+                follower.feed.ranks_changed()
+        if not endpoints:
+            return
+        settings = self._settings
+        has_sessions = settings.router_session_affinity_ttl_secs is not None
+        if domain.index is not None or settings.router_replica_sync or has_sessions:
+            for endpoint in endpoints:
+                if (key, endpoint) not in self._followers and not self._background.is_closed:
+                    self._follow(key, domain, endpoint)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _follow(self, key: DomainKey, domain: KvDomain, endpoint: str) -> None:
+        follower = self._followers[key, endpoint] = _Follower()
+        if domain.index is not None:
+            work = self._keep_following(follower, domain, endpoint)
+            follower.tasks.append(self._background.start(work, f"kv events {endpoint}"))
+        if self._settings.router_replica_sync:
+            domain.placement.router.observer = domain.relay
+            syncing = self._keep_syncing(domain, endpoint)
+            follower.tasks.append(self._background.start(syncing, f"replica sync {endpoint}"))
+        if self._settings.router_session_affinity_ttl_secs is not None:
+            sharing = self._keep_sharing_sessions(domain, endpoint)
+            follower.tasks.append(self._background.start(sharing, f"sessions {endpoint}"))
+
+    def _leave(self, key: DomainKey, endpoint: str) -> None:
+        follower = self._followers.pop((key, endpoint))
+        for task in follower.tasks:
+            task.cancel()
+
+    async def _keep_sharing_sessions(self, domain: KvDomain, endpoint: str) -> None:
+        """Share where sessions are bound with other routers until this is cancelled; try again after a failure."""
+        while True:
+            try:
+                async with SessionSync(self._endpoint(endpoint), domain.relay.sessions) as sync:
+                    domain.relay.sessions.syncs[endpoint] = sync
+                    await asyncio.get_running_loop().create_future()  # until this is cancelled, or the sync fails
+            except DynamoException as error:
+                logger.warning(
+                    "sessions at %s cannot be shared, next attempt in %g s: %s", endpoint, RETRY_SECONDS, error
+                )
+            except Exception:  # the boundary: one fault of ours must not end the sharing for ever
+                logger.exception("sharing the sessions at %s failed; next attempt in %g s", endpoint, RETRY_SECONDS)
+            finally:
+                domain.relay.sessions.syncs.pop(endpoint, None)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _keep_syncing(self, domain: KvDomain, endpoint: str) -> None:
+        """Share the bookings of an endpoint's workers with other routers until this is cancelled; try again after a failure."""
+        router = domain.placement.router
+        while True:
+            try:
+                async with ReplicaSync(
+                    self._endpoint(endpoint),
+                    router.load,
+                    router_id=self._router_id(),
+                    block_size=router.block_size,
+                    is_live=domain.is_live,
+                ) as sync:
+                    domain.relay.syncs[endpoint] = sync
+                    await asyncio.get_running_loop().create_future()  # until this is cancelled, or the sync fails
+            except DynamoException as error:
+                logger.warning(
+                    "bookings at %s cannot be shared, next attempt in %g s: %s", endpoint, RETRY_SECONDS, error
+                )
+            except Exception:  # the boundary: one fault of ours must not end the sharing for ever
+                logger.exception("sharing the bookings at %s failed; next attempt in %g s", endpoint, RETRY_SECONDS)
+            finally:
+                domain.relay.syncs.pop(endpoint, None)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _keep_following(self, follower: _Follower, domain: KvDomain, endpoint: str) -> None:
+        """Follow the events of an endpoint until this is cancelled. A failure is logged, and followed by another try."""
+        namespace, component, _ = endpoint.split(".", 2)
+        labels = {"dynamo_namespace": namespace, "dynamo_component": component}
+        sink = _CountingSink(domain, EventCounters(self._registry, labels))
+        while True:
+            feed = KvEventFeed(
+                self._endpoint(endpoint),
+                sink,
+                on_trust=domain.set_trust,
+                slots=self._slots,
+                is_live=domain.is_live,
+                on_refused=sink.refused,
+            )
+            try:
+                async with feed:
+                    follower.feed = feed
+                    await asyncio.get_running_loop().create_future()  # until this is cancelled, or the feed fails
+            except DynamoException as error:
+                logger.warning(
+                    "the KV events of %s cannot be followed, next attempt in %g s: %s", endpoint, RETRY_SECONDS, error
+                )
+            except Exception:  # the boundary: one fault of ours must not leave the router without events for ever
+                logger.exception("following the KV events of %s failed; next attempt in %g s", endpoint, RETRY_SECONDS)
+            finally:
+                follower.feed = None
+                feed.forget_all()
+            await asyncio.sleep(RETRY_SECONDS)

@@ -1,0 +1,319 @@
+"""The kv router mode beside a pool: what is asked of the `KvRouter`, and a booking for as long as a stream is open.
+
+A placement is booked when its stream is opened, in the turn of the loop in which it was chosen. Its first items end the
+prefill, and the release of the stream, however it came about, ends the booking. Nothing runs per token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from dynamo.errors import DynamoException, WorkerUnavailable
+from dynamo.kv.hashing import block_hashes, sequence_hashes
+from dynamo.kv.overlap import WorkerRank
+from dynamo.placement import Candidate, Placement, PlacementReason, PlacementRequest
+from dynamo.placement.kv_query import (
+    KvQuery,
+    RankInfo,
+    clamp_output,
+    read_overrides,
+    read_preferred_taints,
+    read_priority,
+)
+from dynamo.placement.kv_state import KvPolicy
+from dynamo.placement.policies.least_loaded import fewest_in_flight
+from dynamo.protocol.worker_request import RoutingHints, WorkerRequest
+from dynamo.router.kv.decisions import DecisionLog
+from dynamo.router.kv.router import KvRouter, Selection
+from dynamo.router.record import DispatchRecord
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import ResponseStream
+
+if TYPE_CHECKING:
+    from dynamo.router.pool import ChosenWorker
+
+__all__ = ["KvPlaced", "KvPlacement", "KvWatcher"]
+
+logger = logging.getLogger(__name__)
+
+HASHED_AT_ONCE: Final = 16_384  # tokens; about a millisecond. A longer prompt lets others run in between
+OUTPUT_SECONDS: Final = 0.1  # how often the output of running requests is looked at, where it counts as load
+
+_PINNED: Final = (PlacementReason("pinned"),)
+
+
+class KvPlaced(Placement, frozen=True, gc=False, kw_only=True):
+    """A placement with the decision behind it."""
+
+    selection: Selection
+    kv_policy: KvPolicy  # that made it
+    query: KvQuery  # what was asked
+
+
+class KvWatcher:
+    """What is told of decisions and of the streams behind them. This one does nothing with it."""
+
+    __slots__ = ()
+
+    def hashed(self, seconds: float) -> None:
+        """Take how long it took to hash a prompt."""
+
+    def selected(self, seconds: float) -> None:
+        """Take how long a decision took."""
+
+    def booked(self, selection: Selection) -> None:
+        """Take a request that is sent where the decision said."""
+
+    def answered(self, seconds: float) -> None:
+        """Take how long the first output of a request took."""
+
+    def ended(self, tokens: int, seconds: float) -> None:
+        """Take the end of a stream that brought `tokens`, in `seconds` since the first of them."""
+
+
+class _Running:
+    """One request that is booked."""
+
+    __slots__ = ("counted", "first_at", "opened_at", "stream")
+
+    def __init__(self, stream: ResponseStream, opened_at: float) -> None:
+        self.stream, self.opened_at = stream, opened_at
+        self.first_at: float | None = None  # None: nothing has come
+        self.counted = 0  # of its output, in tokens
+
+
+class KvPlacement:
+    """The policy of pools in the kv mode: `dynamo.placement.Policy`, and the booking of what it has chosen.
+
+    One object may serve several pools whose workers are the same, such as those of a model and its adapters.
+    """
+
+    __slots__ = (
+        "_counted_at", "_decisions", "_is_eagle", "_repeated", "_rng", "_running", "_tracks_output", "_watcher", "_workers",
+        "is_stale", "read_ranks", "router",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        router: KvRouter,
+        *,
+        rng: random.Random,
+        is_eagle: bool = False,
+        tracks_output: bool = False,
+        watcher: KvWatcher | None = None,
+        decisions: DecisionLog | None = None,
+    ) -> None:
+        """`is_eagle`: the blocks of these engines also cover the token behind them. `tracks_output`: the tokens of running
+        answers count as load, and are looked at `OUTPUT_SECONDS` apart."""
+        self.router = router
+        self.read_ranks: Callable[[], Mapping[WorkerRank, RankInfo]] = dict
+        self.is_stale = False  # the ranks have changed since they were read
+        self._workers: frozenset[int] = frozenset()  # that the router knows
+        self._is_eagle = is_eagle
+        self._rng = rng
+        self._tracks_output = tracks_output
+        self._watcher = watcher or KvWatcher()
+        self._decisions = decisions
+        self._running: dict[str, _Running] = {}  # by the id of the booking; bounded by the streams that are open
+        self._counted_at = 0.0
+        self._repeated = 0  # bookings whose id was booked already
+
+    def __len__(self) -> int:
+        """Return how many requests are booked."""
+        return len(self._running)
+
+    # -- the question ------------------------------------------------------------------------------------------------
+
+    async def query(
+        self, body: WorkerRequest, record: DispatchRecord, *, pinned: int | None, is_prefill: bool = False
+    ) -> KvQuery:
+        """Return what the router is asked about a request. The hashes of a prompt are computed once for its record."""
+        routing, overrides = body.get("routing"), body.get("router_config_override")
+        prompt = body.get("token_ids") or ()
+        if not routing:  # nearly every request names nothing
+            sequence = await self._sequence(prompt, record, None, None)
+            return KvQuery(
+                sequence=sequence,
+                prompt_tokens=len(prompt),
+                pinned_worker_id=pinned,
+                overrides=read_overrides(overrides) if overrides else None,
+            )
+        lora_name, cache_salt = routing.get("lora_name"), routing.get("cache_salt")
+        constraints = routing.get("routing_constraints") or {}
+        return KvQuery(
+            sequence=await self._sequence(prompt, record, lora_name, cache_salt),
+            prompt_tokens=len(prompt),
+            lora_name=lora_name,
+            cache_salt=cache_salt,
+            priority=read_priority(routing.get("priority_jump") or routing.get("priority")),
+            strict_priority=routing.get("strict_priority") or 0,
+            pinned_worker_id=pinned,
+            pinned_dp_rank=routing.get("prefill_dp_rank") if is_prefill else routing.get("dp_rank"),
+            required_taints=constraints.get("required_taints") or (),
+            preferred_taints=read_preferred_taints(constraints.get("preferred_taints")),
+            expected_output=None if is_prefill else clamp_output(routing.get("expected_output_tokens")),
+            overrides=read_overrides(overrides),
+        )
+
+    async def _sequence(
+        self, prompt: Sequence[int], record: DispatchRecord, lora_name: str | None, cache_salt: str | None
+    ) -> Sequence[int]:
+        size = self.router.block_size
+        known = record.sequences
+        if known is None:
+            known = record.sequences = []
+        for of, block_size, sequence in known:
+            if of is prompt and block_size == size:
+                return sequence
+        began, step = perf_counter(), max(1, HASHED_AT_ONCE // size) * size
+        hashes: list[int] = []
+        for start in range(0, len(prompt), step):
+            if start:
+                await asyncio.sleep(0)
+            part = prompt[start : start + step + self._is_eagle] if len(prompt) > step else prompt
+            hashes += block_hashes(part, size, lora_name=lora_name, cache_salt=cache_salt, eagle=self._is_eagle)
+        sequence = sequence_hashes(hashes)
+        self._watcher.hashed(perf_counter() - began)
+        known.append((prompt, size, sequence))
+        return sequence
+
+    # -- the choice --------------------------------------------------------------------------------------------------
+
+    def choose(self, request: PlacementRequest, candidates: Sequence[Candidate], now: float) -> Placement:
+        """Choose one of `candidates`. See `dynamo.placement.Policy`."""
+        query = request.kv
+        if query is None:  # not a request of a client's own, such as the release of blocks after a hand-over
+            query = KvQuery(token_ids=request.token_ids, lora_name=request.lora_name)
+        self._refresh()
+        by_id = {each.instance_id: each for each in reversed(candidates)}
+        query.allowed = None if by_id.keys() == self._workers else by_id.keys()
+        if query.allowed is not None and self._workers.isdisjoint(by_id):  # no card of these workers was seen yet
+            return fewest_in_flight(candidates, self._rng, "kv")
+        try:
+            selection = self.select(query, now)
+        except WorkerUnavailable as error:
+            logger.debug("the kv router finds none of %d workers: %s", len(candidates), error)
+            return fewest_in_flight(candidates, self._rng, "kv")
+        return self._placed(by_id[selection.rank.worker_id], selection, query)
+
+    def settle(self, placement: Placement, request: PlacementRequest, now: float) -> Placement:
+        """Return a placement with its decision: a request that names its worker was placed without one."""
+        if isinstance(placement, KvPlaced) or request.kv is None:
+            return placement
+        self._refresh()
+        if placement.candidate.instance_id not in self._workers:
+            return placement
+        # A query of its own: without the session's rank, the request may have to go elsewhere.
+        query = msgspec.structs.replace(request.kv, allowed=None, pinned_worker_id=placement.candidate.instance_id)
+        if placement.dp_rank is not None:
+            query.pinned_dp_rank = placement.dp_rank
+        try:
+            selection = self.select(query, now)
+        except WorkerUnavailable:
+            return placement
+        return self._placed(placement.candidate, selection, query, placement.reasons)
+
+    def _placed(
+        self,
+        candidate: Candidate,
+        selection: Selection,
+        query: KvQuery,
+        reasons: tuple[PlacementReason, ...] | None = None,
+    ) -> KvPlaced:
+        choice = selection.choice
+        why = reasons or (
+            PlacementReason(choice.reason, choice.cost),
+            PlacementReason("cached_tokens", selection.cached_tokens),
+        )
+        return KvPlaced(
+            candidate,
+            f"kv {choice.policy}",
+            why,
+            dp_rank=selection.rank.dp_rank,
+            selection=selection,
+            kv_policy=self.router.policy,
+            query=query,
+        )
+
+    def current_router(self) -> KvRouter:
+        """Return the router, with the ranks there are now."""
+        self._refresh()
+        return self.router
+
+    def _refresh(self) -> None:
+        """Take the ranks there are now, if they have changed."""
+        if self.is_stale:
+            self.is_stale = False
+            ranks = self.read_ranks()
+            self._workers = frozenset(rank.worker_id for rank in ranks)
+            self.router.set_ranks(ranks)
+
+    def select(self, query: KvQuery, now: float) -> Selection:
+        """Decide, and book nothing. Raises the errors of `KvRouter.select`."""
+        if self.is_stale:
+            self._refresh()
+        if self._tracks_output and now >= self._counted_at + OUTPUT_SECONDS:
+            self._counted_at = now
+            for request_id, running in self._running.items():
+                self._count_output(request_id, running, now)
+        began = perf_counter()
+        selection = self.router.select(query, now)
+        self._watcher.selected(perf_counter() - began)
+        return selection
+
+    # -- the booking -------------------------------------------------------------------------------------------------
+
+    async def open(self, worker: ChosenWorker, body: WorkerRequest, context: Context) -> ResponseStream:
+        """Book the decision behind `worker`, and open the stream there. Every end of the stream ends the booking."""
+        placement = worker.placement
+        if not isinstance(placement, KvPlaced):
+            return await worker.client.open(worker.instance, body, context)
+        selection, router, clock = placement.selection, self.router, asyncio.get_running_loop().time
+        request_id, now = context.id(), clock()
+        if not router.book(request_id, selection, now, expires=False):
+            # An attempt before this one is still on its way out, or a client uses one id for several requests.
+            self._repeated += 1
+            request_id = f"{request_id}\0{self._repeated}"
+            router.book(request_id, selection, now, expires=False)
+        self._watcher.booked(selection)
+        if self._decisions is not None:
+            self._decisions.record(request_id, body.get("model") or "", selection)
+        routing: RoutingHints = {**(body.get("routing") or {}), "dp_rank": selection.rank.dp_rank}
+        try:
+            stream = await worker.client.open(worker.instance, {**body, "routing": routing}, context)
+        except BaseException:
+            router.free(request_id, clock())
+            raise
+        self._running[request_id] = running = _Running(stream, now)
+
+        def first(error: DynamoException | None) -> None:
+            if error is None:
+                running.first_at = now = clock()
+                router.first_token(request_id, now)
+                self._watcher.answered(now - running.opened_at)
+
+        def released() -> None:
+            self._release(request_id, running, clock())
+
+        stream.book(first=first, released=released)
+        return stream
+
+    def _release(self, request_id: str, running: _Running, now: float) -> None:
+        del self._running[request_id]
+        self._count_output(request_id, running, now)
+        self.router.free(request_id, now)
+        self._watcher.ended(running.counted, 0.0 if running.first_at is None else now - running.first_at)
+
+    def _count_output(self, request_id: str, running: _Running, now: float) -> None:
+        """Tell the router how much a request has generated since the last time."""
+        tokens = running.stream.tokens_taken
+        if tokens > running.counted:
+            self.router.output(request_id, tokens - running.counted, now)
+            running.counted = tokens

@@ -1,0 +1,198 @@
+"""The KV events of a model's workers, whole and in order: gaps are seen, and filled by asking the worker.
+
+A worker that joins is asked for everything it holds; from then on its events are followed. An event id that is too high is a
+gap: what is missing is asked for, and live events wait meanwhile. What cannot be had is no error: routing goes on with less,
+and the trust in the rank says so.
+
+Only the ranks that are there count, which is up to the cards of their workers. The events of others wait a moment for a card.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing
+from typing import Final
+
+from dynamo.kv.events import BadEvents, RouterEvent, read_event, split_events
+from dynamo.kv.overlap import WorkerRank
+from dynamo.router.kv_events.queues import EarlyEvents
+from dynamo.router.kv_events.rank_events import KvSink, OnTrust, RankEvents, Turns
+from dynamo.router.kv_events.sources import MAX_RECOVERIES, RecoveryTarget, SourceClients, read_source
+from dynamo.runtime.discovery.base import EVENT_SOURCES, Change, Put
+from dynamo.runtime.discovery.follow import follow
+from dynamo.runtime.endpoint import Endpoint
+from dynamo.runtime.event_plane.base import Event
+
+__all__ = ["MAX_RECOVERIES", "REFUSALS", "KvEventFeed", "KvSink"]
+
+logger = logging.getLogger(__name__)
+
+TOPIC: Final = "kv-events"
+MAX_SOURCES: Final = 65_536  # records that are remembered
+WARN_SECONDS: Final = 10.0  # between warnings about what cannot be read
+
+UNREADABLE: Final = "unreadable"
+UNKNOWN_RANK: Final = "unknown_rank"
+FAILED: Final = "failed"
+REFUSALS: Final = (UNREADABLE, UNKNOWN_RANK, FAILED)
+"""Why an event is not even tried: not to be decoded, or too large; of a rank that no card names; a fault of this process."""
+
+
+def _every_rank(_: WorkerRank) -> bool:
+    return True
+
+
+def _uncounted(_: str) -> None:
+    return
+
+
+class KvEventFeed:
+    """`async with KvEventFeed(endpoint, sink): ...` follows until the block is left."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        sink: KvSink,
+        *,
+        on_trust: OnTrust | None = None,
+        slots: asyncio.Semaphore | None = None,
+        is_live: Callable[[WorkerRank], bool] = _every_rank,
+        on_refused: Callable[[str], None] = _uncounted,
+    ) -> None:
+        """`endpoint`: the one whose workers' events are meant. `slots`: shared by feeds that recover side by side.
+
+        `is_live`: whether a rank is there; `ranks_changed` is to be called when that changes. `on_refused`: called with one
+        of `REFUSALS` for each event, or message, that is not tried.
+        """
+        self._endpoint, self._is_live, self._on_refused = endpoint, is_live, on_refused
+        self._clients = SourceClients(endpoint.runtime, slots)
+        self._ranks = RankEvents(
+            sink, self._clients, lambda work, name: self._group.create_task(work, name=name), on_trust
+        )
+        self._early = EarlyEvents()
+        self._sources: dict[str, tuple[WorkerRank, RecoveryTarget]] = {}  # by key of the record
+        self._next_warning = 0.0
+        self._stack = AsyncExitStack()
+
+    @property
+    def gaps(self) -> int:
+        """How often events were missing."""
+        return self._ranks.gaps
+
+    @property
+    def dumps(self) -> int:
+        """How often a rank told everything anew."""
+        return self._ranks.dumps
+
+    async def __aenter__(self) -> KvEventFeed:
+        events = await self._stack.enter_async_context(
+            self._endpoint.runtime.events.subscribe(self._endpoint.event_scope, TOPIC)
+        )
+        self._group = group = await self._stack.enter_async_context(asyncio.TaskGroup())
+        following = [
+            group.create_task(self._follow_events(events), name="kv events"),
+            group.create_task(self._follow_sources(), name="kv event sources"),
+            group.create_task(self._ranks.ask_after_silence(), name="kv events after a silence"),
+        ]
+
+        def end() -> None:
+            for task in following:
+                task.cancel()
+            self._ranks.stop()
+
+        self._stack.callback(end)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+        await self._clients.close()
+
+    def ranks_changed(self) -> None:
+        """Drop the ranks that are no longer there, and begin with those that are there now."""
+        for rank in [rank for rank in self._ranks if not self._is_live(rank)]:
+            self._ranks.drop(rank)
+        for rank, target in self._sources.values():
+            if rank not in self._ranks and self._is_live(rank):
+                self._ranks.set_target(rank, target)
+        for rank in self._early.ranks:
+            if self._is_live(rank):
+                for event in self._early.take(rank):
+                    self._ranks.take(event)
+
+    def forget_all(self) -> None:
+        """Drop every rank: its events are no longer followed."""
+        for rank in list(self._ranks):
+            self._ranks.drop(rank)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    async def _follow_events(self, events: AsyncIterator[Event]) -> None:
+        turns = Turns()
+        async for message in events:
+            try:
+                parts = split_events(message.payload)
+            except BadEvents as error:
+                self._refuse(UNREADABLE, message, error)
+                continue
+            for part in parts:
+                try:
+                    event = read_event(part)
+                except BadEvents as error:
+                    self._refuse(UNREADABLE, message, error)
+                    continue
+                self._take(event, message)
+                await turns.spend(event)
+
+    def _take(self, event: RouterEvent, message: Event) -> None:
+        rank = WorkerRank(event.worker_id, event.event.dp_rank)
+        if rank not in self._ranks and not self._is_live(rank):
+            if not self._early.put(rank, event, asyncio.get_running_loop().time()):
+                self._on_refused(UNKNOWN_RANK)
+            return
+        try:
+            self._ranks.take(event)
+        except Exception as error:  # the boundary: one event must not end the feed
+            self._ranks.drop(rank)
+            self._refuse(FAILED, message, error)
+
+    def _refuse(self, reason: str, message: Event, error: Exception) -> None:
+        """Count what is not tried, and report it from time to time: whoever sends such things may send many."""
+        self._on_refused(reason)
+        now = asyncio.get_running_loop().time()
+        level = logging.WARNING if now >= self._next_warning else logging.DEBUG
+        if level == logging.WARNING:
+            self._next_warning = now + WARN_SECONDS
+        told = error if reason == FAILED else None
+        logger.log(
+            level, "a KV event message of publisher %x is not read: %s", message.publisher_id, error, exc_info=told
+        )
+
+    # -- sources -----------------------------------------------------------------------------------------------------
+
+    async def _follow_sources(self) -> None:
+        prefix = f"{EVENT_SOURCES}/{self._endpoint.event_scope.path_encoded}/topic/{TOPIC}"
+        async with aclosing(follow(self._endpoint.runtime.discovery, prefix)) as changes:
+            async for batch in changes:
+                for change in batch:
+                    await self._source_changed(change)
+
+    async def _source_changed(self, change: Change) -> None:
+        if isinstance(change, Put):
+            try:
+                source = read_source(change.value)
+            except BadEvents as error:
+                logger.warning("KV event source %s is not read: %s", change.key, error)
+                return
+            if change.key not in self._sources and len(self._sources) >= MAX_SOURCES:
+                return
+            self._sources[change.key] = source.rank, source.target
+            if self._is_live(source.rank):
+                self._ranks.set_target(source.rank, source.target)
+            return
+        gone, target = self._sources.pop(change.key, (None, None))
+        if gone is None or target is None or any(rank == gone for rank, _ in self._sources.values()):
+            return
+        self._ranks.drop(gone)
+        await self._clients.leave(target)

@@ -1,0 +1,583 @@
+"""The workers of one endpoint behind a `KvRouter`: who they are, what their cards say, and requests that go to them.
+
+async with RoutedEndpoint(endpoint, router) as workers:
+    answer = await workers.open({"token_ids": [...]}, context)
+    while items := await answer.next_batch(): ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Annotated, Any, Final, Self
+
+import msgspec
+
+from dynamo.errors import CannotConnect, DynamoException, InvalidArgument, Overloaded, WorkerUnavailable
+from dynamo.kv.approximate_index import ApproximateIndex
+from dynamo.kv.block_chains import DumpedIndex
+from dynamo.kv.events import RouterEvent
+from dynamo.kv.index import PrefixIndex
+from dynamo.kv.overlap import OverlapIndex, WorkerRank
+from dynamo.placement.kv_query import (
+    KvQuery,
+    RankInfo,
+    Trust,
+    clamp_output,
+    read_overrides,
+    read_preferred_taints,
+    read_priority,
+)
+from dynamo.placement.kv_state import KvPolicy
+from dynamo.placement.kv_transfer import topology_taints
+from dynamo.protocol.records import ModelCard, ModelRuntimeConfig, decode_model_record
+from dynamo.router.kv.domains import router_options
+from dynamo.router.kv.on_the_way import OnTheWay, way_to_endpoint
+from dynamo.router.kv.router import KvRouter, Selection
+from dynamo.router.kv.sessions import SessionHold, session_id_of
+from dynamo.router.kv.settings import KvRouterSettings
+from dynamo.router.kv_events.feed import KvEventFeed
+from dynamo.router.peers.load_reports import RouterLoadReports
+from dynamo.router.peers.replica_sync import ReplicaSync
+from dynamo.runtime.client import Client
+from dynamo.runtime.context import Context
+from dynamo.runtime.discovery.base import MODEL_CARDS, Change, Put
+from dynamo.runtime.discovery.follow import follow
+from dynamo.runtime.endpoint import Endpoint
+from dynamo.runtime.request_plane.base import OBJECT_INDEX, ResponseStream, StreamItem
+from dynamo.runtime.tasks import Background
+
+__all__ = ["RoutedAnswer", "RoutedEndpoint", "kv_query_of", "new_router", "ranks_of", "routed_endpoint", "token_ids_of"]
+
+logger = logging.getLogger(__name__)
+
+_NOTHING_ON_THE_WAY: Final = OnTheWay()
+OTHER_WORKERS: Final = 3  # that a request may be sent to, where workers decline it before they answer
+MAX_CARDS: Final = 65_536  # of one endpoint; a store gone wild must not take the memory
+
+_NOT_STARTED: Final = (CannotConnect, WorkerUnavailable, Overloaded)  # errors of a worker that has not begun
+
+_UNKNOWN_CONFIG: Final = ModelRuntimeConfig()
+
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+
+class RoutedEndpoint:
+    """Follows the workers of an endpoint for a router, and sends them requests. Use as `async with`."""
+
+    def __init__(
+        self,
+        workers: Endpoint,
+        router: KvRouter,
+        *,
+        way: OnTheWay = _NOTHING_ON_THE_WAY,
+        needs_cards: bool = False,
+    ) -> None:
+        """`workers`: the endpoint whose instances serve the requests. What feeds the router's index is the caller's. `way`:
+        what requests pass before they go to a worker. `needs_cards`: a worker gets no requests before its model card is there."""
+        self.endpoint, self.router, self.way = workers, router, way
+        self._needs_cards = needs_cards
+        self._stack = AsyncExitStack()
+        self._cards: dict[str, tuple[int, ModelCard]] = {}  # by key; instance id and card
+        self._trusts: dict[WorkerRank, Trust] = {}  # what the events of a rank are worth; absent: none have come
+        self._busy: frozenset[int] = frozenset()
+        self._degraded: frozenset[WorkerRank] = frozenset()  # ranks that the index has no room for
+        self.on_ranks: Callable[[], None] | None = None  # called when the ranks have changed
+        self._client: Client | None = None
+        self._attempts = itertools.count(1)
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._client = client = await self.endpoint.client()
+            self._stack.push_async_callback(client.close)
+            self._stack.callback(client.on_change(self._set_ranks))
+            background = await self._stack.enter_async_context(Background())
+            background.start(self._follow_cards(), "model cards of the workers")
+            self._set_ranks()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    @property
+    def client(self) -> Client:
+        """The client of the workers."""
+        assert self._client is not None, "used before it was entered"
+        return self._client
+
+    @property
+    def runtime_config(self) -> ModelRuntimeConfig:
+        """What the first worker's card says of its engine; without a card nothing is known."""
+        return next((card.runtime_config for _, card in self._cards.values()), _UNKNOWN_CONFIG)
+
+    @property
+    def is_eagle(self) -> bool:
+        """Whether the workers' blocks also cover the token behind them."""
+        return self.runtime_config.enable_eagle
+
+    @property
+    def busy(self) -> frozenset[int]:
+        """The workers that get no requests, as they are over a threshold."""
+        return self._busy
+
+    @busy.setter
+    def busy(self, busy: frozenset[int]) -> None:
+        self._busy = busy
+        self._set_ranks()
+
+    async def open(self, body: Mapping[str, object], context: Context, *, query: KvQuery | None = None) -> RoutedAnswer:
+        """Send a request where its prefix lies, and book it until its answer ends.
+
+        Raises InvalidArgument for a request that is not one, what `KvRouter.select` raises where no rank may serve it,
+        RouterQueueLimitExceeded where too many wait already, and the last worker's error when all that were tried decline it.
+        The answer to a request that is cancelled while it waits is empty.
+        """
+        answer = RoutedAnswer(self, body, context, kv_query_of(body) if query is None else query)
+        await answer.start()
+        return answer
+
+    def booking_id(self, request_id: str) -> str:
+        """Return a name for the booking of a request: its id, unless another attempt or caller uses it."""
+        return f"{request_id}/{next(self._attempts)}" if request_id in self.router.load else request_id
+
+    # -- the workers -------------------------------------------------------------------------------------------------
+
+    async def _follow_cards(self) -> None:
+        workers = self.endpoint
+        prefix = f"{MODEL_CARDS}/{workers.namespace}/{workers.component}/{workers.name}"
+        async with aclosing(follow(workers.runtime.discovery, prefix)) as changes:
+            async for batch in changes:
+                for change in batch:
+                    self._take_card(change)
+                self._set_ranks()
+
+    def _take_card(self, change: Change) -> None:
+        if not isinstance(change, Put):
+            self._cards.pop(change.key, None)
+            return
+        if change.key not in self._cards and len(self._cards) >= MAX_CARDS:
+            return
+        try:
+            record = decode_model_record(change.value)
+            if record.model_suffix is None:  # an adapter's card says nothing new about its worker
+                self._cards[change.key] = (record.instance_id, record.card)
+        except InvalidArgument as error:
+            logger.warning("model card %s is not read: %s", change.key, error)
+
+    def set_trust(self, rank: WorkerRank, trust: Trust) -> None:
+        """Take what the events of a rank are worth from now on (`index_feed.OnTrust`)."""
+        if trust is Trust.NONE:
+            self._trusts.pop(rank, None)
+        else:
+            self._trusts[rank] = trust
+        if self._client is not None:
+            self._set_ranks()
+
+    def is_live(self, rank: WorkerRank) -> bool:
+        """Return whether a worker that is there has the rank."""
+        return rank in self.router.ranks
+
+    def set_degraded(self, ranks: frozenset[WorkerRank]) -> None:
+        """Take the ranks that reported more blocks than there is room for."""
+        self._degraded = ranks
+        if self._client is not None:
+            self._set_ranks()
+
+    def _set_ranks(self) -> None:
+        cards, instance_ids = dict(self._cards.values()), self.client.instance_ids()
+        if self._needs_cards:
+            instance_ids = [each for each in instance_ids if each in cards]
+        trusts = {**self._trusts, **dict.fromkeys(self._degraded, Trust.DEGRADED)} if self._degraded else self._trusts
+        ranks = ranks_of(instance_ids, cards, trusts)
+        for rank, info in ranks.items():
+            if rank.worker_id in self._busy:
+                ranks[rank] = msgspec.structs.replace(info, is_busy=True)
+        self.router.set_ranks(ranks)
+        self.router.load.relieved()  # what waits may wait for one of these
+        if self.on_ranks is not None:
+            self.on_ranks()
+
+
+class _IndexOfWorkers:
+    """The index of the workers of an endpoint, within what their cards say (`index_feed.KvSink`)."""
+
+    __slots__ = ("_degraded", "_index", "_sink", "_workers")
+
+    def __init__(self, sink: PrefixIndex | DumpedIndex, workers: RoutedEndpoint) -> None:
+        self._index = sink.index if isinstance(sink, DumpedIndex) else sink
+        self._sink, self._workers = sink, workers
+        self._degraded = self._index.degraded
+
+    def set_capacities(self) -> None:
+        """Bound what each rank may hold by what its worker has."""
+        for rank, info in self._workers.router.ranks.items():
+            self._index.set_capacity(rank, info.total_kv_blocks)
+
+    def apply(self, event: RouterEvent) -> None:
+        """Apply one KV event. See `KvSink`."""
+        self._sink.apply(event)
+        self._see_degraded()
+
+    def forget(self, worker_id: int, dp_rank: int) -> None:
+        """Drop all blocks of a rank. See `KvSink`."""
+        self._index.forget(worker_id, dp_rank)
+        rank = WorkerRank(worker_id, dp_rank)
+        if (info := self._workers.router.ranks.get(rank)) is not None:
+            self._index.set_capacity(rank, info.total_kv_blocks)
+        self._see_degraded()
+
+    def _see_degraded(self) -> None:
+        if self._index.degraded is not self._degraded:
+            self._degraded = self._index.degraded
+            self._workers.set_degraded(self._degraded)
+
+
+class RoutedAnswer:
+    """The items of one answer, from whichever worker serves it. The booking ends with the answer, or with `close`."""
+
+    __slots__ = (
+        "_body",
+        "_booked",
+        "_endpoint",
+        "_excluded",
+        "_has_begun",
+        "_query",
+        "_session",
+        "_stream",
+        "context",
+        "selection",
+    )
+
+    def __init__(self, endpoint: RoutedEndpoint, body: Mapping[str, object], context: Context, query: KvQuery) -> None:
+        self._endpoint, self._body, self.context, self._query = endpoint, body, context, query
+        self._excluded: set[int] = set()  # workers that declined
+        self._booked: str | None = None  # the name of the booking
+        self._session: SessionHold | None = None
+        self._stream: ResponseStream | None = None
+        self._has_begun = False  # an item has come
+        self.selection: Selection | None = None  # of the worker that serves it, or was asked last
+
+    async def start(self) -> None:
+        """Wait for a turn where all workers have too much to prefill, then `begin`; do nothing when cancelled meanwhile."""
+        (gate, sessions), context = self._endpoint.way, self.context
+        try:
+            if sessions is not None and (session_id := session_id_of(self._body)) is not None:
+                own = self._query
+                self._session = await sessions.hold(
+                    session_id, context, pinned_worker_id=own.pinned_worker_id, pinned_dp_rank=own.pinned_dp_rank
+                )
+            selection: Selection | None = None
+            if gate is not None:
+                selection, query = self._select()
+                policy = gate.parks(selection, query, context)
+                if policy is not None and self._session is not None and self._session.may_go_elsewhere:
+                    self._session.go_elsewhere()
+                    selection, query = self._select()
+                    policy = gate.parks(selection, query, context)
+                if policy is not None:
+                    if not await gate.wait(policy, selection, query, context):
+                        self.close()
+                        return
+                    selection = None
+            await self.begin(selection)
+        except BaseException:
+            self.close()
+            raise
+
+    def _select(self) -> tuple[Selection, KvQuery]:
+        """Choose a worker: that of the session where it is bound. Return the choice, and what was asked."""
+        query, bound = self._query, None if self._session is None else self._session.rank
+        info = None if bound is None else self._endpoint.router.ranks.get(bound)
+        if bound is not None and query.pinned_worker_id is None and info is not None and not info.is_busy:
+            query = msgspec.structs.replace(query, pinned_worker_id=bound.worker_id, pinned_dp_rank=bound.dp_rank)
+        return self._endpoint.router.select(query, _now()), query
+
+    async def begin(self, selection: Selection | None = None) -> None:
+        """Choose a worker and open the stream there; go on with others where it declines. See `RoutedEndpoint.open`."""
+        while True:
+            self._query.excluded = self._excluded
+            self.selection = selection or self._select()[0]
+            selection = None
+            try:
+                await self._open_at(self.selection)
+                if self._session is not None:
+                    self._session.sent(*self.selection.rank)
+                return
+            except _NOT_STARTED as error:
+                self._decline(error)
+
+    async def _open_at(self, selection: Selection) -> None:
+        endpoint, rank = self._endpoint, selection.rank
+        self._booked = endpoint.booking_id(self.context.id())
+        endpoint.router.book(self._booked, selection, _now(), expires=False)
+        routing = self._body.get("routing")
+        hints = {**(routing if isinstance(routing, dict) else {}), "dp_rank": rank.dp_rank}
+        try:
+            instance = endpoint.client.named(rank.worker_id)
+            self._stream = await endpoint.client.open(instance, {**self._body, "routing": hints}, self.context)
+        except BaseException:
+            self._unbook()
+            raise
+
+    def _decline(self, error: DynamoException) -> None:
+        """Take a worker's refusal; raises it where no further worker is to be tried."""
+        self._unbook()
+        assert self.selection is not None
+        rank, excluded = self.selection.rank, self._excluded
+        if self._session is not None:
+            self._session.failed(rank.worker_id, error)
+        excluded.add(rank.worker_id)
+        if len(excluded) > OTHER_WORKERS or self._query.pinned_worker_id is not None:
+            raise error
+        if excluded.issuperset(each.worker_id for each in self._endpoint.router.ranks):
+            raise error
+        logger.info(
+            "request %s: worker %x failed before its first token (%s: %s)",
+            self.context.id(),
+            rank.worker_id,
+            type(error).__name__,
+            error,
+        )
+
+    async def next_batch(self) -> list[StreamItem]:
+        """Return all that has arrived since the last call, waiting for at least one item; [] at the end.
+
+        The first part of the answer names its worker (`routing_data`). Raises the error that the answer ends with.
+        """
+        while self._stream is not None:
+            try:
+                items = await self._next_items()
+            except BaseException:
+                self.close()
+                raise
+            if items is None:
+                continue
+            if items:
+                return self._counted(items)
+            self.close()
+        return []
+
+    async def _next_items(self) -> list[StreamItem] | None:
+        """Return what the worker sent next; None: it declined, and another one was asked."""
+        assert self._stream is not None
+        try:
+            return await self._stream.next_batch()
+        except DynamoException as error:
+            if isinstance(error, _NOT_STARTED) and not self._has_begun:
+                self._decline(error)
+                await self.begin()
+                return None
+            if self._session is not None and self.selection is not None:
+                self._session.failed(self.selection.rank.worker_id, error)
+            raise
+
+    def close(self) -> None:
+        """End the answer and its booking, and let its session go. Idempotent."""
+        self._unbook()
+        if self._session is not None:
+            self._session.release()
+
+    def _unbook(self) -> None:
+        stream, self._stream = self._stream, None
+        booked, self._booked = self._booked, None
+        if stream is not None:
+            stream.close()
+        if booked is not None:
+            self._endpoint.router.free(booked, _now())
+
+    def _counted(self, items: list[StreamItem]) -> list[StreamItem]:
+        """Count what has come for the router, and name the worker in the first part."""
+        router, booked = self._endpoint.router, self._booked
+        assert booked is not None
+        assert self.selection is not None
+        if not self._has_begun:
+            router.first_token(booked, _now())
+        tokens = 0
+        for item in items:
+            if item.index != OBJECT_INDEX:
+                tokens += len(item.token_ids)
+                if not self._has_begun:
+                    item.extra = _with_worker(item.extra or {}, self.selection.rank)
+            elif (chunk := _chunk_of(item)) is not None:
+                tokens += len(chunk["token_ids"])
+                if not self._has_begun:
+                    item.extra = {**(item.extra or {}), "data": _with_worker(chunk, self.selection.rank)}
+            else:
+                continue
+            self._has_begun = True
+        router.output(booked, tokens, _now())
+        return items
+
+
+# -- what a router goes by -------------------------------------------------------------------------------------------
+
+
+def new_router(
+    kv: KvRouterSettings, block_size: int, policy: KvPolicy, endpoint: Endpoint, held: OverlapIndex | None
+) -> KvRouter:
+    """Return the router that the settings describe. `held`: the index that events feed; None where they are not read."""
+    return KvRouter(
+        block_size=block_size,
+        policy=policy,
+        rng=endpoint.runtime.rng,
+        index=_guesses(kv) if held is None else held,
+        predicted=_predictions(kv),
+        options=router_options(kv),
+    )
+
+
+def _guesses(kv: KvRouterSettings) -> OverlapIndex | None:
+    """Return the index of what was sent where, for workers whose KV events are not read."""
+    if not kv.guesses:
+        return None
+    return ApproximateIndex(ttl_seconds=kv.router_ttl_secs, is_lru=kv.router_approximate_cache_policy == "lru")
+
+
+def _predictions(kv: KvRouterSettings) -> OverlapIndex | None:
+    """Return the index that counts a prompt's blocks as held until its worker's events say so."""
+    seconds = kv.router_predicted_ttl_secs
+    return ApproximateIndex(ttl_seconds=seconds) if kv.reads_events and seconds is not None else None
+
+
+@asynccontextmanager
+async def routed_endpoint(
+    endpoint: Endpoint,
+    router: KvRouter,
+    kv: KvRouterSettings,
+    index: PrefixIndex | DumpedIndex | None,
+    *,
+    needs_cards: bool = False,
+) -> AsyncIterator[RoutedEndpoint]:
+    """Follow an endpoint's workers for a router, feed `index` their KV events, and share the bookings, as the settings say."""
+    async with AsyncExitStack() as stack:
+        way = await stack.enter_async_context(way_to_endpoint(kv, router, endpoint))
+        workers = RoutedEndpoint(endpoint, router, way=way, needs_cards=needs_cards)
+        if index is not None:
+            sink = _IndexOfWorkers(index, workers)
+            feed = KvEventFeed(endpoint, sink, on_trust=workers.set_trust, is_live=workers.is_live)
+
+            def ranks_changed() -> None:
+                sink.set_capacities()
+                feed.ranks_changed()
+
+            await stack.enter_async_context(feed)
+            workers.on_ranks = ranks_changed
+        await stack.enter_async_context(RouterLoadReports(endpoint, router.load))
+        if kv.router_replica_sync:
+            sync = ReplicaSync(
+                endpoint,
+                router.load,
+                router_id=endpoint.connection_id(),
+                block_size=router.block_size,
+                is_live=workers.is_live,
+            )
+            router.observer = await stack.enter_async_context(sync)
+        yield await stack.enter_async_context(workers)
+
+
+def ranks_of(
+    instance_ids: Iterable[int], cards: Mapping[int, ModelCard], trusts: Mapping[WorkerRank, Trust]
+) -> dict[WorkerRank, RankInfo]:
+    """Return the ranks of workers. A worker without a card has one rank of which nothing but the trust is known."""
+    found: dict[WorkerRank, RankInfo] = {}
+    for instance_id in instance_ids:
+        card = cards.get(instance_id)
+        if card is None:
+            rank = WorkerRank(instance_id)
+            found[rank] = RankInfo(trust=trusts.get(rank, Trust.NONE))
+            continue
+        runtime = card.runtime_config
+        info = RankInfo(
+            total_kv_blocks=runtime.total_kv_blocks,
+            max_num_batched_tokens=runtime.max_num_batched_tokens,
+            max_num_seqs=runtime.max_num_seqs,
+            taints=frozenset(runtime.taints) | topology_taints(runtime),
+            topology=runtime.topology_domains,
+        )
+        for rank in (WorkerRank(instance_id, dp_rank) for dp_rank in runtime.ranks):
+            found[rank] = msgspec.structs.replace(info, trust=trusts.get(rank, Trust.NONE))
+    return found
+
+
+class _Constraints(msgspec.Struct):
+    required_taints: list[str] | None = None
+    preferred_taints: dict[str, float] | None = None
+
+
+class _Hints(msgspec.Struct):
+    """What a request says about where it should be served. Every member may be absent or null."""
+
+    backend_instance_id: int | None = None
+    decode_worker_id: int | None = None
+    dp_rank: int | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    cache_namespace: str | None = None
+    priority: float | None = None
+    priority_jump: float | None = None
+    strict_priority: int | None = None
+    expected_output_tokens: int | None = None
+    allowed_worker_ids: list[int] | None = None
+    routing_constraints: _Constraints | None = None
+
+
+def kv_query_of(body: Mapping[str, object]) -> KvQuery:
+    """Return what a router is asked about a worker's request. Raises InvalidArgument naming the member that is wrong."""
+    if "token_ids" not in body:
+        raise InvalidArgument("missing field `token_ids`")
+    try:
+        hints = msgspec.convert(body.get("routing") or {}, _Hints)
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(f"routing: {error}") from error
+    constraints = hints.routing_constraints or _Constraints()
+    pinned = hints.backend_instance_id
+    return KvQuery(
+        token_ids=token_ids_of(body["token_ids"]),
+        lora_name=hints.lora_name,
+        cache_salt=hints.cache_salt or hints.cache_namespace,
+        priority=read_priority(hints.priority_jump or hints.priority),
+        strict_priority=hints.strict_priority or 0,
+        pinned_worker_id=hints.decode_worker_id if pinned is None else pinned,
+        pinned_dp_rank=hints.dp_rank,
+        allowed=None if hints.allowed_worker_ids is None else set(hints.allowed_worker_ids),
+        required_taints=constraints.required_taints or (),
+        preferred_taints=read_preferred_taints(constraints.preferred_taints),
+        expected_output=clamp_output(hints.expected_output_tokens),
+        overrides=read_overrides(body.get("router_config_override")),
+    )
+
+
+def token_ids_of(value: object) -> Sequence[int]:
+    """Return a prompt. Raises InvalidArgument for anything but a list of token ids."""
+    try:
+        return msgspec.convert(value, list[_TokenId])
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(f"token_ids must be a list of token ids: {error}") from error
+
+
+def _chunk_of(item: StreamItem) -> dict[str, Any] | None:
+    """Return the chunk of a plain handler, where an object is one."""
+    data = (item.extra or {}).get("data")
+    return data if isinstance(data, dict) and isinstance(data.get("token_ids"), list) else None
+
+
+def _with_worker(members: dict[str, Any], rank: WorkerRank) -> dict[str, Any]:
+    """Return the members of the first chunk, with the worker that serves the request."""
+    data = members.get("routing_data")
+    served_by = {
+        "prefill_worker_id": rank.worker_id,
+        "prefill_dp_rank": rank.dp_rank,
+        "decode_worker_id": rank.worker_id,
+        "decode_dp_rank": rank.dp_rank,
+    }
+    return {**members, "routing_data": {"worker_id": served_by, **(data if isinstance(data, dict) else {})}}
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,186 @@
+"""Discovery on etcd: a lease, a watch, and one thread for each store.
+
+The thread renews the lease whatever the event loop of the process is doing: an engine that blocks it for longer than the
+lease lives must not lose its place. All of etcd happens there (`store.py`); only changes cross over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from dynamo.runtime.discovery.base import Change, matches
+from dynamo.runtime.discovery.etcd.store import EtcdStore
+from dynamo.runtime.discovery.feed import ChangeFeed
+from dynamo.runtime.discovery.keys import new_lease_id, split_bucket
+from dynamo.runtime.settings import EtcdSettings
+from dynamo.runtime.tasks import Background, is_being_cancelled
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EtcdDiscovery:
+    """`base.Discovery` on an etcd that the native system's `etcd` backend can share.
+
+    While etcd does not answer, `put` and `delete` note what is wanted, watches stay open, and `get_prefix` answers with the
+    last view of a watched bucket; `put_new`, and `get_prefix` of any other, raise `CannotConnect`.
+    """
+
+    def __init__(self, settings: EtcdSettings, *, lease_id: int | None = None) -> None:
+        """Raises InvalidArgument naming a variable that is wrong. Nothing is connected before `start`."""
+        # Chosen here and not by etcd, so that it is known from the beginning and can be taken again: etcd's ids are i64.
+        self._lease_id = lease_id if lease_id is not None else new_lease_id()
+        self._settings = settings
+        self._store = EtcdStore(settings, lease_id=self._lease_id, tell=self._tell)
+        self._feeds: dict[ChangeFeed, str] = {}  # -> its prefix; owned by the thread, as is the next one
+        self._opening: dict[ChangeFeed, asyncio.Task[None]] = {}
+        self._work = Background()  # in the thread
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the process
+        self._home: asyncio.AbstractEventLoop | None = None  # of the thread
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def lease_id(self) -> int:
+        return self._lease_id
+
+    def trouble(self) -> str | None:
+        return self._store.trouble()
+
+    async def start(self) -> None:
+        if self._closed:
+            raise RuntimeError("this discovery store is closed")
+        if self._thread is not None:
+            return
+        self._loop = asyncio.get_running_loop()
+        self._home = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, args=(self._home,), name="discovery-etcd", daemon=True)
+        self._thread.start()
+        try:
+            await self._call(self._store.open())
+        except BaseException:
+            await self._end()
+            self._store = EtcdStore(self._settings, lease_id=self._lease_id, tell=self._tell)  # for another try
+            self._work = Background()
+            raise
+
+    async def put(self, key: str, value: bytes) -> None:
+        await self._call(self._store.records.put(key, value))
+
+    async def put_new(self, key: str, value: bytes) -> bool:
+        return await self._call(self._store.records.put_new(key, value))
+
+    async def delete(self, key: str) -> None:
+        await self._call(self._store.records.delete(key))
+
+    async def lose_lease(self) -> None:
+        """Drop the lease and this process's records in etcd, for fault injection. The process then takes the lease
+        again.
+        """
+        await self._call(self._store.lose_lease())
+
+    async def get_prefix(self, prefix: str) -> dict[str, bytes]:
+        return await self._call(self._store.views.get(prefix))
+
+    @asynccontextmanager
+    async def watch(self, prefix: str) -> AsyncIterator[AsyncIterator[list[Change]]]:
+        split_bucket(prefix)
+        feed = ChangeFeed()
+        try:
+            await self._call(self._subscribe(feed, prefix))
+            yield feed
+        finally:
+            self._in_thread(partial(self._unsubscribe, feed))
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        await self._end()
+
+    async def _end(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None or self._home is None:
+            return
+        ended = asyncio.run_coroutine_threadsafe(self._leave(), self._home)
+        await asyncio.wrap_future(ended)
+        thread.join()  # it has nothing left to do
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _run(home: asyncio.AbstractEventLoop) -> None:
+        try:
+            home.run_forever()
+            home.run_until_complete(home.shutdown_asyncgens())
+        finally:
+            home.close()  # without waiting for a name that is still being looked up
+
+    async def _leave(self) -> None:
+        home = asyncio.get_running_loop()
+        try:
+            await self._store.close()
+            for feed in self._feeds:
+                self._on_loop(feed.close)
+            for feed in self._opening:
+                self._on_loop(feed.close)
+            self._feeds.clear()
+            await self._work.close()
+            waiting = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in waiting:
+                task.cancel()
+            if waiting:
+                await asyncio.wait(waiting)
+        finally:
+            home.call_soon(home.stop)
+
+    async def _subscribe(self, feed: ChangeFeed, prefix: str) -> None:
+        # Beside the caller: while etcd is away the snapshot takes its time, and the watch is open all the same.
+        self._opening[feed] = self._work.start(self._open(feed, prefix), f"etcd: {prefix}")
+
+    async def _open(self, feed: ChangeFeed, prefix: str) -> None:
+        try:
+            found = await self._store.views.view(prefix)
+            self._on_loop(partial(feed.open, found))
+            self._feeds[feed] = prefix
+        finally:
+            self._opening.pop(feed, None)
+
+    def _unsubscribe(self, feed: ChangeFeed) -> None:
+        self._feeds.pop(feed, None)
+        if (opening := self._opening.pop(feed, None)) is not None:
+            opening.cancel()
+
+    def _tell(self, bucket: str, changes: list[Change]) -> None:
+        for feed, prefix in self._feeds.items():
+            if wanted := [change for change in changes if matches(prefix, change.key)]:
+                self._on_loop(partial(feed.post, wanted))
+
+    def _on_loop(self, callback: Callable[[], None]) -> None:
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop was closed without closing this store: no watcher is left
+            self._loop.call_soon_threadsafe(callback)
+
+    def _in_thread(self, callback: Callable[[], None]) -> None:
+        if self._thread is not None and self._home is not None:
+            with suppress(RuntimeError):  # it ends just now
+                self._home.call_soon_threadsafe(callback)
+
+    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` in the thread and return its result."""
+        if self._thread is None or self._home is None:
+            work.close()
+            raise RuntimeError("this discovery store is closed" if self._closed else "call start() first")
+        try:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home))
+        except asyncio.CancelledError:
+            if is_being_cancelled():
+                raise
+            raise RuntimeError("this discovery store is closed") from None  # while it was asked

@@ -1,0 +1,5 @@
+"""Discovery through the API of Kubernetes."""
+
+from dynamo.runtime.discovery.kubernetes.discovery import KubernetesDiscovery
+
+__all__ = ["KubernetesDiscovery"]
