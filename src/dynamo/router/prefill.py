@@ -309,6 +309,8 @@ class PrefillRouter:
             return Handoff(instance, onward, task, transfer=rule)
         reply = await read_reply(stream, context)
         timer.arrived(failed=True)  # what was awaited is only the first half: the answer is still to come
+        if suspect is not None:
+            suspect.passed(self.workers)
         if reply.reason != LENGTH:
             return PrefillAnswer(instance, reply.items)
         if reply.params is None and context.is_stopped():
@@ -324,13 +326,13 @@ class PrefillRouter:
         return decode_request(body, instance_id, members, rule, counts_cached=self._is_conditional)
 
     async def _drain(self, stream: ResponseStream, worker: ChosenWorker, suspect: Suspect | None) -> None:
-        sent_at = _now()
+        sent_at, has_begun = _now(), False
         try:
             while await stream.next_batch():
-                pass
+                has_begun = True
         except DynamoException as error:
             worker.record_failure(error)
-            if suspect is not None:
+            if suspect is not None and not has_begun:
                 suspect.count_failure(self.workers, worker, error, sent_at=sent_at, now=_now())
             raise
         finally:

@@ -3,9 +3,9 @@ Pure.
 
 A worker's death counts against a request when the request had been sent to that worker and had received nothing from it yet.
 A token received clears the request: its content got past the place where the earlier worker died. So a request is convicted
-when two workers in a row died on it without a token, and about as long after they took it: what a request does to a worker, it
-does again in the same way, while a worker that is killed for another reason dies at any time. Its content is remembered for a while, so that the same request is
-refused at once instead of ending two workers more.
+when two workers of one role in a row died on it without a token, and about as long after they took it: what a request does to a
+worker, it does again in the same way, while a worker that is killed for another reason dies at any time. Its content is
+remembered for a while, so that the same request is refused at once instead of ending two workers more.
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ class QueriesOfDeath:
 class Suspect:
     """One request, and the workers that died on it in a row without having sent anything."""
 
-    __slots__ = ("_body", "_deaths", "_memory", "_request_id", "_seconds")
+    __slots__ = ("_body", "_deaths", "_memory", "_pool", "_request_id", "_seconds")
 
     def __init__(self, body: Mapping[str, object], request_id: str, memory: QueriesOfDeath) -> None:
         self._body, self._request_id, self._memory = body, request_id, memory
         self._deaths = 0
+        self._pool: ModelPool | None = None  # of the last death
         self._seconds = 0.0  # from sending the request to the last death
 
     def check(self, clock: Callable[[], float]) -> None:
@@ -90,12 +91,15 @@ class Suspect:
 
         A death is a connection that broke under the request, or an engine of which its worker reports that it died. A
         worker that drains is out of discovery before it closes anything, and any other error that a worker reports shows
-        that the worker lives.
+        that the worker lives. A prefill worker and a decode worker do different work: a death in another `pool` than the
+        one before is the first of a new row.
         """
         if not _is_death(error):
             return
         if pool.instance(worker.instance.instance_id) is None:
             return
+        if pool is not self._pool:
+            self._pool, self._deaths = pool, 0
         before, self._seconds = self._seconds, now - sent_at
         if self._deaths and not _are_alike(before, self._seconds):
             return
@@ -111,6 +115,11 @@ class Suspect:
             REMEMBERED_SECONDS,
         )
         raise RequestKillsWorkers(f"{self._deaths} workers died while they served the request") from error
+
+    def passed(self, pool: ModelPool) -> None:
+        """End the row of deaths in one role: a worker of it has done its part of the request."""
+        if pool is self._pool:
+            self._deaths = 0
 
     def acquit(self) -> None:
         """Clear the request and its content: a worker has answered it."""

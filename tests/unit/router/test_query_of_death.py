@@ -20,10 +20,10 @@ class Listing:
     """The part of a pool that tells whether discovery lists a worker."""
 
     def __init__(self, *ids: int) -> None:
-        self._ids = ids
+        self.ids = ids
 
     def instance(self, instance_id: int) -> Instance | None:
-        return worker(instance_id).instance if instance_id in self._ids else None
+        return worker(instance_id).instance if instance_id in self.ids else None
 
 
 def worker(instance_id: int) -> ChosenWorker:
@@ -38,14 +38,20 @@ def reported(error: DynamoException) -> DynamoException:
     return error
 
 
-def fails(suspect: Suspect, instance_id: int, error: DynamoException, *listed: int, after_seconds: float = 0.1) -> None:
-    suspect.count_failure(
-        Listing(*listed),  # type: ignore[arg-type]
-        worker(instance_id),
-        error,
-        sent_at=-after_seconds,
-        now=0.0,
-    )
+DECODERS = Listing()
+
+
+def fails(
+    suspect: Suspect,
+    instance_id: int,
+    error: DynamoException,
+    *listed: int,
+    after_seconds: float = 0.1,
+    of: Listing = DECODERS,
+) -> None:
+    of.ids = listed
+    pool: Any = of
+    suspect.count_failure(pool, worker(instance_id), error, sent_at=-after_seconds, now=0.0)
 
 
 def test_the_second_death_in_a_row_convicts_and_the_content_is_refused_for_a_while() -> None:
@@ -63,6 +69,30 @@ def test_the_second_death_in_a_row_convicts_and_the_content_is_refused_for_a_whi
     Suspect({**BODY, "token_ids": [1, 2, 4]}, "t", memory).check(lambda: 1.0)
     same.check(lambda: REMEMBERED_SECONDS)
     assert not memory
+
+
+def test_deaths_of_workers_with_different_roles_do_not_add_up() -> None:
+    prefill, decode = Listing(), Listing()
+    suspect = Suspect(BODY, "r", QueriesOfDeath())
+    fails(suspect, 1, Disconnected("lost"), 1, 2, of=prefill)
+    fails(suspect, 3, Disconnected("lost"), 3, 4, of=decode)
+    fails(suspect, 2, Disconnected("lost"), 1, 2, of=prefill)  # the second of this role, but not in a row
+    with pytest.raises(RequestKillsWorkers):
+        fails(suspect, 1, Disconnected("lost"), 1, 2, of=prefill)
+
+
+def test_a_prompt_that_was_computed_clears_the_request_for_prefill_workers_only() -> None:
+    prefill, decode = Listing(), Listing()
+    suspect = Suspect(BODY, "r", QueriesOfDeath())
+    for of in (prefill, decode):
+        fails(suspect, 1, Disconnected("lost"), 1, 2, of=of)
+        suspect.passed(prefill)  # type: ignore[arg-type]
+    with pytest.raises(RequestKillsWorkers):
+        fails(suspect, 2, Disconnected("lost"), 1, 2, of=decode)
+    suspect = Suspect(BODY, "r", QueriesOfDeath())
+    for number in range(1, 9):
+        fails(suspect, number, Disconnected("lost"), *range(10), of=prefill)
+        suspect.passed(prefill)  # type: ignore[arg-type]
 
 
 def engine_died() -> DynamoException:
