@@ -211,7 +211,7 @@ class ModelPool:
             InvalidArgument: the request names a worker that is not a member or that its KV blocks cannot be sent to, or the
                 policy cannot place the request.
             WorkerUnavailable: no member is left.
-            Overloaded: every member that is left is busy.
+            Overloaded: every member that is left is busy, or, in the kv mode, the one that the request names.
         """
         now = asyncio.get_running_loop().time()
         placement = place(self._policy, request, self._in_reach(request), now, scope=f"model {self.name}")

@@ -672,6 +672,18 @@ async def test_a_session_goes_on_elsewhere_when_its_worker_is_busy_and_comes_bac
         assert owner_of(house, before) == bound
 
 
+async def test_a_client_that_names_a_busy_worker_gets_529(house: Cluster) -> None:
+    named, other = await add(house), await add(house)
+    (model,) = house.frontend.models.serving("m")
+    model.busy = frozenset({named.endpoint.connection_id()})
+    nvext = {"backend_instance_id": named.endpoint.connection_id()}
+    assert (await house.client.completion([1, 2, 3], nvext=nvext)).status == 529
+    assert (served(named, other), booked(house)) == ([0, 0], 0)
+    model.busy = frozenset()
+    assert (await house.client.completion([1, 2, 3], nvext=nvext)).status == 200
+    assert served(named, other) == [1, 0]
+
+
 async def test_a_session_is_bound_anew_when_its_worker_leaves_or_fails(tmp_path: Path) -> None:
     async with sessions(tmp_path) as house:
         for _ in range(3):

@@ -12,7 +12,7 @@ import pytest
 from dynamo.errors import InvalidArgument
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import Candidate, Placement, PlacementRequest
-from dynamo.placement.kv_query import MAX_OUTPUT, MAX_WEIGHT, KvQuery, RankInfo
+from dynamo.placement.kv_query import MAX_OUTPUT, MAX_WEIGHT, KvQuery, PinnedWorkerOverloaded, RankInfo
 from dynamo.placement.policies.kv_default import DefaultCostParameters
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.router.__main__ import parse_router_args
@@ -52,6 +52,12 @@ def test_a_worker_that_the_router_does_not_know_serves_all_the_same() -> None:
     pinned = Placement(Candidate(7), "pinned")
     assert placement.settle(pinned, ask(), 0.0) is pinned
     assert isinstance(placement.settle(Placement(Candidate(2), "pinned"), ask(), 0.0), KvPlaced)
+
+
+def test_a_named_worker_over_a_busy_threshold_is_an_overload() -> None:
+    placement = make(1, 2)
+    with pytest.raises(PinnedWorkerOverloaded):
+        placement.settle(Placement(Candidate(2, is_busy=True), "pinned"), ask(), 0.0)
 
 
 class Stream:

@@ -21,6 +21,7 @@ from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import Candidate, Placement, PlacementReason, PlacementRequest
 from dynamo.placement.kv_query import (
     KvQuery,
+    PinnedWorkerOverloaded,
     RankInfo,
     clamp_output,
     read_overrides,
@@ -204,9 +205,14 @@ class KvPlacement:
         return self._placed(by_id[selection.rank.worker_id], selection, query)
 
     def settle(self, placement: Placement, request: PlacementRequest, now: float) -> Placement:
-        """Return a placement with its decision: a request that names its worker was placed without one."""
+        """Return a placement with its decision: a request that names its worker was placed without one.
+
+        Raises PinnedWorkerOverloaded where the worker that the request names is over a busy threshold.
+        """
         if isinstance(placement, KvPlaced) or request.kv is None:
             return placement
+        if placement.candidate.is_busy:
+            raise PinnedWorkerOverloaded
         self._refresh()
         if placement.candidate.instance_id not in self._workers:
             return placement
