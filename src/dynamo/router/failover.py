@@ -224,7 +224,10 @@ class Failover:
 
     def placement(self, *, healthy_only: bool = False) -> PlacementRequest:
         """Return what the choice of the next worker may look at."""
-        bound = None if self.session is None else self.session.rank
+        session, sessions = self.session, self._pool.sessions
+        bound = None if session is None else session.rank
+        if session is None and sessions is not None:  # a stage asks before the session is held
+            bound = sessions.bound_rank(self._request.body)
         return self._request.placement(
             self.attempts.excluded, healthy_only=healthy_only, transfer=self.transfer, bound=bound
         )
@@ -235,6 +238,11 @@ class Failover:
         self.session = await self._pool.hold_session(
             request.body, self._context, worker_id=request.pinned_instance_id, dp_rank=dp_rank
         )
+
+    def _fits_session(self, worker: ChosenWorker) -> bool:
+        """Return whether a request of this session may go to a worker: the session is bound there, or not yet."""
+        bound = None if self.session is None else self.session.rank
+        return bound is None or bound == (worker.instance.instance_id, worker.placement.dp_rank or 0)
 
     def readmit(self, worker: ChosenWorker) -> None:
         """Readmit a worker that refused the request."""
@@ -313,8 +321,8 @@ class Failover:
         pool = self._pool
         if self.session is None and pool.sessions is not None:
             await self._join_session()
-        if self.session is not None:
-            self.decided = None  # without a look at the session
+        if self.decided is not None and not self._fits_session(self.decided):
+            self.decided = None  # the session was bound elsewhere since a stage looked at it
         worker = await self.choose(last)
         may_wait, self._may_wait = self._may_wait, False
         if worker is None or not may_wait or last is not None or pool.gate is None:

@@ -124,7 +124,9 @@ class PrefillStage:
         """Note the prefill worker. See `DispatchStage.advise`."""
         router = self.router
         if self._condition is not None:
-            request = PlacementRequest(pinned_instance_id=_pinned(body))
+            sessions = self._decoders.sessions
+            bound = None if sessions is None else sessions.bound_rank(body)
+            request = PlacementRequest(pinned_instance_id=_pinned(body), bound=bound)
             bypass = await self._condition.decide(body, record, request, self._can_receive)
             if bypass is not None:
                 return Onward(bypass.body, worker=bypass.worker)

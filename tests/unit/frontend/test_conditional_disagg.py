@@ -159,6 +159,26 @@ async def test_a_query_for_the_workers_says_so_and_runs_nothing(house: Cluster) 
     assert (served(prefill, decode), booked(house)) == ([1, 1], 0)
 
 
+async def test_a_prompt_of_a_session_is_judged_by_the_worker_that_the_session_is_bound_to(tmp_path: Path) -> None:
+    settings = KvRouterSettings(policy="default", router_session_affinity_ttl_secs=60)
+    session = {"x-dynamo-session-id": "s"}
+    async with cluster(tmp_path, router_mode="kv", kv_router=settings, conditional_disagg=conditional()) as house:
+        prefill, decode, other = await add(house, "prefill"), await add(house, "decode"), await add(house, "decode")
+        first = [*range(100, 108)]
+        assert (await complete(house, first, headers=session)).status == 200
+        bound, free = (decode, other) if decode.requests else (other, decode)
+        # The other decode worker holds this prompt, the one of the session does not.
+        assert (await complete(house, nvext={"decode_worker_id": free.endpoint.connection_id()})).status == 200
+        assert served(prefill, bound, free) == [2, 1, 1]
+        answers = [await complete(house, headers={**session, **EXPLAIN}) for _ in range(2)]
+        assert served(prefill, bound, free) == [3, 3, 1]
+        assert [bypass_of(answer)["bypasses"] for answer in answers] == [False, True]
+        assert {bypass_of(answer)["worker_id"] for answer in answers} == {bound.endpoint.connection_id()}
+        told = (await complete(house, nvext={"annotations": ["query_instance_id:"]}, headers=session)).json["nvext"]
+        assert told["worker_id"]["decode_worker_id"] == bound.endpoint.connection_id()
+        assert booked(house) == 0
+
+
 @each_case("refusal", [InvalidArgument("no"), Unknown("ValueError: no prefill_result")])
 async def test_a_decode_worker_that_computes_no_prompts_gets_them_computed(
     tmp_path_factory: pytest.TempPathFactory, refusal: Exception
