@@ -195,4 +195,4 @@ class KvEventFeed:
         if gone is None or target is None or any(rank == gone for rank, _ in self._sources.values()):
             return
         self._ranks.drop(gone)
-        await self._clients.leave(target)
+        await self._clients.leave(target, [other for _, other in self._sources.values()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Final
 
 import msgspec
@@ -87,7 +88,10 @@ class SourceClients:
         async with self._slots, asyncio.timeout(ASK_SECONDS):
             client = self._clients.get(target.path)
             if client is None:
-                client = self._clients[target.path] = await self._client(target.path)
+                made = await self._client(target.path)
+                client = self._clients.setdefault(target.path, made)
+                if client is not made:  # native workers of a component share the name: others were asked meanwhile
+                    await made.close()
             stream = await client.open(client.named(target.instance_id), body, context)
             try:
                 items = await stream.next_batch()
@@ -100,8 +104,10 @@ class SourceClients:
             raise BadEvents(answer.text)
         return answer
 
-    async def leave(self, target: RecoveryTarget) -> None:
-        """Forget a source that has gone."""
+    async def leave(self, target: RecoveryTarget, others: Collection[RecoveryTarget]) -> None:
+        """Forget a source that has gone. `others`: those that are left, which may have its endpoint's name."""
+        if any(other.path == target.path for other in others):
+            return
         client = self._clients.pop(target.path, None)
         if client is not None:
             await client.close()
