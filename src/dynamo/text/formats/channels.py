@@ -274,16 +274,15 @@ class KimiK3:
     def _tag(self, s: Scanner, offset: int) -> Step[str | None]:
         """Read a tag whose mark is `offset` long; None, and nothing is read, when it is none."""
         while True:
-            end = s.text.find(_SEP, s.at + offset)
-            bad = min(
-                (at for stop in ("\n", "<|o", "<|c") if (at := s.text.find(stop, s.at + offset)) >= 0), default=-1
-            )
-            known = len(s.text) - s.at - offset
-            if 0 <= end <= s.at + offset + MAX_NAME and (bad < 0 or end < bad):
-                name = s.text[s.at + offset : end].split(" ", 1)[0]
+            start = s.at + offset
+            most = start + MAX_NAME + len(_SEP)  # no tag is longer, so nothing is looked for behind that
+            end = s.text.find(_SEP, start, most)
+            bad = min((at for stop in ("\n", "<|o", "<|c") if (at := s.text.find(stop, start, most)) >= 0), default=-1)
+            if end >= 0 and (bad < 0 or end < bad):
+                name = s.text[start:end].split(" ", 1)[0]
                 s.take(end + len(_SEP))
                 return name
-            if bad >= 0 or known > MAX_NAME or s.is_ended:
+            if bad >= 0 or len(s.text) >= most or s.is_ended:
                 return None
             yield
 

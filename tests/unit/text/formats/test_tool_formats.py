@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dynamo.text.formats import TOOL_FORMATS
 from dynamo.text.output import Content
 from dynamo.text.output_parser import OutputParser
 from dynamo.text.reasoning import REASONING_FORMATS
@@ -100,6 +101,20 @@ def test_floods_are_read_in_linear_time(name: str) -> None:
         text = mark * (3_000 // len(mark))
         found = run(name, [text[at : at + 512] for at in range(0, len(text), 512)])
         assert len(found.content) <= len(text)
+
+
+def test_a_mark_that_opens_no_tag_costs_the_same_in_a_long_text() -> None:
+    looked_at: list[int] = []
+
+    class Watched(str):
+        def find(self, part: str, start: int, end: int | None = None) -> int:  # type: ignore[override]
+            looked_at.append((len(self) if end is None else min(end, len(self))) - start)
+            return super().find(part, start, end)
+
+    machine = TOOL_FORMATS["kimi_k3"].parser()
+    machine.push(Watched("<|open|>x" * 1_000))
+    assert looked_at
+    assert max(looked_at) < 1_000
 
 
 def calls_of(reader: OutputParser, text: str) -> list[str]:
