@@ -37,8 +37,10 @@ class OutputParser:
         "_held_characters",
         "_idle",
         "_inside",
+        "_is_left_out",
         "_make_inside",
         "_only_first_call",
+        "_only_function",
         "_reasoning",
         "_tools",
     )
@@ -49,17 +51,21 @@ class OutputParser:
         tools: ToolParser | None,
         *,
         only_first_call: bool = False,
+        only_function: str | None = None,
         fills_content: bool = False,
         inside: Callable[[], ToolParser] | None = None,
     ) -> None:
-        """`only_first_call` drops every further call. `fills_content`: reasoning with no answer behind it is content.
+        """`only_first_call` drops every further call, and `only_function` every call of another function.
+
+        `fills_content`: reasoning with no answer behind it is content.
 
         `inside` makes a parser of a span of reasoning, which may hold calls.
         With `fills_content` reasoning is held back until there is other output.
         """
         self._reasoning, self._tools = reasoning, tools
-        self._only_first_call = only_first_call
-        self._calls = 0
+        self._only_first_call, self._only_function = only_first_call, only_function
+        self._calls = 0  # that were kept
+        self._is_left_out = False  # the last call that began was dropped
         self._fills_content = fills_content
         self._held: list[str] = []
         self._held_characters = 0
@@ -154,13 +160,15 @@ class OutputParser:
         kept: list[OutputEvent] = []
         for event in events:
             if isinstance(event, CallBegan):
-                self._calls += 1
-            is_extra = self._only_first_call and self._calls > 1
-            if isinstance(event, CallDropped):
-                self._calls -= 1
-                if is_extra:
+                is_other = self._only_function not in (None, event.name)
+                self._is_left_out = is_other or (self._only_first_call and self._calls > 0)
+                self._calls += not self._is_left_out
+            elif isinstance(event, CallDropped):
+                if self._is_left_out:
                     event = Content(event.text)
-            if isinstance(event, Content) or not is_extra:
+                else:
+                    self._calls -= 1
+            if isinstance(event, Content) or not self._is_left_out:
                 if self._fills_content:
                     kept += self._release()
                 kept.append(event)

@@ -473,6 +473,41 @@ async def test_a_named_choice_drops_a_call_of_another_tool(house: Cluster) -> No
     assert (await hear(house, tools=TOOLS, tool_choice=NAMED)).calls == [WEATHER]
 
 
+OTHER_NAMED = {"type": "function", "function": {"name": "time"}}
+
+
+@pytest.mark.parametrize(
+    ("names", "text", "said"),
+    [
+        (("harmony", "gpt_oss"), HARMONY, ("", "hm", [], "stop")),
+        (("hermes", "qwen3"), f"<think>I look.{CALL}", ("", "I look.", [], "stop")),
+    ],
+)
+async def test_a_named_choice_drops_other_calls_wherever_they_are_found(
+    house: Cluster, names: tuple[str, str], text: str, said: Any
+) -> None:
+    await house.worker(say(text), **parsers(*names))
+    assert (await hear(house, tools=TOOLS, tool_choice=OTHER_NAMED)).said == said
+    assert (await hear(house, tools=TOOLS, tool_choice=NAMED)).calls == [WEATHER]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Köln"}'),
+        ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Köln"}}]'),
+        ("pythonic", '[weather(city="Köln")]'),
+    ],
+)
+async def test_a_required_call_may_have_marks_that_begin_as_json_does(house: Cluster, name: str, text: str) -> None:
+    worker = await house.worker(**parsers(name, None))
+    for script in (say(text), byte_by_byte(text)):
+        worker.script = script
+        for stream in (False, True):
+            heard = Heard(await house.client.chat("hi", tools=TOOLS, tool_choice="required", stream=stream))
+            assert heard.said == ("", "", [WEATHER], "tool_calls")
+
+
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
 
 

@@ -13,6 +13,7 @@ from dynamo.protocol import parsers as names
 from dynamo.text.formats.tools import TOOL_FORMATS
 from dynamo.text.markers import MAX_SEPARATOR
 from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, Joined, JoinedCall, OutputEvent, joined
+from dynamo.text.output_parser import OutputParser
 from dynamo.text.tools import NamedCallParser, RequiredCallsParser, ToolParser
 from dynamo.text.tools import calls as calls_module
 from dynamo.text.tools.json_object import MAX_DEPTH, JsonObjectReader
@@ -235,7 +236,8 @@ def test_forced_choices_also_read_the_models_own_format() -> None:
         F,
         JoinedCall("g", '{"x": 1}', True),
     ]
-    assert run(NamedCallParser("f", HermesParser()), [f"\n{other}{CALL}"]) == Joined("", "", [F])
+    named = OutputParser(None, NamedCallParser("f", HermesParser()), only_function="f")
+    assert joined([*named.push(f"\n{other}{CALL}"), *named.finish()]) == Joined("", "", [F])
     assert run(NamedCallParser("f", HermesParser()), ["oh no"]) == Joined("oh no")
 
 

@@ -44,6 +44,7 @@ class OutputPlan:
     reasoning: Callable[[], ReasoningParser] | None
     tools: Callable[[], ToolParser] | None
     only_first_call: bool = False
+    only_function: str | None = None  # the client named the one function that may be called
     fills_content: bool = False
     expects_reasoning: bool = False  # the engine reasons before it answers, so guidance must wait for that
     inside: Callable[[], ToolParser] | None = None  # reads the calls in a span of reasoning
@@ -55,6 +56,7 @@ class OutputPlan:
             self.reasoning() if self.reasoning is not None else None,
             self.tools() if self.tools is not None else None,
             only_first_call=self.only_first_call,
+            only_function=self.only_function,
             fills_content=self.fills_content,
             inside=self.inside,
         )
@@ -143,6 +145,7 @@ def plan_output(
         reasoning,
         tools,
         only_first_call=options.only_first_call,
+        only_function=None if options.forced_choice == REQUIRED else options.forced_choice,
         fills_content=reasoning is not None and options.fills_content,
         expects_reasoning=expects_reasoning,
         inside=functools.partial(written.reasoning_parser, ToolSet(options.tools))

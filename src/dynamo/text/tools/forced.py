@@ -1,7 +1,7 @@
 """Output of a forced tool choice: the answer as a whole is JSON, because the engine was guided to write nothing else.
 
-An engine that was not guided may say anything. Text that does not begin as JSON goes through the model's own parser,
-or is content.
+An engine that was not guided may say anything. Text that is no such JSON goes through the model's own parser, or is
+content.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import IntEnum, auto
 
 from dynamo.text.markers import MAX_SEPARATOR, WHITE_SPACE
-from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Idle, OutputEvent, Reasoning
+from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, Idle, OutputEvent
 from dynamo.text.tools.base import ToolParser
 from dynamo.text.tools.calls import MAX_CALL_CHARACTERS, call_events, cut_call_events, read_call
 from dynamo.text.tools.json_object import JsonObjectReader
@@ -41,18 +41,20 @@ class RequiredCallsParser:
     """`tool_choice: "required"`: an array of calls `{"name", "parameters" or "arguments"}`, or a single one.
 
     A call is emitted when its object is complete, or at the end of the text, which may be cut off: a call had to come,
-    so what there is of one is that call. From the first character on that does not fit, everything is content.
+    so what there is of one is that call. From the first character on that does not fit, everything is content; where no
+    call came before it the model's own parser reads all of the answer, because its marks may begin as JSON does
+    (`[TOOL_CALLS]`).
 
     Held back: `calls.MAX_CALL_CHARACTERS` of a call, or what the model's own parser holds back.
     """
 
-    __slots__ = ("_in", "_is_array", "_json", "_native", "_raw", "_reader", "_room")
+    __slots__ = ("_has_called", "_in", "_is_array", "_json", "_native", "_raw", "_reader", "_room")
 
     def __init__(self, native: ToolParser | None = None) -> None:
-        """`native`: the model's own parser, for an answer that does not begin as JSON."""
+        """`native`: the model's own parser, for an answer that is not JSON."""
         self._native = native
         self._in = _In.BEGINNING
-        self._is_array = False
+        self._is_array = self._has_called = False
         self._reader = JsonObjectReader()
         self._raw: list[str] = []
         self._json: list[str] = []
@@ -109,10 +111,6 @@ class RequiredCallsParser:
             self._in = _In.ELEMENT
             return at
         self._leave(events)
-        if self._native is not None:
-            said, events[:] = [event.text for event in events if isinstance(event, Content)], []
-            events += self._native.push("".join(said))
-            self._in = _In.NATIVE
         return at
 
     def _read_element(self, text: str, at: int, events: list[OutputEvent]) -> int:
@@ -126,6 +124,7 @@ class RequiredCallsParser:
             call = read_call("".join(self._json))
             if call is not None:
                 events += call_events(call)
+                self._has_called = True
                 self._raw, self._json = [], []
                 self._room = MAX_CALL_CHARACTERS
                 self._reader = JsonObjectReader()
@@ -157,8 +156,12 @@ class RequiredCallsParser:
         return end
 
     def _leave(self, events: list[OutputEvent]) -> None:
-        """Release the held text as content: it was not a call after all."""
+        """Release the held text, which is not a call in JSON, to the model's own parser or as content."""
         held, self._raw = "".join(self._raw), []
+        if self._native is not None and not self._has_called:
+            events += self._native.push(held)
+            self._in = _In.NATIVE
+            return
         if held:
             events.append(Content(held))
         self._in = _In.TEXT
@@ -168,13 +171,13 @@ class NamedCallParser:
     """A named tool choice: the whole answer is the arguments of that function.
 
     The arguments are emitted as they arrive, once the object has its first key (or is complete without). If it breaks
-    later, what follows is content and the call stays without its end. In the model's own format, calls of other
-    functions are dropped: the client allowed only this one.
+    later, what follows is content and the call stays without its end. The model's own format may hold calls of other
+    functions: `OutputParser` drops them.
 
     Held back: `calls.MAX_CALL_CHARACTERS` at the beginning, or what the model's own parser holds back.
     """
 
-    __slots__ = ("_in", "_is_dropping", "_json", "_name", "_native", "_raw", "_reader", "_room")
+    __slots__ = ("_in", "_json", "_name", "_native", "_raw", "_reader", "_room")
 
     def __init__(self, name: str, native: ToolParser | None = None) -> None:
         """`native`: the model's own parser, for an answer that does not begin as JSON."""
@@ -184,7 +187,6 @@ class NamedCallParser:
         self._raw: list[str] = []
         self._json: list[str] = []
         self._room = MAX_CALL_CHARACTERS
-        self._is_dropping = False
 
     @property
     def idle(self) -> Idle | None:
@@ -211,7 +213,7 @@ class NamedCallParser:
                     at = self._read_end(text, at, events)
                 case _In.NATIVE:
                     if self._native is not None:
-                        events += self._of_this_name(self._native.push(text[at:]))
+                        events += self._native.push(text[at:])
                     at = len(text)
                 case _:
                     events.append(Content(text[at:]))
@@ -225,7 +227,7 @@ class NamedCallParser:
             return [CallBegan(self._name), CallArguments(begun)]
         events: list[OutputEvent] = [Content(left)] if left else []
         if self._in is _In.NATIVE and self._native is not None:
-            events += self._of_this_name(self._native.finish(keeps_cut_call=keeps_cut_call, is_cut=is_cut))
+            events += self._native.finish(keeps_cut_call=keeps_cut_call, is_cut=is_cut)
         return events
 
     def _begin(self, text: str, at: int, events: list[OutputEvent]) -> int:
@@ -254,7 +256,7 @@ class NamedCallParser:
         held, self._raw = "".join(self._raw), []
         if self._native is not None and not held.strip(WHITE_SPACE):
             self._in = _In.NATIVE
-            events += self._of_this_name(self._native.push(held))
+            events += self._native.push(held)
         else:
             self._in = _In.TEXT
             if held:
@@ -267,14 +269,3 @@ class NamedCallParser:
             events.append(Content("".join(self._raw)))
             self._raw = []
         return end
-
-    def _of_this_name(self, events: list[OutputEvent]) -> list[OutputEvent]:
-        kept: list[OutputEvent] = []
-        for event in events:
-            if isinstance(event, CallBegan):
-                self._is_dropping = event.name != self._name
-            elif isinstance(event, CallDropped) and self._is_dropping:
-                event = Content(event.text)
-            if isinstance(event, Content | Reasoning) or not self._is_dropping:
-                kept.append(event)
-        return kept
