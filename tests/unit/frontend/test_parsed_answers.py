@@ -225,6 +225,16 @@ async def test_mistral_gets_ids_that_its_templates_take(house: Cluster) -> None:
         assert re.fullmatch("[A-Za-z0-9]{9}", heard.ids[0])
 
 
+@pytest.mark.parametrize(("given", "is_kept"), [("aB3dE6gH9", True), ("call_0", False), ("aB3dE6gH90", False)])
+async def test_mistrals_own_id_is_kept_where_its_templates_take_it(house: Cluster, given: str, is_kept: bool) -> None:
+    text = '[TOOL_CALLS]weather[CALL_ID]%s[ARGS]{"city": "Köln"}'
+    await house.worker(say(text % given), **parsers("mistral", None))
+    heard = Heard(await house.client.chat("hi", tools=TOOLS))
+    assert heard.said == ("", "", [WEATHER], "tool_calls")
+    assert re.fullmatch("[A-Za-z0-9]{9}", heard.ids[0])
+    assert (heard.ids[0] == given) is is_kept
+
+
 async def test_a_call_that_breaks_is_text_in_one_piece_and_an_unfinished_call_in_a_stream(house: Cluster) -> None:
     broken = CALL[: CALL.index("Köln") + 2]
     await house.worker(say(broken, finish="length"), **parsers())

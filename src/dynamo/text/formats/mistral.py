@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +25,7 @@ CALL_ID: Final = "[CALL_ID]"
 
 _OPEN: Final = MarkerSearch(OPENING)
 _NAME_END: Final = MarkerSearch("{", "[", "\n", " ", "<")
+_ID: Final = re.compile("[A-Za-z0-9]{9}")  # what the templates take when the id comes back to them
 _ID_END: Final = MarkerSearch("[", "\n", " ", "{")
 
 
@@ -59,7 +61,8 @@ def _calls(s: Scanner, tools: ToolSet) -> Step[None]:
     call_id: str | None = None
     yield from s.space()
     if (yield from s.accept(CALL_ID)) is not None:
-        call_id = (yield from s.until(_ID_END, limit=MAX_NAME)) or None
+        given = yield from s.until(_ID_END, limit=MAX_NAME)
+        call_id = given if _ID.fullmatch(given) is not None else None
         yield from s.space()
     yield from s.accept(ARGUMENTS)
     yield from s.space()
