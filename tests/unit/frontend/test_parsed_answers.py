@@ -518,6 +518,12 @@ async def test_a_required_call_may_have_marks_that_begin_as_json_does(house: Clu
             assert heard.said == ("", "", [WEATHER], "tool_calls")
 
 
+async def test_an_answer_that_was_filtered_was_cut_off(house: Cluster) -> None:
+    await house.worker(say("<function=weather>\n", finish="content_filter"), **parsers("qwen3_coder", None))
+    unary = Heard(await house.client.chat("hi", tools=TOOLS))
+    assert unary.said == ("<function=weather>\n", "", [], "content_filter")
+
+
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
 
 

@@ -59,7 +59,7 @@ class ParsingStage:
             elif isinstance(event, Logprobs):
                 choice.logprobs = event if choice.logprobs is None else choice.logprobs.then(event)
             elif isinstance(event, Finished):
-                self._add(choice, events, choice.parser.finish(is_cut=event.reason == "length"))
+                self._add(choice, events, choice.parser.finish(is_cut=event.reason != "stop"))
                 finished = event
             else:  # an engine that reads its own text
                 self._add(choice, events, [event])
