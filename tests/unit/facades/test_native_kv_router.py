@@ -39,6 +39,7 @@ from dynamo.runtime import DistributedRuntime
 from support.cases import each_case
 from support.frontend_cluster import memory_runtime
 from support.kv_router_script import PROMPT, observe
+from support.patience import PATIENCE_SECONDS
 from support.processes import until
 from support.tiny_model import write_tiny_model
 
@@ -411,12 +412,12 @@ async def test_a_worker_above_a_threshold_gets_no_requests() -> None:
             return None
 
     async def comes_to(wanted: set[int] | None) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while await chosen() != wanted:
                 await asyncio.sleep(0.01)
 
     ids = [each.connection_id() for each in workers]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while len(await router.get_potential_loads(PROMPT)) < 2:
             await asyncio.sleep(0.01)
     publishers[0].publish(0, kv_used_blocks=9)
@@ -433,7 +434,7 @@ async def test_the_requests_of_a_session_go_to_one_worker() -> None:
     workers = [await worker(total_kv_blocks=10) for _ in range(3)]
     runtime = memory_runtime()
     router = KvRouter(runtime.endpoint("ns.pool.generate"), 16, KvRouterConfig(use_kv_events=False), None, 60)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while len(await router.get_potential_loads(PROMPT)) < 3:
             await asyncio.sleep(0.01)
 
@@ -456,7 +457,7 @@ async def test_the_indexers_find_what_ranks_hold() -> None:
     publisher.publish_stored(PROMPT[:48], [16] * 3, [1, 2, 3])
     indexer = KvIndexer(runtime.endpoint("ns.pool.generate"), 16)  # comes later: it asks for what it has missed
     rank = (serving.connection_id(), 0)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while (await indexer.find_matches_for_request(PROMPT)).scores != {rank: 3}:
             await asyncio.sleep(0.01)
     assert (await indexer.find_matches_for_request(PROMPT, lora_name="a")).scores == {}

@@ -27,6 +27,7 @@ from dynamo.router.kv.domains import policy_of
 from dynamo.router.kv.router import KvRouter, Selection
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.scheduling import SchedulerOptions
+from support.patience import PATIENCE_SECONDS
 from support.properties import examples
 
 BLOCK, WORKERS = 16, 6
@@ -176,7 +177,7 @@ async def test_a_full_file_is_moved_aside_and_both_can_be_read(tmp_path: Path) -
 async def test_what_is_recorded_is_in_the_file_within_a_moment(tmp_path: Path) -> None:
     log = DecisionLog(str(tmp_path / "decisions"), DecisionHeader("time"), limit_bytes=1 << 20)
     record(log, KvRouterSettings(), 1)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while b"request-0" not in (tmp_path / "decisions").read_bytes():
             await asyncio.sleep(0.02)
     log.close()
