@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo.runtime.endpoint_metrics import EndpointMetrics
 from dynamo.runtime.metrics import DURATION_BUCKETS, Family, MetricsRegistry, sanitize
+from dynamo.runtime.metrics.family import Kind
 from dynamo.runtime.process_metrics import process_values, register_process, register_uptime
 from dynamo.runtime.request_plane.metrics import CallerMetrics, WorkHandlerMetrics
 from support.cases import each_case
@@ -235,6 +236,32 @@ def test_a_label_that_grows_without_end_stops_growing(
     assert len(caplog.records) == 1
     with pytest.raises(ValueError, match="3 series"):
         registry.counter("a_total", "", {"model": "x"})
+
+
+@each_case("kind", ["counter", "gauge", "histogram"])
+def test_a_family_beyond_its_bound_counts_where_nobody_looks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: Kind
+) -> None:
+    monkeypatch.setattr("dynamo.runtime.metrics.registry.MAX_SERIES", 3)
+    registry, family, before = MetricsRegistry(), Family(f"a_{kind}", kind, "", ("model",)), len(caplog.records)
+    for n in range(10):
+        getattr(family, kind)(registry, {"model": f"m{n}"})
+    (found,) = registry.families()
+    assert len(found[3]) == 3
+    assert len(caplog.records) - before == 1
+
+
+def test_series_are_forgotten_by_the_labels_that_they_begin_with() -> None:
+    registry = MetricsRegistry()
+    for space in ("a", "ab"):
+        registry.gauge("one", "", {"space": space})
+        registry.gauge("one", "", {"space": space, "kind": "x"})
+        registry.gauge("other", "", {"space": space})
+    registry.forget(["one", "absent"], {"space": "a"})
+    assert {name: [labels for labels, _ in series] for name, _, _, series in registry.families()} == {
+        "one": ['space="ab"', 'space="ab",kind="x"'],
+        "other": ['space="a"', 'space="ab"'],
+    }
 
 
 def test_a_removed_series_is_gone() -> None:

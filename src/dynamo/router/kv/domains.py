@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Hashable, Itera
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 from dynamo.errors import DynamoException, InvalidArgument
 from dynamo.kv.approximate_index import ApproximateIndex
@@ -27,7 +27,7 @@ from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.protocol.records import DEFAULT_BLOCK_SIZE, ModelCard
 from dynamo.router.kv.decisions import DecisionHeader, DecisionLog
 from dynamo.router.kv.indexes import EventlessGuesses
-from dynamo.router.kv.metrics import EventCounters, KvMetrics
+from dynamo.router.kv.metrics import EventCounters, KvMetrics, SeriesGroups
 from dynamo.router.kv.on_the_way import OnTheWay, PoolKind, way_to_pool
 from dynamo.router.kv.placement import KvPlacement
 from dynamo.router.kv.router import KvRouter, KvRouterOptions, Selection
@@ -363,7 +363,7 @@ class KvDomains:
 
         Raises InvalidArgument for a policy that cannot be made, and OSError where decisions cannot be recorded.
         """
-        self._settings, self._endpoint, self._registry, self._rng = settings, endpoint, registry, rng
+        self._settings, self._endpoint, self._rng = settings, endpoint, rng
         self._router_id = router_id
         made = {role: policy_of(settings, role) for role in (AGGREGATED, _PREFILL, _DECODE)}
         self._policies = {role: policy for role, (policy, _) in made.items()}
@@ -378,6 +378,7 @@ class KvDomains:
         self._owners: dict[Hashable, tuple[DomainKey, KvDomain]] = {}  # where each owner's workers are
         self._followers: dict[tuple[DomainKey, str], _Follower] = {}
         self._slots = asyncio.Semaphore(MAX_RECOVERIES)
+        self._series = SeriesGroups(registry)
         self._background = Background()
 
     def key(self, namespace: str, role: str, card: ModelCard) -> DomainKey:
@@ -396,7 +397,7 @@ class KvDomains:
         domain = self._domain(key)
         return way_to_pool(
             self._settings,
-            self._registry,
+            self._series.registry,
             PoolKind(model, _PREFILL if key.role == _PREFILL else _DECODE),
             pool,
             domain.placement,
@@ -452,7 +453,7 @@ class KvDomains:
             "dynamo_component": key.role,
             "router_id": f"{self._router_id():x}",
         }
-        metrics = KvMetrics(self._registry, labels, role=key.role)
+        metrics = KvMetrics(self._series.registry, labels, role=key.role)
         index = PrefixIndex() if settings.reads_events else None
         guesses = guesses_of(settings)
         router = KvRouter(
@@ -471,7 +472,9 @@ class KvDomains:
             watcher=metrics,
             decisions=self._decisions,
         )
-        return KvDomain(placement, index, metrics, guesses=guesses)
+        domain = KvDomain(placement, index, metrics, guesses=guesses)
+        finalize(domain, self._series.enter(labels)).atexit = False
+        return domain
 
     def _update(self, key: DomainKey, owner: Hashable, members: Iterable[KvMember]) -> None:
         domain = self._domain(key)
@@ -498,8 +501,12 @@ class KvDomains:
     def _follow(self, key: DomainKey, domain: KvDomain, endpoint: str) -> None:
         follower = self._followers[key, endpoint] = _Follower()
         if domain.index is not None:
-            work = self._keep_following(follower, domain, endpoint)
-            follower.tasks.append(self._background.start(work, f"kv events {endpoint}"))
+            namespace, component, _ = endpoint.split(".", 2)
+            labels = {"dynamo_namespace": namespace, "dynamo_component": component}
+            left = self._series.enter(labels)
+            work = self._keep_following(follower, domain, endpoint, labels)
+            follower.tasks.append(task := self._background.start(work, f"kv events {endpoint}"))
+            task.add_done_callback(lambda _: left())
         if self._settings.router_replica_sync:
             domain.placement.router.observer = domain.relay
             syncing = self._keep_syncing(domain, endpoint)
@@ -554,11 +561,11 @@ class KvDomains:
                 domain.relay.syncs.pop(endpoint, None)
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _keep_following(self, follower: _Follower, domain: KvDomain, endpoint: str) -> None:
+    async def _keep_following(
+        self, follower: _Follower, domain: KvDomain, endpoint: str, labels: Mapping[str, str]
+    ) -> None:
         """Follow the events of an endpoint until this is cancelled. A failure is logged, and followed by another try."""
-        namespace, component, _ = endpoint.split(".", 2)
-        labels = {"dynamo_namespace": namespace, "dynamo_component": component}
-        sink = _CountingSink(domain, EventCounters(self._registry, labels))
+        sink = _CountingSink(domain, EventCounters(self._series.registry, labels))
         while True:
             feed = KvEventFeed(
                 self._endpoint(endpoint),

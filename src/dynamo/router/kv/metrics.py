@@ -15,7 +15,7 @@ from dynamo.router.kv.router import Selection
 from dynamo.router.kv_events.feed import REFUSALS
 from dynamo.runtime.metrics import Family, MetricsRegistry, add_each, observe_each
 
-__all__ = ["EVENT_STATUSES", "EVENT_TYPES", "FAMILIES", "EventCounters", "KvMetrics"]
+__all__ = ["EVENT_STATUSES", "EVENT_TYPES", "FAMILIES", "EventCounters", "KvMetrics", "SeriesGroups"]
 
 EVENT_TYPES: Final = ("stored", "removed", "cleared")
 EVENT_STATUSES: Final = (
@@ -23,6 +23,7 @@ EVENT_STATUSES: Final = (
     "indexer_invariant_violation", "ownership_degree_overflow", "unsupported_residency_domain",
 )  # fmt: skip
 
+MAX_GONE: Final = 64  # groups without workers whose series stay
 RECOUNT_SECONDS: Final = 0.05  # how late the gauge of the ranks may be
 
 _PROCESS: Final = ("dynamo_namespace", "dynamo_component", "router_id")
@@ -100,6 +101,10 @@ FAMILIES: Final = (
 )  # fmt: skip
 
 _BY_NAME: Final[Mapping[str, Family]] = {family.name: family for family in FAMILIES}
+_OF_DOMAIN: Final = tuple(family.name for family in FAMILIES if set(_PROCESS) <= set(family.labels))
+_OF_EVENTS: Final = tuple(family.name for family in FAMILIES if "router_id" not in family.labels)
+
+Labels = tuple[tuple[str, str], ...]
 
 
 class KvMetrics(KvWatcher):
@@ -179,6 +184,37 @@ class KvMetrics(KvWatcher):
         counts = Tally(read())
         for trust, gauge in self._ranks.items():
             gauge.set(counts[trust])
+
+
+class SeriesGroups:
+    """The groups of workers that have series here. Those of the last `MAX_GONE` groups that have gone stay, for their counters go
+    on when the workers come back; the series of older ones are no longer exposed.
+    """
+
+    __slots__ = ("_gone", "_users", "registry")
+
+    def __init__(self, registry: MetricsRegistry) -> None:
+        self.registry = registry
+        self._users: Tally[Labels] = Tally()
+        self._gone: dict[Labels, None] = {}  # the oldest first
+
+    def enter(self, labels: Mapping[str, str]) -> Callable[[], None]:
+        """Keep the series with these labels until what is returned is called, once."""
+        group = tuple(labels.items())
+        self._gone.pop(group, None)
+        self._users[group] += 1
+        return lambda: self._leave(group)
+
+    def _leave(self, group: Labels) -> None:
+        self._users[group] -= 1
+        if self._users[group]:
+            return
+        del self._users[group]
+        self._gone[group] = None
+        if len(self._gone) > MAX_GONE:
+            oldest = next(iter(self._gone))
+            del self._gone[oldest]
+            self.registry.forget(_OF_DOMAIN if "router_id" in dict(oldest) else _OF_EVENTS, oldest)
 
 
 class EventCounters:

@@ -14,6 +14,7 @@ from dynamo.runtime.metrics.registry import (
     Histogram,
     Labels,
     MetricsRegistry,
+    TooManySeries,
     Vector,
 )
 
@@ -29,7 +30,8 @@ class Family:
     """A metric's name, kind, meaning and labels.
 
     `counter` and its like give the one series with the labels `fixed`; `counters` and its like give a vector over the
-    names `labels` that `fixed` leaves open. Registering the same series again continues it.
+    names `labels` that `fixed` leaves open. Registering the same series again continues it. Beyond `MAX_SERIES` a series is
+    not exposed, and one warning reports it (`Vector`).
     """
 
     name: str
@@ -54,17 +56,29 @@ class Family:
     def counter(self, registry: MetricsRegistry, fixed: Labels = ()) -> Counter:
         """Return the counter, exposed at 0 from now on."""
         assert self.kind == "counter"
-        return registry.counter(self.name, self.help, fixed, exist_ok=True)
+        try:
+            return registry.counter(self.name, self.help, fixed, exist_ok=True)
+        except TooManySeries as full:
+            registry.complain_once(self.name, full)
+            return Counter()
 
     def gauge(self, registry: MetricsRegistry, fixed: Labels = ()) -> Gauge:
         """Return the gauge, exposed at 0 from now on."""
         assert self.kind == "gauge"
-        return registry.gauge(self.name, self.help, fixed, exist_ok=True)
+        try:
+            return registry.gauge(self.name, self.help, fixed, exist_ok=True)
+        except TooManySeries as full:
+            registry.complain_once(self.name, full)
+            return Gauge()
 
     def histogram(self, registry: MetricsRegistry, fixed: Labels = ()) -> Histogram:
         """Return the histogram, exposed at 0 from now on."""
         assert self.kind == "histogram"
-        return registry.histogram(self.name, self.help, fixed, buckets=self.buckets, exist_ok=True)
+        try:
+            return registry.histogram(self.name, self.help, fixed, buckets=self.buckets, exist_ok=True)
+        except TooManySeries as full:
+            registry.complain_once(self.name, full)
+            return Histogram(self.buckets)
 
     def counters(self, registry: MetricsRegistry, fixed: Labels = ()) -> Vector[Counter]:
         """Return counters that appear on first use."""

@@ -281,7 +281,7 @@ class MetricsRegistry:
         self._callbacks: list[Callable[[], str | bytes]] = []
         self._typed: list[Callable[[], Iterable[TypedFamily]]] = []
         self._collectors: list[Callable[[], Iterable[Collected]]] = []
-        self._complained: set[int] = set()
+        self._complained: set[int | str] = set()
 
     def counter(self, name: str, help: str, labels: Labels = (), *, exist_ok: bool = False) -> Counter:
         """Register one series, exposed at 0 from now on.
@@ -342,6 +342,18 @@ class MetricsRegistry:
             if not family.series:
                 del self._families[name]
 
+    def forget(self, names: Iterable[str], labels: Labels) -> None:
+        """Stop exposing the series of the metrics `names` whose labels begin with `labels`."""
+        start = label_text(_pairs(labels))
+        for name in names:
+            family = self._families.get(name)
+            if family is None:
+                continue
+            for key in [key for key in family.series if key == start or key.startswith(f"{start},")]:
+                del family.series[key]
+            if not family.series:
+                del self._families[name]
+
     def add_callback(self, callback: Callable[[], str | bytes]) -> None:
         """Append `callback()`, Prometheus text, to every scrape. One that raises is logged once and left out."""
         self._check_room()
@@ -361,6 +373,12 @@ class MetricsRegistry:
     def _check_room(self) -> None:
         if len(self._callbacks) + len(self._typed) + len(self._collectors) >= MAX_CALLBACKS:
             raise ValueError(f"more than {MAX_CALLBACKS} metrics callbacks: register one per registry, not per request")
+
+    def complain_once(self, name: str, full: TooManySeries) -> None:
+        """Report, for the first time only, that further series of a metric are not exposed."""
+        if name not in self._complained:
+            self._complained.add(name)
+            logger.warning("%s; further ones are not exposed", full)
 
     def families(self) -> list[tuple[str, str, str, list[tuple[str, Metric]]]]:
         """Return what is here now, without the callbacks: (name, kind, help, [(label text, metric)])."""
