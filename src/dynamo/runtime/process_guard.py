@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 MARK: Final = "DYNAMO_GUARD_MARK"  # in the environment of this process's children: their start was guarded
 PROC: Final = Path("/proc")
 LOOK_SECONDS: Final = 2.0  # between two looks; what was started since is found by what it inherited
+LONGEST_LOOK_SECONDS: Final = 60.0  # each look that finds nothing new doubles the time to the next one, up to this
 LOOK_SECONDS_WITHOUT_PROC: Final = 3.0  # each look is a `ps` then
 SWEEP_SECONDS: Final = 10.0  # a process that is stuck in the kernel cannot be killed; the guard does not wait longer
 HELPER_SECONDS: Final = 2.0  # for `multiprocessing.resource_tracker` to remove what the dead left
@@ -136,13 +137,15 @@ class _Guard:
         self._parent, self._mark, self._pipe = parent, f"{MARK}={mark}".encode(), f"pipe:[{pipe}]"
         self._known: Started = {}
 
-    def look(self) -> None:
-        """Note the descendants of now; those whose own parent has died were noted before."""
-        self._note(_table())
+    def look(self) -> bool:
+        """Note the descendants of now; those whose own parent has died were noted before. Return whether they have changed."""
+        before = self._known
+        self._note(_table(), self._parent)
+        return self._known != before
 
-    def _note(self, table: dict[int, tuple[int, str]]) -> None:
+    def _note(self, table: dict[int, tuple[int, str]], *roots: int) -> None:
         known = {number: begun for number, begun in self._known.items() if table.get(number, (0, ""))[1] == begun}
-        self._known = {**known, **_below([self._parent, *known], table)}
+        self._known = {**known, **_below([*roots, *known], table)}
         self._known.pop(os.getpid(), None)
 
     def sweep(self) -> list[str]:
@@ -152,7 +155,7 @@ class _Guard:
         while (since := time.monotonic() - began) < SWEEP_SECONDS:
             table = _table()
             table.pop(os.getpid(), None)
-            self._note(table)
+            self._note(table)  # not what is below the parent: its number may be another process's by now
             left = {*self._known, *(number for number in table if self._is_marked(number))}
             if not left:
                 break
@@ -200,11 +203,11 @@ def main(argv: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     guard = _Guard(parent, *argv[1:])
     gone = _descriptor_of(parent)
-    seconds = LOOK_SECONDS if PROC.exists() else LOOK_SECONDS_WITHOUT_PROC
+    seconds = shortest = LOOK_SECONDS if PROC.exists() else LOOK_SECONDS_WITHOUT_PROC
     while os.getppid() == parent:
-        guard.look()
+        seconds = shortest if guard.look() else min(2 * seconds, LONGEST_LOOK_SECONDS)
         if gone is None:
-            time.sleep(seconds)
+            time.sleep(shortest)  # the only way to see that the parent is gone
         elif select.select([gone], [], [], seconds)[0]:
             break
     killed = guard.sweep()
