@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,6 +106,13 @@ async def stranger(url: str) -> AsyncIterator[Nats]:
         await client.close()
 
 
+async def take_requests(worker: Nats, take: Callable[[Msg], Awaitable[None]]) -> None:
+    """Subscribe to the requests, and return once the server knows."""
+    await worker.subscribe(SUBJECT, queue="q", cb=take)
+    await worker.flush()  # its PING may overtake the subscription, which a task of the client writes
+    await worker.flush()  # this one comes behind it
+
+
 async def echo(body: Any, context: Context, sink: ResponseSink) -> None:
     sink.send_object({"data": body})
 
@@ -123,8 +130,7 @@ async def read_all(stream: NativeStream) -> list[Any]:
 async def test_a_request_is_a_message_with_headers_and_the_native_frame(shared_nats: NatsProcess) -> None:
     arrived: asyncio.Queue[Msg] = asyncio.Queue()
     async with calling(shared_nats.url) as caller, stranger(shared_nats.url) as worker:
-        await worker.subscribe(SUBJECT, queue="q", cb=arrived.put)
-        await worker.flush()
+        await take_requests(worker, arrived.put)
         opening = asyncio.create_task(caller.open({"n": 2}, Context("r1")))
         message = await arrived.get()
         assert (message.headers or {})["request-id"] == "r1"
@@ -218,8 +224,7 @@ async def test_a_worker_that_takes_a_request_and_vanishes_is_lost(
         await message.respond(b"")
 
     async with calling(shared_nats.url) as caller, stranger(shared_nats.url) as worker:
-        await worker.subscribe(SUBJECT, queue="q", cb=take)
-        await worker.flush()
+        await take_requests(worker, take)
         with pytest.raises(Disconnected, match="did not call home"):
             await read_all(await caller.open())
 
