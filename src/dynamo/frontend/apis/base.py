@@ -1,6 +1,7 @@
 """What an inference API is: how a body is read, what work it means, and the shape of what goes back.
 
-A further API is one file here: an `Api` (decode, validate, prepare) and a `Renderer` (stream, splice, collect).
+A further API is one file here: an `Api` (decode, validate, prepare) and a `Renderer` (stream, splice, collect). Its
+`Dialect` is the shape of its errors.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.routing_answer import explained_routing, kv_timing, queried_routing, worker_ids
 from dynamo.frontend.pipeline.stage_timer import StageTimer
+from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.openai.body import BodyLimits
+from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.openai.responses import TokenLogprob, token_logprobs
 from dynamo.protocol.openai.sse import nvext_json, usage_json
+from dynamo.runtime.identifiers import random_uuid
 
 __all__ = ["Answer", "Api", "RenderOptions", "Renderer"]
 
@@ -181,7 +185,11 @@ class Renderer(ABC):
 
     @abstractmethod
     def routed(self, nvext: bytes) -> bytes:
-        """Return the one event of a stream that was only placed: no text, and `nvext` with where it would have gone."""
+        """Return the stream of an answer that was only placed: no text, and `nvext` with where it would have gone."""
+
+    def failed(self, rejected: RequestRejected) -> bytes | None:
+        """Return the last bytes of a stream that fails; None: what the dialect of the API says of any failed stream."""
+        return None
 
     @abstractmethod
     def collect(self, collected: CollectedAnswer) -> bytes:
@@ -216,6 +224,11 @@ class Api(ABC, Generic[R]):
     endpoint: ClassVar[str]  # the metric label
     id_prefix: ClassVar[str]
     model_type: ClassVar[ModelType]
+    dialect: ClassVar[Dialect] = OPENAI
+
+    def new_id(self) -> str:
+        """Return a new id for a request."""
+        return self.id_prefix + random_uuid()
 
     @abstractmethod
     def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> R:

@@ -97,7 +97,7 @@ class _ChatRenderer(Renderer):
         return DONE if usage is None else self._opened().usage_chunk(usage) + DONE
 
     def routed(self, nvext: bytes) -> bytes:
-        return self._opened().members(0, b"", nvext=nvext)
+        return self._opened().members(0, b"", nvext=nvext) + DONE
 
     def collect(self, collected: CollectedAnswer) -> bytes:
         answer = self._answer

@@ -140,7 +140,7 @@ class _CompletionRenderer(Renderer):
         return DONE if usage is None else self._opened().usage_chunk(usage) + DONE
 
     def routed(self, nvext: bytes) -> bytes:
-        return self._opened().delta(0, "", logprobs=b"null", nvext=nvext)
+        return self._opened().delta(0, "", logprobs=b"null", nvext=nvext) + DONE
 
     def collect(self, collected: CollectedAnswer) -> bytes:
         answer = self._answer

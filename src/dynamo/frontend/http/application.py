@@ -13,17 +13,18 @@ from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.apis.completions import CompletionApi
 from dynamo.frontend.busy_threshold import BusyThresholdRoute, LoadFollower
 from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
-from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply, reply_rejected
+from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.http.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute, Peers
 from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePage, ScriptRoute
-from dynamo.frontend.http.request_id import with_request_id
+from dynamo.frontend.http.request_id import reject_route, with_request_id
 from dynamo.frontend.http.routes import InferenceFirst
 from dynamo.frontend.pipeline.inference import Call, Pipeline
+from dynamo.protocol.dialect import OPENAI
 from dynamo.protocol.openai.errors import route_not_found
 
-__all__ = ["FrontendRoutes"]
+__all__ = ["FrontendRoutes", "UnmatchedPath"]
 
 
 class FrontendRoutes:
@@ -42,14 +43,15 @@ class FrontendRoutes:
         """Return the application that serves the API, its pages, and the admin routes where these share its port."""
         paths = self._settings.paths
         inference = {paths["chat"]: self._inference(ChatApi()), paths["completions"]: self._inference(CompletionApi())}
-        return _with_cors(InferenceFirst(inference, self._routes(inference), _unmatched), self._settings.cors_origins)
+        routes = InferenceFirst(inference, self._routes(inference), UnmatchedPath(inference))
+        return _with_cors(routes, self._settings.cors_origins)
 
     def for_operators(self) -> ASGIApp:
         """Return the application of a port of its own for the admin routes."""
         return Router(
             routes=self._admin_routes(self._busy_threshold()),
             redirect_slashes=False,
-            default=_unmatched,
+            default=UnmatchedPath({}),
         )
 
     def _routes(self, inference: Mapping[str, InferenceRoute]) -> Sequence[BaseRoute]:
@@ -145,9 +147,17 @@ class _Endpoint(Route):
             await self.app(scope, receive, with_request_id(scope, send))
 
 
-async def _unmatched(scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] != "http":
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1000})
-        return
-    await reply_rejected(with_request_id(scope, send), route_not_found(scope["method"], scope["path"]))
+class UnmatchedPath:
+    """A path without a route: 404, below the path of an API in the shape of that API."""
+
+    def __init__(self, inference: Mapping[str, InferenceRoute]) -> None:
+        self._dialects = {path.rstrip("/") + "/": route.dialect for path, route in inference.items()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1000})
+            return
+        path: str = scope["path"]
+        dialect = next((found for base, found in self._dialects.items() if path.startswith(base)), OPENAI)
+        await reject_route(scope, send, route_not_found(scope["method"], path), dialect)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Final, cast
 
+from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.http.cycle import RESPOND_EXTENSION
 
@@ -146,9 +147,16 @@ async def reply(
     await send({"type": "http.response.body", "body": body})
 
 
-async def reply_rejected(send: Send, rejected: RequestRejected, extra: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-    """Send the answer a rejection stands for."""
+async def reply_rejected(
+    send: Send,
+    rejected: RequestRejected,
+    extra: tuple[tuple[bytes, bytes], ...] = (),
+    *,
+    dialect: Dialect = OPENAI,
+    request_id: str = "",
+) -> None:
+    """Send the answer a rejection stands for, in the shape of the API that rejects."""
     headers = tuple((name.encode(), value.encode()) for name, value in rejected.headers().items())
     if rejected.limit in ("body_size", "pending_bodies"):  # the rest of the body is not wanted
         headers += ((b"connection", b"close"),)
-    await reply(send, rejected.status, rejected.body(), extra=(*headers, *extra))
+    await reply(send, rejected.status, dialect.error_body(rejected, request_id), extra=(*headers, *extra))

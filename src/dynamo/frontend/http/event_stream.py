@@ -35,10 +35,10 @@ class EventStream:
     """Used by one task; its own timer is the only other sender and the two never interleave."""
 
     __slots__ = (
-        "_extra",
+        "_headers",
+        "_keep_alive",
         "_keep_alive_seconds",
         "_last_write",
-        "_late_headers",
         "_loop",
         "_push",
         "_send",
@@ -59,13 +59,15 @@ class EventStream:
         late_headers: Callable[[], Sequence[tuple[bytes, bytes]]] = tuple,
         peek_seconds: float,
         keep_alive_seconds: float | None,
+        keep_alive: bytes = KEEP_ALIVE,
     ) -> None:
-        """`late_headers` is called when the headers are sent."""
+        """`late_headers` is called when the headers are sent. `keep_alive`: what is sent after that many silent seconds."""
+        self._keep_alive = keep_alive
         self._push = push
         self._splice = splice
         self._spliced: SplicedEvents | None = None
-        self._late_headers = late_headers
-        self._send, self._extra, self._keep_alive_seconds = send, extra, keep_alive_seconds
+        self._headers = extra, late_headers
+        self._send, self._keep_alive_seconds = send, keep_alive_seconds
         self._loop = asyncio.get_running_loop()
         self._sending: asyncio.Task[None] | None = None
         self._last_write = 0.0
@@ -129,7 +131,8 @@ class EventStream:
             self._sending = None
 
     async def _start(self) -> None:
-        headers = [*_HEADERS, *self._extra, *self._late_headers()]
+        extra, late_headers = self._headers
+        headers = [*_HEADERS, *extra, *late_headers()]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _rearm(self) -> None:
@@ -157,4 +160,4 @@ class EventStream:
         if first:
             await self._start()
         self._last_write = self._loop.time()
-        await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+        await self._send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})

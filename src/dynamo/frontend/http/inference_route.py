@@ -20,10 +20,11 @@ from dynamo.frontend.http.asgi import (
     reply_rejected,
 )
 from dynamo.frontend.http.event_stream import PUSH_EXTENSION, SPLICE_EXTENSION, EventStream
-from dynamo.frontend.http.request_id import HEADER, client_request_id, request_id_note
+from dynamo.frontend.http.request_id import client_request_id, request_id_note
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
 from dynamo.frontend.pipeline.inference import Call
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
+from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.http.cycle import LEAVE_EXTENSION
 
@@ -33,12 +34,13 @@ __all__ = ["AsgiSink", "InferenceRoute", "watch_client"]
 class AsgiSink:
     """The answer of one exchange as ASGI messages, or in one write where our listener is below."""
 
-    __slots__ = ("_extensions", "_extra", "_send")
+    __slots__ = ("_dialect", "_extensions", "_extra", "_request_id", "_send")
 
-    def __init__(self, scope: Scope, send: Send, request_id: str) -> None:
-        self._send = send
+    def __init__(self, scope: Scope, send: Send, request_id: str, dialect: Dialect = OPENAI) -> None:
+        self._send, self._request_id, self._dialect = send, request_id, dialect
         self._extensions: dict[str, Any] = scope.get("extensions") or {}
-        self._extra = ((HEADER, request_id.encode("latin-1")),)
+        written = request_id.encode("latin-1")
+        self._extra = tuple([(name, written) for name in dialect.id_headers])
 
     @property
     def on_leave(self) -> Callable[[Callable[[], None]], None] | None:
@@ -50,7 +52,7 @@ class AsgiSink:
         await reply(self._send, status, body, extra=(*self._extra, *headers), respond=respond)
 
     async def reject(self, rejected: RequestRejected) -> None:
-        await reply_rejected(self._send, rejected, self._extra)
+        await reply_rejected(self._send, rejected, self._extra, dialect=self._dialect, request_id=self._request_id)
 
     def open_stream(
         self, *, peek_seconds: float, keep_alive_seconds: float | None, late_headers: Callable[[], HeaderPairs]
@@ -63,6 +65,7 @@ class AsgiSink:
             late_headers=late_headers,
             peek_seconds=peek_seconds,
             keep_alive_seconds=keep_alive_seconds,
+            keep_alive=self._dialect.keep_alive,
         )
 
 
@@ -71,13 +74,14 @@ class InferenceRoute:
 
     def __init__(self, call: Call, *, body_limit_bytes: int, budget: BodyBudget) -> None:
         self._call, self._body_limit_bytes, self._budget = call, body_limit_bytes, budget
+        self.dialect = call.dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
         headers = first_headers(scope)
         known = client_request_id(headers)
         id = self._call.new_id()
-        sink = AsgiSink(scope, send, known or id)
+        sink = AsgiSink(scope, send, known or id, self.dialect)
         began = loop.time()
         try:
             check_content_type(headers)

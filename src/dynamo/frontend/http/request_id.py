@@ -6,9 +6,11 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, Final
 
-from dynamo.frontend.http.asgi import Message, Scope, Send, first_headers
+from dynamo.frontend.http.asgi import Message, Scope, Send, first_headers, reply_rejected
+from dynamo.protocol.dialect import OPENAI, Dialect
+from dynamo.protocol.openai.errors import RequestRejected
 
-__all__ = ["HEADER", "client_request_id", "request_id_note", "with_request_id"]
+__all__ = ["HEADER", "client_request_id", "reject_route", "request_id_note", "with_request_id"]
 
 HEADER: Final = b"x-request-id"
 MAX_CHARACTERS: Final = 128  # of an id that is repeated
@@ -38,6 +40,13 @@ def request_id_note(headers: Mapping[bytes, bytes]) -> str:
     if known is not None:
         return f" (x-request-id {known})"
     return f" (x-request-id replaced, the client sent {value[:LOGGED_CHARACTERS].decode('latin-1')!a})"
+
+
+async def reject_route(scope: Scope, send: Send, rejected: RequestRejected, dialect: Dialect = OPENAI) -> None:
+    """Send a rejection from a route that is not of an inference API, in the shape of `dialect`."""
+    known = client_request_id(first_headers(scope)) or str(uuid.uuid4())
+    named = tuple([(name, known.encode()) for name in dialect.id_headers])
+    await reply_rejected(send, rejected, named, dialect=dialect, request_id=known)
 
 
 def with_request_id(scope: Scope, send: Send) -> Send:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
+from typing import cast
 
 from dynamo.frontend.apis.base import Answer, Renderer
 from dynamo.frontend.apis.plain import PlainOutput
@@ -22,8 +23,9 @@ from dynamo.frontend.pipeline.stage_timer import PARSE
 from dynamo.frontend.pipeline.text_generation import TextSource, TextTally
 from dynamo.protocol.openai.requests import Request
 from dynamo.protocol.openai.sse import annotation_event
+from dynamo.protocol.worker_request import WorkerRequest
 
-__all__ = ["StreamDelivery", "UnaryDelivery", "annotation_events"]
+__all__ = ["StreamDelivery", "UnaryDelivery", "annotation_events", "send_placement"]
 
 
 class _Delivery:
@@ -192,6 +194,22 @@ class UnaryDelivery(_Delivery):
                 timer.answering()
         finally:
             single.close()
+
+
+async def send_placement(answer: Answer, renderer: Renderer, sink: AnswerSink, stream: AnswerStream | None) -> None:
+    """Answer where the first prompt would go. No worker receives the request."""
+    work = answer.work
+    body = cast(WorkerRequest, {**work.plan.body, "token_ids": work.plan.prompts[0]})
+    await answer.model.dispatcher.advise(body, work.tally, pinned=work.plan.pinned_instance_id)
+    answer.exchange.end()
+    if stream is None:
+        headers = routing_headers(work.tally.placement) if answer.explains_routing else ()
+        await sink.reply(200, renderer.collect(CollectedAnswer(answer.choices)), headers)
+        return
+    nvext = answer.nvext(finished=True)
+    assert nvext is not None
+    event = routing_event(work.tally) if answer.explains_routing else b""
+    await stream.end(event + renderer.routed(nvext))
 
 
 def annotation_events(request: Request, answer: Answer, text: str | None) -> bytes:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -22,15 +22,14 @@ from dynamo.frontend.http.offload import LARGE_BODY_BYTES, takes_long
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
-from dynamo.frontend.pipeline.collector import CollectedAnswer
-from dynamo.frontend.pipeline.delivery import StreamDelivery, UnaryDelivery, annotation_events
+from dynamo.frontend.pipeline.delivery import StreamDelivery, UnaryDelivery, annotation_events, send_placement
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
 from dynamo.frontend.pipeline.failures import classify, rejection_of
 from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
 from dynamo.frontend.pipeline.plan import Tally, WorkRequest
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.request_records import CLIENT_LEFT, begin_record, end_record, log_declined
-from dynamo.frontend.pipeline.routing_answer import routing_event, routing_headers
+from dynamo.frontend.pipeline.routing_answer import routing_headers
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
 from dynamo.frontend.pipeline.stage_timer import QUEUE, StageTimer, wants_stage_times
 from dynamo.frontend.request_metrics import UNKNOWN_MODEL, RequestType
@@ -39,10 +38,7 @@ from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected, model_not_found, model_not_ready
 from dynamo.protocol.openai.headers import HeaderEffects, apply_headers
 from dynamo.protocol.openai.requests import ChatRequest, Request
-from dynamo.protocol.openai.sse import DONE
-from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.stall_detector import StallDetector
-from dynamo.runtime.identifiers import random_uuid
 
 __all__ = ["Call", "Pipeline"]
 
@@ -80,6 +76,9 @@ class Call:
 
     def __init__(self, api: Api[Any], pipeline: Pipeline) -> None:
         self._api = api
+        self.dialect = api.dialect
+        self.new_id = api.new_id
+        """Returns a new id for a request of this API."""
         self._pipeline = pipeline
         self._settings = settings = pipeline.settings
         prefix = settings.metadata_header_prefix.encode()
@@ -102,10 +101,6 @@ class Call:
             settings.json_members_limit,
             settings.json_items_limit,
         )
-
-    def new_id(self) -> str:
-        """Return a new id for a request of this API."""
-        return self._api.id_prefix + random_uuid()
 
     def open(self, id: str, arrival: Arrival) -> Exchange:
         """Return the exchange of a request that has just come in; its stage times begin now."""
@@ -243,6 +238,7 @@ class Call:
             context.metadata = effects.metadata
         begin_record(exchange)
         stream: AnswerStream | None = None
+        renderer: Renderer | None = None
         if request.is_streaming:
             stream = sink.open_stream(
                 peek_seconds=settings.peek_seconds,
@@ -256,7 +252,13 @@ class Call:
             late = ResponseTimeout(f"the request was not answered within {limit:g} s")
             expiry = loop.call_at(context.deadline, exchange.end_with, late)
         try:
-            await self._generate(exchange, resolved, sink, stream)
+            answer, text = await self._prepare(exchange, resolved)
+            renderer = self._api.renderer(answer, self._continuous if request.continuous_usage else self._options)
+            if answer.work.plan.is_query:
+                await send_placement(answer, renderer, sink, stream)
+            else:
+                await self._deliver(answer, renderer, sink, stream, text)
+            self._count_end(exchange, answer.work.tally)
         except asyncio.CancelledError:
             context.kill()
             prompt_tokens, output_tokens = _used(exchange)
@@ -265,7 +267,7 @@ class Call:
             raise
         except Exception as error:  # the boundary: whatever it is, the client gets a well-formed answer
             context.kill()
-            await self._fail(exchange, error, sink, stream)
+            await self._fail(exchange, error, sink, stream, renderer)
         finally:
             if exchange.phase is not Phase.ENDED:
                 exchange.end()
@@ -276,45 +278,28 @@ class Call:
             if stream is not None:
                 stream.close()
 
-    async def _generate(
-        self, exchange: Exchange, resolved: Resolved, sink: AnswerSink, stream: AnswerStream | None
-    ) -> None:
-        """Prepare, generate and answer. Raises what went wrong on the way."""
+    async def _prepare(self, exchange: Exchange, resolved: Resolved) -> tuple[Answer, str | None]:
+        """Return what is to be answered, and the text that was tokenised."""
         pipeline, timer = self._pipeline, exchange.timer
         request, model = resolved.request, resolved.model
         plan, text = await self._api.prepare(pipeline.preprocessor, request, resolved.effects, model, timer)
         exchange.work = work = WorkRequest(plan, timer, pipeline.stalls)
         exchange.enter(Phase.PREPROCESSED, exchange.now())
         answer = Answer(exchange, request, model, work, explains_routing=resolved.effects.explains_routing)
-        limit = self._settings.backend_stream_timeout_seconds
-        idle = None if limit is None else IdleTimeout(exchange, work.fail_over_idle_streams, limit)
-        renderer = self._api.renderer(answer, self._continuous if request.continuous_usage else self._options)
-        if plan.is_query:
-            await self._place_only(answer, renderer, sink, stream)
-        elif stream is None:
+        return answer, text
+
+    async def _deliver(
+        self, answer: Answer, renderer: Renderer, sink: AnswerSink, stream: AnswerStream | None, text: str | None
+    ) -> None:
+        """Generate and answer; `text` is what was tokenised. Raises what went wrong on the way."""
+        request, limit = answer.request, self._settings.backend_stream_timeout_seconds
+        idle = None if limit is None else IdleTimeout(answer.exchange, answer.work.fail_over_idle_streams, limit)
+        if stream is None:
             await UnaryDelivery(answer, renderer, idle).send(sink)
         else:
             head = annotation_events(request, answer, text)
             with_usage = request.include_usage or self._settings.force_include_usage
             await StreamDelivery(answer, renderer, idle).send(stream, head, with_usage=with_usage)
-        self._count_end(exchange, work.tally)
-
-    async def _place_only(
-        self, answer: Answer, renderer: Renderer, sink: AnswerSink, stream: AnswerStream | None
-    ) -> None:
-        """Answer where the first prompt would go. No worker hears of it."""
-        work = answer.work
-        body = cast(WorkerRequest, {**work.plan.body, "token_ids": work.plan.prompts[0]})
-        await answer.model.dispatcher.advise(body, work.tally, pinned=work.plan.pinned_instance_id)
-        answer.exchange.end()
-        if stream is None:
-            headers = routing_headers(work.tally.placement) if answer.explains_routing else ()
-            await sink.reply(200, renderer.collect(CollectedAnswer(answer.choices)), headers)
-            return
-        nvext = answer.nvext(finished=True)
-        assert nvext is not None
-        event = routing_event(work.tally) if answer.explains_routing else b""
-        await stream.end(event + renderer.routed(nvext) + DONE)
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
@@ -338,8 +323,15 @@ class Call:
             self._pipeline.metrics.workers.answered(worker_id, first, tally.prompt_tokens, pace)
         end_record(exchange, now)
 
-    async def _fail(self, exchange: Exchange, error: Exception, sink: AnswerSink, stream: AnswerStream | None) -> None:
-        """Answer a request that failed, count it and log it."""
+    async def _fail(
+        self,
+        exchange: Exchange,
+        error: Exception,
+        sink: AnswerSink,
+        stream: AnswerStream | None,
+        renderer: Renderer | None,
+    ) -> None:
+        """Answer a request that failed, count it and log it. `renderer`: None before there was anything to render."""
         now, name, counters = asyncio.get_running_loop().time(), exchange.name, exchange.counters
         prompt_tokens, output_tokens = _used(exchange)
         assert counters is not None
@@ -368,7 +360,10 @@ class Call:
         if stream is not None:
             await stream.settle()
             if stream.is_committed:
-                await stream.end(rejected.frame() + DONE)
+                last = None if renderer is None else renderer.failed(rejected)
+                if last is None:
+                    last = self.dialect.stream_failure(rejected, exchange.request_id)
+                await stream.end(last)
                 return
         await sink.reject(rejected)
 

@@ -1,0 +1,42 @@
+"""How an inference API writes what is not an answer of the model: a rejection, the failure of a stream, a sign of life.
+
+Every route of an API speaks its dialect, also before anything of the request was decoded (413, 415, 503, 529).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Final
+
+from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.sse import DONE, KEEP_ALIVE
+
+__all__ = ["OPENAI", "Dialect", "OpenAiDialect"]
+
+
+class Dialect(ABC):
+    """The shapes one API has for these; without state, so that one value serves all requests."""
+
+    keep_alive: ClassVar[bytes] = KEEP_ALIVE  # sent when a stream has been silent for too long
+    id_headers: ClassVar[tuple[bytes, ...]] = (b"x-request-id",)  # of every answer, each with the id of the request
+
+    @abstractmethod
+    def error_body(self, rejected: RequestRejected, request_id: str) -> bytes:
+        """Return the JSON body of an answer with `rejected.status`."""
+
+    @abstractmethod
+    def stream_failure(self, rejected: RequestRejected, request_id: str) -> bytes:
+        """Return the last bytes of a stream that fails once its status is sent."""
+
+
+class OpenAiDialect(Dialect):
+    """OpenAI's shapes, with the flat members of 1.6.1 beside them."""
+
+    def error_body(self, rejected: RequestRejected, request_id: str) -> bytes:
+        return rejected.body()
+
+    def stream_failure(self, rejected: RequestRejected, request_id: str) -> bytes:
+        return rejected.frame() + DONE
+
+
+OPENAI: Final = OpenAiDialect()
