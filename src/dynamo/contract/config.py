@@ -174,8 +174,8 @@ class WorkerConfig:
     metrics_labels: list[tuple[str, str]] = field(default_factory=list)
     """Labels added to every metric of the endpoint."""
     disaggregation_mode: DisaggregationMode = setting(DisaggregationMode.AGGREGATED, "DYN_DISAGGREGATION_MODE", _mode,
-        "Role: `agg`, `prefill`, `decode`, `encode`. The frontend of this version serves `agg`, and `decode` together "
-        "with `prefill`; see [disaggregation](disaggregation.md)",
+        "Role: `agg`, `prefill`, `decode`, `encode`. Clients are served by `agg`, and by `decode` together with `prefill`; "
+        "see [disaggregation](disaggregation.md)",
         flag="--disaggregation-mode", group=_ROLE)
     """Role of this worker."""
     health_check_payload: dict[str, Any] | None = None
@@ -191,7 +191,8 @@ class WorkerConfig:
         flag="--dyn-structural-tag-schema", group=_TEXT)
     """How strictly arguments follow their schema: auto or strict."""
     route_to_encoder: bool = setting(False, "DYN_ROUTE_TO_ENCODER", switch,
-        "Say on the card that multimodal requests need an encode worker first (`agg` and `prefill` only)",
+        "Have an encode worker encode the media of requests first (`agg` and `prefill` only); see "
+        "[disaggregation](disaggregation.md#encode-workers)",
         flag="--route-to-encoder", group=_ROLE)
     """Send multimodal requests through an encode worker first. Only for the roles agg and prefill."""
     media_decoder: Any = None

@@ -194,6 +194,13 @@ FAMILIES: Final = (
         "model_load_failures_total", "counter", "Failed attempts to load a model's tokenizer and template", ("model",)
     ),
     Family(
+        "encoder_requests_total",
+        "counter",
+        "Requests to encode workers that ended; `outcome` is `success`, `failed` or `cancelled`",
+        ("outcome",),
+    ),
+    Family("encoder_fallbacks_total", "counter", "Requests with media that went on without an encode worker"),
+    Family(
         "stage_requests",
         "gauge",
         "Requests in a stage now: `preprocess`, `route` (until a worker got them) or `dispatch` (until their first output); `phase` is empty",

@@ -54,9 +54,18 @@ class ModelMetrics:
             families.counters("tokenizer_cache_cached_tokens_total"),
             families.counters("tokenizer_cache_uncached_tokens_total"),
         )
+        self._encoder_requests = families.counters("encoder_requests_total")
+        self._encoder_fallbacks = families.counter("encoder_fallbacks_total")
         self._facts = {short: families.gauges(f"model_{short}") for short in MODEL_FACTS}
         self._workers = families.gauges("model_workers")
         self._worker_counts: Mapping[tuple[str, str], int] = {}
+
+    def encoder_outcome(self, outcome: str) -> None:
+        """Count what became of one request to an encode worker, or a request that went on without one (`fallback`)."""
+        if outcome == "fallback":
+            self._encoder_fallbacks.inc()
+        else:
+            self._encoder_requests.labels(outcome).inc()
 
     def forget(self, name: str) -> None:
         """Show a model that is gone as not ready."""

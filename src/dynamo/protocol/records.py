@@ -32,6 +32,7 @@ from dynamo.protocol.structural_tag import check_structural_tag, complete_struct
 
 __all__ = [
     "DEFAULT_BLOCK_SIZE",
+    "ENCODER_HANDOFF",
     "RESUMES_GUIDED",
     "UNREADABLE",
     "FileRef",
@@ -53,6 +54,9 @@ DEFAULT_BLOCK_SIZE: Final = 16
 """The card's value when the engine has no block-structured KV: the native reader requires the member. Whether the
 engine really has blocks is told by `runtime_config.total_kv_blocks` and its event channels, not by this number."""
 
+
+ENCODER_HANDOFF: Final = "encoder_result_handoff"
+"""The entry of a worker's `runtime_data` that asks for an encode worker before it: the media of a request go there first."""
 
 RESUMES_GUIDED: Final = "resumes_guided_decoding"
 """The entry of an engine's `runtime_data` that declares: for a request that lost its worker it brings the grammar up to

@@ -73,5 +73,9 @@ class WorkerRequest(TypedDict, total=False):
     bootstrap_info: BootstrapInfo
     prefill_result: PrefillResult
     agent_context: dict[str, object]
-    migration_link: object  # of the prefill's span
+    migration_link: object  # of the span of the encode or prefill worker before it
+    multi_modal_data: dict[str, list[object]]  # the slots of each kind of media, in the order of the message
+    multi_modal_uuids: dict[str, list[object]]
+    mm_processor_kwargs: dict[str, object]
+    encoder_result: dict[str, object]  # what an encode worker made of the media; the engines' own business
     annotations: list[str]

@@ -22,6 +22,7 @@ from dynamo.reference.flags import read_arguments
 from dynamo.reference.job_stream import JobStream
 from dynamo.reference.kv_transfer import Ticket, TransferOptions
 from dynamo.reference.loading import Options, load_core
+from dynamo.reference.media import MediaOptions
 from dynamo.reference.operations import CONTROLS, UPDATES, Operations
 from dynamo.reference.preparing import Preparation
 from dynamo.reference.publishing import EngineReports
@@ -52,10 +53,16 @@ class ReferenceEngine(LLMEngine):
         mode: DisaggregationMode = DisaggregationMode.AGGREGATED,
         transfer: TransferOptions | None = None,
         require_prefill_result: bool = False,
+        media: MediaOptions | None = None,
     ) -> None:
-        """`mode`: what this worker does of a request; the last two are for prefill and decode workers."""
+        """`mode`: what this worker does of a request; `transfer` and `require_prefill_result` are for prefill and decode
+        workers. `media`: what stands for the media of a request; None: they are refused. Raises InvalidArgument."""
+        if mode is DisaggregationMode.ENCODE:
+            raise InvalidArgument("the encode role has an engine of its own: dynamo.reference.encoder.ReferenceEncoder")
         self._directory, self._options = directory, options or Options()
-        self._role_options = RoleOptions(mode, transfer or TransferOptions(), require_prefill_result)
+        self._role_options = RoleOptions(
+            mode, transfer or TransferOptions(), require_prefill_result, media or MediaOptions(mode=mode)
+        )
         self._role: PrefillRole | DecodeRole | None = None  # None: it serves whole requests
         self._name = served_model_name or directory.resolve().name
         self._steps: StepThread | None = None
@@ -76,6 +83,7 @@ class ReferenceEngine(LLMEngine):
             mode=role.mode,
             transfer=role.transfer,
             require_prefill_result=role.require_prefill_result,
+            media=role.media,
         )
         config = worker_config_from(args, model_name=str(engine._directory), served_model_name=engine._name)
         return engine, config
@@ -134,7 +142,12 @@ class ReferenceEngine(LLMEngine):
         if decode is None and request.get("prefill_result"):
             raise InvalidArgument("prefill_result is set, but this worker is no decode worker")
         narrowed = request if prefill is None else prefill.narrowed(request)
-        job = read_request(narrowed, steps.limits, prompt_tokens=context.prompt_tokens, adapters=operations.adapters)
+        media = self._role_options.media.tokens_of(request, steps.limits.vocab_size)
+        if ticket is not None:
+            media = ticket.media_token_ids
+        job = read_request(
+            narrowed, steps.limits, prompt_tokens=context.prompt_tokens, adapters=operations.adapters, media=media
+        )
         if decode is not None and ticket is not None:
             job = decode.continued(job, request, ticket)
         if job.needs_steering and self._preparation is not None:
@@ -161,7 +174,7 @@ class ReferenceEngine(LLMEngine):
                 for chunk in stream.take():
                     if prefill is not None and chunk.get("finish_reason") == "length":
                         let_go = partial(steps.submit_if_running, partial(stream.abort, results=steps.results))
-                        chunk["disaggregated_params"] = prefill.hand_over(stream.choice, let_go)
+                        chunk["disaggregated_params"] = prefill.hand_over(stream.choice, let_go, media)
                         holds_blocks = False
                     yield chunk
         finally:

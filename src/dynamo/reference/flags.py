@@ -14,6 +14,7 @@ from dynamo.reference import demo
 from dynamo.reference.guided import COMPILE_LIMIT
 from dynamo.reference.kv_transfer import TRANSPORTS, TransferOptions, check_installed
 from dynamo.reference.loading import Options
+from dynamo.reference.media import DEFAULT_PART_TOKENS, MediaOptions
 from dynamo.reference.roles import RoleOptions
 from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.settings.table import read_settings
@@ -21,8 +22,13 @@ from dynamo.settings.table import read_settings
 __all__ = ["read_arguments"]
 
 
-def read_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Options, RoleOptions]:
-    """Return the command line, and what it says of the engine and its role. Ends the process for a mistake (status 2)."""
+def read_arguments(
+    argv: list[str] | None, *, may_encode: bool = False
+) -> tuple[argparse.Namespace, Options, RoleOptions]:
+    """Return the command line, and what it says of the engine and its role. Ends the process for a mistake (status 2).
+
+    `may_encode`: the role of an encode worker is allowed, which has an engine of its own.
+    """
     parser = BackendArgumentParser("dynamo.reference", description="An inference engine in NumPy.")
     _add_flags(parser)
     add_backend_arguments(parser)
@@ -50,7 +56,12 @@ def read_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, Options,
         )
         if args.disaggregation_mode is not DisaggregationMode.AGGREGATED:
             check_installed(transfer)
-        role = RoleOptions(args.disaggregation_mode, transfer, args.require_prefill_result)
+        is_encoder = args.disaggregation_mode is DisaggregationMode.ENCODE
+        if is_encoder and not may_encode:
+            raise InvalidArgument("--disaggregation-mode encode needs the command python -m dynamo.reference")
+        part_tokens = args.media_tokens or (DEFAULT_PART_TOKENS if is_encoder else 0)
+        media = MediaOptions(part_tokens, args.disaggregation_mode, args.route_to_encoder)
+        role = RoleOptions(args.disaggregation_mode, transfer, args.require_prefill_result, media)
     except InvalidArgument as error:
         parser.error(str(error))
     return args, options, role
@@ -125,5 +136,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         default=default.max_loras,
         metavar="N",
         help="LoRA adapters loaded at once (default: 8)",
+    )
+    add(
+        "--media-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="let each image, sound or video of a request stand as N tokens that are drawn from its content; nothing is seen "
+        "or heard, this shows the way of media through encode workers (default: 0, media are refused; encode workers: 16)",
     )
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its start; publish no KV events")

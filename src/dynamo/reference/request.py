@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,8 +29,6 @@ NO_ADAPTERS: Final[Mapping[str, Adapter]] = {}
 # Fields that would change the answer, so that ignoring them would be a lie.
 UNSUPPORTED: Final = {
     "prompt_embeds": "embeddings in place of tokens",
-    "multi_modal_data": "images, audio and video",
-    "encoder_result": "images, audio and video",
     "bootstrap_info": "workers that meet by themselves",
 }
 
@@ -75,15 +73,17 @@ def read_request(
     *,
     prompt_tokens: int | None = None,
     adapters: Mapping[str, Adapter] = NO_ADAPTERS,
+    media: Sequence[int] = (),
 ) -> Job:
     """Parse a request. `prompt_tokens`: the length of the client's prompt, if migrated. `adapters`: the loaded ones.
+    `media`: tokens that stand before the prompt.
 
     Raises InvalidArgument naming the field for what cannot be served.
     """
     for name, what in UNSUPPORTED.items():
         if request.get(name):
             raise InvalidArgument(f"{name} is set, but the reference engine does not support {what}")
-    prompt = _prompt(request.get("token_ids"), limits)
+    prompt = _prompt(request.get("token_ids"), limits, media)
     sampling = _Group("sampling_options", request.get("sampling_options"))
     stops = _Group("stop_conditions", request.get("stop_conditions"))
     output = _Group("output_options", request.get("output_options"))
@@ -112,7 +112,7 @@ def read_request(
         priority=routing.integer("priority", 0, -(2**31), 2**31 - 1),
         key=PrefixKey(cache_salt=routing.text("cache_salt"), lora_name=None if adapter is None else adapter.name),
         prompt_logprobs=prompt_logprobs,
-        produced=0 if prompt_tokens is None else max(len(prompt) - prompt_tokens, 0),
+        produced=0 if prompt_tokens is None else max(len(prompt) - len(media) - prompt_tokens, 0),
         guided=read_guide(sampling.get("guided_decoding"), limits.guided),
         thinking_tokens=None if thinking is None else stops.integer("max_thinking_tokens", 0, 0, 2**31 - 1),
         adapter=adapter,
@@ -129,10 +129,10 @@ def _adapter(lora_name: str | None, model: Any, adapters: Mapping[str, Adapter])
     return adapters[lora_name]
 
 
-def _prompt(token_ids: Any, limits: Limits) -> tuple[int, ...]:
-    prompt = tuple(token_ids or ())
-    if not prompt:
+def _prompt(token_ids: Any, limits: Limits, media: Sequence[int]) -> tuple[int, ...]:
+    if not token_ids:
         raise InvalidArgument("token_ids must not be empty")
+    prompt = (*media, *token_ids)
     if len(prompt) >= limits.context_length:
         raise InvalidArgument(
             f"the prompt has {len(prompt)} tokens; this model takes at most {limits.context_length - 1} "

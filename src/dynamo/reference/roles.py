@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
+import msgspec
+
 from dynamo.contract.health_check import is_probe
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.contract.requests.disaggregation import (
@@ -24,6 +26,7 @@ from dynamo.contract.requests.disaggregation import (
 from dynamo.errors import DynamoException, InvalidArgument
 from dynamo.reference.core import RunningChoice
 from dynamo.reference.kv_transfer import KvReceiver, KvSender, Ticket, TransferOptions, make_receiver, make_sender
+from dynamo.reference.media import MediaOptions
 from dynamo.reference.model import KvCache
 from dynamo.reference.request import Job
 from dynamo.runtime.context import Context
@@ -40,20 +43,14 @@ TRANSFERS: Final = "reference_kv_transfers_total"
 RELEASE_SECONDS: Final = 2.0  # for telling the peer that its blocks are not wanted; they expire without that, too
 
 
-ROLES: Final = (DisaggregationMode.AGGREGATED, DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
-
-
 @dataclass(frozen=True, slots=True)
 class RoleOptions:
-    """What a worker does of a request. Raises InvalidArgument for a role that the engine does not have."""
+    """What a worker does of a request."""
 
     mode: DisaggregationMode = DisaggregationMode.AGGREGATED
     transfer: TransferOptions = field(default_factory=TransferOptions)
     require_prefill_result: bool = False
-
-    def __post_init__(self) -> None:
-        if self.mode not in ROLES:
-            raise InvalidArgument(f"--disaggregation-mode {self.mode.value}: the reference engine has no such role")
+    media: MediaOptions = field(default_factory=MediaOptions)
 
     async def make(self, cache: KvCache) -> PrefillRole | DecodeRole | None:
         """Set up what the role needs; None for a worker that serves whole requests. Raises CannotConnect, InvalidArgument."""
@@ -109,8 +106,13 @@ class PrefillRole:
         stops = dict(request.get("stop_conditions") or {})
         return enforce_prefill_max_tokens({**request, "stop_conditions": stops})
 
-    def hand_over(self, choice: RunningChoice, let_go: Callable[[], None]) -> dict[str, Any]:
-        """Hold a choice's blocks; `let_go` is called once when they may be freed. Raises Overloaded."""
+    def hand_over(
+        self, choice: RunningChoice, let_go: Callable[[], None], media: tuple[int, ...] = ()
+    ) -> dict[str, Any]:
+        """Hold a choice's blocks; `let_go` is called once when they may be freed. `media`: the tokens before its prompt.
+
+        Raises Overloaded.
+        """
 
         def ended(reason: str) -> None:
             self._ends[reason] += 1
@@ -119,7 +121,8 @@ class PrefillRole:
             let_go()
 
         tokens = len(choice.sequence.tokens)
-        return self._sender.offer(choice.sequence.blocks, tokens, choice.sampling.seed, ended).to_params()
+        ticket = self._sender.offer(choice.sequence.blocks, tokens, choice.sampling.seed, ended)
+        return msgspec.structs.replace(ticket, media_token_ids=media).to_params()
 
 
 class DecodeRole:

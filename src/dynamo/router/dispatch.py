@@ -60,7 +60,7 @@ class Dispatcher:
         """
         transfer = worker = None
         for stage in self.stages:
-            body, transfer, worker, _ = await stage.advise(body, record)
+            body, transfer, worker, *_ = await stage.advise(body, record)
         if worker is not None:
             record.placement = worker.placement
             return
@@ -307,7 +307,7 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
         async def answer(onward: Onward) -> list[StreamItem]:
             self._release()  # a decode that ended with its prefill
             failover = self._failover
-            self._body, failover.transfer, failover.decided, failover.is_single_use = onward
+            self._body, failover.transfer, failover.decided, failover.is_single_use, failover.renew = onward
             return await self._begin(lost_by)
 
         return await run_stages(stages, job, answer)
@@ -357,6 +357,10 @@ class RoutedStream(AsyncIterator[list[StreamItem]]):
                     context.id(), worker.instance.instance_id, type(error).__name__, error,
                 )  # fmt: skip
                 last = error
+                body = await failover.next_body(self._body, error)
+                if body is None:
+                    return []  # cancelled while it was made anew
+                self._body = body
                 move = Move(is_ongoing=False)
                 record.moves.append(move)
                 lost_at = self._now()

@@ -24,6 +24,7 @@ from dynamo.placement import PlacementRequest, WorkerKey
 from dynamo.placement.kv_query import KvQuery
 from dynamo.placement.kv_transfer import TransferRule
 from dynamo.protocol.worker_request import RoutingHints, WorkerRequest
+from dynamo.router.handoff import Renew, may_be_taken
 from dynamo.router.kv.sessions import SessionHold
 from dynamo.router.migration import migration_blocker
 from dynamo.router.pool import ChosenWorker, ModelPool
@@ -205,6 +206,7 @@ class Failover:
         "decided",
         "exempt_error",
         "is_single_use",
+        "renew",
         "session",
         "transfer",
     )
@@ -219,6 +221,7 @@ class Failover:
         self.attempts = Attempts()
         self.exempt_error: DynamoException | None = None  # does not count against the worker
         self.is_single_use = False  # no second worker can answer what one has taken
+        self.renew: Renew | None = None  # makes the request anew, where one worker only can take what it holds
         self.decided: ChosenWorker | None = None  # what a stage has chosen already; taken once
         self.transfer: TransferRule | None = None  # where the KV blocks of its prompt can be sent; None: anywhere
 
@@ -250,7 +253,12 @@ class Failover:
 
     def must_start_over(self, error: DynamoException) -> bool:
         """Return whether the prompt has to be computed again, as a worker may have taken what it is given once."""
-        return self.is_single_use and not isinstance(error, CannotConnect | Overloaded | WorkerUnavailable)
+        return self.is_single_use and may_be_taken(error)
+
+    async def next_body(self, body: WorkerRequest, error: DynamoException) -> WorkerRequest | None:
+        """Return the request for the next worker after `error`: `body`, made anew where the last worker may have taken what
+        it gives away once. None: the request was cancelled meanwhile."""
+        return body if self.renew is None or not may_be_taken(error) else await self.renew()
 
     async def has_next(self, error: DynamoException) -> bool:
         """Return whether another worker is there, waiting for one if it is expected; False: the request was cancelled.

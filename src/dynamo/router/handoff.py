@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
-from typing import Final
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, Literal
 
-from dynamo.errors import DynamoException, StreamIncomplete, Unknown, revive
+from dynamo.errors import (
+    CannotConnect,
+    DynamoException,
+    Overloaded,
+    StreamIncomplete,
+    Unknown,
+    WorkerUnavailable,
+    revive,
+)
 from dynamo.placement.kv_transfer import TransferRule
 from dynamo.protocol.finish import EngineFailed, normalise
 from dynamo.protocol.worker_request import (
@@ -20,7 +28,16 @@ from dynamo.protocol.worker_request import (
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import Instance, ResponseStream, StreamItem
 
-__all__ = ["Handoff", "PrefillAnswer", "PrefillReply", "decode_request", "prefill_request", "read_reply"]
+__all__ = [
+    "Handoff",
+    "PrefillAnswer",
+    "Renew",
+    "StageReply",
+    "decode_request",
+    "may_be_taken",
+    "prefill_request",
+    "read_reply",
+]
 
 MAX_PORT: Final = 2**16 - 1
 PEER_FAILURE_SECONDS: Final = 0.1  # a prefill worker whose process is gone is missed by both sides within milliseconds
@@ -28,7 +45,19 @@ PEER_FAILURE_SECONDS: Final = 0.1  # a prefill worker whose process is gone is m
 _DECODE_OVERRIDES: Final = {"overlap_score_credit": 0.0, "assume_kv_reuse": False, "track_prefill_tokens": False}
 """What the decode worker is chosen by: the prompt's blocks come from elsewhere, so what it has cached counts nothing,
 and it computes no prompt."""
+_MEDIA: Final[tuple[Literal["multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "encoder_result"], ...]] = (
+    "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "encoder_result",
+)  # fmt: skip
 _CACHED_COUNTS: Final = {"assume_kv_reuse": False, "track_prefill_tokens": False}
+
+
+Renew = Callable[[], Awaitable[WorkerRequest | None]]
+"""Makes a request anew that holds what one worker can take only; None: it was cancelled meanwhile."""
+
+
+def may_be_taken(error: DynamoException) -> bool:
+    """Return whether a worker that failed with `error` may have taken what a request gives away once."""
+    return not isinstance(error, CannotConnect | Overloaded | WorkerUnavailable)
 
 
 class PrefillAnswer:
@@ -99,15 +128,17 @@ class Handoff:
         return items  # the prefill ends by itself, and the router waits for it
 
 
-class PrefillReply:
-    """What a prefill worker answered."""
+class StageReply:
+    """What an encode or prefill worker answered."""
 
-    __slots__ = ("details", "items", "link", "params", "reason")
+    __slots__ = ("details", "encoder_result", "items", "link", "params", "reason", "role")
 
-    def __init__(self) -> None:
+    def __init__(self, role: str) -> None:
+        self.role = role  # as in "the prefill worker"
         self.items: list[StreamItem] = []
         self.reason: str | None = None
         self.params: object = None
+        self.encoder_result: object = None
         self.details: object = None  # usage.prompt_tokens_details
         self.link: object = None  # of the prefill's span
 
@@ -120,10 +151,12 @@ class PrefillReply:
                 raise revive(extra.get("error") or {"message": "; ".join(extra.get("comment") or ["unknown error"])})
             extra = extra.get("data") or {}
             if not isinstance(extra, dict):
-                raise Unknown(f"the prefill worker sent {type(extra).__name__} where a chunk was expected")
+                raise Unknown(f"the {self.role} worker sent {type(extra).__name__} where a chunk was expected")
             reason = extra.get("finish_reason")
         if (params := extra.get("disaggregated_params")) is not None:
             self.params = params
+        if (encoded := extra.get("encoder_result")) is not None:
+            self.encoder_result = encoded
         usage = extra.get("completion_usage")
         if isinstance(usage, dict) and (details := usage.get("prompt_tokens_details")) is not None:
             self.details = details
@@ -146,16 +179,16 @@ class PrefillReply:
         return {**members, "prefill_result": result}
 
 
-async def read_reply(stream: ResponseStream, context: Context) -> PrefillReply:
-    """Read a prefill worker's stream to its end. Raises the error it ends with."""
-    reply = PrefillReply()
+async def read_reply(stream: ResponseStream, context: Context, role: str) -> StageReply:
+    """Read the stream of an encode or prefill worker to its end; `role` is for error texts. Raises the error it ends with."""
+    reply = StageReply(role)
     try:
         while reply.reason is None:
             items = await stream.next_batch()
             if not items:
                 if context.is_stopped():
                     return reply
-                raise StreamIncomplete("the prefill worker ended the stream without a finish reason")
+                raise StreamIncomplete(f"the {role} worker ended the stream without a finish reason")
             for item in items:
                 reply.add(item)
         stream.finish()
@@ -184,6 +217,7 @@ def decode_request(
 ) -> WorkerRequest:
     """Return the request that continues `body` behind its prefill; `members` tell where the result is.
 
+    The media stay behind: the prefill worker has taken them, and what they became is in its blocks.
     `transfer`: which decode workers it can be sent to; None: all. `counts_cached`: what a decode worker has cached counts
     all the same, as some prompts are computed there.
     """
@@ -194,7 +228,11 @@ def decode_request(
         **(body.get("router_config_override") or {}),
         **(_CACHED_COUNTS if counts_cached else _DECODE_OVERRIDES),
     }
-    return {**body, "routing": routing, "router_config_override": override, **members}
+    onward: WorkerRequest = {**body, "routing": routing, "router_config_override": override, **members}
+    if "multi_modal_data" in body:
+        for name in _MEDIA:
+            onward.pop(name, None)
+    return onward
 
 
 def _within(rule: TransferRule, given: TaintPreferences) -> TaintPreferences:

@@ -31,7 +31,15 @@ from dynamo.placement.kv_transfer import TransferRule, transfer_rule
 from dynamo.protocol.finish import LENGTH
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.protocol.worker_request import BootstrapInfo, RoutingHints, WorkerRequest
-from dynamo.router.handoff import Handoff, PrefillAnswer, decode_request, prefill_request, read_reply
+from dynamo.router.handoff import (
+    Handoff,
+    PrefillAnswer,
+    Renew,
+    decode_request,
+    may_be_taken,
+    prefill_request,
+    read_reply,
+)
 from dynamo.router.kv.sessions import SessionHold
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.query_of_death import Suspect
@@ -127,11 +135,13 @@ class PrefillRouter:
         suspect: Suspect | None = None,
         can_receive: CanReceive | None = None,
         attempts: PrefillAttempts | None = None,
+        renew: Renew | None = None,
     ) -> Handoff | PrefillAnswer:
         """Request the prefill of `body`, trying up to `retries` other workers after failures that depend on the worker.
 
         `record` gets the placement of the worker that has taken it. `can_receive`: whether a decode worker is there for a
         prefill worker's rule; a worker without one is passed over. `attempts`: those of the request so far.
+        `renew` makes the request anew for another worker, where it holds what one worker can take only.
 
         Raises:
             InvalidArgument: the request names a prefill worker that is not there, or the worker refused the request.
@@ -210,6 +220,11 @@ class PrefillRouter:
                         error,
                     )
                     attempts.last = error
+                    if renew is not None and may_be_taken(error):
+                        renewed = await renew()
+                        if renewed is None:
+                            return PrefillAnswer(instance, [])
+                        body = renewed
 
     async def peek(self, body: WorkerRequest, record: DispatchRecord, can_receive: CanReceive | None) -> ChosenWorker:
         """Return the worker that would get the prefill of `body` now. Raises what the choice of a worker raises."""
@@ -307,7 +322,7 @@ class PrefillRouter:
             task = self._start(self._drain(stream, worker, suspect), f"prefill {context.id()}")
             onward = self._onward(body, instance.instance_id, {"bootstrap_info": bootstrap}, rule)
             return Handoff(instance, onward, task, transfer=rule)
-        reply = await read_reply(stream, context)
+        reply = await read_reply(stream, context, "prefill")
         timer.arrived(failed=True)  # what was awaited is only the first half: the answer is still to come
         if suspect is not None:
             suspect.passed(self.workers)

@@ -16,12 +16,13 @@ class DispatchRecord:
     """The workers that served one request, and its moves between them."""
 
     __slots__ = (
-        "bypass", "instances", "moves", "placement", "prefill_instance_id", "prefill_placement", "queued_seconds", "sequences",
+        "bypass", "encode_instance_id", "instances", "moves", "placement", "prefill_instance_id", "prefill_placement", "queued_seconds", "sequences",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.moves: list[Move] = []  # bounded by the retries and the number of choices
         self.instances: list[Instance] = []  # the workers that answered
+        self.encode_instance_id: int | None = None  # the worker that encoded the media, if one did
         self.prefill_instance_id: int | None = None  # the worker that computed the prompt, where that was another one
         self.placement: Placement | None = None  # of the last worker that answered
         self.prefill_placement: Placement | None = None  # of the worker that computed the prompt

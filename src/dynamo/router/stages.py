@@ -1,6 +1,6 @@
 """The stages of a request before the worker that answers it: a list, each of which passes the request on to the next.
 
-Today that is the prefill of disaggregated models. An encode stage for media takes its place before it.
+A model has at most two: its media are encoded (`router/encode.py`), then its prompt is computed (`PrefillStage`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dynamo.placement.kv_transfer import TransferRule
 from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.worker_request import WorkerRequest
 from dynamo.router.conditional import ConditionalPrefill
-from dynamo.router.handoff import Handoff, PrefillAnswer
+from dynamo.router.handoff import Handoff, PrefillAnswer, Renew
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.prefill import DispatchTimer, PrefillAttempts, PrefillRouter, can_fall_back_to_decode
 from dynamo.router.query_of_death import Suspect
@@ -70,6 +70,7 @@ class StageJob(NamedTuple):
     limit_seconds: float | None  # what one worker of a stage may take, where its answer is awaited
     suspect: Suspect  # counts the workers that die on the request
     answering: AnsweringWorkers
+    renew: Renew | None = None  # makes `body` anew for another worker, where one worker only can take it
 
 
 class Onward(NamedTuple):
@@ -79,6 +80,7 @@ class Onward(NamedTuple):
     transfer: TransferRule | None = None  # which workers the KV blocks of its prompt can be sent to; None: all
     worker: ChosenWorker | None = None  # that answers, where a stage has chosen it already
     is_single_use: bool = False  # one worker only can answer `body`, as the blocks of its prompt are given once
+    renew: Renew | None = None  # makes `body` anew for another worker, as what was encoded for it is given once
 
 
 Proceed = Callable[[Onward], Awaitable[list[StreamItem]]]
@@ -107,7 +109,9 @@ async def run_stages(stages: Sequence[DispatchStage], job: StageJob, answer: Pro
     first, rest = stages[0], stages[1:]
     if not rest:
         return await first.run(job, answer)
-    return await first.run(job, lambda onward: run_stages(rest, job._replace(body=onward.body), answer))
+    return await first.run(
+        job, lambda onward: run_stages(rest, job._replace(body=onward.body, renew=onward.renew), answer)
+    )
 
 
 class PrefillStage:
@@ -159,13 +163,14 @@ class PrefillStage:
                     suspect=job.suspect,
                     can_receive=job.answering.has_worker_for,
                     attempts=attempts,
+                    renew=job.renew,
                 )
             except DynamoException as error:
                 if router.is_enforced or context.is_stopped() or not can_fall_back_to_decode(error):
                     raise
                 router.note(error)
                 try:
-                    return await proceed(Onward(job.body))
+                    return await proceed(Onward(job.body, renew=job.renew))
                 except (InvalidArgument, Unknown) as refusal:
                     raise error from refusal  # an engine that only decodes: it is not the client's request that is wrong
             router.note(None)
@@ -194,6 +199,11 @@ class PrefillStage:
                 )
                 if not await job.answering.has_next(attempts.last):
                     return []
+                if job.renew is not None:
+                    body = await job.renew()
+                    if body is None:
+                        return []
+                    job = job._replace(body=body)
 
     async def _bypass(self, condition: ConditionalPrefill, job: StageJob, proceed: Proceed) -> list[StreamItem] | None:
         """Return the first items of an answer without prefill workers; None: one of them is to compute the prompt."""

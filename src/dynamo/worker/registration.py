@@ -25,6 +25,7 @@ from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType, parse_endpoint_types
 from dynamo.protocol.records import (
     DEFAULT_BLOCK_SIZE,
+    ENCODER_HANDOFF,
     FileRef,
     LoraRecord,
     ModelCard,
@@ -302,6 +303,8 @@ def runtime_config_of(config: WorkerConfig, engine: EngineConfig) -> ModelRuntim
     )
     if config.default_thinking_mode is not None:
         record.runtime_data["default_thinking_mode"] = config.default_thinking_mode
+    if config.route_to_encoder:
+        record.runtime_data[ENCODER_HANDOFF] = True
     record.set_disaggregated_endpoint(engine.bootstrap_host, engine.bootstrap_port)
     return record
 

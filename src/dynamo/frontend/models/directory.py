@@ -14,12 +14,13 @@ from typing import Any, Final
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.cards import MAX_MODELS, CardBook, Group, GroupKey, Scope
 from dynamo.frontend.models.changes import Changes
+from dynamo.frontend.models.encode_pools import EncodePools
 from dynamo.frontend.models.endpoint_clients import Connect, EndpointClients
 from dynamo.frontend.models.instances import InstanceBook
 from dynamo.frontend.models.loader import CONCURRENT_LOADS, ClusterView, Load, ModelLoader
 from dynamo.frontend.models.name_index import NameIndex
 from dynamo.frontend.models.prefill_pools import PrefillPools
-from dynamo.frontend.models.readiness import DECODE, PREFILL, Readiness, unservable
+from dynamo.frontend.models.readiness import DECODE, ENCODE, PREFILL, Readiness, unservable
 from dynamo.frontend.models.replacement import ReplacementWaits
 from dynamo.frontend.models.reports import ModelReports
 from dynamo.frontend.models.served import ServedModel, ServedModels, ServingRules
@@ -63,6 +64,9 @@ class ModelDirectory:
         self._cluster = ClusterView(cards, InstanceBook(scope), clients, changes)
         self._served = ServedModels(ReplacementWaits(rules.replacement_wait_seconds, self._changed))
         self._prefill = PrefillPools(rules, clients.by_endpoint, self._background)
+        self._encode = EncodePools(
+            cards, clients.by_endpoint, self._prefill, self._background, metrics.models.encoder_outcome
+        )
         self._loader = ModelLoader(
             load,
             self._cluster,
@@ -76,6 +80,7 @@ class ModelDirectory:
             self._cluster.instances,
             self._served,
             self._prefill,
+            self._encode,
             load_error=self._loader.last_error,
             enforce_disagg=rules.enforce_disagg,
         )
@@ -100,6 +105,7 @@ class ModelDirectory:
         self._loader.forget_all()
         await self._background.close()
         self._served.close()
+        await self._encode.aclose()
         await self._prefill.aclose()
 
     async def _follow(self, bucket: str, take: Callable[[Sequence[Change]], None], first: asyncio.Event) -> None:
@@ -218,6 +224,10 @@ class ModelDirectory:
             self._prefill.update(group)
             self._reach(group)
             return
+        if key.role == ENCODE:
+            self._encode.update(group)
+            self._reach(group)
+            return
         served = self._served.get(key)
         if served is not None and served.mdc_sum == group.fingerprint:
             served.update(group)
@@ -234,12 +244,15 @@ class ModelDirectory:
     def _on_group_gone(self, key: GroupKey) -> None:
         if key.role == PREFILL:
             self._prefill.group_gone(key)
+        elif key.role == ENCODE:
+            self._encode.group_gone(key)
         elif (served := self._served.get(key)) is None:
             self._readiness.forget(key)
         else:
             served.set_members(())  # it is forgotten once no request may wait for a worker of it
         self._reports.forget_conflicts(self._cluster.cards)
         self._prefill.leave_all_but(self._cluster.cards.keys)
+        self._encode.leave_all_but(self._cluster.cards.keys)
         self._cluster.clients.leave_all_but(self._cluster.cards.endpoints)
 
     def _loaded(self, group: Group, text: TextModel) -> None:
@@ -271,8 +284,9 @@ class ModelDirectory:
         ready = {key.model: False for key in cards.keys}  # a model's own name is never another model's alias
         for key in sorted(self._served):
             served = self._served[key]
-            if key.role == DECODE:
-                served.dispatcher.stages = self._prefill.stages(key, served)
+            before = self._prefill.stages(key, served) if key.role == DECODE else ()
+            encode = self._encode.stage(key, served)
+            served.dispatcher.stages = before if encode is None else (encode, *before)
             is_ready = self._readiness.is_ready(key)
             if not is_ready and not self._served.awaits_replacement(key):
                 continue

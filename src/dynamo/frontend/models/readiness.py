@@ -7,17 +7,18 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 from dynamo.frontend.models.cards import CardBook, Group, GroupKey
+from dynamo.frontend.models.encode_pools import EncodePools
 from dynamo.frontend.models.instances import InstanceBook
 from dynamo.frontend.models.prefill_pools import PrefillPools
 from dynamo.frontend.models.served import ServedModels
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
 
-__all__ = ["DECODE", "PREFILL", "Readiness", "unservable"]
+__all__ = ["DECODE", "ENCODE", "PREFILL", "Readiness", "unservable"]
 
 logger = logging.getLogger(__name__)
 
 SERVABLE: Final = ModelType.Chat | ModelType.Completions
-PREFILL, DECODE = str(WorkerType.Prefill), str(WorkerType.Decode)
+PREFILL, DECODE, ENCODE = str(WorkerType.Prefill), str(WorkerType.Decode), str(WorkerType.Encode)
 
 
 class Readiness:
@@ -29,6 +30,7 @@ class Readiness:
         instances: InstanceBook,
         served: ServedModels,
         prefill: PrefillPools,
+        encode: EncodePools,
         *,
         load_error: Callable[[GroupKey], str | None],
         enforce_disagg: bool,
@@ -36,6 +38,7 @@ class Readiness:
         """`load_error`: why a group could not be loaded so far. `enforce_disagg`: a model is not ready while a role is
         missing, even if it was complete before."""
         self._cards, self._instances, self._served, self._prefill = cards, instances, served, prefill
+        self._encode = encode
         self._load_error, self._enforce_disagg = load_error, enforce_disagg
         self._complete: set[GroupKey] = set()  # groups that had all the roles they need, once
 
@@ -94,16 +97,21 @@ class Readiness:
         return body
 
     def _had_all_roles(self, key: GroupKey) -> bool:
-        """Return whether a decode worker may get requests: not before its prefill workers came, but still after they
+        """Return whether a worker may get requests: not before its prefill and encode workers came, but still after they
         left.
         """
-        if key.role != DECODE or key in self._complete:
+        own = self._served[key].card.needs
+        if key in self._complete or not (own or key.role == DECODE):
             return True
         beside = [group for group in self._cards.groups(key.model) if group.key.namespace == key.namespace]
         present = {group.key.role for group in beside if self._instances.count(group.accepted)}
         if not self._prefill.is_reachable(key):
             present.discard(PREFILL)
-        if not _missing(self._served[key].card.needs, present):
+        if not self._encode.is_reachable(key):
+            present.discard(ENCODE)
+        # What its prefill workers need, it needs as well.
+        needs = [own, *(group.card.needs for group in beside if group.key.role == PREFILL and key.role == DECODE)]
+        if not any(_missing(each, present) for each in needs):
             self._complete.add(key)
             logger.info("model %s has all the roles it needs in namespace %s", key.model, key.namespace)
         return key in self._complete
@@ -115,7 +123,7 @@ def unservable(group: Group) -> str | None:
     if card.role is WorkerType.Prefill:
         return "prefill workers answer no request by themselves: a decode worker of the same model is missing"
     if card.role is WorkerType.Encode:
-        return "encode workers are not in this version"
+        return "encode workers answer no request by themselves: a worker of the same model that generates is missing"
     if card.model_input not in (str(ModelInput.Tokens), str(ModelInput.Text)):
         return f"model_input {card.model_input!r} is not in this version (use Tokens or Text)"
     if not card.surfaces & SERVABLE:

@@ -33,6 +33,8 @@ NIXL_MISSING: Final = (
 )
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+MAX_MEDIA_TOKENS: Final = 32 * 1024
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -62,6 +64,8 @@ class Ticket(msgspec.Struct, frozen=True):
     tokens: Size  # of the prompt: what the blocks hold
     layout: Layout
     seed: int  # what the first token was drawn with: whoever continues must draw the same one
+    # Before the prompt, where its request had media: the decode worker gets the prompt without them.
+    media_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_MEDIA_TOKENS)] = ()
 
     def to_params(self) -> dict[str, Any]:
         """Encode the fields as `disaggregated_params`."""

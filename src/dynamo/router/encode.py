@@ -1,0 +1,251 @@
+"""Encode workers, seen from the caller: have the media of a request encoded, then hand the result to the worker that computes
+the prompt.
+
+The result is an object of the engines (`encoder_result`), mostly a handle to embeddings that the encode worker holds until
+they are fetched. So each result goes to one worker: a request that moves on to another worker is encoded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final, NamedTuple, Protocol
+
+from dynamo.errors import (
+    DynamoException,
+    Overloaded,
+    ResponseTimeout,
+    Unknown,
+    WorkerUnavailable,
+    rule_of,
+)
+from dynamo.placement import PlacementRequest
+from dynamo.protocol.worker_request import WorkerRequest
+from dynamo.router.handoff import read_reply
+from dynamo.router.pool import ChosenWorker, ModelPool
+from dynamo.router.record import DispatchRecord
+from dynamo.router.stages import Onward, Proceed, StageJob
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import StreamItem
+from dynamo.runtime.tasks import Background
+
+__all__ = ["EncodeOutcome", "EncodeRouter", "EncodeStage", "Receiver"]
+
+logger = logging.getLogger(__name__)
+
+OTHER_ENCODERS: Final = 1  # that a request may try after a failure; the engines' own encoder is the next way out
+TAKE_OVER_SECONDS: Final = 5.0
+"""How long a worker gets to take, and thereby free, what was encoded for a client that has left."""
+
+EncodeOutcome = str
+"""`success`, `cancelled`, `failed`: of one request to an encode worker; or `fallback`: a request went on without one."""
+
+Receiver = Callable[[WorkerRequest, Context], Awaitable[None]]
+"""Sends a request whose client has left to a worker that takes what was encoded, under a context of its own."""
+
+
+class _Encoded(NamedTuple):
+    """What an encode worker answered."""
+
+    result: dict[str, object]
+    link: object  # of its span; None: none
+
+
+class OutcomeCounter(Protocol):
+    """Counts what became of the requests to encode workers."""
+
+    def __call__(self, outcome: EncodeOutcome, /) -> None: ...
+
+
+class EncodeRouter:
+    """The encode workers of one model in one namespace, each in turn."""
+
+    def __init__(self, workers: ModelPool, count: OutcomeCounter = lambda outcome: None) -> None:
+        """`count` is told the outcome of each request to an encode worker."""
+        self.workers, self.count = workers, count
+        self._running = Background()  # at most one for each request whose client has left, and for a moment
+        self._is_degraded = False
+
+    async def aclose(self) -> None:
+        """End what still runs in the background."""
+        await self._running.close()
+
+    async def encode(self, body: WorkerRequest, job: StageJob) -> WorkerRequest | None:
+        """Return `body` with the result of an encode worker, trying one other worker after a failure that depends on it.
+
+        None: the request was cancelled first. Raises why the last worker failed.
+        """
+        tried: list[ChosenWorker] = []
+        last: DynamoException | None = None
+        while True:
+            request = PlacementRequest(token_ids=(), excluded=[worker.key for worker in tried], healthy_only=True)
+            try:
+                worker = self.workers.choose(request)
+            except WorkerUnavailable as error:
+                raise last or error from None  # why the last one failed says more
+            tried.append(worker)
+            try:
+                found = await self._ask(worker, body, job)
+            except DynamoException as error:
+                if job.context.is_stopped():
+                    self.count("cancelled")
+                    return None
+                self.count("failed")
+                if not rule_of(error).retryable or len(tried) > OTHER_ENCODERS:
+                    raise
+                logger.info(
+                    "request %s: encode worker %x failed (%s: %s); trying another",
+                    job.context.id(), worker.instance.instance_id, type(error).__name__, error,
+                )  # fmt: skip
+                last = error
+                continue
+            if found is None:
+                self.count("cancelled")
+                return None
+            self.count("success")
+            job.record.encode_instance_id = worker.instance.instance_id
+            encoded: WorkerRequest = {**body, "encoder_result": found.result}
+            if found.link is not None:
+                encoded["migration_link"] = found.link
+            return encoded
+
+    async def _ask(self, worker: ChosenWorker, body: WorkerRequest, job: StageJob) -> _Encoded | None:
+        """Return what one worker answers; None: it ended the request because it was cancelled."""
+        context, timer = job.context, job.timer
+        timer.routed()
+        sent_at, late = _now(), False
+        try:
+            try:
+                async with asyncio.timeout(job.limit_seconds):
+                    stream = await worker.open(body, context)
+                    timer.dispatched()
+                    reply = await read_reply(stream, context, "encode")
+            except TimeoutError:
+                if job.limit_seconds is None:
+                    raise
+                late = True  # a limit of ours: that is no fault of the way to the worker
+                raise ResponseTimeout(f"the media were not encoded within {job.limit_seconds:g} s") from None
+        except DynamoException as error:
+            timer.arrived(failed=True)
+            if not late:
+                worker.record_failure(error)
+                job.suspect.count_failure(self.workers, worker, error, sent_at=sent_at, now=_now())
+            raise
+        timer.arrived(failed=True)  # what was awaited is only the first part: the answer is still to come
+        job.suspect.passed(self.workers)
+        if isinstance(reply.encoder_result, dict):
+            return _Encoded(reply.encoder_result, reply.link)
+        if context.is_stopped():
+            return None
+        raise Unknown(f"encode worker {worker.instance.instance_id:x} sent no encoder_result")
+
+    def hand_on(self, body: WorkerRequest, context: Context, receiver: Receiver) -> None:
+        """Let a worker take what was encoded for a client that has left, so that the encode worker can free it.
+
+        That happens in the background and takes at most `TAKE_OVER_SECONDS`; failures are logged.
+        """
+        if not self._running.is_closed:  # else the workers are gone, or free it when its time is up
+            self._running.start(_take_over(body, context, receiver), f"take over {context.id()}")
+
+    def note(self, failure: DynamoException | None) -> None:
+        """Log once that requests go on without an encode worker, because of `failure`, and once that they no longer do."""
+        if failure is None and self._is_degraded:
+            self._is_degraded = False
+            logger.info("model %s: media go to encode workers again", self.workers.name)
+        elif failure is not None and not self._is_degraded:
+            self._is_degraded = True
+            logger.warning(
+                "model %s: no encode worker can take a request, its other workers encode the media (%s: %s)",
+                self.workers.name,
+                type(failure).__name__,
+                failure,
+            )
+
+
+class EncodeStage:
+    """Has the media of a request encoded before its prompt is computed."""
+
+    __slots__ = ("_is_required", "_receiver", "router")
+
+    def __init__(self, router: EncodeRouter, receiver: Receiver, *, is_required: bool) -> None:
+        """`receiver`: takes what was encoded for a client that has left. `is_required`: the next workers encode no media
+        themselves."""
+        self.router, self._receiver, self._is_required = router, receiver, is_required
+
+    async def advise(self, body: WorkerRequest, record: DispatchRecord) -> Onward:
+        """Return the request as it is: encode workers take turns, whatever the request. See `DispatchStage.advise`."""
+        return Onward(body)
+
+    async def run(self, job: StageJob, proceed: Proceed) -> list[StreamItem]:
+        """Pass on the request with the result of an encode worker. See `DispatchStage.run`.
+
+        Raises:
+            InvalidArgument: the encode worker refused the media.
+            Overloaded: every encode worker is full.
+            WorkerUnavailable: the encode workers failed, and the workers that compute prompts encode nothing themselves.
+        """
+        if not carries_media(job.body):
+            return await proceed(Onward(job.body))
+        context = job.context
+
+        async def encode_again() -> WorkerRequest | None:
+            body = await self._encode(job)
+            if body is not None and context.is_stopped() and "encoder_result" in body:
+                self.router.hand_on(body, context, self._receiver)
+                return None
+            return body
+
+        body = await encode_again()
+        return [] if body is None else await proceed(Onward(body, renew=encode_again))
+
+    async def _encode(self, job: StageJob) -> WorkerRequest | None:
+        """Return the encoded request, or the request as it was where the next workers encode; None: it was cancelled."""
+        router = self.router
+        try:
+            body = await router.encode(job.body, job)
+        except DynamoException as error:
+            if self._is_required:
+                raise _named(error, router.workers.name) from error
+            if not rule_of(error).retryable and not isinstance(error, Unknown):
+                raise  # the request is wrong, wherever it is encoded
+            router.note(error)
+            router.count("fallback")
+            return job.body
+        if body is not None:
+            router.note(None)
+        return body
+
+
+def carries_media(body: WorkerRequest) -> bool:
+    """Return whether a request has media that no encode worker has seen yet."""
+    media = body.get("multi_modal_data") or {}
+    return any(media.values()) and body.get("encoder_result") is None
+
+
+def _named(error: DynamoException, model: str) -> DynamoException:
+    """Return the error of a request that cannot do without an encode worker."""
+    if isinstance(error, Overloaded) or not (rule_of(error).retryable or isinstance(error, Unknown)):
+        return error
+    return WorkerUnavailable(
+        f"no encode worker of model {model} could encode the media ({type(error).__name__}: {error})"
+    )
+
+
+async def _take_over(body: WorkerRequest, context: Context, receiver: Receiver) -> None:
+    stops = body.get("stop_conditions") or {}
+    last: WorkerRequest = {**body, "stop_conditions": {**stops, "max_tokens": 1}}
+    try:
+        async with asyncio.timeout(TAKE_OVER_SECONDS):
+            await receiver(last, context.detached(context.id()))
+    except (DynamoException, TimeoutError) as error:
+        logger.info(
+            "request %s: what was encoded for it was not taken, and expires (%s: %s)",
+            context.id(),
+            type(error).__name__,
+            error,
+        )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
