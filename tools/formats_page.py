@@ -10,7 +10,7 @@ from typing import Final
 from pages import write_page
 
 from dynamo.text.formats import TOOL_FORMATS
-from dynamo.text.reasoning import REASONING_FORMATS
+from dynamo.text.formats.reasoning import REASONING_FORMATS
 
 PAGE: Final = Path(__file__).parent.parent / "docs" / "tools-and-reasoning.md"
 

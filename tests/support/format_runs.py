@@ -13,6 +13,7 @@ from typing import Any, Final
 from tokenizers import Tokenizer
 
 from dynamo.text.formats import TOOL_FORMATS, TextMachine, ToolSet
+from dynamo.text.formats.tagged_answer import ReasoningTags, tagged_machine
 from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Joined, OutputEvent, joined
 from support.demo_model import FILES
 from support.format_writers import CORPUS, FORMAT_OF, TOOLS, WRITERS
@@ -28,8 +29,9 @@ def corpus(name: str) -> list[dict[str, Any]]:
     return found + (json.loads(odd.read_text(encoding="utf-8")) if odd.exists() else [])
 
 
-def parser(name: str) -> TextMachine:
-    return TOOL_FORMATS[FORMAT_OF.get(name, name)].parser(TOOL_SET)
+def parser(name: str, tags: ReasoningTags | None = None) -> TextMachine:
+    form = TOOL_FORMATS[FORMAT_OF.get(name, name)]
+    return form.parser(TOOL_SET) if form.call_form is None else tagged_machine(form.call_form, TOOL_SET, tags)
 
 
 def events_of(name: str, pieces: Iterable[str]) -> list[OutputEvent]:

@@ -26,4 +26,4 @@ REASONING_PARSERS: Final = (
     "mistral", "muse", "muse_glimmer", "nemotron3", "nemotron_deci", "nemotron_nano", "nemotron_v3", "qwen3",
     "qwen3_coder", "step3",
 )  # fmt: skip
-"""Every reasoning parser (`dynamo.text.reasoning`)."""
+"""Every reasoning parser (`dynamo.text.formats.reasoning`)."""

@@ -33,15 +33,19 @@ class MarkerSearch:
     puts the held tail in front of the next piece. That tail is never longer than `MAX_SEPARATOR` and the longest mark.
     """
 
-    __slots__ = ("_held_at_end", "_longest", "_marks", "_takes_line_breaks", "first_chars")
+    __slots__ = ("_held_at_end", "_longer", "_longest", "_marks", "_takes_line_breaks", "first_chars", "stops")
 
     def __init__(self, *marks: str, takes_line_breaks: bool = False) -> None:
         """`takes_line_breaks`: those right before a mark, up to `MAX_SEPARATOR`, are found together with the mark."""
         self._marks = tuple(sorted(marks, key=len, reverse=True))  # of two at one place the longer one wins
-        self._longest = len(self._marks[0])
+        self._longest = len(self._marks[0]) if marks else 0
+        # A mark that begins a longer one is certain only when the text behind it is not the longer one's.
+        longer = {mark: tuple(one for one in marks if one != mark and one.startswith(mark)) for mark in marks}
+        self._longer = {mark: ones for mark, ones in longer.items() if ones}
         self._takes_line_breaks = takes_line_breaks
         self._held_at_end = LINE_BREAKS if takes_line_breaks else ""
         self.first_chars = frozenset(mark[0] for mark in marks)
+        self.stops = self.first_chars.union(self._held_at_end)  # text without any of these is plain, whatever follows
 
     def is_plain(self, text: str) -> bool:
         """Return whether `text`, which is not empty, neither holds a mark nor ends in a possible beginning of a mark."""
@@ -70,7 +74,9 @@ class MarkerSearch:
                 if place >= 0 and (found is None or place < best):
                     best, found = place, mark
             if found is not None:
-                return best, found
+                longer = self._longer.get(found, ())
+                is_certain = not any(mark.startswith(text[best:]) for mark in longer if len(mark) > length - best)
+                return best, found if is_certain else None
             at, window = best, window * 2
         for place in range(max(start, length - self._longest + 1), length):
             if text[place] in self.first_chars:

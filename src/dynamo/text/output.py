@@ -1,6 +1,6 @@
 """What an answer is made of once its markup has been read: plain text, reasoning, tool calls.
 
-Parsers turn text into these events. Two runs of events say the same thing when joining the texts of each kind, and the
+Parsers turn text into these events. Two runs of events mean the same when joining the texts of each kind, and the
 calls in their order, gives the same: `joined` is that meaning.
 """
 
@@ -60,7 +60,7 @@ class CallEnded(NamedTuple):
 class CallDropped(NamedTuple):
     """The last call that began is none after all, or was cut off: its text is content.
 
-    A stream has told of it already and leaves it unfinished; an answer in one piece has the text instead.
+    A stream has shown its beginning already and leaves it unfinished; an answer in one piece has the text instead.
     """
 
     text: str

@@ -18,9 +18,10 @@ from demo_model.lessons.others import SELF_DESCRIPTION, anything_else
 from demo_model.lessons.question import Question, is_held_out
 from demo_model.lessons.reading import UNSAID, looked_up
 
+from dynamo.text.formats.reasoning import REASONING_FORMATS
+from dynamo.text.formats.tagged_answer import tagged_machine
 from dynamo.text.formats.tools import TOOL_FORMATS
-from dynamo.text.output import OutputEvent, joined
-from dynamo.text.reasoning import ThinkParser
+from dynamo.text.output import joined
 from support.demo_model import FILES
 
 SAMPLES = 300
@@ -205,8 +206,5 @@ def test_thoughts_are_reasoning_and_the_rest_is_the_answer() -> None:
 
 
 def said(text: str) -> Any:
-    events: list[OutputEvent] = []
-    thinker, tools = ThinkParser(), TOOL_FORMATS["hermes"].parser()
-    for event in [*thinker.push(text), *thinker.finish()]:
-        events += tools.push(event.text) if type(event).__name__ == "Content" else [event]  # type: ignore[union-attr]
-    return joined([*events, *tools.finish()])
+    reader = tagged_machine(TOOL_FORMATS["hermes"].call_form, tags=REASONING_FORMATS["qwen3"].tags())
+    return joined([*reader.push(text), *reader.finish()])

@@ -91,6 +91,29 @@ async def test_tool_calls_pass_through(house: Cluster, is_interleaved: bool) -> 
     assert streamed.finish_reasons()[-1] == "tool_calls"
 
 
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_only_the_first_call_of_an_engine_is_kept_without_parallel_calls(
+    house: Cluster, is_interleaved: bool, stream: bool
+) -> None:
+    first = {"index": 0, "id": "call-a", "type": "function", "function": {"name": "add", "arguments": ""}}
+    second = {"index": 1, "id": "call-b", "type": "function", "function": {"name": "sub", "arguments": "{"}}
+    rest = [{"index": 0, "function": {"arguments": '{"x":1}'}}, {"index": 1, "function": {"arguments": '"y":2}'}}]
+    order = [first, second, *rest] if is_interleaved else [first, rest[0], second, rest[1]]
+    await serve(house, *(chunk(one({"tool_calls": [piece]})) for piece in order), chunk(one({}, "tool_calls")))
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "sub")]
+    answer = await house.client.chat("hi", stream=stream, tools=tools, parallel_tool_calls=False)
+    if stream:
+        assert calls_of(answer.chunks) == {0: {"id": "call-a", "name": "add", "arguments": '{"x":1}'}}
+        assert answer.finish_reasons()[-1] == "tool_calls"
+    else:
+        (choice,) = answer.json["choices"]
+        assert [call["function"] for call in choice["message"]["tool_calls"]] == [
+            {"name": "add", "arguments": '{"x":1}'}
+        ]
+        assert choice["finish_reason"] == "tool_calls"
+
+
 @pytest.mark.parametrize("member", ["reasoning_content", "reasoning"])
 async def test_reasoning_passes_through(house: Cluster, member: str) -> None:
     await serve(house, chunk(one({member: "hm"})), chunk(one({"content": "yes"}, "stop")))

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 
 from dynamo.reference import ReferenceEngine, demo
 from dynamo.reference.config import read_model_config
+from dynamo.text.formats.reasoning import REASONING_FORMATS
 from dynamo.text.formats.tools import TOOL_FORMATS
 from dynamo.text.model import load_text_model
-from dynamo.text.reasoning import REASONING_FORMATS
 from support.cases import each_case
 
 TOKENIZER = Tokenizer.from_file(str(demo.DIRECTORY / "tokenizer.json"))

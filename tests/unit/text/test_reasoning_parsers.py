@@ -9,16 +9,24 @@ from hypothesis import strategies as st
 
 from dynamo.protocol import parsers as names
 from dynamo.text import output_parser
+from dynamo.text.formats.reasoning import REASONING_FORMATS
+from dynamo.text.formats.scanner import TextMachine
+from dynamo.text.formats.tagged_answer import tagged_machine
+from dynamo.text.formats.tool_set import NO_TOOLS
 from dynamo.text.formats.tools import TOOL_FORMATS
 from dynamo.text.markers import MAX_SEPARATOR
 from dynamo.text.output import Content, Joined, JoinedCall, OutputEvent, Reasoning, joined
 from dynamo.text.output_parser import OutputParser
-from dynamo.text.reasoning import REASONING_FORMATS, ThinkParser
 from support.cases import each_case
 from support.properties import examples
 
 
-def run(parser: ThinkParser | OutputParser, pieces: Iterable[str]) -> Joined:
+def think(*, starts_inside: bool = False, json_is_content: bool = False) -> TextMachine:
+    tags = REASONING_FORMATS["basic"].tags(begins_inside=starts_inside, json_is_content=json_is_content)
+    return tagged_machine(None, NO_TOOLS, tags)
+
+
+def run(parser: TextMachine | OutputParser, pieces: Iterable[str]) -> Joined:
     events: list[OutputEvent] = []
     for piece in pieces:
         events += parser.push(piece)
@@ -49,7 +57,7 @@ def run(parser: ThinkParser | OutputParser, pieces: Iterable[str]) -> Joined:
     ],
 )
 def test_reasoning_with_an_opening_tag(text: str, content: str, reasoning: str) -> None:
-    assert run(ThinkParser(), [text]) == Joined(content, reasoning)
+    assert run(think(), [text]) == Joined(content, reasoning)
 
 
 @each_case(
@@ -66,18 +74,18 @@ def test_reasoning_with_an_opening_tag(text: str, content: str, reasoning: str) 
     ],
 )
 def test_reasoning_that_began_in_the_prompt(text: str, content: str, reasoning: str) -> None:
-    assert run(ThinkParser(starts_inside=True), [text]) == Joined(content, reasoning)
+    assert run(think(starts_inside=True), [text]) == Joined(content, reasoning)
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}', "[1]"])
 def test_guided_json_is_no_reasoning(text: str) -> None:
-    parser = ThinkParser(starts_inside=True, json_is_content=True)
+    parser = think(starts_inside=True, json_is_content=True)
     assert run(parser, ["\n", text]) == Joined(text)
-    assert run(ThinkParser(starts_inside=True, json_is_content=True), ["x</think>", text]) == Joined(text, "x")
+    assert run(think(starts_inside=True, json_is_content=True), ["x</think>", text]) == Joined(text, "x")
 
 
 def test_text_is_told_as_soon_as_it_is_certain() -> None:
-    parser = ThinkParser()
+    parser = think()
     assert parser.push("Hi") == [Content("Hi")]
     assert parser.push(" <th") == [Content(" ")]
     assert parser.push("ink>a") == [Reasoning("a")]
@@ -90,7 +98,7 @@ def test_text_is_told_as_soon_as_it_is_certain() -> None:
 
 
 def test_what_is_held_back_is_bounded() -> None:
-    parser = ThinkParser()
+    parser = think()
     told = 0
     for pushed, char in enumerate("x" + "\n" * 300 + "<think>x" + "\n" * 300 + "</thin" * 40 + "\n" * 300, 1):
         told += sum(len(event.text) for event in parser.push(char))
@@ -105,9 +113,9 @@ THOUGHT = "<think>\nI should call f.\n</think>\n\n"
 
 
 def both(*, starts_inside: bool = False, only_first_call: bool = False, fills_content: bool = False) -> OutputParser:
+    tags = REASONING_FORMATS["basic"].tags(begins_inside=starts_inside)
     return OutputParser(
-        ThinkParser(starts_inside=starts_inside),
-        TOOL_FORMATS["hermes"].parser(),
+        tagged_machine(TOOL_FORMATS["hermes"].call_form, NO_TOOLS, tags),
         only_first_call=only_first_call,
         fills_content=fills_content,
     )
@@ -145,12 +153,12 @@ def test_very_long_reasoning_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> N
 
 # -- every way of cutting ------------------------------------------------------------------------------------------------
 
-Make = Callable[[], "ThinkParser | OutputParser"]
+Make = Callable[[], "TextMachine | OutputParser"]
 
 PARSERS: dict[str, Make] = {
-    "outside": ThinkParser,
-    "inside": lambda: ThinkParser(starts_inside=True),
-    "guided": lambda: ThinkParser(starts_inside=True, json_is_content=True),
+    "outside": think,
+    "inside": lambda: think(starts_inside=True),
+    "guided": lambda: think(starts_inside=True, json_is_content=True),
     "both": both,
     "both inside": lambda: both(starts_inside=True, only_first_call=True),
     "both filling": lambda: both(fills_content=True),

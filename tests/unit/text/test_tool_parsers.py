@@ -10,24 +10,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.protocol import parsers as names
+from dynamo.text.formats import scanner
+from dynamo.text.formats.forced import named_call, required_calls
+from dynamo.text.formats.json_reader import MAX_DEPTH, JsonReader
+from dynamo.text.formats.scanner import TextMachine
+from dynamo.text.formats.tagged_answer import tagged_machine
+from dynamo.text.formats.tool_set import NO_TOOLS
 from dynamo.text.formats.tools import TOOL_FORMATS
 from dynamo.text.markers import MAX_SEPARATOR
 from dynamo.text.output import CallArguments, CallBegan, CallEnded, Content, Joined, JoinedCall, OutputEvent, joined
 from dynamo.text.output_parser import OutputParser
-from dynamo.text.tools import NamedCallParser, RequiredCallsParser, ToolParser
-from dynamo.text.tools import calls as calls_module
-from dynamo.text.tools.json_object import MAX_DEPTH, JsonObjectReader
 from support.cases import each_case
 from support.properties import examples
 
-Make = Callable[[], ToolParser]
+Make = Callable[[], TextMachine]
 HermesParser: Make = TOOL_FORMATS["hermes"].parser
+
+HERMES = TOOL_FORMATS["hermes"].call_form
+
+
+def required(*, native: bool = False) -> TextMachine:
+    return tagged_machine(HERMES if native else None, start=required_calls(NO_TOOLS))
+
+
+def named(*, native: bool = False) -> TextMachine:
+    return tagged_machine(HERMES if native else None, start=named_call("f"))
+
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 F = JoinedCall("f", '{"x": 1}', is_complete=True)
 
 
-def run(parser: ToolParser, pieces: Iterable[str]) -> Joined:
+def run(parser: TextMachine, pieces: Iterable[str]) -> Joined:
     events: list[OutputEvent] = []
     for piece in pieces:
         events += parser.push(piece)
@@ -198,7 +212,7 @@ ONE = '{"name": "f", "parameters": {"x": 1}}'
     ],
 )
 def test_a_required_call(text: str, content: str, calls: list[JoinedCall]) -> None:
-    assert run(RequiredCallsParser(), [text]) == Joined(content, "", calls)
+    assert run(required(), [text]) == Joined(content, "", calls)
 
 
 @each_case(
@@ -218,27 +232,27 @@ def test_a_required_call(text: str, content: str, calls: list[JoinedCall]) -> No
     ],
 )
 def test_a_named_call(text: str, expected: Joined) -> None:
-    assert run(NamedCallParser("f"), [text]) == expected
+    assert run(named(), [text]) == expected
 
 
 def test_a_named_calls_arguments_arrive_in_pieces() -> None:
-    parser = NamedCallParser("f")
+    parser = named()
     assert parser.push('{"x"') == []
     assert parser.push(":") == [CallBegan("f"), CallArguments('{"x":')]
-    assert parser.push(" [1,") == [CallArguments(" [1,")]
-    assert parser.push("2]}") == [CallArguments("2]}"), CallEnded()]
+    assert parser.push(" [1,") == [CallArguments(" [1")]
+    assert parser.push("2]}") == [CallArguments(",2]}"), CallEnded()]
     assert parser.finish() == []
 
 
 def test_forced_choices_also_read_the_models_own_format() -> None:
     other = CALL.replace('"f"', '"g"')
-    assert run(RequiredCallsParser(HermesParser()), [f"{CALL}\n{other}"]).calls == [
+    assert run(required(native=True), [f"{CALL}\n{other}"]).calls == [
         F,
         JoinedCall("g", '{"x": 1}', True),
     ]
-    named = OutputParser(None, NamedCallParser("f", HermesParser()), only_function="f")
-    assert joined([*named.push(f"\n{other}{CALL}"), *named.finish()]) == Joined("", "", [F])
-    assert run(NamedCallParser("f", HermesParser()), ["oh no"]) == Joined("oh no")
+    reader = OutputParser(named(native=True), only_function="f")
+    assert joined([*reader.push(f"\n{other}{CALL}"), *reader.finish()]) == Joined("", "", [F])
+    assert run(named(native=True), ["oh no"]) == Joined("oh no")
 
 
 @each_case(
@@ -253,8 +267,8 @@ def test_forced_choices_also_read_the_models_own_format() -> None:
 def test_a_forced_call_in_the_models_own_format_that_is_cut_off_is_what_there_is_of_it(
     length: int, expected: Joined
 ) -> None:
-    assert run(RequiredCallsParser(HermesParser()), [CALL[:length]]) == expected
-    assert run(NamedCallParser("f", HermesParser()), [CALL[:length]]) == expected
+    assert run(required(native=True), [CALL[:length]]) == expected
+    assert run(named(native=True), [CALL[:length]]) == expected
     is_whole = expected.calls == [F]  # closing marks may be missing
     assert hermes(CALL[:length]) == (expected if is_whole else Joined(CALL[:length]))  # a call that only may come
 
@@ -263,10 +277,10 @@ def test_a_forced_call_in_the_models_own_format_that_is_cut_off_is_what_there_is
 
 PARSERS: dict[str, Make] = {
     "hermes": HermesParser,
-    "required": RequiredCallsParser,
-    "required hermes": lambda: RequiredCallsParser(HermesParser()),
-    "named": lambda: NamedCallParser("f"),
-    "named hermes": lambda: NamedCallParser("f", HermesParser()),
+    "required": required,
+    "required hermes": lambda: required(native=True),
+    "named": lambda: named(),
+    "named hermes": lambda: named(native=True),
 }
 every_parser = pytest.mark.parametrize("make", PARSERS.values(), ids=PARSERS.keys())
 
@@ -375,7 +389,7 @@ def test_every_call_survives_the_way(arguments: dict[str, Any], before: str, aft
     found = hermes(f"{before}<tool_call>\n{call}\n</tool_call>{after}")
     assert [json.loads(one.arguments) for one in found.calls] == [arguments]
     assert found.content == (before if before.strip("\r\n") else "") + (after if after.strip("\r\n") else "")
-    assert json.loads(run(NamedCallParser("f"), [json.dumps(arguments)]).calls[0].arguments) == arguments
+    assert json.loads(run(named(), [json.dumps(arguments)]).calls[0].arguments) == arguments
 
 
 # -- the object reader ---------------------------------------------------------------------------------------------------
@@ -386,15 +400,16 @@ def test_every_call_survives_the_way(arguments: dict[str, Any], before: str, aft
     text=st.one_of(OBJECTS.map(json.dumps), st.text('{}[]",:\\ 0123456789.eE+-truefalsn', max_size=14).map("{".__add__))
 )
 def test_the_reader_agrees_with_json(text: str) -> None:
-    reader = JsonObjectReader()
+    reader = JsonReader()
     end, read = reader.read(text)
     try:
-        _, length = json.JSONDecoder(strict=False).raw_decode(text)
-    except ValueError:
-        assert not reader.is_complete
+        value, length = json.JSONDecoder(strict=False).raw_decode(text)
+    except ValueError:  # more lenient, but what comes out is JSON
+        assert not reader.is_complete or isinstance(json.loads(read), dict)
     else:
         assert reader.is_complete
-        assert (end, read) == (length, text[:length])
+        assert end == length
+        assert read == text[:length] or "inf" in repr(value)
 
 
 @each_case(
@@ -405,18 +420,15 @@ def test_the_reader_agrees_with_json(text: str) -> None:
         '{"a": 1.}',
         '{"a": +1}',
         '{"a" 1}',
-        '{"a": 1,}',
         "{,}",
-        '{"a": NaN}',
         '{"\\x": 1}',
         '{"\\u12g4": 1}',
         "x",
-        "[]",
         '{"a": tru}',
     ],
 )
 def test_the_reader_says_at_once_that_it_is_none(text: str) -> None:
-    reader = JsonObjectReader()
+    reader = JsonReader()
     reader.read(text)
     assert reader.is_broken
 
@@ -426,4 +438,4 @@ def test_the_reader_says_at_once_that_it_is_none(text: str) -> None:
 
 def test_the_names_a_worker_may_advertise_are_those_of_the_parsers() -> None:
     assert set(TOOL_FORMATS) == set(names.TOOL_PARSERS)
-    assert calls_module.MAX_CALL_CHARACTERS == 1024 * 1024
+    assert scanner.MAX_CALL_CHARACTERS == 1024 * 1024

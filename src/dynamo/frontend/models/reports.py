@@ -13,10 +13,10 @@ from dynamo.frontend.models.served import ServedModel
 from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.busy_workers import LoadReport
+from dynamo.text.formats.reasoning import REASONING_FORMATS
 from dynamo.text.formats.tools import TOOL_FORMATS
 from dynamo.text.model import TextModel
 from dynamo.text.prefix_cache import CachedTokenizer
-from dynamo.text.reasoning import REASONING_FORMATS
 
 __all__ = ["ModelReports"]
 

@@ -18,13 +18,15 @@ from dynamo.protocol.openai.chat_options import ChatOptions
 from dynamo.protocol.openai.shapes import REQUIRED
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.text.detokenizer import Detokenizer
+from dynamo.text.formats.forced import named_call, required_calls
+from dynamo.text.formats.reasoning import DEFAULT_MARKS, REASONING_FORMATS
+from dynamo.text.formats.scanner import TextMachine
+from dynamo.text.formats.tagged_answer import ContentStart, ReasoningTags, tagged_machine
 from dynamo.text.formats.tool_set import ToolSet
-from dynamo.text.formats.tools import TOOL_FORMATS, Form, ToolFormat, unified_parser
+from dynamo.text.formats.tools import TOOL_FORMATS, ToolFormat, UnifiedForm, unified_parser
 from dynamo.text.markers import WHITE_SPACE
 from dynamo.text.output_parser import OutputParser
-from dynamo.text.reasoning import DEFAULT_MARKS, REASONING_FORMATS, ReasoningParser
 from dynamo.text.tokenizer import Tokenizer
-from dynamo.text.tools import NamedCallParser, RequiredCallsParser, ToolParser
 
 __all__ = [
     "OutputPlan",
@@ -41,24 +43,23 @@ PROMPT_TAIL_TOKENS: Final = 16  # of a prompt that came as ids: enough for an op
 class OutputPlan:
     """How every choice of one answer is read."""
 
-    reasoning: Callable[[], ReasoningParser] | None
-    tools: Callable[[], ToolParser] | None
+    machine: Callable[[], TextMachine]
+    forced: Callable[[], TextMachine] | None = None  # reads the content of `machine`, where a call must come
     only_first_call: bool = False
     only_function: str | None = None  # the client named the one function that may be called
     fills_content: bool = False
+    has_reasoning: bool = False  # its tokens are counted
     expects_reasoning: bool = False  # the engine reasons before it answers, so guidance must wait for that
-    inside: Callable[[], ToolParser] | None = None  # reads the calls in a span of reasoning
     has_short_ids: bool = False  # ids of calls are nine letters or digits, as the model's templates demand
 
     def parser(self) -> OutputParser:
         """Make the parser of one choice."""
         return OutputParser(
-            self.reasoning() if self.reasoning is not None else None,
-            self.tools() if self.tools is not None else None,
+            self.machine(),
+            self.forced() if self.forced is not None else None,
             only_first_call=self.only_first_call,
             only_function=self.only_function,
             fills_content=self.fills_content,
-            inside=self.inside,
         )
 
     def new_call_id(self) -> str:
@@ -68,11 +69,8 @@ class OutputPlan:
         return f"call-{uuid.uuid4()}"
 
     def counter(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> ReasoningCounter:
-        """Make the token counter of one choice; call only with a reasoning parser."""
-        assert self.reasoning is not None
-        return ReasoningCounter(
-            self.reasoning(), Detokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
-        )
+        """Make the token counter of one choice."""
+        return ReasoningCounter(self.machine(), Detokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens))
 
 
 class ReasoningCounter:
@@ -84,7 +82,7 @@ class ReasoningCounter:
 
     __slots__ = ("_detokenizer", "_parser")
 
-    def __init__(self, parser: ReasoningParser, detokenizer: Detokenizer) -> None:
+    def __init__(self, parser: TextMachine, detokenizer: Detokenizer) -> None:
         self._parser, self._detokenizer = parser, detokenizer
 
     def count(self, token_ids: Sequence[int]) -> int:
@@ -104,54 +102,52 @@ def plan_output(
     prompt: str | None,
     tokenizer: Tokenizer,
     prompt_ids: Sequence[int],
+    chooses_calls: bool = False,
 ) -> OutputPlan | None:
     """Choose the parsers of this request's answer; None when the answer's text is shown as it comes.
 
-    `prompt` is the text that was tokenised, where it is known.
+    `prompt` is the text that was tokenised, where it is known. `chooses_calls`: an engine that reads its own text may
+    send calls that the request does not want.
     """
-    unified = _unified_form(config)
-    tools = _tools(options, config, unified)
-    reasoning: Callable[[], ReasoningParser] | None = None
-    expects_reasoning = False
-    form = REASONING_FORMATS.get(config.reasoning_parser or "")
+    tools = TOOL_FORMATS.get(config.tool_call_parser or "")
+    unified = _unified_form(config, tools)
+    reasoning = REASONING_FORMATS.get(config.reasoning_parser or "")
     if unified is not None:
-        form = next(one for one in REASONING_FORMATS.values() if one.unified == unified)
-    if form is not None:
-        thinking = options.thinking
-        if form.applies(thinking):
-            if prompt is None:
-                prompt = tokenizer.decode(prompt_ids[-PROMPT_TAIL_TOKENS:], skip_special_tokens=False)
-            begins_inside = form.begins_inside(prompt)
-            if unified is None:
-                reasoning = functools.partial(
-                    form.parser, begins_inside=begins_inside, json_is_content=options.guides_json
-                )
-            else:
-                reasoning = functools.partial(
-                    unified_parser,
-                    unified,
-                    ToolSet(options.tools),
-                    begins_inside=begins_inside,
-                    keeps_cut_call=options.forced_choice is not None,
-                )
-            has_ended = prompt.rstrip(WHITE_SPACE).endswith(form.marks[1])  # as a template writes for "no thinking"
-            if config.reasoning_parser:
-                expects_reasoning = begins_inside or (thinking is not False and not has_ended)
-    if tools is None and reasoning is None:
+        reasoning = next(one for one in REASONING_FORMATS.values() if one.unified == unified)
+    begins_inside, expects_reasoning = False, False
+    has_reasoning = reasoning is not None and reasoning.applies(options.thinking)
+    if reasoning is not None and has_reasoning:
+        if prompt is None:
+            prompt = tokenizer.decode(prompt_ids[-PROMPT_TAIL_TOKENS:], skip_special_tokens=False)
+        begins_inside = reasoning.begins_inside(prompt)
+        has_ended = prompt.rstrip(WHITE_SPACE).endswith(reasoning.marks[1])  # as a template writes for "no thinking"
+        if config.reasoning_parser:
+            expects_reasoning = begins_inside or (options.thinking is not False and not has_ended)
+    tool_set = ToolSet(options.tools)
+    start = _forced_start(options, tool_set)
+    form = tools.call_form if tools is not None and options.tools else None
+    forced: Callable[[], TextMachine] | None = None
+    if unified is not None:
+        machine = functools.partial(
+            unified_parser, unified, tool_set, begins_inside=begins_inside, keeps_cut_call=start is not None
+        )
+        forced = functools.partial(tagged_machine, None, start=start) if start is not None else None
+    elif has_reasoning or form is not None or start is not None or chooses_calls:
+        tags: ReasoningTags | None = None
+        if reasoning is not None and has_reasoning:
+            tags = reasoning.tags(begins_inside=begins_inside, json_is_content=options.guides_json)
+        machine = functools.partial(tagged_machine, form, tool_set, tags, start)
+    else:
         return None
-    written = TOOL_FORMATS.get(config.tool_call_parser or "")
-    reads_inside = written is not None and written.may_stand_in_reasoning and unified is None
     return OutputPlan(
-        reasoning,
-        tools,
+        machine,
+        forced,
         only_first_call=options.only_first_call,
         only_function=None if options.forced_choice == REQUIRED else options.forced_choice,
-        fills_content=reasoning is not None and options.fills_content,
+        fills_content=has_reasoning and options.fills_content,
+        has_reasoning=has_reasoning,
         expects_reasoning=expects_reasoning,
-        inside=functools.partial(written.reasoning_parser, ToolSet(options.tools))
-        if written is not None and reads_inside and tools is not None and reasoning is not None
-        else None,
-        has_short_ids=written is not None and written.has_short_ids,
+        has_short_ids=tools is not None and tools.has_short_ids,
     )
 
 
@@ -173,10 +169,10 @@ def tell_worker(
     """
     sampling = body["sampling_options"]
     marks: tuple[str, ...] = ()
-    if plan.reasoning is not None and (reasoning := REASONING_FORMATS.get(config.reasoning_parser or "")) is not None:
+    if plan.has_reasoning and (reasoning := REASONING_FORMATS.get(config.reasoning_parser or "")) is not None:
         marks += reasoning.tokens
     form = TOOL_FORMATS.get(config.tool_call_parser or "")
-    if form is not None and (plan.tools is not None or form.is_unified):
+    if form is not None and (options.tools or form.unified is not None):
         marks += form.marks
         _show_ends(form, tokenizer, body["stop_conditions"])
         if (tag := structural_tag(options, config, form, closes_objects=closes_objects)) is not None:
@@ -184,7 +180,7 @@ def tell_worker(
             sampling["guided_decoding"] = {"structural_tag": tag, **({} if backend is None else {"backend": backend})}
     if plan.expects_reasoning and sampling["guided_decoding"] is not None:
         body["require_reasoning"] = True
-    if plan.reasoning is not None and (variables := options.template_variables):
+    if plan.has_reasoning and (variables := options.template_variables):
         extra = body["extra_args"] or {}
         body["extra_args"] = {**extra, "reasoning_parser_kwargs": {"chat_template_kwargs": dict(variables)}}
     if body["output_options"]["skip_special_tokens"] is None and any(_is_skipped(tokenizer, mark) for mark in marks):
@@ -214,26 +210,17 @@ def _is_skipped(tokenizer: Tokenizer, mark: str) -> bool:
     return token_id is not None and not tokenizer.decode([token_id])
 
 
-def _unified_form(config: ModelRuntimeConfig) -> Form | None:
-    """Return the format that reads reasoning, text and calls in one, if the card asks for one under either name."""
+def _unified_form(config: ModelRuntimeConfig, tools: ToolFormat | None) -> UnifiedForm | None:
+    """Return the format that reads reasoning, text and calls in one, if the card names one under either name."""
     reasoning = REASONING_FORMATS.get(config.reasoning_parser or "")
     if reasoning is not None and reasoning.unified is not None:
         return reasoning.unified
-    tools = TOOL_FORMATS.get(config.tool_call_parser or "")
-    return tools.form if tools is not None and tools.is_unified else None
+    return tools.unified if tools is not None else None
 
 
-def _tools(options: ChatOptions, config: ModelRuntimeConfig, unified: Form | None) -> Callable[[], ToolParser] | None:
-    if not options.tools:
-        return None
-    form = TOOL_FORMATS.get(config.tool_call_parser or "") if unified is None else None
+def _forced_start(options: ChatOptions, tools: ToolSet) -> ContentStart | None:
+    """Return what reads the JSON that the engine was guided to; None where no call must come."""
     choice = options.forced_choice
-    native = functools.partial(form.parser, ToolSet(options.tools)) if form is not None else None
-    if choice is None:
-        return native
-
-    def forced() -> ToolParser:
-        own = native() if native is not None else None
-        return RequiredCallsParser(own) if choice == REQUIRED else NamedCallParser(choice, own)
-
-    return forced
+    if choice is None or not options.tools:
+        return None
+    return required_calls(tools) if choice == REQUIRED else named_call(choice)

@@ -38,7 +38,7 @@ class ParsingStage:
         self._plan, self._work, self._tokenizer = plan, work, tokenizer
         self._choices: dict[int, _ParsedChoice] = {}
         self._counters: dict[int, ReasoningCounter] = {}
-        if plan.reasoning is not None and tokenizer is not None:
+        if plan.has_reasoning and tokenizer is not None:
             work.tally.reasoning_tokens = 0
 
     def outputs(self, outputs: Sequence[ChoiceOutput]) -> list[ChoiceOutput]:
@@ -62,7 +62,7 @@ class ParsingStage:
                 self._add(choice, events, choice.parser.finish(is_cut=event.reason != "stop"))
                 finished = event
             else:  # an engine that reads its own text
-                self._add(choice, events, [event])
+                self._add(choice, events, choice.parser.kept([event]))
         if choice.logprobs is not None and (events or finished is not None):
             events.append(choice.logprobs)
             choice.logprobs = None

@@ -130,10 +130,19 @@ class Preprocessor:
     def _parsing(self, options: ChatOptions, model: ServedModel, plan: Plan, prompt: str | None) -> OutputPlan | None:
         """Choose the parsers of the answer, and write what follows from them into the worker's request."""
         config = model.card.runtime_config
-        if config.tool_call_parser is None and config.reasoning_parser is None and options.forced_choice is None:
+        chooses_calls = model.takes_text and options.only_first_call  # from those that the engine has read
+        is_plain = config.tool_call_parser is None and config.reasoning_parser is None
+        if is_plain and options.forced_choice is None and not chooses_calls:
             return None
         tokenizer = model.text.tokenizer
-        parsing = plan_output(options, config, prompt=prompt, tokenizer=tokenizer, prompt_ids=plan.prompts[0])
+        parsing = plan_output(
+            options,
+            config,
+            prompt=prompt,
+            tokenizer=tokenizer,
+            prompt_ids=plan.prompts[0],
+            chooses_calls=chooses_calls,
+        )
         if parsing is not None and plan.body:
             closes = not self._settings.open_guided_objects
             tell_worker(options, config, parsing, tokenizer, plan.body, closes_objects=closes)

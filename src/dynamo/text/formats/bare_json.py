@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from dynamo.text.formats.call_form import CallForm
 from dynamo.text.formats.json_calls import HERMES_KEYS, CallKeys, call_objects
-from dynamo.text.formats.scanner import Grammar, NotACall, Scanner, Step
+from dynamo.text.formats.scanner import NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ToolSet
-from dynamo.text.markers import MarkerSearch
 
 __all__ = ["BareJson"]
 
@@ -21,12 +21,12 @@ _BARE: Final = ("{", "[")
 
 
 @dataclass(frozen=True, slots=True)
-class BareJson:
+class BareJson(CallForm):
     """Objects behind a mark, or bare ones."""
 
     opening: tuple[str, ...]
     closing: tuple[str, ...] = ()
-    is_whole_answer: bool = False  # bare calls are the whole answer, or none
+    is_whole: bool = False  # bare calls are the whole answer, or none
     fences: tuple[tuple[str, str], ...] = ()  # pairs that may stand around bare calls
 
     @property
@@ -34,26 +34,30 @@ class BareJson:
         """Return the marks that must reach the parser; the first begins a call."""
         return (*self.opening, *self.closing)
 
-    def grammar(self, tools: ToolSet) -> Grammar:
-        """Return the grammar of an answer that may call these tools."""
-        marked, every = MarkerSearch(*self.opening), MarkerSearch(*self.opening, *_BARE)
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return self.opening if self.is_whole else (*self.opening, *_BARE)
 
-        def answer(s: Scanner) -> Step[None]:
-            search = every
-            if self.is_whole_answer:
-                search = marked
-                for fence, end in (*self.fences, ("", "")):
-                    if (yield from s.comes(0, *([fence] if fence else _BARE))):
-                        yield from s.attempt(self._whole(s, tools, fence, end))
-                        break
-            while (mark := (yield from s.prose(search, s.out.content))) is not None:
-                yield from s.attempt(self._marked(s, mark, tools) if mark in self.opening else self._one(s, tools))
+    @property
+    def is_whole_answer(self) -> bool:
+        return self.is_whole
 
-        return answer
+    @property
+    def may_stand_in_reasoning(self) -> bool:
+        return False
 
-    def _marked(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
+    def calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
+        if mark not in self.opening:
+            yield from self._one(s, tools)
+            return
         s.take(s.at + len(mark))
         yield from call_objects(s, tools, HERMES_KEYS, separators=";,", closing=self.closing)
+
+    def whole_answer(self, s: Scanner, tools: ToolSet) -> Step[None]:
+        for fence, end in (*self.fences, ("", "")):
+            if (yield from s.comes(0, *([fence] if fence else _BARE))):
+                yield from s.attempt(self._whole(s, tools, fence, end))
+                return
 
     def _one(self, s: Scanner, tools: ToolSet) -> Step[None]:
         s.out.hold()

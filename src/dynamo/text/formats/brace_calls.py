@@ -1,6 +1,6 @@
 """Calls in Gemma's way: `call:NAME{key:<quote>text<quote>,other:3,list:[<quote>a<quote>]}` between marks.
 
-Each member of the arguments is told when it is complete. Words without quotes are strings, JSON's own quotes too.
+Each member of the arguments is emitted when it is complete. Words without quotes are strings, JSON's own quotes too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from dynamo.text.formats.scanner import MAX_NAME, Grammar, NotACall, Scanner, Step
+from dynamo.text.formats.call_form import CallForm
+from dynamo.text.formats.scanner import MAX_NAME, NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ToolSet, json_string, typed
 from dynamo.text.formats.typed_arguments import ArgumentsWriter
 from dynamo.text.markers import MarkerSearch
@@ -25,7 +26,7 @@ _BARE_END: Final = MarkerSearch(",", "}", "]", "\n", "<", "{", "[")
 
 
 @dataclass(frozen=True, slots=True)
-class BraceCalls:
+class BraceCalls(CallForm):
     """The marks of one family."""
 
     opening: str
@@ -39,21 +40,12 @@ class BraceCalls:
         """Return the marks that must reach the parser; the first begins a call."""
         return (self.opening, *self.closing, self.quote)
 
-    def grammar(self, tools: ToolSet) -> Grammar:
-        """Return the grammar of an answer that may call these tools."""
-        search = MarkerSearch(self.opening, *self.stray)
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return (self.opening,)
 
-        def answer(s: Scanner) -> Step[None]:
-            while (mark := (yield from s.prose(search, s.out.content))) is not None:
-                if mark != self.opening:
-                    s.take(s.at + len(mark))
-                else:
-                    yield from s.attempt(self._call(s, tools))
-
-        return answer
-
-    def _call(self, s: Scanner, tools: ToolSet) -> Step[None]:
-        s.take(s.at + len(self.opening))
+    def calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
+        s.take(s.at + len(mark))
         yield from s.space()
         yield from s.accept(":")
         yield from s.expect("call:")

@@ -76,8 +76,10 @@ class Harmony:
         def answer(s: Scanner) -> Step[None]:
             if (yield from s.comes(0, "to=")):  # the header began in the prompt
                 yield from header(s, None)
-            # Text without a header is content.
-            while (mark := (yield from s.prose(heads, s.out.content))) is not None:
+            # Text without a header is content, unless the prompt has begun a message of reasoning.
+            emit = _emit(s, reasons=s.out.is_reasoning)
+            while (mark := (yield from s.prose(heads, emit))) is not None:
+                emit = _emit(s, reasons=False)
                 s.take(s.at + len(mark))
                 if mark not in _ENDS:
                     yield from header(s, mark)
@@ -130,7 +132,7 @@ class Harmony:
 
 @dataclass(frozen=True, slots=True)
 class Inkling:
-    """Blocks that say what they are, each ended by one mark.
+    """Blocks of a kind that their mark names, each ended by one mark.
 
     <|message_model|><|content_invoke_tool_json|>{"name": "search", "args": {"query": "rain"}}<|end_message|>
     """

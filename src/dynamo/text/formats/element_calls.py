@@ -4,7 +4,7 @@
     ]<]minimax[>[<invoke name="search">]<]minimax[>[<query>rain]<]minimax[>[</query>]<]minimax[>[</invoke>
     ]<]minimax[>[</tool_call>
 
-A token of its own stands before each tag; angle brackets without it are text. The arguments are told when the call is whole,
+A token of its own stands before each tag; angle brackets without it are text. The arguments are emitted when the call is whole,
 because a name that comes again makes a list.
 """
 
@@ -14,7 +14,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from dynamo.text.formats.scanner import MAX_NAME, Grammar, NotACall, Scanner, Step
+from dynamo.text.formats.call_form import CallForm
+from dynamo.text.formats.scanner import MAX_NAME, NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ToolSet, json_string, typed
 from dynamo.text.markers import MarkerSearch
 
@@ -28,7 +29,7 @@ _Path = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ElementCalls:
+class ElementCalls(CallForm):
     """The format with its token, or without (`prefix` is empty)."""
 
     prefix: str
@@ -39,28 +40,22 @@ class ElementCalls:
         tags = ("<tool_call>", "<invoke", "</invoke>", "</tool_call>")
         return tuple(self.prefix + tag for tag in tags) + ((self.prefix,) if self.prefix else ())
 
-    def grammar(self, tools: ToolSet) -> Grammar:
-        """Return the grammar of an answer that may call these tools."""
-        outer, invoke, _, closing = self.marks[:4]
-        search = MarkerSearch(outer, invoke)
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return self.marks[:2]
 
-        def answer(s: Scanner) -> Step[None]:
-            while (mark := (yield from s.prose(search, s.out.content))) is not None:
-                yield from s.attempt(calls(s, mark))
-
-        def calls(s: Scanner, mark: str) -> Step[None]:
-            s.take(s.at + len(mark))
-            if mark != invoke:
-                yield from s.space()
-                yield from s.expect(invoke)
-            while True:
-                yield from self._call(s, tools)
+    def calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
+        _, invoke, _, closing = self.marks[:4]
+        s.take(s.at + len(mark))
+        if mark != invoke:
+            yield from s.space()
+            yield from s.expect(invoke)
+        while True:
+            yield from self._call(s, tools)
+            s.commit()
+            if (yield from s.accept_behind_space(invoke, closing)) != invoke:
                 s.commit()
-                if (yield from s.accept_behind_space(invoke, closing)) != invoke:
-                    s.commit()
-                    return
-
-        return answer
+                return
 
     def _call(self, s: Scanner, tools: ToolSet) -> Step[None]:
         header = yield from s.until(_TAG_END, limit=MAX_NAME)
@@ -134,7 +129,11 @@ class ElementCalls:
             return False
         if (yield from s.comes(0, closing)) or not (yield from s.comes(0, f"{self.prefix}<")):
             return False
-        return not (yield from s.comes(0, f"{self.prefix}</"))
+        if self.prefix:
+            return not (yield from s.comes(0, f"{self.prefix}</"))
+        while (start := s.text.index("<", s.at) + 1) == len(s.text) and not s.is_ended:
+            yield
+        return s.text[start : start + 1].isidentifier()  # `a < b`, `</b` and `<|b` begin no element
 
 
 def _object(members: dict[str, list[str]]) -> str:

@@ -15,7 +15,8 @@ from typing import Final
 
 import msgspec
 
-from dynamo.text.formats.scanner import MAX_NAME, Grammar, NotACall, Scanner, Step
+from dynamo.text.formats.call_form import CallForm
+from dynamo.text.formats.scanner import MAX_NAME, NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ToolSet
 from dynamo.text.markers import MarkerSearch
 
@@ -39,7 +40,7 @@ HERMES_KEYS: Final = CallKeys()
 
 
 @dataclass(frozen=True, slots=True)
-class TaggedJson:
+class TaggedJson(CallForm):
     """Objects with name and arguments behind a mark. Any of the closing marks may follow, or none."""
 
     opening: tuple[str, ...]
@@ -54,20 +55,11 @@ class TaggedJson:
         """Return the marks that must reach the parser; the first begins a call."""
         return (*self.opening, *self.closing, *self.stray)
 
-    def grammar(self, tools: ToolSet) -> Grammar:
-        """Return the grammar of an answer that may call these tools."""
-        search = MarkerSearch(*self.opening, *self.stray)
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return self.opening
 
-        def answer(s: Scanner) -> Step[None]:
-            while (mark := (yield from s.prose(search, s.out.content))) is not None:
-                if mark in self.stray:
-                    s.take(s.at + len(mark))
-                else:
-                    yield from s.attempt(self._calls(s, mark, tools))
-
-        return answer
-
-    def _calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
+    def calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
         s.take(s.at + len(mark))
         yield from call_objects(
             s, tools, self.keys, is_array=self.opens_array, separators=self.separators, closing=self.closing
@@ -75,7 +67,7 @@ class TaggedJson:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedJson:
+class NamedJson(CallForm):
     """A name and its arguments: each call between marks of its own, all of them between an outer pair that may be missing."""
 
     opening: str
@@ -92,22 +84,16 @@ class NamedJson:
         """Return the marks that must reach the parser; the first begins a call."""
         return (self.opening, *self.outer, *self.behind_name, *self.behind_json, *self.closing)
 
-    def grammar(self, tools: ToolSet) -> Grammar:
-        """Return the grammar of an answer that may call these tools."""
-        ends = (*self.behind_json, *self.closing)
-        search = MarkerSearch(self.opening, *self.outer, *ends)
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return (self.opening, *self.outer)
+
+    @property
+    def stray(self) -> tuple[str, ...]:
+        return (*self.behind_json, *self.closing)
+
+    def calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
         name_end = MarkerSearch(*self.behind_name)
-
-        def answer(s: Scanner) -> Step[None]:
-            while (mark := (yield from s.prose(search, s.out.content))) is not None:
-                if mark in ends:  # closes nothing
-                    s.take(s.at + len(mark))
-                else:
-                    yield from s.attempt(self._calls(s, mark, name_end, tools))
-
-        return answer
-
-    def _calls(self, s: Scanner, mark: str, name_end: MarkerSearch, tools: ToolSet) -> Step[None]:
         s.take(s.at + len(mark))
         if mark != self.opening:
             yield from s.space()
@@ -192,11 +178,11 @@ def _another(s: Scanner, separators: str) -> Step[bool]:
 
 
 def call_object(s: Scanner, tools: ToolSet, keys: CallKeys) -> Step[None]:
-    """Read one object that is a call, and tell the call as it comes."""
+    """Read one object that is a call, and emit the call as it comes."""
     yield from s.expect("{")
     name: str | None = None
     early: str | None = None  # arguments that came before the name
-    is_told = False
+    is_emitted = False
     while True:
         yield from s.space()
         if (yield from s.peek()) == "}":
@@ -208,16 +194,18 @@ def call_object(s: Scanner, tools: ToolSet, keys: CallKeys) -> Step[None]:
         if keys.name_is_key and name is None:
             name = s.out.name = _checked(key, tools, keys)
             yield from stream_arguments(s, name, None)
-            is_told = True
+            is_emitted = True
         elif key in keys.name and name is None:
             name = s.out.name = _checked(_unquoted((yield from s.json_text())), tools, keys)
-        elif key in keys.arguments and early is None and not is_told:
+            if early is not None:
+                _emit_arguments(s, name, None, early)
+                is_emitted = True
+        elif key in keys.arguments and early is None and not is_emitted:
             if name is None:
-                early = yield from s.json_text()
-                early = _decoded(early)
+                early = _decoded((yield from s.json_text()))
             else:
                 yield from stream_arguments(s, name, None)
-                is_told = True
+                is_emitted = True
         else:
             yield from s.json_text()
         yield from s.space()
@@ -226,21 +214,23 @@ def call_object(s: Scanner, tools: ToolSet, keys: CallKeys) -> Step[None]:
     yield from s.expect("}")
     if name is None:
         raise NotACall
-    if not is_told:
-        s.out.begin(name)
-        s.out.arguments("{}" if early is None else early)
+    if not is_emitted:
+        _emit_arguments(s, name, None, "{}")
     s.out.end()
 
 
 def stream_arguments(s: Scanner, name: str, call_id: str | None) -> Step[None]:
-    """Begin the call and tell its arguments as they come; text that spells an object is told as that object."""
+    """Begin the call and emit its arguments as they come; text that spells an object becomes that object."""
     first = yield from s.peek()
     if first == "{":
         s.out.begin(name, call_id)
         yield from s.json(s.out.arguments)
         s.out.has_all_arguments = True
         return
-    arguments = _decoded((yield from s.json_text()))
+    _emit_arguments(s, name, call_id, _decoded((yield from s.json_text())))
+
+
+def _emit_arguments(s: Scanner, name: str, call_id: str | None, arguments: str) -> None:
     s.out.begin(name, call_id)
     s.out.arguments(arguments)
     s.out.has_all_arguments = True

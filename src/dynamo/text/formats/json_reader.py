@@ -53,7 +53,7 @@ class JsonReader:
     text itself where the text is JSON. Numbers are returned when they are complete; one that no double holds is a string.
     """
 
-    __slots__ = ("_at", "_gap", "_held", "_is_key", "_may_close", "_quote", "_stack")
+    __slots__ = ("_at", "_gap", "_held", "_is_key", "_may_close", "_quote", "_stack", "has_key")
 
     def __init__(self) -> None:
         self._at = _At.VALUE
@@ -63,6 +63,7 @@ class JsonReader:
         self._held = ""  # a word, number or \u escape that is not complete
         self._is_key = False  # what the string at hand is
         self._quote = '"'
+        self.has_key = False  # the first key of an object and its colon have been read
 
     @property
     def is_complete(self) -> bool:
@@ -195,7 +196,7 @@ class JsonReader:
                 self._at = _At.KEY if closing == "}" else _At.VALUE
                 return at + 1
             case _At.COLON, ":":
-                self._at = _At.VALUE
+                self._at, self.has_key = _At.VALUE, True
                 out.append(":")
                 return at + 1
             case ((_At.KEY | _At.VALUE), ('"' | "'")):

@@ -1,4 +1,4 @@
-"""What a grammar tells: events, the line breaks that only separate calls, and calls that turn out to be none."""
+"""What a grammar finds, as events: without the line breaks that only separate calls; a call that turns out to be none is taken back."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Output:
         "_is_flowing",
         "_waiting",
         "has_all_arguments",
-        "is_cut",
         "is_open",
         "is_reasoning",
         "keeps_cut_call",
         "name",
+        "was_limited",
     )
 
     def __init__(self) -> None:
         self._events: list[OutputEvent] = []
-        self._waiting: list[OutputEvent] | None = None  # of calls that are told only when they are whole
+        self._waiting: list[OutputEvent] | None = None  # of calls that are emitted only when they are whole
         self._before_waiting = ("", False, False)  # what `drop` goes back to
         self._gap = ""  # what may be a separator
         self._is_flowing = False  # content since the last call (or the beginning) was more than line breaks
@@ -51,14 +51,19 @@ class Output:
         self.is_open = False  # a call has begun
         self.has_all_arguments = False  # and only closing marks of it are due
         self.is_reasoning = False
-        self.name: str | None = None  # of the call that is being read, where it is known before the call is told
+        self.name: str | None = None  # of the call that is being read, where it is known before the call is emitted
         self.keeps_cut_call = False  # a call had to come: what there is of one that was cut off is that call
-        self.is_cut = False  # the text ended because a limit was reached
+        self.was_limited = False  # the text ended because a limit was reached
 
-    def told(self) -> list[OutputEvent]:
+    def emitted(self) -> list[OutputEvent]:
         """Return the events since this was last asked."""
         events, self._events = self._events, []
         return events
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a call that ends here counts only with its closing marks."""
+        return self.was_limited
 
     def flowing(self, emit: Callable[[str], None]) -> type[Content] | type[Reasoning] | None:
         """Return the event that any text becomes through `emit` now; None where that depends on the text."""
@@ -67,8 +72,7 @@ class Output:
         return Content if emit == self.content and self._is_flowing else None
 
     def content(self, text: str) -> None:
-        """Tell text to the reader."""
-        self.is_reasoning = False
+        """Emit text for the reader."""
         if not self._is_flowing:
             rest = text.lstrip(LINE_BREAKS)
             self._gap += text[: len(text) - len(rest)]
@@ -80,18 +84,17 @@ class Output:
             self._add(Content(text))
 
     def reasoning(self, text: str) -> None:
-        """Tell text that the model wrote to itself."""
-        self.is_reasoning = True
+        """Emit text that the model wrote to itself."""
         if text:
             self._add(Reasoning(text))
 
     def begin(self, name: str, call_id: str | None = None) -> None:
-        """Announce a call."""
-        self.is_open, self.is_reasoning = True, False
+        """Begin a call."""
+        self.is_open = True
         self._add(CallBegan(name, call_id))
 
     def arguments(self, text: str) -> None:
-        """Tell the next piece of its arguments."""
+        """Emit the next piece of its arguments."""
         self._add(CallArguments(text))
 
     def end(self) -> None:
@@ -101,16 +104,20 @@ class Output:
         self._gap, self._is_flowing = "", False
         self._has_called = True
 
+    def leave_open(self) -> None:
+        """End a call that breaks in its arguments, which are not taken back; what follows is content."""
+        self.is_open, self.has_all_arguments, self.name = False, False, None
+        self._gap, self._is_flowing, self._has_called = "", True, True
+
     def drop(self, raw: str, *, is_cut: bool) -> None:
         """Take the call that is being read back, as far as that is possible: `raw` is its text."""
-        if is_cut and self.has_told and self.has_all_arguments:
+        if is_cut and self.has_emitted and self.has_all_arguments:
             self.end()
             return
         name, self.name = self.name, None
         self.has_all_arguments = False
         if self._waiting is not None:
-            self._waiting, self.is_open = None, False
-            self._gap, self._is_flowing, self._has_called = self._before_waiting
+            self._take_back()
         if is_cut and self.keeps_cut_call:
             if not self.is_open and name:
                 self.begin(name)
@@ -125,13 +132,23 @@ class Output:
         else:
             self.content(raw)
 
+    def _take_back(self) -> None:
+        """Drop what was held; nobody has seen it."""
+        self._waiting, self.is_open = None, False
+        self._gap, self._is_flowing, self._has_called = self._before_waiting
+
+    @property
+    def is_flowing(self) -> bool:
+        """Whether any text that comes is content at once, line breaks too."""
+        return self._is_flowing
+
     @property
     def is_behind_call(self) -> bool:
-        """Whether nothing but line breaks was told since a call ended."""
+        """Whether nothing but line breaks was emitted since a call ended."""
         return self._has_called and not self._is_flowing
 
     @property
-    def has_told(self) -> bool:
+    def has_emitted(self) -> bool:
         """Whether the client has seen of the call at hand."""
         return self.is_open and self._waiting is None
 
@@ -145,11 +162,11 @@ class Output:
         self._gap = ""
 
     def hold(self) -> None:
-        """Keep what is told of calls from here on, until `release` or `drop`."""
+        """Keep the events of calls from here on, until `release` or `drop`."""
         self._waiting, self._before_waiting = [], (self._gap, self._is_flowing, self._has_called)
 
     def release(self) -> None:
-        """Tell what was kept."""
+        """Emit what was kept."""
         waiting, self._waiting = self._waiting or [], None
         self._events += waiting
 

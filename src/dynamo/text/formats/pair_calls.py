@@ -5,7 +5,7 @@
     <arg_value>rain</arg_value>
     </tool_call>
 
-The line breaks may be missing. A value is plain text, typed by the tool's schema; where that says nothing it is JSON, if it
+The line breaks may be missing. A value is plain text, typed by the tool's schema; where that accepts anything it is JSON, if it
 can be.
 """
 
@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from dynamo.text.formats.call_form import CallForm
 from dynamo.text.formats.json_calls import HERMES_KEYS, call_objects
-from dynamo.text.formats.scanner import MAX_NAME, Grammar, NotACall, Scanner, Step
+from dynamo.text.formats.scanner import MAX_NAME, NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ToolSet
 from dynamo.text.formats.typed_arguments import ArgumentsWriter
 from dynamo.text.markers import MarkerSearch
@@ -26,7 +27,7 @@ _NAME_END: Final = MarkerSearch("<", "\n", "\r", " ", "{", "[", '"', "'")
 
 
 @dataclass(frozen=True, slots=True)
-class TaggedPairs:
+class TaggedPairs(CallForm):
     """The tags of one family."""
 
     opening: str = "<tool_call>"
@@ -43,17 +44,11 @@ class TaggedPairs:
         """Return the marks that must reach the parser; the first begins a call."""
         return (self.opening, self.closing, *self.key, *self.value, *self.outer, *self.outer_end)
 
-    def grammar(self, tools: ToolSet) -> Grammar:
-        """Return the grammar of an answer that may call these tools."""
-        search = MarkerSearch(self.opening, *self.outer)
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return (self.opening, *self.outer)
 
-        def answer(s: Scanner) -> Step[None]:
-            while (mark := (yield from s.prose(search, s.out.content))) is not None:
-                yield from s.attempt(self._calls(s, mark, tools))
-
-        return answer
-
-    def _calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
+    def calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
         s.take(s.at + len(mark))
         if mark != self.opening:
             yield from s.space()

@@ -1,6 +1,6 @@
 """Calls written as Python: `[search(query="rain"), ping()]`.
 
-A list of calls is told when it is whole, because before that it may be prose; up to `scanner.MAX_CALL_CHARACTERS` of it are
+A list of calls is emitted when it is whole, because before that it may be prose; up to `scanner.MAX_CALL_CHARACTERS` of it are
 held back. Values are what Python's literals are: strings (also in triple quotes), numbers, lists, tuples, sets, dicts, and
 True, False, None in either language's spelling.
 """
@@ -12,8 +12,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dynamo.text.formats.call_form import CallForm
 from dynamo.text.formats.json_calls import HERMES_KEYS, call_objects
-from dynamo.text.formats.scanner import MAX_NAME, Grammar, NotACall, Scanner, Step
+from dynamo.text.formats.scanner import MAX_NAME, NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ToolSet
 from dynamo.text.markers import MarkerSearch
 
@@ -30,7 +31,7 @@ _HEX: Final = {"x": 2, "u": 4, "U": 8}
 
 
 @dataclass(frozen=True, slots=True)
-class PythonCalls:
+class PythonCalls(CallForm):
     """Calls in a list, or one per line."""
 
     opening: tuple[
@@ -44,17 +45,15 @@ class PythonCalls:
         """Return the marks that must reach the parser; the first begins a call."""
         return (*self.opening, *self.closing) or ("[",)
 
-    def grammar(self, tools: ToolSet) -> Grammar:
-        """Return the grammar of an answer that may call these tools."""
-        search = MarkerSearch(*self.opening, *(("[",) if self.in_brackets else ()))
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return (*self.opening, *(("[",) if self.in_brackets else ()))
 
-        def answer(s: Scanner) -> Step[None]:
-            while (mark := (yield from s.prose(search, s.out.content))) is not None:
-                yield from s.attempt(self._calls(s, mark, tools))
+    @property
+    def may_stand_in_reasoning(self) -> bool:
+        return False
 
-        return answer
-
-    def _calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
+    def calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
         is_marked = mark in self.opening
         if is_marked:
             s.take(s.at + len(mark))

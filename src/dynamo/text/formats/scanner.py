@@ -1,6 +1,6 @@
 """What every output format is read with: the text that has not been read yet, and the steps a grammar is made of.
 
-A grammar is a generator. It asks its `Scanner` for what comes next and yields where that depends on text that has not
+A grammar is a generator. It reads what comes next from its `Scanner` and yields where that depends on text that has not
 arrived; `TextMachine` runs it as pieces come in. Every step decides on the text alone and never on where a piece ended, so
 what a machine finds does not depend on the cuts, and an answer that is read at once is read by the same steps as a stream.
 
@@ -55,7 +55,7 @@ class Scanner:
     def take(self, end: int) -> str:
         """Read up to `end`."""
         if self.raw is not None and end - self.at > self.room:
-            if not self.out.has_told:
+            if not self.out.has_emitted:
                 self.raw.append(self.text[self.at : self.at + self.room])
                 self.at += self.room
                 raise NotACall
@@ -69,23 +69,31 @@ class Scanner:
 
     # -- attempts --------------------------------------------------------------------------------------------------------
 
-    def attempt(self, calls: Step[None]) -> Step[None]:
-        """Run the grammar of one or more calls; what is no call becomes content."""
+    def attempt(self, calls: Step[None], *, goes_on: Callable[[str], int] = len) -> Step[None]:
+        """Run the grammar of one or more calls; what is no call becomes content.
+
+        `goes_on` returns where in that text reading goes on: behind all of it, if it is left out.
+        """
         self.commit()
         try:
             yield from calls
         except NotACall:
-            self._fail()
+            self._fail(goes_on)
         self.raw = None
 
     def commit(self) -> None:
-        """Read what follows apart: a whole call ends here. Calls that are told together only end together."""
+        """Read what follows apart: a whole call ends here. Calls that are emitted together only end together."""
         if not self.out.is_holding:
             self.raw, self.room = [], MAX_CALL_CHARACTERS
 
-    def _fail(self) -> None:
-        # Beyond the limit nothing is kept: what was told of the call stays, and is never complete.
+    def _fail(self, goes_on: Callable[[str], int]) -> None:
+        # Beyond the limit nothing is kept: what was emitted of the call stays, and is never complete.
         raw, self.raw = "".join(self.raw or ()), None
+        if (end := goes_on(raw)) < len(raw):
+            self.text, self.at = raw[end:] + self.text[self.at :], 0
+            raw = raw[:end]
+            self.out.drop(raw, is_cut=False)
+            return
         is_separator = self.is_ended and self.out.is_behind_call and not raw.strip(_SEPARATORS)
         self.out.drop("" if is_separator else raw, is_cut=self.is_ended)
 
@@ -96,7 +104,7 @@ class Scanner:
         while True:
             start, end, mark = marks.search(self.text, self.at)
             if mark is None and self.is_ended:
-                start = self._before_cut_mark(start, end)
+                start = self.before_cut_mark(start, end)
             if start > self.at:
                 emit(self.take(start))
             if mark is not None:
@@ -108,7 +116,7 @@ class Scanner:
             yield
             self.idle = None
 
-    def _before_cut_mark(self, start: int, end: int) -> int:
+    def before_cut_mark(self, start: int, end: int) -> int:
         """Return where text ends that was cut off; the beginning of a mark is no text where a call had to come."""
         if start == end or not self.out.keeps_cut_call:
             return end
@@ -209,9 +217,9 @@ class Scanner:
 
     # -- JSON ------------------------------------------------------------------------------------------------------------
 
-    def json(self, emit: Callable[[str], None]) -> Step[None]:
-        """Read one JSON value and emit it as it comes; NotACall where it is none or is cut off."""
-        reader = JsonReader()
+    def json(self, emit: Callable[[str], None], reader: JsonReader | None = None) -> Step[None]:
+        """Read one JSON value (with `reader`) and emit it as it comes; NotACall where it is none or is cut off."""
+        reader = JsonReader() if reader is None else reader
         while True:
             end, read = reader.read(self.text, self.at)
             self.take(end)
@@ -236,7 +244,16 @@ Grammar: TypeAlias = Callable[[Scanner], Step[None]]
 
 
 class TextMachine:
-    """Runs a grammar over the text of one choice; keeps the promises of `base.ToolParser`."""
+    """Runs a grammar over the text of one choice.
+
+    - What the events of all pushes and of `finish` mean together depends on the whole text only, never on its cuts.
+    - No input raises. What turns out to be no call is content, character for character; of reasoning and of calls only
+      the marks and the white space that touches them are left out.
+    - Plain text is emitted at once, a call as it comes. A call that breaks or is cut off when it has been emitted in part
+      is taken back with `CallDropped`, which has its text.
+    - Held back are the beginning of a mark, white space (`markers.MAX_SEPARATOR`), and what cannot be emitted yet of a
+      call, up to `MAX_CALL_CHARACTERS`.
+    """
 
     __slots__ = ("_out", "_scanner", "_steps")
 
@@ -253,25 +270,29 @@ class TextMachine:
 
     @property
     def idle(self) -> Idle | None:
-        """How plain text passes; see `base.ToolParser`."""
+        """How plain text passes, as it does without changing anything here; None while all text has to be read."""
         return self._scanner.idle
 
     def push(self, text: str) -> list[OutputEvent]:
+        """Read the next piece of text, which may be empty."""
         scanner = self._scanner
         if (idle := scanner.idle) is not None and idle.characters.isdisjoint(text):
             return [idle.kind(text)] if text else []
         scanner.text = scanner.text[scanner.at :] + text if scanner.at < len(scanner.text) else text
         scanner.at = 0
         self._run()
-        return self._out.told()
+        return self._out.emitted()
 
-    def finish(self, *, keeps_cut_call: bool = False, is_cut: bool = False) -> list[OutputEvent]:
-        self._out.keeps_cut_call |= keeps_cut_call
-        self._out.is_cut = is_cut
+    def finish(self, *, is_cut: bool = False) -> list[OutputEvent]:
+        """End the text and return what was held back. Call it once; push nothing after it.
+
+        `is_cut`: a limit ended the text, so a call is complete only with its own closing marks.
+        """
+        self._out.was_limited = is_cut
         self._scanner.is_ended = True
         self._run()
         self._out.finish()
-        return self._out.told()
+        return self._out.emitted()
 
     def _run(self) -> None:
         if self._steps is not None:

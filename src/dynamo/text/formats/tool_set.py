@@ -1,4 +1,4 @@
-"""The tools that an answer may call, and what their schemas say of values that a format carries as plain text."""
+"""The tools that an answer may call, and what their schemas accept where a format carries values as plain text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ANYTHING", "NO_TOOLS", "Kinds", "ToolSet", "json_string", "typed"]
 
 _INTEGER: Final = re.compile(r"-?[0-9]{1,1000}")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]{0,999})(?:\.[0-9]{1,999})?(?:[eE][+-]?[0-9]{1,9})?")
-_MAX_REFERENCES: Final = 32  # that one schema follows; beyond that it says nothing
+_MAX_REFERENCES: Final = 32  # that one schema follows; beyond that it accepts anything
 _BRANCHES: Final = ("allOf", "anyOf", "oneOf")
 
 
@@ -86,7 +86,7 @@ def json_string(text: str) -> str:
 def typed(text: str, kinds: Kinds, *, reads_json: bool) -> str:
     """Return the JSON that `text` is as a value of these kinds; a string where nothing else fits.
 
-    `reads_json`: where the schema says nothing, text that is JSON is that value.
+    `reads_json`: where the schema accepts anything, text that is JSON is that value.
     """
     if kinds.is_text:
         return json_string(text)

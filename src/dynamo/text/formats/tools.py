@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 
 from dynamo.text.formats.bare_json import BareJson
 from dynamo.text.formats.brace_calls import BraceCalls
+from dynamo.text.formats.call_form import CallForm
 from dynamo.text.formats.channels import Harmony, Inkling, KimiK3, Muse
 from dynamo.text.formats.dsml import dsml
 from dynamo.text.formats.element_calls import ElementCalls
@@ -18,20 +19,20 @@ from dynamo.text.formats.mistral import MistralCalls
 from dynamo.text.formats.output import Output
 from dynamo.text.formats.pair_calls import TaggedPairs
 from dynamo.text.formats.python_calls import PythonCalls
-from dynamo.text.formats.reasoned_calls import ReasonedCalls
 from dynamo.text.formats.scanner import Grammar, TextMachine
+from dynamo.text.formats.tagged_answer import tagged_machine
 from dynamo.text.formats.tool_set import NO_TOOLS, ToolSet
 from dynamo.text.formats.xml_calls import TaggedXml
 
-__all__ = ["MUSE", "TOOL_FORMATS", "Form", "ToolFormat", "unified_parser"]
+__all__ = ["MUSE", "TOOL_FORMATS", "ToolFormat", "UnifiedForm", "unified_parser"]
 
 
-class Form(Protocol):
-    """What a format is, whatever machine reads it."""
+class UnifiedForm(Protocol):
+    """A format in which reasoning and text are blocks, as calls are: one grammar reads the whole answer."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The marks that must reach the parser; the first begins a call."""
+        """The marks that must reach the parser, also where they are special tokens."""
         ...
 
     def grammar(self, tools: ToolSet) -> Grammar:
@@ -43,7 +44,7 @@ class Form(Protocol):
 class ToolFormat:
     """How a family of models writes its calls."""
 
-    form: Form
+    form: CallForm | UnifiedForm
     description: str  # a line of the documentation
     end_tokens: tuple[
         str, ...
@@ -51,33 +52,36 @@ class ToolFormat:
     # (name, schema of the arguments) -> the call as a tag for guided decoding; None: the format has no such tag.
     call_tag: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
     has_short_ids: bool = False  # ids of calls are nine letters or digits
-    is_unified: bool = False  # reasoning and text are blocks of the same format, read by the same parser
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Return the marks that must stand in the text, also where they are special tokens; the first begins a call."""
         return self.form.marks
 
-    def parser(self, tools: ToolSet = NO_TOOLS) -> TextMachine:
-        """Make a parser for one choice."""
-        return TextMachine(self.form.grammar(tools))
+    @property
+    def call_form(self) -> CallForm | None:
+        """Return how calls stand among text; None in a unified format."""
+        return self.form if isinstance(self.form, CallForm) else None
 
     @property
-    def may_stand_in_reasoning(self) -> bool:
-        """Whether a call in the middle of reasoning can be told from talk about one: it has marks, and they are its own."""
-        return not self.is_unified and not isinstance(self.form, BareJson | PythonCalls)
+    def unified(self) -> UnifiedForm | None:
+        """Return the format of the whole answer, reasoning too; None where only calls have one."""
+        return None if isinstance(self.form, CallForm) else self.form
 
-    def reasoning_parser(self, tools: ToolSet) -> TextMachine:
-        """Make a parser for a span of reasoning in which calls may stand."""
-        return TextMachine(self.form.grammar(tools), ReasonedCalls(tools.names))
+    def parser(self, tools: ToolSet = NO_TOOLS) -> TextMachine:
+        """Make a parser for one choice, which does not reason unless the format is unified."""
+        if isinstance(self.form, CallForm):
+            return tagged_machine(self.form, tools)
+        return unified_parser(self.form, tools)
 
 
 def unified_parser(
-    form: Form, tools: ToolSet = NO_TOOLS, *, begins_inside: bool = False, keeps_cut_call: bool = False
+    form: UnifiedForm, tools: ToolSet = NO_TOOLS, *, begins_inside: bool = False, keeps_cut_call: bool = False
 ) -> TextMachine:
     """Make a parser of reasoning, text and calls in one.
 
-    `begins_inside`: the prompt has begun the reasoning. `keeps_cut_call`: see `ToolParser.finish`.
+    `begins_inside`: the prompt has begun the reasoning. `keeps_cut_call`: a call had to come, so what there is of one
+    that was cut off is that call.
     """
     out = Output()
     out.is_reasoning, out.keeps_cut_call = begins_inside, keeps_cut_call
@@ -109,7 +113,7 @@ _JAMBA: Final = ToolFormat(
 )
 _PHI4: Final = ToolFormat(TaggedJson(("functools[",), opens_array=True), '`functools[{"name", "arguments"}, ...]`')
 _LLAMA3: Final = ToolFormat(
-    BareJson(("<|python_tag|>",), is_whole_answer=True),
+    BareJson(("<|python_tag|>",), is_whole=True),
     '`<|python_tag|>{"name", "parameters"}`, several divided by `;`; without the tag when the whole answer is such '
     "objects of known tools",
     end_tokens=("<|eom_id|>",),
@@ -192,15 +196,16 @@ _GLM: Final = ToolFormat(
 _MINIMAX_M3: Final = ToolFormat(
     ElementCalls("]<]minimax[>["),
     '`<tool_call><invoke name="NAME"><KEY>text</KEY></invoke></tool_call>`, `]<]minimax[>[` in front of every tag; objects '
-    "and arrays are nested elements. Told when a call is whole",
+    "and arrays are nested elements. Emitted when a call is whole",
 )
 _MINIMAX_M3_NOM: Final = ToolFormat(ElementCalls(""), "the same without `]<]minimax[>[`")
 _GEMMA4: Final = ToolFormat(
     BraceCalls("<|tool_call>", ("<tool_call|>", "<turn|>"), '<|"|>', stray=("<tool_call|>",)),
-    '`<|tool_call>call:NAME{key:<|"|>text<|"|>,other:3}<tool_call|>`; told value by value',
+    '`<|tool_call>call:NAME{key:<|"|>text<|"|>,other:3}<tool_call|>`; emitted value by value',
 )
 _PYTHONIC: Final = ToolFormat(
-    PythonCalls(), '`[NAME(key="text", other=3), ...]`, at least one of them a known tool; told when the list is whole'
+    PythonCalls(),
+    '`[NAME(key="text", other=3), ...]`, at least one of them a known tool; emitted when the list is whole',
 )
 _DSML_TEXT: Final = (
     '`<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">text</｜DSML｜parameter></｜DSML｜invoke>` in '
@@ -226,24 +231,20 @@ _HARMONY: Final = ToolFormat(
     "`<|channel|>commentary to=functions.NAME<|message|>{...}<|call|>`; the channels `final` and `commentary` are text, "
     "`analysis` is reasoning",
     end_tokens=("<|call|>",),
-    is_unified=True,
 )
 _INKLING: Final = ToolFormat(
     Inkling(),
     '`<|content_invoke_tool_json|>{"name", "args"}<|end_message|>` among blocks of text and reasoning',
-    is_unified=True,
 )
 _KIMI_K3: Final = ToolFormat(
     KimiK3(),
     '`<|open|>call tool="NAME"<|sep|><|open|>argument key="KEY" type="string"<|sep|>text<|close|>argument<|sep|>...` '
     "among elements of text and reasoning",
-    is_unified=True,
 )
 _MUSE: Final = ToolFormat(
     MUSE,
     '`<atem:invoke name="NAME"><atem:parameter name="KEY">text</atem:parameter></atem:invoke>` in a message to a tool; '
     "messages to `self` are reasoning",
-    is_unified=True,
 )
 
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = MappingProxyType(

@@ -14,7 +14,7 @@ __all__ = ["ArgumentsWriter"]
 
 
 class ArgumentsWriter:
-    """The arguments of one call, whose pieces are told as soon as they are certain."""
+    """The arguments of one call, whose pieces are emitted as soon as they are certain."""
 
     __slots__ = ("_has_members", "_out")
 
@@ -44,7 +44,7 @@ class ArgumentsWriter:
     ) -> Step[None]:
         """Read a value up to one of `ends` (not read) for which `is_end` is true, and add it as JSON of its kinds.
 
-        A string is told as it comes. `trims_line_break`: one at the beginning and one at the end are not the value's.
+        A string is emitted as it comes. `trims_line_break`: one at the beginning and one at the end are not the value's.
         """
         streams = kinds.is_text or (kinds.types is None and not kinds.values and not reads_json)
         if trims_line_break:

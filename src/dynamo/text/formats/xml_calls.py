@@ -18,8 +18,9 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from dynamo.text.formats.call_form import CallForm
 from dynamo.text.formats.json_calls import HERMES_KEYS, call_objects
-from dynamo.text.formats.scanner import MAX_NAME, Grammar, NotACall, Scanner, Step
+from dynamo.text.formats.scanner import MAX_NAME, NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ANYTHING, Kinds, ToolSet
 from dynamo.text.formats.typed_arguments import ArgumentsWriter
 from dynamo.text.markers import MarkerSearch
@@ -32,7 +33,7 @@ _ATTRIBUTE: Final = re.compile(r"""([\w-]+)\s*=\s*("[^"]*"|'[^']*'|[^\s"'>]+)"""
 
 
 @dataclass(frozen=True, slots=True)
-class TaggedXml:
+class TaggedXml(CallForm):
     """The tags of one family. Where there are several of a kind, any of them will do."""
 
     outer: tuple[str, ...]
@@ -57,18 +58,11 @@ class TaggedXml:
             return (*self.prefixes, *(prefix.removeprefix("<") for prefix in self.prefixes))
         return (*self.outer, *self.invoke, *self.closing, *self.before_invoke, *self.behind_invoke)
 
-    def grammar(self, tools: ToolSet) -> Grammar:
-        """Return the grammar of an answer that may call these tools."""
-        search = MarkerSearch(*(self.prefixes or (*self.outer, *self.invoke)))
-
-        def answer(s: Scanner) -> Step[None]:
-            while (mark := (yield from s.prose(search, s.out.content))) is not None:
-                yield from s.attempt(self.calls(s, mark, tools))
-
-        return answer
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return self.prefixes or (*self.outer, *self.invoke)
 
     def calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
-        """Read the block that `mark` begins."""
         if self.prefixes:
             tag = yield from s.accept(*self.outer, *self.invoke)
             if tag is None:  # what only begins like a tag has to be read, too
@@ -124,14 +118,14 @@ class TaggedXml:
         arguments.end()
 
     def _parameter(self, s: Scanner, tools: ToolSet, name: str, arguments: ArgumentsWriter) -> Step[None]:
-        key, said, is_whole = yield from self._header(s)
+        key, declared, is_whole = yield from self._header(s)
         if is_whole:
             arguments.value(key, '""')
             return
         kinds = tools.kinds(name, key)
         reads_json = self.reads_json
-        if said is not None:  # the call itself says whether it is text
-            kinds = _TEXT if said == "true" else ANYTHING if kinds.is_text else kinds
+        if declared is not None:  # the call itself declares whether it is text
+            kinds = _TEXT if declared == "true" else ANYTHING if kinds.is_text else kinds
             reads_json = True
         implied = (*(f"\n{tag}" for tag in self.parameter), *(f"\n{tag}" for tag in self.invoke_end))
         ends = MarkerSearch(*self.parameter_end, *(implied if self.implies_ends else ()))
@@ -150,18 +144,18 @@ class TaggedXml:
         yield from s.accept(*self.parameter_end)
 
     def _header(self, s: Scanner) -> Step[tuple[str, str | None, bool]]:
-        """Return the name in a tag whose beginning has been read, what it says of its value, and whether it closes itself."""
+        """Return the name in a tag whose beginning has been read, the type of its value, if it declares one, and whether it closes itself."""
         header = yield from s.until(_HEADER_END, limit=MAX_NAME)
         yield from s.expect(">")
         is_whole = self.has_attributes and header.endswith("/")
-        said: str | None = None
+        declared: str | None = None
         if self.has_attributes:
             attributes = {key: value.strip("\"'") for key, value in _ATTRIBUTE.findall(header.removesuffix("/"))}
-            name, said = attributes.get("name", ""), attributes.get("string")
+            name, declared = attributes.get("name", ""), attributes.get("string")
             if not header[:1].isspace():
                 raise NotACall
         else:
             name = header.strip().strip("\"'")
         if not name:
             raise NotACall
-        return name, said, is_whole
+        return name, declared, is_whole

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 
+from dynamo.text.formats.reasoning import REASONING_FORMATS
+from dynamo.text.formats.tagged_answer import tagged_machine
 from dynamo.text.formats.tools import TOOL_FORMATS, unified_parser
 from dynamo.text.output import Joined, JoinedCall, OutputEvent, joined
-from dynamo.text.output_parser import OutputParser
-from dynamo.text.reasoning import REASONING_FORMATS
 from support.cases import each_case
 from support.format_runs import TOOL_SET, cuts_of
 from support.format_runs import corpus as tool_corpus
@@ -26,9 +25,9 @@ NAMES = tuple(CASES)
 def run(name: str, pieces: Iterable[str], *, inside: bool = False) -> Joined:
     form = REASONING_FORMATS[name.removesuffix("_s")]
     if form.unified is not None:
-        parser: Any = unified_parser(form.unified, TOOL_SET, begins_inside=inside)
+        parser = unified_parser(form.unified, TOOL_SET, begins_inside=inside)
     else:
-        parser = form.parser(begins_inside=inside)
+        parser = tagged_machine(None, TOOL_SET, form.tags(begins_inside=inside))
     events: list[OutputEvent] = []
     for piece in pieces:
         events += parser.push(piece)
@@ -89,10 +88,8 @@ PING = JoinedCall("ping", '{"a": "b"}', is_complete=True)
 
 
 def reasoned(pieces: Iterable[str], *, tools: str = "hermes", thinks: str = "qwen3") -> Joined:
-    form, think = TOOL_FORMATS[tools], REASONING_FORMATS[thinks]
-    reader = OutputParser(
-        think.parser(begins_inside=True), form.parser(TOOL_SET), inside=lambda: form.reasoning_parser(TOOL_SET)
-    )
+    tags = REASONING_FORMATS[thinks].tags(begins_inside=True)
+    reader = tagged_machine(TOOL_FORMATS[tools].call_form, TOOL_SET, tags)
     events: list[OutputEvent] = []
     for piece in pieces:
         events += reader.push(piece)
@@ -131,7 +128,10 @@ def test_a_kimi_call_ends_in_reasoning() -> None:
         assert found.calls == [JoinedCall("ping", "{}", is_complete=True, id="functions.ping:0")]
 
 
-@pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if TOOL_FORMATS[name].may_stand_in_reasoning])
+@pytest.mark.parametrize(
+    "name",
+    [name for name, one in TOOL_FORMATS.items() if one.call_form is not None and one.call_form.may_stand_in_reasoning],
+)
 def test_no_cut_changes_what_is_found_in_reasoning(name: str) -> None:
     dice = random.Random(f"inside {name}")
     texts = [case["text"] for case in tool_corpus(next(one for one in (name, "qwen3_coder") if one in WRITERS))]

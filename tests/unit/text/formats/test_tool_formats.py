@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from dynamo.text.formats import TOOL_FORMATS
+from dynamo.text.formats.reasoning import REASONING_FORMATS
 from dynamo.text.output import Content
 from dynamo.text.output_parser import OutputParser
-from dynamo.text.reasoning import REASONING_FORMATS
 from support.format_runs import NAMES, assert_is_consistent, corpus, cuts_of, fuzz, meaning, parser, run, token_pieces
 from support.format_writers import CORPUS, WRITERS, cases, random_arguments
 
@@ -131,7 +131,7 @@ def calls_of(reader: OutputParser, text: str) -> list[str]:
 
 def test_plain_text_passes_without_a_call_into_the_parsers() -> None:
     for name in NAMES:
-        reader = OutputParser(REASONING_FORMATS["qwen3"].parser(begins_inside=False), parser(name))
+        reader = OutputParser(parser(name, REASONING_FORMATS["qwen3"].tags()))
         reader.push("Plain")
         calls = calls_of(reader, " text")
         assert calls[:1] == ["push"]
@@ -140,7 +140,7 @@ def test_plain_text_passes_without_a_call_into_the_parsers() -> None:
 
 def test_ten_megabytes_of_one_character_take_less_than_a_second() -> None:
     text = "<" * 65_536
-    reader = OutputParser(REASONING_FORMATS["qwen3"].parser(begins_inside=True), parser("hermes"))
+    reader = OutputParser(parser("hermes", REASONING_FORMATS["qwen3"].tags(begins_inside=True)))
     began = time.process_time()
     for _ in range(160):
         reader.push(text)

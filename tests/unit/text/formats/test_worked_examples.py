@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from dynamo.text.formats.reasoning import REASONING_FORMATS
+from dynamo.text.formats.tagged_answer import tagged_machine
 from dynamo.text.formats.tools import TOOL_FORMATS, unified_parser
 from dynamo.text.output import OutputEvent, joined
 from dynamo.text.output_parser import OutputParser
-from dynamo.text.reasoning import REASONING_FORMATS
 from support.cases import each_case
 from support.format_runs import TOOL_SET
 
@@ -20,11 +21,11 @@ EXAMPLES: Final[list[dict[str, Any]]] = json.loads(
 
 def parser(example: dict[str, Any]) -> OutputParser:
     tools = TOOL_FORMATS[example["format"]]
-    if tools.is_unified:
-        return OutputParser(unified_parser(tools.form, TOOL_SET), None)
+    if tools.unified is not None:
+        return OutputParser(unified_parser(tools.unified, TOOL_SET))
     reasoning = REASONING_FORMATS.get(example["reasoning_parser"])
-    thinker = reasoning.parser(begins_inside=reasoning.starts_inside) if reasoning is not None else None
-    return OutputParser(thinker, tools.parser(TOOL_SET))
+    tags = reasoning.tags(begins_inside=reasoning.starts_inside) if reasoning is not None else None
+    return OutputParser(tagged_machine(tools.call_form, TOOL_SET, tags))
 
 
 @each_case("example", EXAMPLES)

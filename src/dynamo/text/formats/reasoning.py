@@ -1,4 +1,4 @@
-"""Reasoning parsers, and the names under which a model card requests them."""
+"""How families of models write reasoning: the table of formats, and the names under which a model card requests them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from types import MappingProxyType
 from typing import Final
 
 from dynamo.text.formats.channels import Harmony, Inkling, KimiK3
-from dynamo.text.formats.tools import MUSE, Form
+from dynamo.text.formats.tagged_answer import ReasoningTags
+from dynamo.text.formats.tools import MUSE, UnifiedForm
 from dynamo.text.markers import WHITE_SPACE
-from dynamo.text.reasoning.base import ReasoningParser
-from dynamo.text.reasoning.prepended import PrependThink
-from dynamo.text.reasoning.think import CLOSING, OPENING, ThinkParser
 
-__all__ = ["DEFAULT_MARKS", "REASONING_FORMATS", "ReasoningFormat", "ReasoningParser", "ThinkParser"]
+__all__ = ["DEFAULT_MARKS", "REASONING_FORMATS", "ReasoningFormat"]
 
+OPENING: Final = "<think>"
+CLOSING: Final = "</think>"
 
 DEFAULT_MARKS: Final = (OPENING, CLOSING)
 """The tags of a model whose card names no reasoning parser, if its vocabulary has them."""
@@ -33,7 +33,7 @@ class ReasoningFormat:
     other_openings: tuple[str, ...] = ()
     special_tokens: tuple[str, ...] = ()  # that a mark begins with
     other_closings: tuple[str, ...] = ()
-    unified: Form | None = None  # reasoning, text and calls are blocks of one format; one parser reads them all
+    unified: UnifiedForm | None = None  # reasoning, text and calls are blocks of one format; one parser reads them all
     prepends: bool = False  # nothing is divided, the opening tag is put in front
 
     def applies(self, thinking: bool | None) -> bool:
@@ -46,16 +46,16 @@ class ReasoningFormat:
         """Return whether the answer begins as reasoning behind this prompt (its last characters are enough)."""
         return self.starts_inside or prompt.rstrip(WHITE_SPACE).endswith((self.marks[0], *self.other_openings))
 
-    def parser(self, *, begins_inside: bool, json_is_content: bool = False) -> ReasoningParser:
-        """Make a parser for one choice, of a format that is not unified."""
+    def tags(self, *, begins_inside: bool = False, json_is_content: bool = False) -> ReasoningTags:
+        """Return the tags of one answer, in a format that is not unified.
+
+        `json_is_content`: the answer is guided JSON, so text that begins with `{` or `[` is no reasoning. That is for
+        engines that guide the output from its first token on although the model would reason first.
+        """
         if self.prepends:
-            return PrependThink()
-        return ThinkParser(
-            starts_inside=begins_inside,
-            json_is_content=json_is_content,
-            openings=(self.marks[0], *self.other_openings),
-            closings=(self.marks[1], *self.other_closings),
-        )
+            return ReasoningTags(prepended=OPENING)
+        openings, closings = (self.marks[0], *self.other_openings), (self.marks[1], *self.other_closings)
+        return ReasoningTags(openings, closings, begins_inside, json_is_content)
 
     @property
     def tokens(self) -> tuple[str, ...]:
