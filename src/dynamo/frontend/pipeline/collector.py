@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamo.frontend.pipeline.events import ChoiceOutput, Finished, Logprobs
-from dynamo.text.output import Joined, Joiner
+from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
+from dynamo.text.output import Joined, joined
 
 __all__ = ["CollectedAnswer", "CollectedChoice", "merged"]
 
@@ -14,10 +14,10 @@ __all__ = ["CollectedAnswer", "CollectedChoice", "merged"]
 class CollectedChoice:
     """One choice of the answer."""
 
-    __slots__ = ("_joiner", "engine_data", "finished", "logprobs")
+    __slots__ = ("engine_data", "finished", "logprobs", "outputs")
 
     def __init__(self) -> None:
-        self._joiner = Joiner()
+        self.outputs: list[Sequence[Event]] = []  # of each wake-up, in the order in which they came
         self.finished: Finished | None = None
         self.logprobs: list[Logprobs] = []
         self.engine_data: dict[str, Any] | None = None
@@ -30,12 +30,17 @@ class CollectedChoice:
                 self.logprobs.append(event)
             elif type(event) is Finished:
                 self.finished = event
-            else:
-                self._joiner.add((event,))
+        if output.events:
+            self.outputs.append(output.events)
 
     def joined(self) -> Joined:
-        """Return its text, reasoning and calls; to be called once."""
-        return self._joiner.result()
+        """Return its text, reasoning and calls."""
+        return joined(
+            event
+            for events in self.outputs
+            for event in events
+            if not isinstance(event, Logprobs | Finished)
+        )
 
 
 class CollectedAnswer:

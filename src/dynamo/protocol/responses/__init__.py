@@ -1,0 +1,1 @@
+"""OpenAI's Responses API as values: requests, items, tools, the response object and its events. Pure: no socket, no clock."""
