@@ -141,6 +141,7 @@ def _path(variable: str, path: str, what: str) -> Setting:
 ROUTES: Final[Mapping[str, Setting]] = {
     "chat": _path("DYN_HTTP_SVC_CHAT_PATH", "/v1/chat/completions", "the chat route"),
     "completions": _path("DYN_HTTP_SVC_CMP_PATH", "/v1/completions", "the completions route"),
+    "responses": _path("DYN_HTTP_SVC_RESPONSES_PATH", "/v1/responses", "the responses route"),
     "models": _path("DYN_HTTP_SVC_MODELS_PATH", "/v1/models", "the list of models"),
     "health": _path("DYN_HTTP_SVC_HEALTH_PATH", "/health", "the health route"),
     "live": _path("DYN_HTTP_SVC_LIVE_PATH", "/live", "the liveness route"),

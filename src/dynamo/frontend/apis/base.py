@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from msgspec import Struct
@@ -173,8 +173,9 @@ class Renderer(ABC):
         """Return the next server-sent events, ready for one write; b"" when nothing in `output` is visible."""
 
     @abstractmethod
-    def splice(self) -> tuple[bytes, bytes] | None:
-        """Return what stands before and behind the JSON string of a text in an event of choice 0 without other members.
+    def splice(self) -> tuple[bytes, bytes] | Callable[[bytes], bytes] | None:
+        """Return what stands before and behind the JSON string of a text in an event of choice 0 without other members;
+        or, where such events differ in more than the text, what makes an event of that string.
 
         The hot path splices texts between these bytes. None where every event has more members, or the next one has to.
         """
@@ -186,6 +187,11 @@ class Renderer(ABC):
     @abstractmethod
     def routed(self, nvext: bytes) -> bytes:
         """Return the stream of an answer that was only placed: no text, and `nvext` with where it would have gone."""
+
+    @property
+    def keeping(self) -> Callable[[], Awaitable[None]] | None:
+        """What keeps the answer, to be called once generation has ended and before the client learns of it; None: nothing."""
+        return None
 
     def failed(self, rejected: RequestRejected) -> bytes | None:
         """Return the last bytes of a stream that fails; None: what the dialect of the API says of any failed stream."""

@@ -18,7 +18,7 @@ from dynamo.runtime.request_plane.base import StreamItem
 from dynamo.text.decoder import ChoiceDecoder
 from dynamo.text.pieces import EncodedPieces
 
-__all__ = ["PlainOutput", "PlainTokens"]
+__all__ = ["NumberedOutput", "PlainOutput", "PlainTokens"]
 
 
 class _Counts(Protocol):
@@ -58,6 +58,32 @@ class PlainOutput:
             return True
         event = piece.join(self._ends)
         if spliced is None and self._stream.push(event, now):
+            return True
+        self.refused.append(event)
+        return False
+
+
+class NumberedOutput(PlainOutput):
+    """The same for an API whose events differ in more than their text: each is written by the API."""
+
+    __slots__ = ("_write",)
+
+    def __init__(
+        self,
+        write: Callable[[bytes], bytes],
+        stream: AnswerStream,
+        refused: list[bytes],
+        counters: RequestMetrics,
+        idle: IdleTimeout | None,
+    ) -> None:
+        """`write` returns the event of a text, which is given as JSON."""
+        self._write, self._stream = write, stream
+        self.refused, self.counters, self.idle = refused, counters, idle
+        self.spliced = None
+
+    def push(self, piece: bytes, now: float) -> bool:
+        event = self._write(piece)
+        if self._stream.push(event, now):
             return True
         self.refused.append(event)
         return False

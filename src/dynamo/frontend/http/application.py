@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 from dynamo.frontend.apis.base import Api
 from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.apis.completions import CompletionApi
+from dynamo.frontend.apis.responses import ResponsesApi
 from dynamo.frontend.busy_threshold import BusyThresholdRoute, LoadFollower
 from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
 from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply
@@ -42,7 +43,8 @@ class FrontendRoutes:
     def for_clients(self) -> ASGIApp:
         """Return the application that serves the API, its pages, and the admin routes where these share its port."""
         paths = self._settings.paths
-        inference = {paths["chat"]: self._inference(ChatApi()), paths["completions"]: self._inference(CompletionApi())}
+        apis: Mapping[str, Api[Any]] = {"chat": ChatApi(), "completions": CompletionApi(), "responses": ResponsesApi()}
+        inference = {paths[name]: self._inference(api) for name, api in apis.items()}
         routes = InferenceFirst(inference, self._routes(inference), UnmatchedPath(inference))
         return _with_cors(routes, self._settings.cors_origins)
 

@@ -36,10 +36,7 @@ class CollectedChoice:
     def joined(self) -> Joined:
         """Return its text, reasoning and calls."""
         return joined(
-            event
-            for events in self.outputs
-            for event in events
-            if not isinstance(event, Logprobs | Finished)
+            event for events in self.outputs for event in events if not isinstance(event, Logprobs | Finished)
         )
 
 

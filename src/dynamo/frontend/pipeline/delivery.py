@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import cast
 
 from dynamo.frontend.apis.base import Answer, Renderer
-from dynamo.frontend.apis.plain import PlainOutput
+from dynamo.frontend.apis.plain import NumberedOutput, PlainOutput
 from dynamo.frontend.http.asgi import ClientGone
 from dynamo.frontend.pipeline.choice import Delta
 from dynamo.frontend.pipeline.collector import CollectedAnswer
@@ -102,6 +102,8 @@ class StreamDelivery(_Delivery):
         finally:
             self.close()
         last = self._renderer.end(with_usage=with_usage)
+        if (keeping := self._renderer.keeping) is not None:
+            await keeping()
         if timer.is_wanted:
             timer.ended()
             last = timer.comment() + last
@@ -140,8 +142,8 @@ class StreamDelivery(_Delivery):
                     await stream.write(data)
                     exchange.timer.answering()
                 while stream.can_push:
-                    ends = self._renderer.splice()
-                    plain = None if ends is None else self._plain(ends, stream, refused)
+                    splice = self._renderer.splice()
+                    plain = None if splice is None else self._plain(splice, stream, refused)
                     await single.push(accept, plain)
                     if not refused:
                         break
@@ -150,9 +152,14 @@ class StreamDelivery(_Delivery):
             single.close()
         return head
 
-    def _plain(self, ends: tuple[bytes, bytes], stream: AnswerStream, refused: list[bytes]) -> PlainOutput:
-        assert self._exchange.counters is not None
-        return PlainOutput(ends, stream, refused, self._exchange.counters, self._idle)
+    def _plain(
+        self, splice: tuple[bytes, bytes] | Callable[[bytes], bytes], stream: AnswerStream, refused: list[bytes]
+    ) -> PlainOutput:
+        counters = self._exchange.counters
+        assert counters is not None
+        if isinstance(splice, tuple):
+            return PlainOutput(splice, stream, refused, counters, self._idle)
+        return NumberedOutput(splice, stream, refused, counters, self._idle)
 
 
 class UnaryDelivery(_Delivery):
@@ -178,6 +185,8 @@ class UnaryDelivery(_Delivery):
             if self._idle is not None:
                 self._idle.close()
         body = self._renderer.collect(collected)
+        if (keeping := self._renderer.keeping) is not None:
+            await keeping()
         headers: HeaderPairs = routing_headers(answer.work.tally.placement) if answer.explains_routing else ()
         if timer.is_wanted:
             timer.ended()

@@ -25,7 +25,11 @@ SPAN: Final = "http-request"
 CLIENT_LEFT: Final = 499  # in logs and traces; the client does not read it
 
 # The names of OpenTelemetry's GenAI conventions (in development; as of autumn 2026), in one place for the next renaming.
-GEN_AI_OPERATIONS: Final[Mapping[str, str]] = {"chat_completions": "chat", "completions": "text_completion"}
+GEN_AI_OPERATIONS: Final[Mapping[str, str]] = {
+    "chat_completions": "chat",
+    "completions": "text_completion",
+    "responses": "chat",
+}
 _OPERATION: Final = "gen_ai.operation.name"
 _PROVIDER: Final = "gen_ai.provider.name"
 _REQUEST_MODEL: Final = "gen_ai.request.model"

@@ -11,7 +11,7 @@ from dynamo.protocol.responses.tools import CUSTOM_INPUT
 
 __all__ = ["custom_input"]
 
-_BEGINNING: Final = re.compile(r'\s*\{\s*"%s"\s*:\s*"' % CUSTOM_INPUT)
+_BEGINNING: Final = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
 _BROKEN_END: Final = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?$")
 _LONE_HALF: Final = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
 

@@ -12,7 +12,7 @@ import binascii
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, Literal, NoReturn, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -142,7 +142,7 @@ class ChatConversation:
 
     def _add_item(self, item: Any, path: str) -> None:
         if not isinstance(item, dict):
-            _refuse("an item must be an object", path)
+            raise _refused("an item must be an object", path)
         kind = item.get("type", "message")
         add = _ADDERS.get(kind) if isinstance(kind, str) else None
         if add is None:
@@ -179,7 +179,7 @@ class ChatConversation:
         call = _read(item, ItemAction, path)
         call_id = call.call_id or call.id
         if call_id is None:
-            _refuse("a call needs a `call_id`", f"{path}.call_id")
+            raise _refused("a call needs a `call_id`", f"{path}.call_id")
         name = str(item["type"]).removesuffix("_call")
         self._add_call(call_id, name, _json(call.action or call.operation or {}), path)
 
@@ -191,7 +191,7 @@ class ChatConversation:
         found = _read(item, ItemLocalShellOutput, path)
         call_id = found.call_id or found.id
         if call_id is None:
-            _refuse("an output needs a `call_id`", f"{path}.call_id")
+            raise _refused("an output needs a `call_id`", f"{path}.call_id")
         self._add_result(call_id, found.output, path)
 
     def _add_reasoning(self, item: JsonObject, path: str) -> None:
@@ -270,7 +270,7 @@ def _part(part: JsonObject, path: str, *, is_input: bool) -> JsonObject:
         return _image(part, path)
     if kind == "input_file" and is_input:
         return {"type": "text", "text": _file_text(part, path)}
-    _refuse(f'content of type "{str(kind)[:64]}" is not supported here', f"{path}.type")
+    raise _refused(f'content of type "{str(kind)[:64]}" is not supported here', f"{path}.type")
 
 
 def _image(part: JsonObject, path: str) -> JsonObject:
@@ -279,8 +279,8 @@ def _image(part: JsonObject, path: str) -> JsonObject:
         url = url.get("url")
     if not isinstance(url, str) or not url:
         if part.get("file_id") is not None:
-            _refuse("an image must be given by its `image_url`: there are no files here", f"{path}.file_id")
-        _refuse("an image needs an `image_url`", f"{path}.image_url")
+            raise _refused("an image must be given by its `image_url`: there are no files here", f"{path}.file_id")
+        raise _refused("an image needs an `image_url`", f"{path}.image_url")
     detail = part.get("detail")
     return {"type": "image_url", "image_url": {"url": url, **({"detail": detail} if isinstance(detail, str) else {})}}
 
@@ -289,7 +289,7 @@ def _file_text(part: JsonObject, path: str) -> str:
     """Return the text of a file that came with the request, behind its name."""
     data = part.get("file_data")
     if not isinstance(data, str):
-        _refuse("a file must be given by its `file_data`: there are no files here, and none is fetched", path)
+        raise _refused("a file must be given by its `file_data`: there are no files here, and none is fetched", path)
     if data.startswith("data:"):
         data = data.partition(",")[2]
     try:
@@ -335,7 +335,7 @@ def _arguments(call: ItemFunctionCall, path: str) -> str | None:
         return call.arguments
     if call.status == "incomplete":
         return None
-    _refuse("arguments must be a JSON string that decodes to an object", f"{path}.arguments")
+    raise _refused("arguments must be a JSON string that decodes to an object", f"{path}.arguments")
 
 
 def _joined_texts(parts: list[JsonObject] | None) -> str:
@@ -345,7 +345,7 @@ def _joined_texts(parts: list[JsonObject] | None) -> str:
 def _text(part: JsonObject, member: str, path: str) -> str:
     text = part.get(member)
     if not isinstance(text, str):
-        _refuse(f"`{member}` must be text", f"{path}.{member}")
+        raise _refused(f"`{member}` must be text", f"{path}.{member}")
     return text
 
 
@@ -366,5 +366,5 @@ def _read(item: JsonObject, shape: type[S], path: str) -> S:
         raise rejected from error
 
 
-def _refuse(message: str, param: str) -> NoReturn:
-    raise RequestRejected(400, f"Validation: {param}: {message}", param=param)
+def _refused(message: str, param: str) -> RequestRejected:
+    return RequestRejected(400, f"Validation: {param}: {message}", param=param)

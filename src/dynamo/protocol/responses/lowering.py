@@ -18,7 +18,15 @@ from dynamo.protocol.responses.output import OutputShape
 from dynamo.protocol.responses.request import ENCRYPTED_REASONING, TEXT_LOGPROBS, ResponsesBody, decode_body
 from dynamo.protocol.responses.tools import OfferedTools, offer_tools
 
-__all__ = ["MAX_TOP_LOGPROBS", "ResponsesRequest", "decode_responses", "validate_responses"]
+__all__ = [
+    "MAX_TOP_LOGPROBS",
+    "ResponsesRequest",
+    "count_old_turns",
+    "decode_responses",
+    "system_as_user",
+    "validate_responses",
+    "without_old_turns",
+]
 
 MAX_TOP_LOGPROBS: Final = 20  # more are cut, as in 1.6.1
 
@@ -120,12 +128,16 @@ def validate_responses(request: ResponsesRequest) -> None:
     """
     asked = request.asked
     if asked.input is None and asked.previous_response_id is None:
-        _refuse("`input` is missing: text, or a list of items", "input")
+        raise _refused("`input` is missing: text, or a list of items", "input")
     if asked.top_logprobs is not None and asked.top_logprobs < 0:
-        _refuse(f"Top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {asked.top_logprobs}", "top_logprobs")
+        raise _refused(
+            f"Top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {asked.top_logprobs}", "top_logprobs"
+        )
     if not request.messages and asked.previous_response_id is None:
-        left_out = f" (items of these types are left out: {', '.join(request.left_out[:8])})" if request.left_out else ""
-        _refuse(f"`input` holds nothing for the model to read{left_out}", "input")
+        left_out = (
+            f" (items of these types are left out: {', '.join(request.left_out[:8])})" if request.left_out else ""
+        )
+        raise _refused(f"`input` holds nothing for the model to read{left_out}", "input")
     if not request.messages:
         return  # the rest is looked at together with what was said before
     try:
@@ -150,9 +162,9 @@ def _response_format(asked: ResponsesBody) -> ResponseFormat | None:
     if form.type != "json_schema":
         return ResponseFormat(form.type)
     if form.name is None or not form.name.strip():
-        _refuse("text.format.name cannot be empty", "text.format.name")
+        raise _refused("text.format.name cannot be empty", "text.format.name")
     if not isinstance(form.schema, dict):
-        _refuse("text.format.schema must be a JSON object", "text.format.schema")
+        raise _refused("text.format.schema must be a JSON object", "text.format.schema")
     return ResponseFormat("json_schema", JsonSchemaFormat(form.name, form.schema, form.description, form.strict))
 
 
@@ -170,16 +182,30 @@ def _not_built(what: str, param: str) -> NoReturn:
     raise not_built(f"Validation: {what} is not supported: this version does not have it yet", param)
 
 
-def _refuse(message: str, param: str) -> NoReturn:
-    raise RequestRejected(400, f"Validation: {message}", param=param)
+def _refused(message: str, param: str) -> RequestRejected:
+    return RequestRejected(400, f"Validation: {message}", param=param)
+
+
+def count_old_turns(messages: Sequence[JsonObject]) -> int:
+    """Return how many turns stand before the last one. A turn is a message of the user and what follows it."""
+    turns: int = sum(message["role"] == "user" for message in messages)
+    return max(0, turns - 1)
+
+
+def without_old_turns(messages: Sequence[JsonObject], count: int) -> list[JsonObject]:
+    """Return the messages without the oldest `count` turns; what stands before the first turn stays."""
+    if not count:
+        return list(messages)
+    begins = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    return [*messages[: begins[0]], *messages[begins[count] :]]
 
 
 def system_as_user(messages: Sequence[JsonObject]) -> list[JsonObject] | None:
     """Return the messages with every later system message as one of the user, for a template that allows only the first;
     None when there is no later one."""
-    later = [number for number, message in enumerate(messages) if message["role"] == "system" and number > 0]
-    if not later:
+    if all(message["role"] != "system" for message in messages[1:]):
         return None
     return [
-        {**message, "role": "user"} if number in frozenset(later) else message for number, message in enumerate(messages)
+        {**message, "role": "user"} if number and message["role"] == "system" else message
+        for number, message in enumerate(messages)
     ]

@@ -118,9 +118,7 @@ class _OpenMessage(_OpenItem):
     def end(self, status: Status) -> tuple[bytes, bytes]:
         text, logprobs = _joined(self._text), b"[%b]" % b",".join(self._logprobs)
         self._text[:] = [text]
-        done = self._event(
-            "response.output_text.done", b'"content_index":0,"text":%b,"logprobs":%b' % (text, logprobs)
-        )
+        done = self._event("response.output_text.done", b'"content_index":0,"text":%b,"logprobs":%b' % (text, logprobs))
         done += self._event("response.content_part.done", b'"content_index":0,"part":' + self._part(text, logprobs))
         item = self._item(status)
         return done + self._done(item), item
@@ -335,9 +333,7 @@ class OutputWriter:
             return self._open.add(json_text(text))
         self._blank = []
         closed = self._close()
-        reasoning = self._open = _OpenReasoning(
-            self._events, self._ids.new("rs"), len(self.items), self._shape
-        )
+        reasoning = self._open = _OpenReasoning(self._events, self._ids.new("rs"), len(self.items), self._shape)
         return closed + reasoning.begin() + reasoning.add(json_text(text))
 
     def call(self, name: str, call_id: str) -> bytes:
@@ -379,9 +375,12 @@ class OutputWriter:
         """End a call that is none: what was told of it stays, as a call that nobody can run."""
         return self._close_one("incomplete") if isinstance(self._open, _OpenCall) else b""
 
-    def finish(self, status: Status) -> bytes:
-        """End the output; `status` is that of an item that is still open. An answer of nothing is an empty message."""
-        if self._open is None and not self.items:
+    def finish(self, status: Status, *, is_failed: bool = False) -> bytes:
+        """End the output; `status` is that of an item that is still open.
+
+        An answer of nothing is an empty message, unless it failed.
+        """
+        if self._open is None and not self.items and not is_failed:
             text, self._blank = "".join(self._blank), []
             message = self._open = _OpenMessage(self._events, self._ids.new("msg"), 0)
             told = message.begin() + (message.add(json_text(text)) if text else b"")

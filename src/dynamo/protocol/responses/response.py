@@ -8,8 +8,8 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Raw
 
-from dynamo.protocol.openai.escaping import json_line, json_text
 from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.escaping import json_line, json_text
 from dynamo.protocol.responses.request import OutputTextFormat, ResponsesBody
 from dynamo.protocol.responses.tools import echoed_tool_choice, echoed_tools
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, Literal
 
 from msgspec import Struct
 
@@ -80,7 +80,7 @@ def offer_tools(tools: Sequence[JsonObject] | None, choice: str | JsonObject | N
     for position, tool in enumerate(tools or ()):
         found += _read_tool(tool, f"tools[{position}]", left_out)
     if len(found) > MAX_TOOLS:
-        _refuse(f"Maximum of {MAX_TOOLS} tools are supported, got {len(found)}", "tools")
+        raise _refused(f"Maximum of {MAX_TOOLS} tools are supported, got {len(found)}", "tools")
     names = Counter(one.tool.name for one in found)
     by_name: dict[str, OfferedTool] = {}
     functions: dict[str, JsonObject] = {}
@@ -89,7 +89,7 @@ def offer_tools(tools: Sequence[JsonObject] | None, choice: str | JsonObject | N
         if names[name] > 1 and one.tool.namespace is not None:
             name = f"{one.tool.namespace}__{name}"
         if name in by_name:
-            _refuse(f"two tools have the name '{name[:128]}'", f"{one.path}.name")
+            raise _refused(f"two tools have the name '{name[:128]}'", f"{one.path}.name")
         by_name[name] = one.tool
         functions[name] = {"type": "function", "function": {**one.function, "name": name}}
     said, allowed = _read_choice(choice, by_name)
@@ -103,7 +103,7 @@ def offer_tools(tools: Sequence[JsonObject] | None, choice: str | JsonObject | N
 def _read_tool(tool: JsonObject, path: str, left_out: set[str], namespace: str | None = None) -> Iterator[_Found]:
     kind = tool.get("type")
     if not isinstance(kind, str):
-        _refuse("a tool needs a `type`", f"{path}.type")
+        raise _refused("a tool needs a `type`", f"{path}.type")
     if kind == "function":
         nested = tool.get("function")
         given, where = (nested, f"{path}.function") if isinstance(nested, dict) else (tool, path)
@@ -111,9 +111,9 @@ def _read_tool(tool: JsonObject, path: str, left_out: set[str], namespace: str |
         function = {key: given[key] for key in ("description", "parameters", "strict") if given.get(key) is not None}
         _check_text(function, "description", where)
         if not isinstance(function.get("parameters", {}), dict):
-            _refuse(f"Parameters of function '{name[:128]}' must be a JSON object", f"{where}.parameters")
+            raise _refused(f"Parameters of function '{name[:128]}' must be a JSON object", f"{where}.parameters")
         if not isinstance(function.get("strict", False), bool):
-            _refuse("`strict` must be true or false", f"{where}.strict")
+            raise _refused("`strict` must be true or false", f"{where}.strict")
         yield _Found(OfferedTool(name, namespace), function, where)
     elif kind == "custom":
         name = _name_of(tool, path)
@@ -123,7 +123,7 @@ def _read_tool(tool: JsonObject, path: str, left_out: set[str], namespace: str |
     elif kind == "namespace" and namespace is None:
         inner, name = tool.get("tools"), _name_of(tool, path)
         if not isinstance(inner, list) or not all(isinstance(one, dict) for one in inner):
-            _refuse("a namespace needs `tools`, a list of objects", f"{path}.tools")
+            raise _refused("a namespace needs `tools`, a list of objects", f"{path}.tools")
         for position, one in enumerate(inner):
             yield from _read_tool(one, f"{path}.tools[{position}]", left_out, name)
     else:
@@ -133,24 +133,24 @@ def _read_tool(tool: JsonObject, path: str, left_out: set[str], namespace: str |
 def _name_of(tool: Mapping[str, Any], path: str) -> str:
     name = tool.get("name")
     if not isinstance(name, str) or not name.strip():
-        _refuse("Function name cannot be empty", f"{path}.name")
+        raise _refused("Function name cannot be empty", f"{path}.name")
     return name
 
 
 def _check_text(tool: Mapping[str, Any], member: str, path: str) -> None:
     if not isinstance(tool.get(member) or "", str):
-        _refuse(f"`{member}` must be text", f"{path}.{member}")
+        raise _refused(f"`{member}` must be text", f"{path}.{member}")
 
 
 def _custom_description(tool: JsonObject, path: str) -> str:
     parts = [tool.get("description") or f"The tool {tool['name']}."]
     form = tool.get("format")
     if form is not None and not isinstance(form, dict):
-        _refuse("`format` must be an object", f"{path}.format")
+        raise _refused("`format` must be an object", f"{path}.format")
     if form and form.get("type") == "grammar":
         syntax, definition = form.get("syntax"), form.get("definition")
         if not isinstance(definition, str):
-            _refuse("a grammar needs a `definition`", f"{path}.format.definition")
+            raise _refused("a grammar needs a `definition`", f"{path}.format.definition")
         parts.append(f"The input must match this grammar ({syntax or 'lark'}):\n{definition}")
     return "\n\n".join(parts)
 
@@ -172,7 +172,7 @@ def _read_choice(
         given, path = (given, "tool_choice.allowed_tools") if isinstance(given, dict) else (choice, "tool_choice")
         listed = given.get("tools")
         if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
-            _refuse("allowed_tools needs `tools`, a list of objects", f"{path}.tools")
+            raise _refused("allowed_tools needs `tools`, a list of objects", f"{path}.tools")
         allowed = frozenset(
             _chosen_name(one, by_name, f"{path}.tools[{position}]")
             for position, one in enumerate(listed)
@@ -180,13 +180,13 @@ def _read_choice(
         )
         return _word(given.get("mode", "auto"), f"{path}.mode"), allowed
     if not isinstance(kind, str):
-        _refuse("`tool_choice` needs a `type`", "tool_choice.type")
+        raise _refused("`tool_choice` needs a `type`", "tool_choice.type")
     return "auto", None  # a tool that is not offered here
 
 
 def _word(word: Any, path: str) -> Literal["none", "auto", "required"]:
     if word not in _CHOICE_WORDS:
-        _refuse(f"`{path}` must be one of {', '.join(_CHOICE_WORDS)}, or an object", path)
+        raise _refused(f"`{path}` must be one of {', '.join(_CHOICE_WORDS)}, or an object", path)
     found: Literal["none", "auto", "required"] = word
     return found
 
@@ -199,7 +199,7 @@ def _chosen_name(choice: Mapping[str, Any], by_name: Mapping[str, OfferedTool], 
         for shown, tool in by_name.items():
             if name == shown or (name == tool.name and namespace in (None, tool.namespace)):
                 return shown
-    _refuse(f'tool named "{str(name)[:128]}" in tool_choice is not present in tools', path)
+    raise _refused(f'tool named "{str(name)[:128]}" in tool_choice is not present in tools', path)
 
 
 def echoed_tools(tools: Sequence[JsonObject] | None) -> list[JsonObject]:
@@ -223,5 +223,5 @@ def echoed_tool_choice(choice: str | JsonObject | None) -> str | JsonObject:
     return choice
 
 
-def _refuse(message: str, param: str) -> NoReturn:
-    raise RequestRejected(400, f"Validation: {message}", param=param)
+def _refused(message: str, param: str) -> RequestRejected:
+    return RequestRejected(400, f"Validation: {message}", param=param)

@@ -1,0 +1,245 @@
+"""`/v1/responses`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dynamo.errors import InvalidArgument
+from dynamo.frontend.apis.base import Answer, Api, Renderer, RenderOptions
+from dynamo.frontend.models.served import ServedModel
+from dynamo.frontend.pipeline.collector import CollectedAnswer, merged
+from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
+from dynamo.frontend.pipeline.plan import Plan
+from dynamo.frontend.pipeline.preprocess import Preprocessor
+from dynamo.frontend.pipeline.stage_timer import StageTimer
+from dynamo.protocol.model_types import ModelType
+from dynamo.protocol.openai.body import BodyLimits
+from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.escaping import json_line
+from dynamo.protocol.openai.headers import HeaderEffects
+from dynamo.protocol.openai.sse import DONE
+from dynamo.protocol.responses.events import EventNumbers
+from dynamo.protocol.responses.lowering import (
+    ResponsesRequest,
+    count_old_turns,
+    decode_responses,
+    system_as_user,
+    validate_responses,
+    without_old_turns,
+)
+from dynamo.protocol.responses.output import ItemIds, OutputWriter
+from dynamo.protocol.responses.response import ResponseObject, response_usage
+from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Reasoning
+
+__all__ = ["ResponsesApi"]
+
+_TOO_LONG = "context_length_exceeded"
+
+
+class ResponsesApi(Api[ResponsesRequest]):
+    """Responses, lowered to chat requests."""
+
+    endpoint = "responses"
+    id_prefix = "resp_"
+    model_type = ModelType.Chat
+
+    def new_id(self) -> str:
+        return self.id_prefix + uuid.uuid4().hex
+
+    def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> ResponsesRequest:
+        return decode_responses(body, limits=limits)
+
+    def validate(self, request: ResponsesRequest) -> None:
+        validate_responses(request)
+
+    async def prepare(
+        self,
+        preprocessor: Preprocessor,
+        request: ResponsesRequest,
+        effects: HeaderEffects,
+        model: ServedModel,
+        timer: StageTimer,
+    ) -> tuple[Plan, str | None]:
+        try:
+            if request.asked.truncation == "auto":
+                return await _truncated(preprocessor, request, effects, model, timer)
+            return await _prepared(preprocessor, request, effects, model, timer)
+        except RequestRejected as error:
+            raise request.renamed(error) from error
+
+    def renderer(self, answer: Answer, options: RenderOptions) -> Renderer:
+        return _ResponseRenderer(answer, options)
+
+
+async def _prepared(
+    preprocessor: Preprocessor,
+    request: ResponsesRequest,
+    effects: HeaderEffects,
+    model: ServedModel,
+    timer: StageTimer,
+) -> tuple[Plan, str | None]:
+    """Prepare as a chat. A template that allows no system message behind the first gets them as messages of the user."""
+    try:
+        return await preprocessor.chat(request, effects, model, timer)
+    except InvalidArgument:
+        messages = system_as_user(request.messages)
+        if messages is None:
+            raise
+        request.messages = messages
+        return await preprocessor.chat(request, effects, model, timer)
+
+
+async def _truncated(
+    preprocessor: Preprocessor,
+    request: ResponsesRequest,
+    effects: HeaderEffects,
+    model: ServedModel,
+    timer: StageTimer,
+) -> tuple[Plan, str | None]:
+    """Prepare without as many of the oldest turns as it takes for the rest to fit; the last turn stays."""
+    whole = request.messages
+    fewest, most = 0, count_old_turns(whole)
+    dropped, prepared = 0, None  # the whole conversation first, then as little as will do, then by halves
+    while prepared is None or fewest < most:
+        request.messages = without_old_turns(whole, dropped)
+        try:
+            prepared = await _prepared(preprocessor, request, effects, model, timer)
+            most = dropped
+        except RequestRejected as error:
+            if error.code != _TOO_LONG or dropped >= most:
+                raise
+            fewest = dropped + 1
+        dropped = most if prepared is None else (fewest + most) // 2
+    return prepared
+
+
+class _ResponseRenderer(Renderer):
+    """Events as items. Streamed or not, the items are written by one `OutputWriter`."""
+
+    def __init__(self, answer: Answer, options: RenderOptions) -> None:
+        super().__init__(answer, options)
+        request = answer.request
+        assert isinstance(request, ResponsesRequest)
+        self._id = answer.id  # ours, also where a worker names its answer itself
+        self._events = EventNumbers()
+        self._output = OutputWriter(self._events, ItemIds(self._id), request.offered.called, request.shape)
+        self._response = ResponseObject(self._id, answer.created, request.asked, is_stored=False)
+        self._finished: Finished | None = None
+        self._is_begun = False
+        self._token_ids: list[int] = []
+        self._engine_data: dict[str, Any] | None = None
+        self._is_plain = not answer.wants_logprobs and not answer.wants_nvext and answer.work.plan.parsing is None
+
+    def stream(self, output: ChoiceOutput) -> bytes:
+        if self._answer.wants_nvext:
+            self._token_ids += output.token_ids
+            self._engine_data = merged(self._engine_data, output.engine_data)
+        return self._begun() + self._write(output.events)
+
+    def splice(self) -> Callable[[bytes], bytes] | None:
+        return self._output.plain_text() if self._is_plain else None
+
+    def end(self, *, with_usage: bool) -> bytes:
+        last = self._begun() + self._finish()
+        kind, response = self._final()
+        return last + self._events.event(f"response.{kind}", b'"response":' + response) + DONE
+
+    def failed(self, rejected: RequestRejected) -> bytes:
+        last = self._begun() + self._output.finish("incomplete", is_failed=True)
+        response = self._response.json("failed", output=self._output.items, error=rejected, usage=self._usage())
+        return last + self._events.event("response.failed", b'"response":' + response) + DONE
+
+    def routed(self, nvext: bytes) -> bytes:
+        response = self._response.json("completed", usage=self._usage(), completed_at=self._answer.created, nvext=nvext)
+        return self._begun() + self._events.event("response.completed", b'"response":' + response) + DONE
+
+    def collect(self, collected: CollectedAnswer) -> bytes:
+        (choice,) = collected.choices
+        self._token_ids, self._engine_data = collected.token_ids, collected.engine_data
+        for events in choice.outputs:
+            self._write(events)
+        if not self._answer.work.plan.is_query:
+            self._finish()
+        return self._final()[1]
+
+    def _begun(self) -> bytes:
+        """Return the events that begin every stream; b"" once they are out."""
+        if self._is_begun:
+            return b""
+        self._is_begun = True
+        response = b'"response":' + self._response.json("in_progress")
+        return self._events.event("response.created", response) + self._events.event("response.in_progress", response)
+
+    def _write(self, events: Sequence[Event]) -> bytes:
+        """Write the events of one wake-up. Its log probabilities go with the last of its text."""
+        output, told = self._output, []
+        logprobs = self._logprobs(events)
+        last_text = max((place for place, event in enumerate(events) if isinstance(event, Content)), default=None)
+        for place, event in enumerate(events):
+            match event:
+                case Content(text):
+                    told.append(output.text(text, logprobs if place == last_text else None))
+                case Reasoning(text):
+                    told.append(output.reasoning(text))
+                case CallBegan(name, call_id):
+                    told.append(output.call(name, call_id or ""))
+                case CallArguments(text, number):
+                    told.append(output.arguments(text, number))
+                case CallEnded():
+                    told.append(output.call_ended())
+                case CallDropped():
+                    told.append(output.call_dropped())
+                case Finished():
+                    self._finished = event
+        return b"".join(told)
+
+    def _finish(self) -> bytes:
+        return self._output.finish(self._status)
+
+    def _final(self) -> tuple[str, bytes]:
+        """Return the status of the whole answer, and its response object."""
+        answer, status = self._answer, self._status
+        nvext = None
+        if answer.wants_nvext:
+            nvext = answer.nvext(
+                finished=True,
+                stop_reason=None if self._finished is None else self._finished.stop_reason,
+                token_ids=self._token_ids,
+                engine_data=self._engine_data,
+            )
+        return status, self._response.json(
+            status,
+            output=self._output.items,
+            usage=self._usage(),
+            completed_at=int(time.time()) if status == "completed" else None,
+            finish_reason=None if self._finished is None else self._finished.reason,
+            nvext=nvext,
+        )
+
+    @property
+    def _status(self) -> Any:
+        cut = self._finished is not None and self._finished.reason in ("length", "content_filter")
+        return "incomplete" if cut else "completed"
+
+    def _usage(self) -> bytes | None:
+        tally = self._answer.work.tally
+        if not tally.is_usage_known:
+            return None
+        return response_usage(
+            tally.prompt_tokens,
+            tally.completion_tokens,
+            cached_tokens=tally.cached_tokens,
+            reasoning_tokens=tally.reasoning_tokens,
+        )
+
+    def _logprobs(self, events: Sequence[Event]) -> bytes | None:
+        """Return the JSON array of the log probabilities among the events; None when there are none."""
+        if not self._answer.wants_logprobs:
+            return None
+        found = [event for event in events if isinstance(event, Logprobs)]
+        ready = [item for event in found for one in event.ready for item in one.get("content") or ()]
+        items = ready or [item for event in found for item in self._answer.logprob_items(event)]
+        return json_line(items) if items else None
