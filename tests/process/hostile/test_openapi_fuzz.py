@@ -37,10 +37,12 @@ CHECKS = [status_code_conformance, content_type_conformance, response_schema_con
 GOOD: dict[str, dict[str, Any]] = {
     "POST /v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "POST /v1/completions": {"model": "m", "prompt": "hi", "max_tokens": 4},
+    "POST /v1/responses": {"model": "m", "input": "hi", "max_output_tokens": 4},
 }
 OPERATIONS = [
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/responses",
     "GET /v1/models",
     "GET /v1/models/{id}",
     "GET /v1/models/{id}/ready",

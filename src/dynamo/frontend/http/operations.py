@@ -20,6 +20,7 @@ from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.openai.errors import model_not_found
 from dynamo.protocol.openai.schema import openapi_json
+from dynamo.protocol.responses.schema import RESPONSES_API
 from dynamo.runtime.metrics import CONTENT_TYPE
 
 __all__ = ["HealthRoute", "LiveRoute", "MetricsRoute", "ModelsRoute", "OpenApiRoute", "Peers"]
@@ -160,7 +161,7 @@ class OpenApiRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._body is None:
-            self._body = openapi_json()
+            self._body = openapi_json(further=[RESPONSES_API])
         await reply(send, 200, self._body)
 
 

@@ -5,6 +5,7 @@ Whatever `shapes` accepts the document says, so the two cannot drift apart.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -14,9 +15,16 @@ from dynamo.protocol.openai.errors import phrase_of
 from dynamo.protocol.openai.responses import TokenLogprob
 from dynamo.protocol.openai.shapes import ChatRequest, CompletionRequest, Message, Tool
 
-__all__ = ["openapi_document", "openapi_json"]
+__all__ = ["ApiDescription", "describe_generation", "describe_read", "json_content", "openapi_document", "openapi_json"]
 
 _REFERENCE: Final = "#/components/schemas/{name}"
+
+
+class ApiDescription(Struct, frozen=True):
+    """What a further API adds to the document."""
+
+    types: Sequence[Any]  # structs, which become the schemas of their names
+    paths: Mapping[str, Mapping[str, Any]]  # as OpenAPI has them
 
 
 # Answers are spliced or built as plain values; these types exist for the document (and for the tests that hold the
@@ -228,9 +236,12 @@ _GENERATION_ERRORS: Final = {
 }
 
 
-def openapi_document(*, title: str = "Dynamo OpenAI frontend", version: str = "0.1.0") -> dict[str, Any]:
-    """Return the document as plain values, ready to encode."""
-    (_, components) = msgspec.json.schema_components(_TYPES, ref_template=_REFERENCE)
+def openapi_document(
+    *, title: str = "Dynamo OpenAI frontend", version: str = "0.1.0", further: Sequence[ApiDescription] = ()
+) -> dict[str, Any]:
+    """Return the document as plain values, ready to encode. `further`: the APIs beside those of this package."""
+    types = [*_TYPES, *(one for description in further for one in description.types)]
+    (_, components) = msgspec.json.schema_components(types, ref_template=_REFERENCE)
     schemas: dict[str, Any] = dict(components)
     # A request keeps messages and tools as the client's own dicts; what they are judged by is documented instead.
     message_schema = msgspec.json.schema_components([Message], ref_template=_REFERENCE)[0][0]
@@ -248,17 +259,24 @@ def openapi_document(*, title: str = "Dynamo OpenAI frontend", version: str = "0
         "info": {"title": title, "version": version},
         "paths": {
             "/v1/chat/completions": {
-                "post": _generation("createChatCompletion", "Answer a conversation", "ChatRequest", "ChatCompletion")
+                "post": describe_generation(
+                    "createChatCompletion",
+                    "Answer a conversation",
+                    "ChatRequest",
+                    "ChatCompletion",
+                    "ChatCompletionChunk",
+                )
             },
             "/v1/completions": {
-                "post": _generation("createCompletion", "Continue a text", "CompletionRequest", "Completion")
+                "post": describe_generation("createCompletion", "Continue a text", "CompletionRequest", "Completion")
             },
-            "/v1/models": {"get": _read("listModels", "The models that are served", "ModelList")},
+            **{path: dict(operations) for description in further for path, operations in description.paths.items()},
+            "/v1/models": {"get": describe_read("listModels", "The models that are served", "ModelList")},
             "/v1/models/{id}": {
-                "get": _read("getModel", "One model", "Model", model_id=True, errors={404: "No such model."})
+                "get": describe_read("getModel", "One model", "Model", model_id=True, errors={404: "No such model."})
             },
             "/v1/models/{id}/ready": {
-                "get": _read(
+                "get": describe_read(
                     "getModelReadiness",
                     "Whether a model can be served, and what it lacks",
                     "ModelReadiness",
@@ -268,9 +286,11 @@ def openapi_document(*, title: str = "Dynamo OpenAI frontend", version: str = "0
                 )
             },
             "/health": {
-                "get": _read("getHealth", "Health and known instances", "Health", also={503: ("Draining.", "Health")})
+                "get": describe_read(
+                    "getHealth", "Health and known instances", "Health", also={503: ("Draining.", "Health")}
+                )
             },
-            "/live": {"get": _read("getLive", "Liveness", "Live", also={503: ("Stopping.", "Live")})},
+            "/live": {"get": describe_read("getLive", "Liveness", "Live", also={503: ("Stopping.", "Live")})},
             "/metrics": {
                 "get": {
                     "operationId": "getMetrics",
@@ -300,32 +320,38 @@ def openapi_document(*, title: str = "Dynamo OpenAI frontend", version: str = "0
     }
 
 
-def openapi_json(*, title: str = "Dynamo OpenAI frontend", version: str = "0.1.0") -> bytes:
+def openapi_json(
+    *, title: str = "Dynamo OpenAI frontend", version: str = "0.1.0", further: Sequence[ApiDescription] = ()
+) -> bytes:
     """Return `openapi_document` as bytes; make it once, the answer never changes."""
-    return msgspec.json.encode(openapi_document(title=title, version=version))
+    return msgspec.json.encode(openapi_document(title=title, version=version, further=further))
 
 
-def _json(name: str) -> dict[str, Any]:
+def json_content(name: str) -> dict[str, Any]:
+    """Return the content of a body that is the schema of that name."""
     return {"application/json": {"schema": {"$ref": _REFERENCE.format(name=name)}}}
 
 
 def _errors(statuses: dict[int, str]) -> dict[str, Any]:
     return {
-        str(status): {"description": f"{phrase_of(status)}. {text}", "content": _json("ErrorBody")}
+        str(status): {"description": f"{phrase_of(status)}. {text}", "content": json_content("ErrorBody")}
         for status, text in statuses.items()
     }
 
 
-def _generation(operation: str, summary: str, request: str, answer: str) -> dict[str, Any]:
-    chunk = "ChatCompletionChunk" if answer == "ChatCompletion" else answer
+def describe_generation(
+    operation: str, summary: str, request: str, answer: str, chunk: str | None = None
+) -> dict[str, Any]:
+    """Return the operation that generates; the names are those of schemas, `chunk` that of a stream's data (None: `answer`)."""
+    chunk = chunk or answer
     return {
         "operationId": operation,
         "summary": summary,
-        "requestBody": {"required": True, "content": _json(request)},
+        "requestBody": {"required": True, "content": json_content(request)},
         "responses": {
             "200": {
                 "description": f"The answer. With `stream`, server-sent events of `{chunk}`, ended by `data: [DONE]`.",
-                "content": {**_json(answer), "text/event-stream": {"schema": _event_of(chunk)}},
+                "content": {**json_content(answer), "text/event-stream": {"schema": _event_of(chunk)}},
             },
             **_errors(_GENERATION_ERRORS),
         },
@@ -343,7 +369,7 @@ def _event_of(chunk: str) -> dict[str, Any]:
     return {"type": "object", "required": ["data"], "properties": {"data": data, "event": {"type": "string"}}}
 
 
-def _read(
+def describe_read(
     operation: str,
     summary: str,
     answer: str,
@@ -352,6 +378,7 @@ def _read(
     errors: dict[int, str] | None = None,
     also: dict[int, tuple[str, str]] | None = None,
 ) -> dict[str, Any]:
+    """Return an operation that reads; `also` are further answers, each with its text and its schema."""
     read: dict[str, Any] = {"operationId": operation, "summary": summary}
     if model_id:
         read["parameters"] = [
@@ -364,8 +391,11 @@ def _read(
             }
         ]
     read["responses"] = {
-        "200": {"description": summary + ".", "content": _json(answer)},
-        **{str(status): {"description": text, "content": _json(name)} for status, (text, name) in (also or {}).items()},
+        "200": {"description": summary + ".", "content": json_content(answer)},
+        **{
+            str(status): {"description": text, "content": json_content(name)}
+            for status, (text, name) in (also or {}).items()
+        },
         **_errors(errors or {}),
     }
     return read
