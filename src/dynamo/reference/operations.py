@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from dynamo.errors import DynamoException, EngineShutdown, InvalidArgument, WorkerUnavailable
-from dynamo.protocol.records import slugify
 from dynamo.reference.config import ModelConfig, read_model_config
 from dynamo.reference.core import Core
 from dynamo.reference.loading import check_memory
 from dynamo.reference.lora import Adapter, load_adapter
 from dynamo.reference.weights import Weights, load_weights
+from dynamo.worker.adapters import adapter_directory, adapter_name, path_member, publish_adapter
 from dynamo.worker.registration import ModelEndpoint, unregister_model
 
 __all__ = ["CONTROLS", "UPDATES", "Operations", "Steps"]
@@ -28,7 +28,6 @@ T = TypeVar("T")
 Body = dict[str, Any]
 
 PROFILE_ROWS: Final = 40  # of the functions that took the most time
-MAX_NAME_CHARS: Final = 256
 
 
 class Steps(Protocol):
@@ -190,7 +189,7 @@ class Operations:
 
     async def update_weights(self, body: Mapping[str, Any]) -> Body:
         """Go on with the weights of another directory: same shapes, other values. Streams recompute and go on."""
-        directory = _directory(body, "model_path")
+        directory = path_member(body, "model_path")
         if self._sleep_level:
             raise InvalidArgument("the engine sleeps; wake it up first")
         weights = await asyncio.to_thread(_read_alike, directory, self._config)
@@ -200,7 +199,7 @@ class Operations:
 
     async def load_lora(self, body: Mapping[str, Any]) -> Body:
         """Load an adapter under a name, and tell frontends that the name is a model. Again: it is replaced."""
-        name, directory = _text(body, "lora_name"), _lora_directory(body)
+        name, directory = adapter_name(body), adapter_directory(body)
         if name not in self.adapters and len(self.adapters) >= self._max_loras:
             raise InvalidArgument(f"{len(self.adapters)} adapters are loaded, at most --max-loras {self._max_loras}")
         adapter = await asyncio.to_thread(load_adapter, name, directory, self._config)
@@ -211,7 +210,7 @@ class Operations:
 
     async def unload_lora(self, body: Mapping[str, Any]) -> Body:
         """Take an adapter away; the streams that use it finish with it."""
-        name = _text(body, "lora_name")
+        name = adapter_name(body)
         if name not in self.adapters:
             raise InvalidArgument(f"lora_name is {name!r}, but no such adapter is loaded")
         if self.endpoint is not None:
@@ -224,18 +223,8 @@ class Operations:
         return {"loras": [_described(adapter) for adapter in self.adapters.values()], "count": len(self.adapters)}
 
     async def _announce(self, name: str) -> None:
-        """Publish an adapter's card: its base model's card under another name."""
-        if self.endpoint is None:
-            return
-        base = await self.endpoint.published_model(None)
-        if base is None:
-            raise InvalidArgument("the base model is not registered, so no adapter can be")
-        slug = slugify(name)
-        if slug == base.get("slug") or any(slugify(other) == slug for other in self.adapters if other != name):
-            raise InvalidArgument(f"lora_name {name!r} is too much like another model's name")
-        record = {**base, "display_name": name, "slug": slug, "lora": {"name": name}}
-        record.pop("aliases", None)
-        await self.endpoint.publish_model(record, slug)
+        if self.endpoint is not None:
+            await publish_adapter(self.endpoint, name, self.adapters)
 
 
 Operation = tuple[Callable[[Operations, Mapping[str, Any]], Awaitable[Body]], frozenset[str]]
@@ -267,28 +256,6 @@ def _checked(body: Mapping[str, Any], fields: frozenset[str]) -> None:
     if unknown:
         known = f"known are {', '.join(sorted(fields))}" if fields else "there are none"
         raise InvalidArgument(f"unknown field {unknown[0]!r}; {known}")
-
-
-def _text(body: Mapping[str, Any], name: str) -> str:
-    value = body.get(name)
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
-        raise InvalidArgument(f"{name} must be a string of 1 to {MAX_NAME_CHARS} characters, got {value!r}")
-    return value
-
-
-def _directory(body: Mapping[str, Any], name: str) -> Path:
-    return Path(_text(body, name)).expanduser()
-
-
-def _lora_directory(body: Mapping[str, Any]) -> Path:
-    """Read `lora_path`, or the native form `{"source": {"uri": "file:///..."}}`."""
-    source = body.get("source")
-    if source is None:
-        return _directory(body, "lora_path")
-    uri = source.get("uri") if isinstance(source, Mapping) else None
-    if not isinstance(uri, str) or not uri.startswith("file:///"):
-        raise InvalidArgument(f"source.uri must be a file:/// address, got {uri!r}")
-    return Path(uri.removeprefix("file://"))
 
 
 def _described(adapter: Adapter) -> Body:
