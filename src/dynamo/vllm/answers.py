@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dynamo.contract.engine import CompletionUsage, GenerateChunk, usage
@@ -18,11 +18,27 @@ __all__ = ["VllmAnswer"]
 class VllmAnswer:
     """One request's outputs, as they come: an output may hold no token, one or several."""
 
-    __slots__ = ("_cached", "_choices_left", "_prompt_logprobs", "_prompt_tokens", "_tokens", "_wants_logprobs")
+    __slots__ = (
+        "_cached",
+        "_choices_left",
+        "_hand_over",
+        "_prompt_logprobs",
+        "_prompt_tokens",
+        "_tokens",
+        "_wants_logprobs",
+    )
 
-    def __init__(self, prompt_tokens: int, choices: int, *, wants_logprobs: bool) -> None:
+    def __init__(
+        self,
+        prompt_tokens: int,
+        choices: int,
+        *,
+        wants_logprobs: bool,
+        hand_over: Callable[[Any], dict[str, Any] | None] = lambda _output: None,
+    ) -> None:
+        """`hand_over`: what the last output tells a decode worker, if there is one to tell."""
         self._prompt_tokens, self._choices_left = prompt_tokens, choices
-        self._wants_logprobs = wants_logprobs
+        self._wants_logprobs, self._hand_over = wants_logprobs, hand_over
         self._tokens = 0
         self._cached: int | None = None
         self._prompt_logprobs: Any = None  # they come once, with an early output
@@ -59,6 +75,8 @@ class VllmAnswer:
                 chunk["completion_usage"] = self.usage()
                 if self._prompt_logprobs is not None:
                     chunk["engine_data"] = {"prompt_logprobs": self._prompt_logprobs}
+                if (handed_over := self._hand_over(output)) is not None:
+                    chunk["disaggregated_params"] = handed_over
             yield chunk
 
     def _add_logprobs(self, chunk: GenerateChunk, part: Any) -> None:

@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
-from dynamo.contract.config import WorkerConfig
+from dynamo.contract.config import DEFAULT_COMPONENT, WorkerConfig
+from dynamo.contract.endpoint_name import ENDPOINT_SCHEME
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import InvalidArgument
+from dynamo.vllm.errors import configuration_error
 from dynamo.vllm.installed import import_vllm
+from dynamo.vllm.model_files import check_model, check_weights, is_local
+from dynamo.vllm.roles import ROLES, VllmRole, make_role
 
 __all__ = ["Arguments", "read_arguments"]
 
@@ -42,6 +46,7 @@ class Arguments:
     has_kv_events_config: bool  # the operator said whether and where KV events are published
     is_kv_routed: bool  # whether anyone takes the KV events
     vllm: Any  # vLLM's `AsyncEngineArgs`
+    role: VllmRole
     worker: WorkerConfig
 
 
@@ -58,14 +63,20 @@ def read_arguments(argv: Sequence[str] | None = None) -> Arguments:
     names = served_names(own.served_model_name)
     if not own.model:
         parser.error("--model is missing: the directory or name of a model")
-    worker = worker_config_from(own, model_name=own.model, served_model_name=names[0] if names else None)
+    check_model(own.model)
+    worker = _worker_config(own, names)
+    vllm = _vllm_arguments(own.model, names, rest)
+    if vllm.kv_transfer_config is not None and not any("kv_load_failure_policy" in word for word in rest):
+        # vLLM's default ends a request whose blocks could not be fetched; here its prompt is computed.
+        vllm.kv_transfer_config.kv_load_failure_policy = "recompute"
     return Arguments(
         model=own.model,
         served_name=names[0] if names else None,
         aliases=tuple(names[1:]),
         has_kv_events_config=any(word.partition("=")[0] == "--kv-events-config" for word in rest),
         is_kv_routed=worker.enable_kv_routing,
-        vllm=_vllm_arguments(own.model, names, rest),
+        vllm=vllm,
+        role=make_role(worker.disaggregation_mode, vllm.kv_transfer_config, has_adapters=bool(vllm.enable_lora)),
         worker=worker,
     )
 
@@ -79,11 +90,18 @@ def check_built(own: argparse.Namespace, rest: Sequence[str]) -> None:
     if own.connector:
         example = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
         raise InvalidArgument(f"--connector is not an option of this engine; write --kv-transfer-config '{example}'")
-    if own.disaggregation_mode is not DisaggregationMode.AGGREGATED:
-        raise InvalidArgument(
-            f"--disaggregation-mode {own.disaggregation_mode}: prefill and decode on different workers are not built for vLLM; "
-            "the reference engine and the mocker have them"
-        )
+    if own.disaggregation_mode not in ROLES:
+        raise InvalidArgument(f"--disaggregation-mode {own.disaggregation_mode}: encode workers are not built for vLLM")
+
+
+def _worker_config(own: argparse.Namespace, names: Sequence[str]) -> WorkerConfig:
+    """Return the worker's configuration; a prefill worker is its own component, unless another one is named."""
+    name = names[0] if names else None
+    is_default = own.component == DEFAULT_COMPONENT and not own.endpoint.startswith(ENDPOINT_SCHEME)
+    if is_default and own.disaggregation_mode is DisaggregationMode.PREFILL:
+        component = own.disaggregation_mode.discovery_component
+        return worker_config_from(own, model_name=own.model, served_model_name=name, component=component)
+    return worker_config_from(own, model_name=own.model, served_model_name=name)
 
 
 def served_names(values: Sequence[str] | None) -> list[str]:
@@ -122,4 +140,12 @@ def _vllm_arguments(model: str, names: Sequence[str], rest: Sequence[str]) -> An
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     name = ["--served-model-name", *names] if names else []
-    return AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", model, *name, *rest]))
+    parsed = parser.parse_args(["--model", model, *name, *rest])
+    check_weights(model, str(parsed.load_format))
+    try:
+        return AsyncEngineArgs.from_cli_args(parsed)
+    except Exception as error:
+        refusal = configuration_error(error, is_local=is_local(model))
+        if refusal is None:
+            raise
+        raise refusal from error

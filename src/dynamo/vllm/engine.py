@@ -1,18 +1,18 @@
 """vLLM's `AsyncLLM` behind the contract, in the worker's process; the model runs in processes that vLLM starts.
 
-request -> `sampling` -> AsyncLLM.generate -> `answers` -> chunks; tokens only, the frontend has the tokenizer
+request -> `submissions` -> AsyncLLM.generate -> `answers` -> chunks; tokens only, the frontend has the tokenizer
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import os
 import shutil
 import signal
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
@@ -21,27 +21,25 @@ from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest,
 from dynamo.contract.health_check import bos_token_id_or, build_health_check_payload
 from dynamo.contract.kv_events import KvEventSource
 from dynamo.contract.metrics import register_global_registry
-from dynamo.contract.requests.dp_rank import forced_dp_rank, validate_global_dp_rank
-from dynamo.contract.requests.token_ids import token_ids_to_list
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.runtime.context import Context
 from dynamo.runtime.process_guard import descendants
 from dynamo.vllm.answers import VllmAnswer
 from dynamo.vllm.arguments import Arguments, read_arguments
 from dynamo.vllm.errors import map_vllm_error
-from dynamo.vllm.operations import CONTROLS, VllmOperations
+from dynamo.vllm.operations import CONTROLS, UPDATES, VllmOperations
 from dynamo.vllm.reports import LoadReports, event_sources
-from dynamo.vllm.sampling import VllmLimits, constraint_of, read_sampling
 from dynamo.vllm.starting import Started, start_vllm
+from dynamo.vllm.submissions import VllmSubmissions, local_ranks
 
 if TYPE_CHECKING:
+    from dynamo.runtime.endpoint import Endpoint
     from dynamo.worker.kv_publishing.publisher import SnapshotPublisher
 
 __all__ = ["VllmEngine"]
 
 logger = logging.getLogger(__name__)
 
-SALT_PREFIX: Final = "dynamo-cache-salt:"  # salts come untagged in vLLM's KV events: this one is recognised
 HEALTH_SECONDS: Final = 0.25  # how often the engine core is looked at: vLLM's own monitor only sets a flag
 SHUTDOWN_SECONDS: Final = 1.0  # for vLLM's processes to end by themselves; what is left is killed
 
@@ -56,11 +54,10 @@ class VllmEngine(LLMEngine):
         self._arguments = arguments
         self._reports = LoadReports()
         self._started: Started | None = None
-        self._limits: VllmLimits | None = None
+        self._submissions: VllmSubmissions | None = None
         self._operations: VllmOperations | None = None
         self._running: dict[str, list[str]] = {}  # vLLM's request ids by context id; clients may repeat one
         self._numbers = count()
-        self._later: frozenset[str] = frozenset()  # keywords of `generate` that this release has
         self._was_cleaned_up = False
 
     @classmethod
@@ -76,15 +73,14 @@ class VllmEngine(LLMEngine):
             raise EngineShutdown("this engine was cleaned up while it started")
         config = started.config
         model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-        self._limits = VllmLimits(model.max_model_len, model.get_vocab_size(), model.get_diff_sampling_param())
-        self._operations = VllmOperations(started.client, self._make_step)
-        self._later = frozenset(inspect.signature(started.client.generate).parameters)
+        lora = config.lora_config
+        self._operations = VllmOperations(started.client, self._make_step, model=model.model, options=lora)
+        self._submissions = VllmSubmissions(started.client, config, self._arguments.role, self._operations.adapters)
         ranks = len(self._ranks)
         blocks = (
             None if cache.num_gpu_blocks is None else cache.num_gpu_blocks // ranks
         )  # vLLM adds those of all ranks up
         self._reports.blocks_per_rank = blocks or 0
-        lora = config.lora_config
         return EngineConfig(
             model=self._arguments.model,
             served_model_name=self._arguments.served_name,
@@ -102,11 +98,7 @@ class VllmEngine(LLMEngine):
     @property
     def _ranks(self) -> range:
         """The data-parallel ranks of this worker."""
-        if self._started is None:
-            return range(1)
-        parallel = self._started.config.parallel_config
-        first = parallel.data_parallel_rank or 0
-        return range(first, first + max(1, parallel.data_parallel_size_local or parallel.data_parallel_size))
+        return range(1) if self._started is None else local_ranks(self._started.config)
 
     async def _block_size(self) -> int:
         """Return the block size of the main group of layers; releases without the question have one group."""
@@ -123,83 +115,63 @@ class VllmEngine(LLMEngine):
     # -- a request ----------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
-        started, limits, operations = self._started, self._limits, self._operations
-        if started is None or limits is None or operations is None or self._was_cleaned_up:
+        started, submissions, operations = self._started, self._submissions, self._operations
+        if started is None or submissions is None or operations is None or self._was_cleaned_up:
             raise EngineShutdown("vLLM is not running")
-        operations.check_serving()
-        prompt = token_ids_to_list(request["token_ids"])
-        if not prompt:
-            raise InvalidArgument("token_ids must not be empty")
-        options = read_sampling(request, limits)
-        answer = VllmAnswer(
-            len(prompt), options["n"], wants_logprobs="logprobs" in options or "logprob_token_ids" in options
-        )
-        if context.is_stopped():
-            yield answer.cancelled()
-            return
-        request_id = f"{context.id()}-{next(self._numbers)}"
-        self._running.setdefault(context.id(), []).append(request_id)
-        try:
-            stream = started.client.generate(
-                self._prompt(prompt, request), self._sampling(options, request), request_id, **self._keywords(request)
+        role = self._arguments.role
+        transfer = role.transfer(request)
+        async with _handed_over(started.client, transfer) as blocks:
+            operations.check_serving()
+            submission = submissions.read(request, transfer)
+            answer = VllmAnswer(
+                submission.prompt_tokens,
+                submission.choices,
+                wants_logprobs=submission.wants_logprobs,
+                hand_over=role.handed_over,
             )
-            async with aclosing(stream):
-                async for output in stream:
-                    if context.is_stopped():
-                        break
-                    for chunk in answer.chunks(output):
-                        yield chunk
-                    if answer.is_complete:
-                        return
             if context.is_stopped():
                 yield answer.cancelled()
-        except Exception:
-            if context.is_stopped() and not started.client.errored:  # an abort may come before the request is known
-                yield answer.cancelled()
                 return
-            raise
+            if submission.unwanted is not None:
+                logger.warning("request %s: its prompt is computed here: %s", context.id(), submission.unwanted)
+            with self._registered(context) as request_id, operations.adapters.used(submission.adapter) as adapter:
+                stream = started.client.generate(
+                    submission.prompt, submission.sampling, request_id, lora_request=adapter, **submission.keywords
+                )
+                try:
+                    async with aclosing(stream):
+                        blocks.are_taken = submission.unwanted is None  # from here on vLLM answers for them
+                        async for output in stream:
+                            if context.is_stopped():
+                                break
+                            for chunk in answer.chunks(output):
+                                yield chunk
+                            if answer.is_complete:
+                                return
+                    if context.is_stopped():
+                        yield answer.cancelled()
+                except Exception as error:
+                    if isinstance(map_vllm_error(error), InvalidArgument):
+                        blocks.are_taken = False  # vLLM refused the request before its connector saw it
+                    if (
+                        context.is_stopped() and not started.client.errored
+                    ):  # an abort may come before the request is known
+                        yield answer.cancelled()
+                        return
+                    raise
+
+    @contextmanager
+    def _registered(self, context: Context) -> Iterator[str]:
+        """Give a request an id of its own at vLLM, by which `abort` finds it: clients may repeat theirs."""
+        request_id = f"{context.id()}-{next(self._numbers)}"
+        siblings = self._running.setdefault(context.id(), [])
+        siblings.append(request_id)
+        try:
+            yield request_id
         finally:
-            siblings = self._running[context.id()]
             siblings.remove(request_id)
             if not siblings:
                 del self._running[context.id()]
-
-    def _prompt(self, prompt: list[int], request: GenerateRequest) -> Any:
-        from vllm.inputs import tokens_input
-
-        salt = (request.get("routing") or {}).get("cache_salt")
-        return tokens_input(prompt, cache_salt=None if not salt else SALT_PREFIX + salt)
-
-    def _sampling(self, options: dict[str, Any], request: GenerateRequest) -> Any:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-
-        constraint = constraint_of(request)
-        guided = None if constraint is None else StructuredOutputsParams(**constraint)
-        return SamplingParams(
-            **options,
-            structured_outputs=guided,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            skip_clone=True,
-        )
-
-    def _keywords(self, request: GenerateRequest) -> dict[str, Any]:
-        """Return the further arguments of `generate`."""
-        assert self._started is not None
-        config, routing = self._started.config, request.get("routing") or {}
-        keywords: dict[str, Any] = {}
-        if config.scheduler_config.policy == "priority":
-            keywords["priority"] = -(routing.get("priority") or 0)  # vLLM begins with the lowest
-        rank = validate_global_dp_rank(forced_dp_rank(request), self._ranks.start, len(self._ranks), "vLLM")
-        if rank is not None:
-            keywords["data_parallel_rank"] = rank
-        if routing.get("lora_name"):
-            raise InvalidArgument(
-                f"routing.lora_name is {routing['lora_name']!r}: LoRA adapters are not built for vLLM yet"
-            )
-        if "reasoning_ended" in self._later and not request.get("require_reasoning"):
-            keywords["reasoning_ended"] = True  # a constraint holds from the first token on
-        return keywords
 
     async def _make_step(self) -> None:
         """Generate a token that nobody gets: vLLM publishes what has happened to its cache with every step."""
@@ -228,6 +200,8 @@ class VllmEngine(LLMEngine):
         started, self._started = self._started, None
         if started is None:
             return
+        if self._operations is not None:
+            await self._operations.adapters.close()
         with suppress(Exception):
             await started.client.abort([one for ids in self._running.values() for one in ids])
         mine = await asyncio.to_thread(descendants, os.getpid())
@@ -237,10 +211,21 @@ class VllmEngine(LLMEngine):
             await asyncio.to_thread(_kill, mine)
             shutil.rmtree(started.directory, ignore_errors=True)
 
+    async def is_quiescent(self) -> bool | None:
+        """Return whether no decode worker may come for blocks: vLLM reports them as used until they are fetched."""
+        return self._reports.used_blocks == 0
+
     # -- what an operator asks for ------------------------------------------------------------------------------------
+
+    async def on_endpoint_ready(self, endpoint: Endpoint) -> None:
+        if self._operations is not None:
+            self._operations.adapters.endpoint = endpoint
 
     def supported_controls(self) -> set[str]:
         return set(CONTROLS)
+
+    def supported_updates(self) -> set[str]:
+        return set(UPDATES)
 
     async def validate_engine_control(self, name: str, body: dict[str, Any]) -> dict[str, Any] | None:
         return None if self._operations is None else self._operations.refusal(name, body)
@@ -249,6 +234,11 @@ class VllmEngine(LLMEngine):
         if self._operations is None:
             return await super().engine_control(control, body)
         return await self._operations.control(control, body)
+
+    async def engine_update(self, update: str, body: dict[str, Any]) -> dict[str, Any]:
+        if self._operations is None:
+            return await super().engine_update(update, body)
+        return await self._operations.update(update, body)
 
     async def register_prometheus(self, metrics: MetricsHandle) -> None:
         register_global_registry(metrics, engine_prefix="vllm:", multiproc_only_prefixes=["lmcache:"])
@@ -270,6 +260,29 @@ class VllmEngine(LLMEngine):
 
     def attach_snapshot_publisher(self, publisher: SnapshotPublisher) -> None:
         self._reports.publisher = publisher
+
+
+class _HeldBlocks:
+    """The blocks that a prefill worker holds for one request."""
+
+    __slots__ = ("are_taken",)
+
+    def __init__(self) -> None:
+        self.are_taken = False  # whether vLLM has taken over to fetch them, or to tell the other side
+
+
+@asynccontextmanager
+async def _handed_over(client: Any, transfer: dict[str, Any] | None) -> AsyncIterator[_HeldBlocks]:
+    """Tell a prefill worker to free the blocks of a request that did not get as far as vLLM: else it holds them for 30 s."""
+    blocks = _HeldBlocks()
+    try:
+        yield blocks
+    finally:
+        decline = getattr(client, "notify_kv_transfer_request_rejected", None)  # from 0.24 on
+        is_remote = transfer is not None and bool(transfer.get("do_remote_prefill"))
+        if is_remote and not blocks.are_taken and decline is not None and not client.errored:
+            with suppress(Exception):  # they expire
+                await decline(f"declined-{uuid.uuid4().hex}", transfer)
 
 
 def _kill(processes: dict[int, str]) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 
 from dynamo.errors import Disconnected, EngineShutdown, HttpError, InvalidArgument
 
-__all__ = ["map_vllm_error"]
+__all__ = ["configuration_error", "map_vllm_error"]
 
 DEAD: Final = "EngineDeadError"
 STATUSES: Final = {  # of its own hierarchy, from 0.28 on
@@ -44,3 +44,22 @@ def _is_of_vllm(error: BaseException) -> bool:
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
     return frame is not None and str(frame.tb_frame.f_globals.get("__name__", "")).partition(".")[0] == "vllm"
+
+
+def configuration_error(error: Exception, *, is_local: bool) -> InvalidArgument | None:
+    """Return the refusal of flags or of a model with which vLLM can never start; None for a failure that may pass.
+
+    `error` left vLLM before its processes were started. `is_local`: the model is on this machine, so that an `OSError`
+    has nothing to do with a network.
+    """
+    if not isinstance(error, ValueError | NotImplementedError | (OSError if is_local else ValueError)):
+        return None
+    return InvalidArgument(f"vLLM cannot serve this: {_sentence(error)}")
+
+
+def _sentence(error: Exception) -> str:
+    """Return what an exception says, in one line: pydantic's validation errors have several, and an address."""
+    details = getattr(error, "errors", None)
+    if callable(details):
+        return "; ".join(str(each["msg"]) for each in details())
+    return " ".join(str(error).split())

@@ -1,14 +1,18 @@
-"""What an operator may do with a running vLLM: halt it, take its memory, empty its cache, look inside."""
+"""What an operator may do with a running vLLM: halt it, take its memory, empty its cache, change its weights, look inside."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from dynamo.errors import DynamoException, InvalidArgument, WorkerUnavailable
+from dynamo.vllm.adapters import VllmAdapters
+from dynamo.vllm.weights import check_alike
+from dynamo.worker.adapters import path_member
 
-__all__ = ["CONTROLS", "VllmOperations"]
+__all__ = ["CONTROLS", "UPDATES", "VllmOperations"]
 
 Body = dict[str, Any]
 
@@ -20,10 +24,18 @@ SLEEP_LEVELS: Final = (1, 2)
 class VllmOperations:
     """The controls of one engine. On the event loop only."""
 
-    def __init__(self, client: Any, make_step: Callable[[], Awaitable[None]]) -> None:
-        """`client`: vLLM's `AsyncLLM`. `make_step` has the engine compute something, however little."""
+    def __init__(
+        self, client: Any, make_step: Callable[[], Awaitable[None]], *, model: str = "", options: Any = None
+    ) -> None:
+        """`client`: vLLM's `AsyncLLM`. `make_step` has the engine compute something, however little.
+
+        `model`: what is served, a directory or a name. `options`: vLLM's `LoRAConfig`, or None.
+        """
         self._client, self._make_step = client, make_step
         self._is_asleep = self._is_paused = False
+        self._directory = Path(model)  # of the weights
+        self.adapters = VllmAdapters(client, options, self.forget_blocks)
+        self._lock = asyncio.Lock()  # held while weights change
 
     def check_serving(self) -> None:
         """Raise WorkerUnavailable while the model's memory is given away: another worker serves the request."""
@@ -32,17 +44,24 @@ class VllmOperations:
 
     def refusal(self, name: str, body: Mapping[str, Any]) -> Body | None:
         """Return the answer to a control that cannot be done, before anything is touched."""
-        _, fields = CONTROLS[name]
-        unknown = sorted(set(body) - fields)
-        if unknown:
-            known = f"known are {', '.join(sorted(fields))}" if fields else "there are none"
-            return _error(f"unknown field {unknown[0]!r}; {known}")
-        return None
+        return _unknown_field(body, CONTROLS[name][1])
 
     async def control(self, name: str, body: Mapping[str, Any]) -> Body:
         """Do it; a failure that the caller should read is a body with `"status": "error"`."""
+        return await self._serve(CONTROLS, name, body)
+
+    async def update(self, name: str, body: Mapping[str, Any]) -> Body:
+        """Do it; as `control`."""
+        return await self._serve(UPDATES, name, body)
+
+    async def _serve(self, table: Mapping[str, Operation], name: str, body: Mapping[str, Any]) -> Body:
+        if name not in table:
+            return _error(f"unknown operation {name!r}; there are {', '.join(sorted(table))}")
+        operation, fields = table[name]
+        if (refusal := _unknown_field(body, fields)) is not None:
+            return refusal
         try:
-            found = await CONTROLS[name][0](self, body)
+            found = await operation(self, body)
         except InvalidArgument as error:
             return _error(str(error))
         except DynamoException:
@@ -87,6 +106,49 @@ class VllmOperations:
                 await self._make_step()
         return {"message": "the prefix cache is empty"}
 
+    async def forget_blocks(self) -> None:
+        """Empty the prefix cache, also of what running requests have in it: they compute it again. Raises InvalidArgument."""
+        if await self._client.reset_prefix_cache(reset_running_requests=True) is False:
+            raise InvalidArgument("vLLM did not clear its cache")
+
+    async def update_weights(self, body: Mapping[str, Any]) -> Body:
+        """Go on with the weights of another directory: same shapes, other values. Streams recompute and go on."""
+        directory = path_member(body, "model_path")
+        version = body.get("weight_version")
+        if version is not None and not isinstance(version, str):
+            raise InvalidArgument(f"weight_version must be a string, got {version!r}")
+        async with self._lock:
+            if self._is_asleep:
+                raise InvalidArgument("vLLM is asleep; wake it up first")
+            if self.adapters.count:
+                raise InvalidArgument(f"{self.adapters.count} LoRA adapters are loaded; unload them first")
+            if not self._directory.is_dir():
+                raise InvalidArgument(
+                    f"the weights that are served came from {self._directory}, which is no directory to compare with"
+                )
+            await asyncio.to_thread(check_alike, self._directory, directory)
+            if not self._is_paused:
+                await self._client.pause_generation(mode="keep", clear_cache=False)
+            try:
+                await self._client.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+                await self.forget_blocks()
+                if version is not None and hasattr(self._client, "update_weight_version"):
+                    await self._client.update_weight_version(version)
+            finally:
+                if not self._is_paused:
+                    await self._client.resume_generation()
+            self._directory = directory
+        return {"model_path": str(directory)}
+
+    async def load_lora(self, body: Mapping[str, Any]) -> Body:
+        return await self.adapters.load_lora(body)
+
+    async def unload_lora(self, body: Mapping[str, Any]) -> Body:
+        return await self.adapters.unload_lora(body)
+
+    async def list_loras(self, body: Mapping[str, Any]) -> Body:
+        return await self.adapters.list_loras(body)
+
     async def start_profile(self, _body: Mapping[str, Any]) -> Body:
         await self._client.start_profile()
         return {"message": "profiling"}
@@ -108,6 +170,20 @@ CONTROLS: Final[dict[str, Operation]] = {
     "start_profile": (VllmOperations.start_profile, frozenset()),
     "stop_profile": (VllmOperations.stop_profile, frozenset()),
 }
+UPDATES: Final[dict[str, Operation]] = {
+    "load_lora": (VllmOperations.load_lora, frozenset({"lora_name", "lora_path", "source"})),
+    "unload_lora": (VllmOperations.unload_lora, frozenset({"lora_name"})),
+    "list_loras": (VllmOperations.list_loras, frozenset()),
+    "update_weights_from_disk": (VllmOperations.update_weights, frozenset({"model_path", "weight_version"})),
+}
+
+
+def _unknown_field(body: Mapping[str, Any], fields: frozenset[str]) -> Body | None:
+    unknown = sorted(set(body) - fields)
+    if not unknown:
+        return None
+    known = f"known are {', '.join(sorted(fields))}" if fields else "there are none"
+    return _error(f"unknown field {unknown[0]!r}; {known}")
 
 
 def _one_of(body: Mapping[str, Any], name: str, allowed: tuple[Any, ...], default: Any) -> Any:

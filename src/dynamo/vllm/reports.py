@@ -22,7 +22,13 @@ class LoadReports:
     def __init__(self) -> None:
         self.publisher: SnapshotPublisher | None = None
         self.blocks_per_rank = 0
+        self._used: dict[int, int] = {}  # by rank: blocks
         self._hits: dict[int, tuple[int, int]] = {}  # by rank: tokens asked of the prefix cache, and found there
+
+    @property
+    def used_blocks(self) -> int:
+        """The KV blocks of all ranks that requests used at the end of vLLM's last step."""
+        return sum(self._used.values())
 
     def factory(self) -> Callable[..., Any]:
         """Return what vLLM's `stat_loggers` takes."""
@@ -35,10 +41,10 @@ class LoadReports:
         if cache is not None:  # of this step alone
             asked, found = asked + cache.queries, found + cache.hits
             self._hits[rank] = asked, found
+        usage = float(stats.kv_cache_usage)
+        self._used[rank] = used = round(usage * self.blocks_per_rank)
         if self.publisher is None:
             return
-        usage = float(stats.kv_cache_usage)
-        used = round(usage * self.blocks_per_rank)
         rate = found / asked if asked else None
         self.publisher.publish(rank, ComponentSnapshot(used, self.blocks_per_rank, usage, rank, rate))
 

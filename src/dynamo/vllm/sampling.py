@@ -17,8 +17,7 @@ UNSUPPORTED: Final = {
     "prompt_embeds": "embeddings in place of tokens are",
     "multi_modal_data": "images, audio and video are",
     "encoder_result": "images, audio and video are",
-    "bootstrap_info": "prefill and decode on different workers are",
-    "prefill_result": "prefill and decode on different workers are",
+    "bootstrap_info": "connectors of which both halves run at once are",
 }
 SAME_NAME: Final = (
     "presence_penalty",

@@ -8,15 +8,20 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dynamo.errors import EngineShutdown
+from dynamo.errors import EngineShutdown, InvalidArgument
+from dynamo.runtime.addresses import WILDCARDS, bound_socket, detect_host
+from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.runtime.tasks import Background
 from dynamo.vllm.arguments import Arguments
+from dynamo.vllm.errors import configuration_error
 from dynamo.vllm.installed import import_vllm
+from dynamo.vllm.model_files import is_local
 from dynamo.vllm.reports import LoadReports, events_address
 
 __all__ = ["Started", "bind_threads", "start_vllm"]
@@ -27,6 +32,10 @@ PROGRESS_SECONDS: Final = 10.0
 BIND: Final = "VLLM_CPU_OMP_THREADS_BIND"
 THREADS: Final = "OMP_NUM_THREADS"
 TEMPORARY: Final = "TMPDIR"
+NIXL: Final = "NixlConnector"
+NIXL_HOST: Final = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+NIXL_PORT: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+PORT_ATTEMPTS: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,8 @@ class Started:
 
 
 async def start_vllm(arguments: Arguments, reports: LoadReports) -> Started:
-    """Start the engine; the log says every ten seconds that it is still under way. Raises EngineShutdown."""
+    """Start the engine; the log says every ten seconds that it is still under way. Raises EngineShutdown,
+    and InvalidArgument for a model or flags with which the next start would fail as well."""
     began = time.perf_counter()
     logger.info("starting vLLM with %s; its processes load their libraries first", arguments.model)
     async with Background() as beside:
@@ -66,8 +76,6 @@ def _start(arguments: Arguments, reports: LoadReports) -> Started:
             os.environ, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         )
     directory = Path(tempfile.mkdtemp(prefix="dynamo-vllm-"))
-    before = os.environ.get(TEMPORARY)
-    os.environ[TEMPORARY] = str(directory)  # each engine leaves files there
     try:
         args = arguments.vllm
         args.enable_log_requests = False
@@ -77,25 +85,77 @@ def _start(arguments: Arguments, reports: LoadReports) -> Started:
             args.kv_events_config = KVEventsConfig(
                 enable_kv_cache_events=True, publisher="zmq", endpoint=events_address(directory)
             )
-        config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        client = AsyncLLM.from_vllm_config(
-            config, usage_context=UsageContext.ENGINE_CONTEXT, stat_loggers=[reports.factory()]
-        )
+        # Each engine leaves files in the directory for temporary ones.
+        with _variables({TEMPORARY: str(directory), **_transfer_addresses(args, os.environ)}):
+            config = _configuration(arguments, args, UsageContext.ENGINE_CONTEXT)
+            client = AsyncLLM.from_vllm_config(
+                config, usage_context=UsageContext.ENGINE_CONTEXT, stat_loggers=[reports.factory()]
+            )
+    except InvalidArgument:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
     except Exception as error:
         shutil.rmtree(directory, ignore_errors=True)
         raise EngineShutdown(
             f"vLLM {vllm.__version__} did not start: {error} (its own log, above, says more)"
         ) from error
-    finally:
-        _restore(before)
     return Started(client, config, directory)
 
 
-def _restore(temporary: str | None) -> None:
-    if temporary is None:
-        del os.environ[TEMPORARY]
-    else:
-        os.environ[TEMPORARY] = temporary
+def _configuration(arguments: Arguments, args: Any, context: Any) -> Any:
+    """Return vLLM's `VllmConfig`. Raises InvalidArgument for flags or a model with which it can never start."""
+    try:
+        return args.create_engine_config(context)
+    except Exception as error:
+        refusal = configuration_error(error, is_local=is_local(arguments.model))
+        if refusal is None:
+            raise
+        raise refusal from error
+
+
+@contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the processes that are started in the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _transfer_addresses(args: Any, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return where NIXL's halves of two workers find each other, as far as the operator has not said so.
+
+    vLLM's own choice is one port on every machine, reachable from that machine only. Rank r adds r to the port.
+    """
+    transfer = args.kv_transfer_config
+    if transfer is None or NIXL not in str(transfer):
+        return {}
+    host = environment.get(NIXL_HOST) or RequestPlaneSettings.from_env(environment).rpc_host or detect_host()
+    if host in WILDCARDS:
+        host = detect_host()
+    chosen = {NIXL_HOST: host, NIXL_PORT: environment.get(NIXL_PORT) or str(_free_ports(host, args.data_parallel_size))}
+    logger.info("KV blocks are announced at %s:%s (%s)", host, chosen[NIXL_PORT], NIXL)
+    return chosen
+
+
+def _free_ports(host: str, count: int) -> int:
+    """Return the first of `count` ports in a row that are free now. Raises EngineShutdown where there are none."""
+    for _ in range(PORT_ATTEMPTS):
+        with ExitStack() as held:
+            first = held.enter_context(bound_socket(host, 0)).getsockname()[1]
+            try:
+                for number in range(first + 1, first + count):
+                    held.enter_context(bound_socket(host, number))
+            except (OSError, OverflowError):
+                continue
+            return int(first)
+    raise EngineShutdown(f"no {count} free ports in a row for {NIXL} on {host}; choose some with {NIXL_PORT}")
 
 
 def bind_threads(environment: MutableMapping[str, str], cores: int, log: Callable[[str], None] = logger.info) -> None:

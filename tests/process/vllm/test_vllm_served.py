@@ -9,39 +9,44 @@ import asyncio
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import suppress
 from typing import Any, Final
 
 import pytest
-from openai import BadRequestError, OpenAI
-from tokenizers import Tokenizer
+from openai import BadRequestError
 
 from dynamo.errors import DynamoException
 from dynamo.reference.engine import ReferenceEngine
 from dynamo.runtime.context import Context
-from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.settings import RuntimeSettings
 from support.cases import each_case
 from support.demo_model import FILES
 from support.patience import PATIENCE_SECONDS
-from support.processes import Cluster, Frontend, Worker, wait
-from support.vllm_cluster import ENVIRONMENT, FLAGS, MODEL, PYTHON, WHY_NOT, parts_of, start_worker
+from support.processes import wait
+from support.vllm_cluster import (
+    ENVIRONMENT,
+    FLAGS,
+    PYTHON,
+    START_SECONDS,
+    WHY_NOT,
+    VllmCluster,
+    demo_prompts,
+    lives,
+    parts_of,
+    serve,
+    tokens_of,
+)
 
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(not PYTHON, reason=WHY_NOT),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
 ]
 
-START_SECONDS: Final = 300.0
 SUM: Final = "What is 27 + 15?"
 WEATHER: Final[dict[str, Any]] = {
     "type": "function",
@@ -58,100 +63,19 @@ SCHEMA: Final[dict[str, Any]] = {
 }
 
 
-@dataclass
-class Served:
-    """A frontend and the workers that still serve, by name."""
-
-    cluster: Cluster
-    frontend: Frontend
-    workers: dict[str, Worker]
-    client: OpenAI
-
-    def ask(self, text: str, *, stream: bool = False, **more: Any) -> Any:
-        return self.client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": text}], stream=stream, **more
-        )
-
-    def long(self, tokens: int = 300) -> tuple[str, int]:
-        """Stream an answer of exactly so many tokens; its text and what the usage says."""
-        events = self.ask(
-            SUM,
-            stream=True,
-            max_tokens=tokens,
-            stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True, "nvext": {}},
-        )
-        text, counted = "", 0
-        for event in events:
-            if event.choices:
-                text += event.choices[0].delta.content or ""
-            if event.usage:
-                counted = event.usage.completion_tokens
-        return text, counted
-
-    def control(self, name: str, worker: Worker, body: dict[str, Any]) -> dict[str, Any]:
-        import http.client
-
-        connection = http.client.HTTPConnection("127.0.0.1", worker.system_port, timeout=PATIENCE_SECONDS)
-        try:
-            connection.request(
-                "POST", f"/engine/control/{name}", json.dumps(body), {"Content-Type": "application/json"}
-            )
-            answer: dict[str, Any] = json.loads(connection.getresponse().read())
-            return answer
-        finally:
-            connection.close()
-
-
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    if not PYTHON:
-        pytest.skip(WHY_NOT)
-    with Cluster(tmp_path_factory.mktemp("vllm")) as cluster:
-        frontend = cluster.frontend("frontend", "--router-mode", "kv")
-        workers = {name: start_worker(cluster, name) for name in ("a", "b")}
-        wait_started(*workers.values())
-        cluster.wait_ready(frontend, *workers.values())
-        with OpenAI(base_url=f"{frontend.url}/v1", api_key="none", max_retries=0) as client:
-            yield Served(cluster, frontend, workers, client)
-
-
-def wait_started(*workers: Worker) -> None:
-    """Return when vLLM has loaded its libraries and the model, in each of them."""
-    until = time.monotonic() + START_SECONDS
-    while not all("Serving demo on" in worker.log for worker in workers):
-        assert not any(worker.has_ended for worker in workers), [worker.log for worker in workers]
-        assert time.monotonic() < until, f"not ready: {[worker.log[-2000:] for worker in workers]}"
-        time.sleep(0.2)
-
-
-@asynccontextmanager
-async def straight_to(served: Served) -> AsyncIterator[Any]:
-    """A client of the workers without a frontend: token ids in and out."""
-    settings = RuntimeSettings(discovery_backend="file", file_root=served.cluster.root / "store")
-    async with DistributedRuntime(asyncio.get_running_loop(), None, None, settings=settings) as runtime:
-        client = await runtime.endpoint(f"dynamo.{MODEL}.generate").client("round-robin")
-        await client.wait_for_instances()
-        yield client
-
-
-async def tokens_of(client: Any, body: dict[str, Any], context: Context | None = None) -> list[int]:
-    context = context or Context()
-    stream = await client.open(client.pick(context), body, context)
-    found: list[int] = []
-    try:
-        while batch := await asyncio.wait_for(stream.next_batch(), PATIENCE_SECONDS):
-            for item in batch:
-                found += item.token_ids
-    finally:
-        stream.close()
-    return found
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmCluster]:
+    with serve(tmp_path_factory.mktemp("vllm"), "--router-mode", "kv") as cluster:
+        for name in ("a", "b"):
+            cluster.start(name)
+        cluster.wait_serving()
+        yield cluster
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_answer_is_42(served: Served) -> None:
+def test_the_answer_is_42(served: VllmCluster) -> None:
     answer = served.ask(SUM)
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("42", "stop")
     assert answer.usage.completion_tokens == 3
@@ -159,7 +83,7 @@ def test_the_answer_is_42(served: Served) -> None:
     assert streamed == "42"
 
 
-def test_a_tool_is_called_and_a_schema_is_kept(served: Served) -> None:
+def test_a_tool_is_called_and_a_schema_is_kept(served: VllmCluster) -> None:
     (call,) = served.ask("What is the weather in Paris?", tools=[WEATHER]).choices[0].message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
     schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
@@ -175,12 +99,12 @@ def test_a_tool_is_called_and_a_schema_is_kept(served: Served) -> None:
         ({"guided_grammar": 'root ::= "42"'}, "42"),
     ],
 )
-def test_a_constraint_holds(served: Served, options: dict[str, Any], expected: Any) -> None:
+def test_a_constraint_holds(served: VllmCluster, options: dict[str, Any], expected: Any) -> None:
     content = served.ask(SUM, extra_body=options, max_tokens=10).choices[0].message.content
     assert content in expected if isinstance(expected, tuple) else content == expected
 
 
-def test_choices_log_probabilities_and_seeds(served: Served) -> None:
+def test_choices_log_probabilities_and_seeds(served: VllmCluster) -> None:
     answer = served.ask(SUM, n=2, logprobs=True, top_logprobs=2)
     assert [choice.message.content for choice in answer.choices] == ["42", "42"]
     for choice in answer.choices:
@@ -200,27 +124,17 @@ def test_choices_log_probabilities_and_seeds(served: Served) -> None:
         {"max_tokens": 3, "extra_body": {"min_tokens": 5}},
     ],
 )
-def test_a_mistake_of_the_client_is_a_400(served: Served, options: dict[str, Any]) -> None:
+def test_a_mistake_of_the_client_is_a_400(served: VllmCluster, options: dict[str, Any]) -> None:
     with pytest.raises(BadRequestError):
         served.ask(SUM, **options)
 
 
-def prompts() -> list[list[int]]:
-    """40 prompts of the demonstration model: questions of all kinds, each as a chat."""
-    tokenizer = Tokenizer.from_file(str(FILES / "tokenizer.json"))
-    texts = [f"What is {number} + {60 - number}?" for number in range(1, 41)]
-    return [
-        tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False).ids
-        for text in texts
-    ]
-
-
-async def test_its_greedy_tokens_are_those_of_the_reference_engine(served: Served) -> None:
+async def test_its_greedy_tokens_are_those_of_the_reference_engine(served: VllmCluster) -> None:
     engine = ReferenceEngine(FILES)
     await engine.start(0)
     try:
-        async with straight_to(served) as client:
-            for prompt in prompts():
+        async with served.straight() as client:
+            for prompt in demo_prompts():
                 body = {
                     "token_ids": prompt,
                     "stop_conditions": {"max_tokens": 32, "ignore_eos": True},
@@ -234,7 +148,7 @@ async def test_its_greedy_tokens_are_those_of_the_reference_engine(served: Serve
         await engine.cleanup()
 
 
-def test_a_repeated_prompt_goes_to_the_worker_that_has_it(served: Served) -> None:
+def test_a_repeated_prompt_goes_to_the_worker_that_has_it(served: VllmCluster) -> None:
     generator = random.Random(3)
     for _ in range(6):
         words = " ".join(str(generator.randrange(100)) for _ in range(60))
@@ -251,9 +165,9 @@ def test_a_repeated_prompt_goes_to_the_worker_that_has_it(served: Served) -> Non
 # -- cancellation and controls ----------------------------------------------------------------------------------------
 
 
-async def test_a_thousand_aborts_leave_every_block_free(served: Served) -> None:
+async def test_a_thousand_aborts_leave_every_block_free(served: VllmCluster) -> None:
     generator = random.Random(11)
-    async with straight_to(served) as client:
+    async with served.straight() as client:
 
         async def one(number: int) -> None:
             context = Context()
@@ -276,20 +190,19 @@ async def test_a_thousand_aborts_leave_every_block_free(served: Served) -> None:
         assert not [line for line in worker.log.splitlines() if " ERROR " in line]
 
 
-def test_an_engine_is_halted_put_to_sleep_and_emptied(served: Served) -> None:
-    worker = served.workers["a"]
+def test_an_engine_is_halted_put_to_sleep_and_emptied(served: VllmCluster) -> None:
     for name, body in (
         ("pause_generation", {}), ("resume_generation", {}), ("sleep", {"level": 1}), ("wake_up", {}), ("clear_kv_blocks", {}),
     ):  # fmt: skip
-        assert served.control(name, worker, body)["status"] == "ok", name
-    assert served.control("start_profile", worker, {})["status"] == "error"
+        assert served.post("a", f"/engine/control/{name}", body)["status"] == "ok", name
+    assert served.post("a", "/engine/control/start_profile", {})["status"] == "error"
     assert served.ask(SUM).choices[0].message.content == "42"
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 
-def streams_while(served: Served, act: Callable[[], None], count: int = 8) -> list[tuple[str, int]]:
+def streams_while(served: VllmCluster, act: Callable[[], None], count: int = 8) -> list[tuple[str, int]]:
     with ThreadPoolExecutor(count) as pool:
         running = [pool.submit(served.long) for _ in range(count)]
         time.sleep(1.0)  # into the middle of them; none of what is asserted depends on it
@@ -297,40 +210,28 @@ def streams_while(served: Served, act: Callable[[], None], count: int = 8) -> li
         return [each.result(PATIENCE_SECONDS * 2) for each in running]
 
 
-def migrations(served: Served) -> float:
-    _, body = served.frontend.get("/metrics")
-    samples = re.findall(r"^dynamo_frontend_model_migration_total\{.*\} (\S+)$", body.decode(), re.MULTILINE)
-    return sum(map(float, samples))
-
-
-def lives(number: int) -> bool:
-    try:
-        return Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize(("name", "victim"), [("a", "core"), ("b", "worker")])
-def test_a_killed_process_loses_no_token_and_leaves_no_orphan(served: Served, name: str, victim: str) -> None:
+def test_a_killed_process_loses_no_token_and_leaves_no_orphan(served: VllmCluster, name: str, victim: str) -> None:
     if len(served.workers) < 2:  # two at a time: each takes a core
-        served.workers["c"] = start_worker(served.cluster, "c")
-        wait_started(served.workers["c"])
-        served.cluster.wait_ready(served.frontend, *served.workers.values())
+        served.start("c")
+        served.wait_serving()
     worker = served.workers.pop(name)
     parts = parts_of(worker)
-    expected, before = served.long(), migrations(served)
+    expected, before = served.long(), served.metric("dynamo_frontend_model_migration_total")
     assert expected[1] == 300
     core = next(number for title, number in parts.items() if "EngineCore" in title)
     answers = streams_while(served, lambda: os.kill(core if victim == "core" else worker.pid, signal.SIGKILL))
     assert set(answers) == {expected}
-    assert migrations(served) > before  # else it would have served nothing when it died
+    assert (
+        served.metric("dynamo_frontend_model_migration_total") > before
+    )  # else it would have served nothing when it died
     assert worker.exit_code() == (1 if victim == "core" else -signal.SIGKILL)
     wait(lambda: not any(lives(number) for number in parts.values()), lambda: f"the end of {parts}")
     if victim == "core":
         assert "the engine died: vLLM's engine core is gone" in worker.log
 
 
-def test_sigterm_under_load_loses_nothing(served: Served) -> None:
+def test_sigterm_under_load_loses_nothing(served: VllmCluster) -> None:
     worker = served.workers["c"]
     expected = served.long()
     assert set(streams_while(served, worker.terminate, 4)) == {expected}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from dynamo.contract.kv_events import ComponentSnapshot, ZmqSource
 from dynamo.contract.modes import DisaggregationMode
@@ -83,7 +87,7 @@ def test_the_first_served_name_is_the_name_and_the_others_are_aliases(values: An
         ({}, ["--headless"], "--headless"),
         ({}, ["--embedding-worker=1"], "--embedding-worker"),
         ({"connector": ["nixl"]}, [], "--kv-transfer-config"),
-        ({"disaggregation_mode": DisaggregationMode.PREFILL}, [], "--disaggregation-mode prefill"),
+        ({"disaggregation_mode": DisaggregationMode.ENCODE}, [], "--disaggregation-mode encode"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(own: dict[str, Any], rest: list[str], named: str) -> None:
@@ -150,7 +154,7 @@ def test_single_tokens_to_report_replace_the_most_likely_ones() -> None:
     [
         ({"token_ids": list(range(100))}, "100 tokens"),
         ({"multi_modal_data": {"image": []}, "prompt_embeds": "x"}, "prompt_embeds"),
-        ({"prefill_result": {"a": 1}}, "prefill_result"),
+        ({"bootstrap_info": {"a": 1}}, "bootstrap_info"),
         ({"sampling_options": {"n": 2, "best_of": 3}}, "best_of"),
         ({"sampling_options": {"use_beam_search": True}}, "use_beam_search"),
         ({"sampling_options": []}, "sampling_options"),
@@ -343,6 +347,7 @@ def test_statistics_become_snapshots_with_the_hit_rate_so_far() -> None:
     step.prefix_cache_stats = SimpleNamespace(queries=10, hits=5)
     logger.record(step, None, mm_cache_stats=None, engine_idx=1, something_of_a_later_release=1)
     assert publisher.said == [(1, ComponentSnapshot(25, 100, 0.25, 1, 0.25))]
+    assert reports.used_blocks == 25
 
 
 @each_case(
@@ -427,6 +432,53 @@ async def test_what_cannot_be_done_is_a_body_with_an_error(name: str, body: dict
     answer = await VllmOperations(Client(), no_step).control(name, body)
     assert answer["status"] == "error"
     assert text in answer["message"]
+
+
+async def test_weights_are_changed_while_nothing_is_computed_and_no_block_is_kept(tmp_path: Path) -> None:
+    for name in ("served", "other"):
+        write_model(tmp_path / name, {"a": (2, 3)})
+    client = Client()
+    operations = VllmOperations(client, no_step, model=str(tmp_path / "served"))
+    body = {"model_path": str(tmp_path / "other"), "weight_version": "7"}
+    assert (await operations.update("update_weights_from_disk", body))["status"] == "ok"
+    names = [name for name, *_ in client.calls]
+    assert names == [
+        "pause_generation", "collective_rpc", "reset_prefix_cache", "update_weight_version", "resume_generation",
+    ]  # fmt: skip
+
+
+@each_case(
+    "config, shapes, named",
+    [
+        ({"hidden_size": 8}, {"a": (2, 3)}, "hidden_size of config.json"),
+        ({}, {"a": (3, 2)}, "a has the shape [3, 2], this model's is [2, 3]"),
+        ({}, {"b": (2, 3)}, "has no tensor a"),
+        ({}, {"a": (2, 3), "b": (1,)}, "for which this model has no place"),
+        ({}, None, "has no weights"),
+    ],
+)
+async def test_weights_of_another_model_never_reach_vllm(
+    tmp_path: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]] | None, named: str
+) -> None:
+    served, other = (Path(tempfile.mkdtemp(dir=tmp_path)) for _ in range(2))
+    write_model(served, {"a": (2, 3)})
+    write_model(other, shapes, {"torch_dtype": "float32", **config})
+    client = Client()
+    answer = await VllmOperations(client, no_step, model=str(served)).update(
+        "update_weights_from_disk", {"model_path": str(other)}
+    )
+    assert (answer["status"], client.calls) == ("error", [])
+    assert named in answer["message"]
+
+
+def write_model(
+    directory: Path, shapes: dict[str, tuple[int, ...]] | None, config: dict[str, Any] | None = None
+) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config or {"torch_dtype": "bfloat16"}))
+    if shapes is not None:
+        tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        save_file(tensors, directory / "model.safetensors")
 
 
 def test_an_unknown_field_is_refused_before_anything_is_touched() -> None:

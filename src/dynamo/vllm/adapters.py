@@ -1,0 +1,227 @@
+"""The LoRA adapters of a running vLLM: loaded and taken away while it serves, and looked up for each request.
+
+vLLM knows an adapter by a number, and reads it again from its directory if it has dropped it. So no more adapters are
+held than vLLM keeps (`--max-cpu-loras`): a directory that is gone by then would end the engine core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from dynamo.errors import InvalidArgument
+from dynamo.protocol.lora import lora_name_to_id
+from dynamo.runtime.tasks import Background
+from dynamo.worker.adapters import adapter_directory, adapter_name, publish_adapter
+from dynamo.worker.registration import ModelEndpoint, unregister_model
+
+__all__ = ["LoadedAdapter", "VllmAdapters"]
+
+logger = logging.getLogger(__name__)
+
+Body = dict[str, Any]
+
+CONFIG: Final = "adapter_config.json"
+MAX_REMEMBERED: Final = 4096  # names whose blocks may be in the prefix cache; one more empties the cache
+
+
+@dataclass(eq=False, slots=True)
+class LoadedAdapter:
+    """One adapter, from its load until no request uses it any more."""
+
+    name: str
+    directory: Path
+    rank: int
+    version: tuple[str, int]  # of its weights: (directory, time of the last change in ns)
+    requests: int = 0  # that use it at the moment
+    unused: asyncio.Event = field(default_factory=asyncio.Event)  # set when the last of them ends
+
+    @property
+    def number(self) -> int:
+        """What vLLM calls it; the same on every worker."""
+        return lora_name_to_id(self.name)
+
+
+class VllmAdapters:
+    """The adapters of one engine. On the event loop only; loads and unloads run one at a time."""
+
+    def __init__(
+        self,
+        client: Any,
+        options: Any,
+        clear_cache: Callable[[], Awaitable[None]],
+        make_request: Callable[[str, int, str], Any] | None = None,
+    ) -> None:
+        """`client`: vLLM's `AsyncLLM`. `options`: its `LoRAConfig`; None: started without --enable-lora.
+
+        `make_request` makes vLLM's `LoRARequest` (the default) of name, number and directory. `clear_cache` empties the prefix cache; requests that run compute their blocks again.
+        """
+        self.endpoint: ModelEndpoint | None = None  # where frontends are told of adapters
+        self._client, self._options, self._clear_cache = client, options, clear_cache
+        self._make_request = make_request or _lora_request
+        self._loaded: dict[str, LoadedAdapter] = {}
+        self._leaving: dict[str, LoadedAdapter] = {}  # taken away, but some requests still use them
+        self._cached: dict[str, tuple[str, int]] = {}  # names of blocks in the prefix cache -> version of the adapter
+        self._lock = asyncio.Lock()
+        self._background = Background()
+
+    @property
+    def count(self) -> int:
+        """How many adapters vLLM holds."""
+        return len(self._loaded) + len(self._leaving)
+
+    async def close(self) -> None:
+        """Forget the adapters; the engine is about to end."""
+        await self._background.close()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def of(self, request: Mapping[str, Any]) -> LoadedAdapter | None:
+        """Return the adapter of a request, by `routing.lora_name` or by a `model` that is an adapter's name.
+
+        Raises InvalidArgument for the name of an adapter that is not loaded: the base model would answer otherwise.
+        """
+        name = (request.get("routing") or {}).get("lora_name")
+        if not name:
+            model = request.get("model")
+            return self._loaded.get(model) if isinstance(model, str) else None
+        found = self._loaded.get(name) if isinstance(name, str) else None
+        if found is None:
+            raise InvalidArgument(f"routing.lora_name is {name!r}, but no such adapter is loaded on this worker")
+        return found
+
+    @contextmanager
+    def used(self, adapter: LoadedAdapter | None) -> Iterator[Any]:
+        """Keep an adapter for as long as a request runs; gives vLLM's `LoRARequest`, or None for the base model."""
+        if adapter is None:
+            yield None
+            return
+        adapter.requests += 1
+        try:
+            yield self._request(adapter)
+        finally:
+            adapter.requests -= 1
+            if adapter.requests == 0:
+                adapter.unused.set()
+
+    # -- updates ------------------------------------------------------------------------------------------------------
+
+    async def load_lora(self, body: Mapping[str, Any]) -> Body:
+        """Load an adapter under a name, and publish the name as a model. Loaded already, from there: nothing happens."""
+        name, directory = adapter_name(body), adapter_directory(body)
+        async with self._lock:
+            adapter = await self._admit(name, directory)
+            if adapter is self._loaded.get(name):
+                return _described(adapter)
+            if self._cached.get(name, adapter.version) != adapter.version or len(self._cached) >= MAX_REMEMBERED:
+                await self._clear_cache()  # blocks of another adapter under this name would be taken for its own
+                self._cached.clear()
+            try:
+                await self._client.add_lora(self._request(adapter))
+            except Exception as error:  # vLLM raises all kinds of them, and goes on
+                raise InvalidArgument(f"vLLM refuses the adapter at {directory}: {error}") from error
+            self._cached[name] = adapter.version
+            self._loaded[name] = adapter
+            if self.endpoint is not None:
+                try:
+                    await publish_adapter(self.endpoint, name, self._loaded)
+                except BaseException:
+                    await self._remove(self._retire(name))
+                    raise
+        return _described(adapter)
+
+    async def unload_lora(self, body: Mapping[str, Any]) -> Body:
+        """Take an adapter away; the streams that use it finish with it."""
+        name = adapter_name(body)
+        async with self._lock:
+            if name not in self._loaded:
+                raise InvalidArgument(f"lora_name is {name!r}, but no such adapter is loaded")
+            if self.endpoint is not None:
+                await unregister_model(self.endpoint, lora_name=name)
+            adapter = self._retire(name)
+            if adapter.requests == 0:
+                await self._remove(adapter)
+            else:
+                self._background.start(self._remove_when_unused(adapter), f"unload of the adapter {name}")
+        return {"lora_name": name}
+
+    async def list_loras(self, _body: Mapping[str, Any]) -> Body:
+        return {"loras": [_described(adapter) for adapter in self._loaded.values()], "count": len(self._loaded)}
+
+    async def _admit(self, name: str, directory: Path) -> LoadedAdapter:
+        """Return the adapter to load, or the one that is loaded already. Raises InvalidArgument."""
+        if self._options is None:
+            raise InvalidArgument("this worker serves no adapters: start it with --enable-lora")
+        before = self._loaded.get(name)
+        if before is not None and before.directory == directory:
+            return before
+        if before is not None:
+            raise InvalidArgument(f"lora_name {name!r} is loaded from {before.directory}; unload it first")
+        if name in self._leaving:
+            left = self._leaving[name].requests
+            raise InvalidArgument(f"lora_name {name!r} was unloaded, but {left} requests still use it; try again later")
+        held = {**self._loaded, **self._leaving}
+        most = int(self._options.max_cpu_loras or self._options.max_loras)
+        if self.count >= most:
+            raise InvalidArgument(f"{self.count} adapters are loaded, at most --max-cpu-loras {most}")
+        adapter = await asyncio.to_thread(_read, name, directory, int(self._options.max_lora_rank))
+        for other in held.values():
+            if other.number == adapter.number:
+                raise InvalidArgument(f"lora_name {name!r} has the number of {other.name!r}; choose another name")
+        return adapter
+
+    def _request(self, adapter: LoadedAdapter) -> Any:
+        return self._make_request(adapter.name, adapter.number, str(adapter.directory))
+
+    def _retire(self, name: str) -> LoadedAdapter:
+        """Let no further request use an adapter."""
+        adapter = self._loaded.pop(name)
+        self._leaving[name] = adapter
+        adapter.unused.clear()
+        if adapter.requests == 0:
+            adapter.unused.set()
+        return adapter
+
+    async def _remove_when_unused(self, adapter: LoadedAdapter) -> None:
+        await adapter.unused.wait()
+        await self._remove(adapter)
+
+    async def _remove(self, adapter: LoadedAdapter) -> None:
+        try:
+            await self._client.remove_lora(adapter.number)
+        finally:
+            self._leaving.pop(adapter.name, None)
+
+
+def _read(name: str, directory: Path, max_rank: int) -> LoadedAdapter:
+    """Check what can be seen from outside; blocking. Raises InvalidArgument naming the file or field."""
+    path = directory / CONFIG
+    try:
+        options = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise InvalidArgument(f"{path} is not valid JSON: {error}") from error
+    rank = options.get("r") if isinstance(options, dict) else None
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise InvalidArgument(f"{path}: r must be a positive integer, got {rank!r}")
+    if rank > max_rank:
+        raise InvalidArgument(f"{path}: r is {rank}, and this worker takes at most --max-lora-rank {max_rank}")
+    changed = max((entry.stat().st_mtime_ns for entry in directory.glob("adapter_model.*")), default=0)
+    return LoadedAdapter(name, directory, rank, (str(directory), changed))
+
+
+def _lora_request(name: str, number: int, directory: str) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, number, directory)
+
+
+def _described(adapter: LoadedAdapter) -> Body:
+    return {"lora_name": adapter.name, "lora_path": str(adapter.directory), "rank": adapter.rank}

@@ -1,0 +1,81 @@
+"""A start that the next start would meet again ends with one sentence and the status 2, before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynamo.errors import InvalidArgument
+from dynamo.vllm.errors import configuration_error
+from dynamo.vllm.model_files import check_model, check_weights, is_local
+from support.cases import each_case
+from support.demo_model import FILES
+
+
+@each_case("model, local", [("demo", False), ("owner/name", False), ("./demo", True), ("/x", True), ("a/b/c", True)])
+def test_a_path_is_told_from_the_name_of_a_model(model: str, local: bool) -> None:
+    assert is_local(model) is local
+
+
+def test_a_directory_with_a_model_and_the_name_of_one_pass() -> None:
+    for model in (str(FILES), "owner/name"):
+        check_model(model)
+        check_weights(model, "auto")
+
+
+def test_a_directory_without_a_model_is_named_with_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="there is no such directory"):
+        check_model(str(tmp_path / "nowhere"))
+    with pytest.raises(InvalidArgument, match=r"has no config\.json or params\.json"):
+        check_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InvalidArgument, match=r"config\.json cannot be read"):
+        check_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(InvalidArgument, match="must hold an object, got list"):
+        check_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    check_model(str(tmp_path))
+    with pytest.raises(InvalidArgument, match="has no weights"):
+        check_weights(str(tmp_path), "auto")
+    check_weights(str(tmp_path), "dummy")
+    with pytest.raises(InvalidArgument, match="is a file"):
+        check_model(str(tmp_path / "config.json"))
+
+
+def test_a_refused_configuration_is_one_sentence() -> None:
+    class ValidationError(ValueError):
+        def errors(self) -> list[dict[str, str]]:
+            return [{"msg": "max_model_len is too large"}, {"msg": "so is block_size"}]
+
+    refusal = configuration_error(ValidationError("a\nb"), is_local=False)
+    assert str(refusal) == "vLLM cannot serve this: max_model_len is too large; so is block_size"
+    assert str(configuration_error(ValueError("two\n  lines"), is_local=False)).endswith("this: two lines")
+    assert configuration_error(OSError("no network"), is_local=False) is None
+    assert configuration_error(OSError("no file"), is_local=True) is not None
+    assert configuration_error(RuntimeError("a device that is busy"), is_local=True) is None
+
+
+@each_case(
+    "version, model, named",
+    [
+        ("0.19.1", str(FILES), "vLLM 0.19.1 is installed; dynamo.vllm works with vLLM 0.20 to 0.33"),
+        ("0.32.0", "./no-such-model", "--model ./no-such-model: there is no such directory"),
+    ],
+)
+def test_the_command_ends_with_one_line_and_the_status_2(tmp_path: Path, version: str, model: str, named: str) -> None:
+    package = tmp_path / f"packages-{version}" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f"__version__ = {version!r}\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "dynamo.vllm", "--model", model],
+        env={**os.environ, "PYTHONPATH": str(package.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stderr.strip().splitlines()[-1:]) == (2, [f"InvalidArgument: {named}"])
+    assert len(ended.stderr.splitlines()) == 1
