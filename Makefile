@@ -66,6 +66,9 @@ bench: $(VENV)/.dev ## CPU per token against the bars (ARGS="--repeats 5 --only 
 bench-native: $(VENV)/.dev ## the same cases against the native system, and the ratios (set DYNAMO_NATIVE_PYTHON)
 	@$(BIN)/python benchmarks/native.py $(ARGS)
 
+bench-vllm: $(VENV)/.dev ## vLLM behind us against `vllm serve`, in turns, and KV routing against round-robin (set DYNAMO_VLLM_PYTHON; ARGS="--rounds 1")
+	@$(BIN)/python benchmarks/vllm.py $(ARGS)
+
 bench-routing: $(VENV)/.dev ## router modes and policies side by side in virtual time, against their bars (ARGS="--seeds 0-2 --jobs 2")
 	@mkdir -p bench-results
 	@$(BIN)/dynamo bench replay --json bench-results/routing.json --html bench-results/routing.html --svg bench-results/routing.svg $(ARGS)
@@ -102,4 +105,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test test-all coverage check house docs format bench bench-native bench-routing soak mutants test-fresh test-fuzz test-faults fault-table test-engines test-rust test-interop clean
+.PHONY: help serve test test-all coverage check house docs format bench bench-native bench-vllm bench-routing soak mutants test-fresh test-fuzz test-faults fault-table test-engines test-rust test-interop clean

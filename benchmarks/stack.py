@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,9 +73,15 @@ def post(port: int, body: dict[str, Any], timeout: float = 10) -> dict[str, Any]
 
 @contextlib.contextmanager
 def processes(
-    commands: Mapping[str, Sequence[str]], port: int, env: Mapping[str, str], folder: Path
+    commands: Mapping[str, Sequence[str]],
+    port: int,
+    env: Mapping[str, str],
+    folder: Path,
+    *,
+    patience_seconds: float = PATIENCE_SECONDS,
+    is_up: Callable[[], bool] | None = None,
 ) -> Iterator[Stack]:
-    """Start `commands`, wait for the first answer on `port`, stop all at the end."""
+    """Start `commands`, wait for the first answer on `port` (or for `is_up`), stop all at the end."""
     with (folder / "log").open("wb") as log:
         begun = time.perf_counter()
         running = {
@@ -85,10 +91,13 @@ def processes(
             body = {"model": "bench", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
             while True:
                 try:
-                    post(port, body)
-                    break
+                    if is_up is None:
+                        post(port, body)
+                    if is_up is None or is_up():
+                        break
+                    raise OSError("not yet")
                 except (OSError, ValueError, urllib.error.URLError):
-                    is_late = time.perf_counter() - begun > PATIENCE_SECONDS
+                    is_late = time.perf_counter() - begun > patience_seconds
                     if is_late or any(process.poll() is not None for process in running.values()):
                         tail = (folder / "log").read_text()[-3000:]
                         raise RuntimeError(f"the stack did not come up:\n{tail}") from None
