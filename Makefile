@@ -87,7 +87,7 @@ test-fresh: $(VENV)/.dev ## the README and what `dynamo new` prints, typed into 
 	@FRESH=1 $(BIN)/python -m pytest -q -m fresh tests/process/cli/test_new_package.py tests/process/docs/test_fresh_clone.py -rs $(ARGS)
 
 test-engines: $(VENV)/.dev ## the reference engine against transformers (`engines` extra), guided decoding at length, vLLM (set DYNAMO_VLLM_PYTHON)
-	@GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/process/reference tests/unit/reference tests/process/vllm -rs $(ARGS)
+	@GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/process/reference tests/unit/reference tests/process/vllm tests/process/engines -rs $(ARGS)
 
 test-faults: $(VENV)/.dev ## workers lost at every token; etcd frozen, killed and wiped for minutes; 30 workers restarted in turn; drains and rolling restarts
 	@FAULTS=1 STALL_MINUTES=$${STALL_MINUTES:-10} $(BIN)/python -m pytest -q -m faults tests/long/faults tests/process/reference/test_disaggregated_processes.py -rs $(ARGS)

@@ -57,6 +57,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "_core": FACADE | {"bindings"},
     "reference": FACADE | {"reference"},
     "vllm": WORKER | {"vllm"},
+    "llamacpp": WORKER | {"llamacpp"},
     "mocker": FACADE | {"scheduling", "mocker"},
     "replay": frozenset({"errors", "kv", "placement", "router", "scheduling", "mocker", "replay"}),
     "supervise": frozenset({"errors", "protocol", "runtime", "supervise"}),

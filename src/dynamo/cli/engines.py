@@ -20,6 +20,8 @@ __all__ = ["BUILT_IN", "class_path", "load_engine", "source_directory"]
 BUILT_IN: Final[dict[str, str]] = {
     "reference": "dynamo.reference.engine:ReferenceEngine",
     "sample": "dynamo.engines.sample.engine:SampleLLMEngine",
+    "llamacpp": "dynamo.llamacpp.engine:LlamaCppEngine",
+    "llamacpp-text": "dynamo.llamacpp.text_engine:LlamaCppTextEngine",
     "vllm": "dynamo.vllm.engine:VllmEngine",
 }
 """The engines that come with us, by the name a person types."""

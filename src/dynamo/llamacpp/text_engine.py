@@ -1,0 +1,78 @@
+"""llama.cpp as an engine of text, for a GGUF file alone: llama.cpp has tokenizer and template, and answers in OpenAI's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any, ClassVar, Final, Self
+
+from dynamo.contract.config import WorkerConfig
+from dynamo.contract.engine import EngineConfig, RawEngine, RawRequest, RawResponseChunk
+from dynamo.contract.health_check import build_raw_health_check_payload
+from dynamo.errors import InvalidArgument
+from dynamo.llamacpp.arguments import LlamaArguments, read_arguments
+from dynamo.llamacpp.slots import LlamaSlots, map_llama_error
+from dynamo.protocol.model_types import ModelInput
+from dynamo.runtime.context import Context
+
+__all__ = ["LlamaCppTextEngine"]
+
+CHAT: Final = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
+COMPLETION_TOKENS: Final = 16  # OpenAI's default of a completion, where chat goes on to the context's end
+
+# Members of a body that name no option of the answer, or that llama.cpp must not see.
+OWN: Final = frozenset({"model", "stream", "stream_options", "nvext", "user", "metadata", "store"})
+
+
+class LlamaCppTextEngine(RawEngine):
+    """Serves a GGUF file with llama.cpp, text in and out."""
+
+    has_child_processes: ClassVar[bool] = True
+
+    def __init__(self, arguments: LlamaArguments) -> None:
+        self._arguments = arguments
+        self._llama = LlamaSlots(arguments)
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
+        arguments, worker = await asyncio.to_thread(read_arguments, argv, model_input=ModelInput.Text)
+        return cls(arguments), worker
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        await self._llama.start()
+        return EngineConfig(model=str(self._arguments.file), served_model_name=self._arguments.served_name)
+
+    async def generate(self, request: RawRequest, context: Context) -> AsyncGenerator[RawResponseChunk, None]:
+        path, body = self._call(request)
+        head = {"id": context.id(), "model": request.get("model") or self._arguments.served_name}
+        async with self._llama.events(path, body, context) as events:
+            async for event in events:
+                if context.is_stopped():
+                    return
+                event.pop("timings", None)  # llama.cpp's own
+                yield {**event, **head}
+
+    def _call(self, request: RawRequest) -> tuple[str, dict[str, Any]]:
+        """Return where a request goes, and its body. Raises InvalidArgument for one that is neither chat nor completion."""
+        body = {name: value for name, value in request.items() if name not in OWN and value is not None}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if isinstance(request.get("messages"), list):
+            if "max_completion_tokens" in body:
+                body["max_tokens"] = body.pop("max_completion_tokens")
+            return CHAT, body
+        if isinstance(request.get("prompt"), str | list):
+            return COMPLETIONS, {"max_tokens": COMPLETION_TOKENS, **body}
+        raise InvalidArgument("a request needs messages or a prompt: llama.cpp serves chat and completions here")
+
+    def map_error(self, error: Exception) -> Exception | None:
+        return map_llama_error(error)
+
+    async def wait_dead(self) -> str:
+        return await self._llama.wait_ended()
+
+    async def cleanup(self) -> None:
+        await self._llama.close()
+
+    async def health_check_payload(self) -> dict[str, Any] | None:
+        return build_raw_health_check_payload({"prompt": "a", "max_tokens": 1, "temperature": 0.0})

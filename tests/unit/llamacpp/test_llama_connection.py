@@ -1,0 +1,120 @@
+"""One request to llama.cpp's server over a socket, against a server that sends what llama.cpp sends."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from dynamo.errors import EngineShutdown
+from dynamo.llamacpp.connection import LlamaConnection, LlamaRefusal, call_llama, open_llama
+from support.patience import PATIENCE_SECONDS
+
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunked(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+@asynccontextmanager
+async def answering(*pieces: bytes, closes: bool = True) -> AsyncIterator[tuple[Path, Callable[[], bytes]]]:
+    """A socket that answers each request with `pieces`, one write each; and what it was asked."""
+    requests = bytearray()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests.extend(await reader.readuntil(b"\r\n\r\n"))
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        if not closes:
+            await reader.read()
+        writer.close()
+
+    with tempfile.TemporaryDirectory(prefix="llama-") as directory:  # a path of pytest may be too long for a socket
+        path = Path(directory) / "s"
+        server = await asyncio.start_unix_server(serve, path)
+        try:
+            yield path, lambda: bytes(requests)
+        finally:
+            server.close()
+            await server.wait_closed()
+
+
+async def objects(connection: LlamaConnection) -> list[object]:
+    found = []
+    while (item := await asyncio.wait_for(connection.next(), PATIENCE_SECONDS)) is not None:
+        found.append(item)
+    return found
+
+
+EVENTS = chunked(b'data: {"tokens":[1]}\n\n') + chunked(b'data: {"tokens":[2]}\n\ndata: [DONE]\n\n') + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("cut", range(0, len(EVENTS) + 1, 7))
+async def test_events_survive_any_split(cut: int) -> None:
+    async with answering(STREAM + EVENTS[:cut], EVENTS[cut:]) as (path, sent):
+        connection = await open_llama(path)
+        connection.send("POST", "/completion", "key", {"prompt": [1]})
+        assert await objects(connection) == [{"tokens": [1]}, {"tokens": [2]}]
+        connection.close()
+        assert b"Authorization: Bearer key" in sent()
+
+
+async def test_a_plain_answer_is_one_object_and_an_error_is_raised() -> None:
+    body = b'{"a": 1}'
+    async with answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body) as (path, _):
+        assert await call_llama(path, "GET", "/props", "key") == {"a": 1}
+    body = b'{"error":{"code":400,"message":"bad","type":"invalid_request_error"}}'
+    async with answering(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n" % len(body) + body) as (path, _):
+        with pytest.raises(LlamaRefusal, match="bad") as raised:
+            await call_llama(path, "GET", "/props", "key")
+        assert raised.value.status == 400
+
+
+async def test_an_error_in_the_middle_of_a_stream_is_raised_behind_what_came_before() -> None:
+    events = chunked(b'data: {"tokens":[1]}\n\ndata: {"error":{"code":500,"message":"broke"}}\n\n')
+    async with answering(STREAM + events) as (path, _):
+        connection = await open_llama(path)
+        connection.send("POST", "/completion", "key", {})
+        assert await connection.next() == {"tokens": [1]}
+        with pytest.raises(LlamaRefusal, match="broke"):
+            await connection.next()
+        connection.close()
+
+
+async def test_a_process_that_dies_in_the_middle_is_an_engine_that_is_gone() -> None:
+    async with answering(STREAM + chunked(b'data: {"tokens":[1]}\n\n')) as (path, _):
+        connection = await open_llama(path)
+        connection.send("POST", "/completion", "key", {})
+        assert await connection.next() == {"tokens": [1]}
+        with pytest.raises(EngineShutdown, match="middle of an answer"):
+            await connection.next()
+        connection.close()
+    with pytest.raises(EngineShutdown, match="not running"):
+        await open_llama(path)
+
+
+async def test_closing_wakes_whoever_waits() -> None:
+    async with answering(STREAM, closes=False) as (path, _):
+        connection = await open_llama(path)
+        connection.send("POST", "/completion", "key", {})
+        waiting = asyncio.ensure_future(connection.next())
+        await asyncio.sleep(0)
+        connection.close()
+        connection.close()
+        assert await asyncio.wait_for(waiting, PATIENCE_SECONDS) is None
+
+
+async def test_a_slow_reader_holds_the_socket_back() -> None:
+    event = chunked(b'data: {"x":"' + b"y" * 10_000 + b'"}\n\n')
+    async with answering(STREAM, *[event] * 200, b"0\r\n\r\n") as (path, _):
+        connection = await open_llama(path)
+        connection.send("POST", "/completion", "key", {})
+        first = await asyncio.wait_for(connection.next(), PATIENCE_SECONDS)
+        assert len([first, *await objects(connection)]) == 200
+        connection.close()
