@@ -28,7 +28,7 @@ REFUSED: Final = (
     --router-tracking-key-file --router-tracking-key-id --tool-call-parser --reasoning-parser
     """,
         """
-    --serve-indexer --use-remote-indexer --kserve-grpc-server --enable-anthropic-api
+    --serve-indexer --use-remote-indexer --kserve-grpc-server
     --enable-session-prefix-index
     """,
     ),
@@ -46,7 +46,7 @@ INERT: Final = _flags(
     --ais-mtp-seed --ais-nextn --ais-nextn-accept-rates --ais-perf-config --ais-system --ais-tp-size
     """,
     """
-    --dyn-debug-perf --tokenizer-fallback --trust-remote-code --strip-anthropic-preamble
+    --dyn-debug-perf --tokenizer-fallback --trust-remote-code
     """,
 )
 

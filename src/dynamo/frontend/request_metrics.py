@@ -122,6 +122,12 @@ class RequestSeries:
             series = self._routes[key] = RouteSeries(self.model(model), self._outcomes, key)
         return RequestMetrics(self._outcomes, key, series, now)
 
+    def counted(self, model: str, endpoint: str) -> None:
+        """Count a request that was answered by the frontend alone: no worker generated anything for it."""
+        key = (model, endpoint, "unary")
+        self._outcomes.started.labels(*key).inc()
+        self._outcomes.requests.labels(*key, "success", "").inc()
+
     def model(self, name: str) -> ModelSeries:
         """Return the series of a registered model."""
         found = self._models.get(name)

@@ -142,6 +142,7 @@ ROUTES: Final[Mapping[str, Setting]] = {
     "chat": _path("DYN_HTTP_SVC_CHAT_PATH", "/v1/chat/completions", "the chat route"),
     "completions": _path("DYN_HTTP_SVC_CMP_PATH", "/v1/completions", "the completions route"),
     "responses": _path("DYN_HTTP_SVC_RESPONSES_PATH", "/v1/responses", "the responses route"),
+    "messages": _path("DYN_HTTP_SVC_ANTHROPIC_PATH", "/v1/messages", "the messages route"),
     "models": _path("DYN_HTTP_SVC_MODELS_PATH", "/v1/models", "the list of models"),
     "health": _path("DYN_HTTP_SVC_HEALTH_PATH", "/health", "the health route"),
     "live": _path("DYN_HTTP_SVC_LIVE_PATH", "/live", "the liveness route"),
@@ -284,6 +285,11 @@ class FrontendSettings(FromEnvironment):
         None, "DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC", number(0),
         "The same as a part of `max_num_batched_tokens`", flag="--active-prefill-tokens-threshold-frac", group=_CLUSTER)
 
+    anthropic_api: bool = setting(True, "DYN_ENABLE_ANTHROPIC_API", switch,
+        "Serve Anthropic's [Messages API](messages.md)", flag="--enable-anthropic-api", group=_REQUESTS)
+    strip_anthropic_preamble: bool = setting(True, "DYN_STRIP_ANTHROPIC_PREAMBLE", switch,
+        "Leave out the billing line that Claude Code puts in front of its system text: it differs in every request, and "
+        "would keep prompts from sharing a prefix", flag="--strip-anthropic-preamble", group=_REQUESTS)
     exclude_tools_when_tool_choice_none: bool = setting(True, "DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE", switch,
         "Keep the tools out of the prompt when the client sends `tool_choice: none`",
         flag="--exclude-tools-when-tool-choice-none", group=_REQUESTS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar, Final
 
-from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.errors import RequestRejected, model_not_found
 from dynamo.protocol.openai.sse import DONE, KEEP_ALIVE
 
 __all__ = ["OPENAI", "Dialect", "OpenAiDialect"]
@@ -27,6 +27,10 @@ class Dialect(ABC):
     @abstractmethod
     def stream_failure(self, rejected: RequestRejected, request_id: str) -> bytes:
         """Return the last bytes of a stream that fails once its status is sent."""
+
+    def unknown_model(self, model: str) -> RequestRejected:
+        """Return the rejection of a request for a model that is not served."""
+        return model_not_found()
 
 
 class OpenAiDialect(Dialect):

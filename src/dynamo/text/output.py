@@ -21,7 +21,6 @@ __all__ = [
     "JoinedCall",
     "Joiner",
     "OutputEvent",
-    "Part",
     "Reasoning",
     "joined",
 ]
@@ -86,9 +85,6 @@ class JoinedCall:
     id: str | None = None
 
 
-Part: TypeAlias = Content | Reasoning | JoinedCall
-
-
 @dataclass(slots=True)
 class Joined:
     """A whole answer."""
@@ -96,20 +92,17 @@ class Joined:
     content: str = ""
     reasoning: str = ""
     calls: list[JoinedCall] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list, compare=False)
-    """The same in the order in which it came; no two texts of one kind beside each other."""
 
 
 class Joiner:
     """Puts events together, however they were cut."""
 
-    __slots__ = ("_arguments", "_calls", "_dropped", "_kind", "_parts", "_texts")
+    __slots__ = ("_arguments", "_calls", "_content", "_dropped", "_reasoning")
 
     def __init__(self) -> None:
         self._dropped: set[int] = set()  # calls that are none
-        self._kind: type[Content] | type[Reasoning] | None = None  # of the text that the next piece may belong to
-        self._texts: list[str] = []  # of that text
-        self._parts: list[tuple[type[Content] | type[Reasoning], list[str]] | int] = []  # in order; a call's number
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
         self._calls: list[JoinedCall] = []
         self._arguments: list[list[str]] = []  # of each call
 
@@ -118,12 +111,10 @@ class Joiner:
         for event in events:
             match event:
                 case Content(text):
-                    self._append(Content, text)
+                    self._content.append(text)
                 case Reasoning(text):
-                    self._append(Reasoning, text)
+                    self._reasoning.append(text)
                 case CallBegan(name, call_id):
-                    self._kind = None
-                    self._parts.append(len(self._calls))
                     self._calls.append(JoinedCall(name, id=call_id))
                     self._arguments.append([])
                 case CallArguments(text, call):
@@ -131,38 +122,17 @@ class Joiner:
                 case CallEnded():
                     self._calls[-1].is_complete = True
                 case CallDropped(text):
+                    self._content.append(text)
                     self._dropped.add(len(self._calls) - 1)
-                    self._append(Content, text)
                 case _:
                     assert_never(event)
-
-    def _append(self, kind: type[Content] | type[Reasoning], text: str) -> None:
-        if kind is not self._kind:
-            self._kind, self._texts = kind, []
-            self._parts.append((kind, self._texts))
-        self._texts.append(text)
 
     def result(self) -> Joined:
         """Return the parts joined so far."""
         for call, arguments in zip(self._calls, self._arguments, strict=True):
             call.arguments = "".join(arguments)
-        parts: list[Part] = []
-        for part in self._parts:
-            if isinstance(part, int):
-                if part not in self._dropped:
-                    parts.append(self._calls[part])
-                continue
-            found = part[0]("".join(part[1]))
-            if isinstance(found, Content) and parts and isinstance(before := parts[-1], Content):
-                parts[-1] = Content(before.text + found.text)
-            else:
-                parts.append(found)
-        return Joined(
-            "".join([part.text for part in parts if isinstance(part, Content)]),
-            "".join([part.text for part in parts if isinstance(part, Reasoning)]),
-            [part for part in parts if isinstance(part, JoinedCall)],
-            parts,
-        )
+        calls = [call for number, call in enumerate(self._calls) if number not in self._dropped]
+        return Joined("".join(self._content), "".join(self._reasoning), calls)
 
 
 def joined(events: Iterable[OutputEvent]) -> Joined:

@@ -38,11 +38,15 @@ GOOD: dict[str, dict[str, Any]] = {
     "POST /v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "POST /v1/completions": {"model": "m", "prompt": "hi", "max_tokens": 4},
     "POST /v1/responses": {"model": "m", "input": "hi", "max_output_tokens": 4},
+    "POST /v1/messages": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "POST /v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
 }
 OPERATIONS = [
     "POST /v1/chat/completions",
     "POST /v1/completions",
     "POST /v1/responses",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
     "GET /v1/models",
     "GET /v1/models/{id}",
     "GET /v1/models/{id}/ready",

@@ -31,7 +31,7 @@ from dynamo.protocol.openai.responses import TokenLogprob, token_logprobs
 from dynamo.protocol.openai.sse import nvext_json, usage_json
 from dynamo.runtime.identifiers import random_uuid
 
-__all__ = ["Answer", "Api", "RenderOptions", "Renderer"]
+__all__ = ["Answer", "Api", "CountingApi", "RenderOptions", "Renderer"]
 
 R = TypeVar("R", bound=Any)
 
@@ -253,3 +253,11 @@ class Api(ABC, Generic[R]):
     @abstractmethod
     def renderer(self, answer: Answer, options: RenderOptions) -> Renderer:
         """Return the renderer of one answer."""
+
+
+class CountingApi(Api[R]):
+    """One whose requests are not answered: only the tokens of their prompts are counted (`pipeline/token_count.py`)."""
+
+    @abstractmethod
+    async def count(self, preprocessor: Preprocessor, request: R, model: ServedModel, timer: StageTimer) -> bytes:
+        """Return the body with the count. Raises what `prepare` raises, but for the length of a prompt."""

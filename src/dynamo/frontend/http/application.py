@@ -8,9 +8,9 @@ from typing import Any
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp
 
-from dynamo.frontend.apis.base import Api
 from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.apis.completions import CompletionApi
+from dynamo.frontend.apis.messages import MessagesApi, MessagesCountApi
 from dynamo.frontend.apis.responses import ResponsesApi
 from dynamo.frontend.busy_threshold import BusyThresholdRoute, LoadFollower
 from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
@@ -22,8 +22,12 @@ from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePag
 from dynamo.frontend.http.request_id import reject_route, with_request_id
 from dynamo.frontend.http.routes import InferenceFirst
 from dynamo.frontend.pipeline.inference import Call, Pipeline
+from dynamo.frontend.pipeline.token_count import TokenCountCall
 from dynamo.protocol.dialect import OPENAI
+from dynamo.protocol.messages.schema import MESSAGES_API
 from dynamo.protocol.openai.errors import route_not_found
+from dynamo.protocol.openai.schema import ApiDescription
+from dynamo.protocol.responses.schema import RESPONSES_API
 
 __all__ = ["FrontendRoutes", "UnmatchedPath"]
 
@@ -43,8 +47,12 @@ class FrontendRoutes:
     def for_clients(self) -> ASGIApp:
         """Return the application that serves the API, its pages, and the admin routes where these share its port."""
         paths = self._settings.paths
-        apis: Mapping[str, Api[Any]] = {"chat": ChatApi(), "completions": CompletionApi(), "responses": ResponsesApi()}
-        inference = {paths[name]: self._inference(api) for name, api in apis.items()}
+        inference = {
+            paths["chat"]: self._inference(Call(ChatApi(), self._pipeline)),
+            paths["completions"]: self._inference(Call(CompletionApi(), self._pipeline)),
+            paths["responses"]: self._inference(Call(ResponsesApi(), self._pipeline)),
+            **(self._messages(paths["messages"]) if self._settings.anthropic_api else {}),
+        }
         routes = InferenceFirst(inference, self._routes(inference), UnmatchedPath(inference))
         return _with_cors(routes, self._settings.cors_origins)
 
@@ -68,7 +76,7 @@ class FrontendRoutes:
             ),
             _Endpoint(paths["live"], LiveRoute(pipeline.admission), "GET"),
             _Endpoint(paths["metrics"], MetricsRoute(pipeline.metrics, self._offload, self._peers), "GET"),
-            _Endpoint("/openapi.json", OpenApiRoute(), "GET"),
+            _Endpoint("/openapi.json", OpenApiRoute(self._described()), "GET"),
             *self._pages(),
             *self._admin_routes(
                 self._busy_threshold() if serves_admin_with_api(self._settings) else AdminElsewhere(self._settings)
@@ -91,8 +99,18 @@ class FrontendRoutes:
             _Endpoint(SCRIPT_PATH, ScriptRoute(), "GET"),
         )
 
-    def _inference(self, api: Api[Any]) -> InferenceRoute:
-        call = Call(api, self._pipeline)
+    def _described(self) -> Sequence[ApiDescription]:
+        return (RESPONSES_API, *((MESSAGES_API,) if self._settings.anthropic_api else ()))
+
+    def _messages(self, path: str) -> dict[str, InferenceRoute]:
+        strips = self._settings.strip_anthropic_preamble
+        counts = TokenCountCall(MessagesCountApi(strips_billing_header=strips), self._pipeline)
+        return {
+            path: self._inference(Call(MessagesApi(strips_billing_header=strips), self._pipeline)),
+            f"{path.rstrip('/')}/count_tokens": self._inference(counts),
+        }
+
+    def _inference(self, call: Call) -> InferenceRoute:
         return InferenceRoute(call, body_limit_bytes=self._settings.limits.body_limit_bytes, budget=self._budget)
 
     def _busy_threshold(self) -> SameSiteOnly:
@@ -122,7 +140,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_methods=["GET", "POST"],
         allow_headers=["*"],  # client libraries add headers of their own
         allow_credentials=not any_origin,
-        expose_headers=["x-request-id", "retry-after", "server-timing"],
+        expose_headers=["x-request-id", "request-id", "retry-after", "server-timing"],
     )
 
     async def named(scope: Scope, receive: Receive, send: Send) -> None:

@@ -6,7 +6,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dynamo.frontend.http.request_id import HEADER, client_request_id
+from dynamo.frontend.http.request_id import client_request_id
+from dynamo.protocol.dialect import OPENAI
+from dynamo.protocol.messages.errors import MESSAGES, VERSION_HEADER
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.runtime.http import Rejection
 
@@ -54,6 +56,10 @@ def render_rejection(
     rejected = RequestRejected(
         rejection.status, rejection.text, retry_after_seconds=rejection.retry_after_seconds, limit=rejection.limit
     )
-    request_id = client_request_id(dict(request_headers)) or str(uuid.uuid4())
+    given = dict(request_headers)
+    request_id = client_request_id(given) or str(uuid.uuid4())
+    # Of a refused request not even the path may be known; Anthropic's clients name the version of their API in a header.
+    dialect = MESSAGES if VERSION_HEADER in given else OPENAI
     headers = {name.lower().encode(): value.encode() for name, value in rejected.headers().items()}
-    return {b"content-type": b"application/json", HEADER: request_id.encode(), **headers}, rejected.body()
+    named = dict.fromkeys(dialect.id_headers, request_id.encode())
+    return {b"content-type": b"application/json", **named, **headers}, dialect.error_body(rejected, request_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 from urllib.parse import unquote_to_bytes
 
@@ -12,15 +12,16 @@ import msgspec
 
 from dynamo.frontend.admission.model import Reason, Urgency
 from dynamo.frontend.admission.process import Admission, Stage
-from dynamo.frontend.http.asgi import Receive, Scope, Send, first_headers, reply, reply_rejected
+from dynamo.frontend.http.asgi import Receive, Scope, Send, first_headers, reply
 from dynamo.frontend.http.offload import Offload
+from dynamo.frontend.http.request_id import reject_route
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.settings import FrontendSettings
-from dynamo.protocol.openai.errors import model_not_found
-from dynamo.protocol.openai.schema import openapi_json
-from dynamo.protocol.responses.schema import RESPONSES_API
+from dynamo.protocol.dialect import OPENAI, Dialect
+from dynamo.protocol.messages.errors import MESSAGES, VERSION_HEADER
+from dynamo.protocol.openai.schema import ApiDescription, openapi_json
 from dynamo.runtime.metrics import CONTENT_TYPE
 
 __all__ = ["HealthRoute", "LiveRoute", "MetricsRoute", "ModelsRoute", "OpenApiRoute", "Peers"]
@@ -156,12 +157,13 @@ class MetricsRoute:
 class OpenApiRoute:
     """`/openapi.json`; built on first use, because most frontends never serve it."""
 
-    def __init__(self) -> None:
+    def __init__(self, further: Sequence[ApiDescription] = ()) -> None:
+        self._further = further
         self._body: bytes | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._body is None:
-            self._body = openapi_json(further=[RESPONSES_API])
+            self._body = openapi_json(further=self._further)
         await reply(send, 200, self._body)
 
 
@@ -177,7 +179,8 @@ class ModelsRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = _model_id(scope, self._base)
-        anthropic = b"anthropic-version" in first_headers(scope)
+        anthropic = VERSION_HEADER in first_headers(scope)
+        dialect: Dialect = MESSAGES if anthropic else OPENAI
         if not name:
             await reply(send, 200, _encode(self._list(anthropic)))
             return
@@ -186,13 +189,13 @@ class ModelsRoute:
         if ready is not None and not self._models.is_registered(name):
             body = self._models.readiness(ready["id"])
             if body is None:
-                await reply_rejected(send, model_not_found())
+                await reject_route(scope, send, dialect.unknown_model(ready["id"]), dialect)
             else:
                 await reply(send, 200 if body["ready"] else 503, _encode(body))
             return
         found = self._models.lookup(name)
         if found is None:
-            await reply_rejected(send, model_not_found())
+            await reject_route(scope, send, dialect.unknown_model(name), dialect)
         else:
             await reply(send, 200, _encode(self._describe(found, name, anthropic)))
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.records import ModelCard
 
-__all__ = ["LengthLimits", "too_long"]
+__all__ = ["LengthLimits", "PromptTooLong"]
 
 
 class LengthLimits(NamedTuple):
@@ -34,7 +34,13 @@ class LengthLimits(NamedTuple):
         """Refuse a prompt that cannot fit, before a worker is bothered."""
         longest = max(map(len, prompts), default=0)
         if self.prompt is not None and longest >= self.prompt:
-            raise too_long(self.prompt, str(longest), is_chat=is_chat)
+            raise PromptTooLong(self.prompt, str(longest), is_chat=is_chat)
+
+    def clamp(self, stops: dict[str, Any], prompt_tokens: int) -> None:
+        """Cut the token limit of a request to what the model has left behind the prompt."""
+        limits = [limit for limit in (self.context, self.combined) if limit is not None]
+        if limits and stops["max_tokens"] is not None:
+            stops["max_tokens"] = max(1, min(stops["max_tokens"], min(limits) - prompt_tokens))
 
     def fill_in(self, stops: dict[str, Any], prompts: Sequence[list[int]], *, is_chat: bool) -> None:
         """Check or set the token limit of a request to a model with a budget."""
@@ -56,12 +62,15 @@ class LengthLimits(NamedTuple):
             )
 
 
-def too_long(limit: int, found: str, *, is_chat: bool) -> RequestRejected:
-    """Return the rejection of a prompt of `found` tokens."""
-    return RequestRejected(
-        400,
-        f"This model's maximum context length is {limit} tokens. However, your messages resulted in {found} "
-        "tokens. Please reduce the length of the messages.",
-        param="messages" if is_chat else "prompt",
-        code="context_length_exceeded",
-    )
+class PromptTooLong(RequestRejected):
+    """A prompt of `found` tokens, a number or a lower bound in words, where fewer than `limit_tokens` fit."""
+
+    def __init__(self, limit_tokens: int, found: str, *, is_chat: bool) -> None:
+        super().__init__(
+            400,
+            f"This model's maximum context length is {limit_tokens} tokens. However, your messages resulted in {found} "
+            "tokens. Please reduce the length of the messages.",
+            param="messages" if is_chat else "prompt",
+            code="context_length_exceeded",
+        )
+        self.limit_tokens, self.found = limit_tokens, found

@@ -35,7 +35,7 @@ from dynamo.frontend.pipeline.stage_timer import QUEUE, StageTimer, wants_stage_
 from dynamo.frontend.request_metrics import UNKNOWN_MODEL, RequestType
 from dynamo.frontend.settings import KEEP_ALIVE_SECONDS, FrontendSettings
 from dynamo.protocol.openai.body import BodyLimits
-from dynamo.protocol.openai.errors import RequestRejected, model_not_found, model_not_ready
+from dynamo.protocol.openai.errors import RequestRejected, model_not_ready
 from dynamo.protocol.openai.headers import HeaderEffects, apply_headers
 from dynamo.protocol.openai.requests import ChatRequest, Request
 from dynamo.router.stall_detector import StallDetector
@@ -211,7 +211,7 @@ class Call:
         else:
             api.validate(request)
         if model is None or not model.surface_bits & self._surface_bit:
-            raise model_not_found()
+            raise self.dialect.unknown_model(request.model)
         return Resolved(request, model, effects)
 
     def _check_plausible(self, body_bytes: int) -> None:

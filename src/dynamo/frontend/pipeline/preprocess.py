@@ -13,7 +13,7 @@ import msgspec.structs
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.models.length_limits import too_long
+from dynamo.frontend.models.length_limits import PromptTooLong
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.parsing import OutputPlan, plan_output, tell_worker, think_marks
 from dynamo.frontend.pipeline.plan import Plan
@@ -23,7 +23,7 @@ from dynamo.frontend.settings import FrontendSettings
 from dynamo.protocol.guided_limits import find_excess
 from dynamo.protocol.openai.chat_options import ChatOptions, chat_options
 from dynamo.protocol.openai.closed_schema import bounded_guidance
-from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.model_limits import check_ranks, check_token_ids
 from dynamo.protocol.openai.requests import (
@@ -77,28 +77,50 @@ class Preprocessor:
             ), None
         began = perf_counter()
         text: str | None = None
-        ids = request.token_data
+        limits, ids = model.length_limits, request.token_data
         if ids is None:
-            text = raw_prompt(request)
-            if text is None:
-                overhead.mark(PARSE)
-                prompt = await self._rendered(request, options, model)
-                text = prompt.text
-                overhead.mark(TEMPLATE)
-            else:
-                prompt = RenderedPrompt(text)
-            ids = await self._encode(model, prompt, overhead, is_chat=True)
-        limits = model.length_limits
+            prompt = await self._prompt(request, options, model, overhead)
+            text = prompt.text
+            ids = await self._encode(model, prompt, overhead, limits.context, is_chat=True)
         limits.check([ids], is_chat=True)
         if request.is_large:  # which is looked through
             plan = await self._offload(partial(self._plan, request, effects, model, [ids]))
         else:
             plan = self._plan(request, effects, model, [ids])
-        if limits.combined is not None:
+        if request.clamps_output:
+            limits.clamp(plan.body["stop_conditions"], len(ids))
+        elif limits.combined is not None:
             limits.fill_in(plan.body["stop_conditions"], plan.prompts, is_chat=True)
         plan = plan.reading(options, self._parsing(options, model, plan, text))
         self._metrics.requests.preprocess_seconds.observe(perf_counter() - began)
         return plan, text
+
+    async def count_chat(self, request: ChatRequest, model: ServedModel, overhead: StageTimer) -> int:
+        """Return how many tokens the prompt of a chat has, also of one that is too long for the model.
+
+        Raises `InvalidArgument` when the template refuses, `RequestRejected` (422) for a model that takes text.
+        """
+        if model.takes_text:
+            raise not_built(
+                f"The tokens of a prompt are not known of '{request.model}': that model takes text", "model"
+            )
+        if request.token_data is not None:
+            return len(request.token_data)
+        runtime_data = model.card.runtime_config.runtime_data
+        options = chat_options(request, default_thinking_mode=runtime_data.get("default_thinking_mode"))
+        prompt = await self._prompt(request, options, model, overhead)
+        return len(await self._encode(model, prompt, overhead, None, is_chat=True))
+
+    async def _prompt(
+        self, request: ChatRequest, options: ChatOptions, model: ServedModel, overhead: StageTimer
+    ) -> RenderedPrompt:
+        text = raw_prompt(request)
+        if text is not None:
+            return RenderedPrompt(text)
+        overhead.mark(PARSE)
+        prompt = await self._rendered(request, options, model)
+        overhead.mark(TEMPLATE)
+        return prompt
 
     async def completion(
         self, request: CompletionRequest, effects: HeaderEffects, model: ServedModel, overhead: StageTimer
@@ -110,7 +132,7 @@ class Preprocessor:
         began = perf_counter()
         sources = request.prompts()
         prompts = [
-            await self._encode(model, RenderedPrompt(prompt), overhead, is_chat=False)
+            await self._encode(model, RenderedPrompt(prompt), overhead, model.length_limits.context, is_chat=False)
             if isinstance(prompt, str)
             else prompt
             for prompt in sources
@@ -197,15 +219,16 @@ class Preprocessor:
         return prompt
 
     async def _encode(
-        self, model: ServedModel, prompt: RenderedPrompt, overhead: StageTimer, *, is_chat: bool
+        self, model: ServedModel, prompt: RenderedPrompt, overhead: StageTimer, context: int | None, *, is_chat: bool
     ) -> list[int]:
+        """Tokenise; a text that is sure to have more than `context` tokens is refused before that."""
         began = overhead.mark(PARSE)
-        limit = model.length_limits.context or MAX_PROMPT_TOKENS
+        limit = context or MAX_PROMPT_TOKENS
         if len(prompt.text) > max(PROBED_CHARACTERS, CHARACTERS_PER_TOKEN * limit):
             # Ids of a text of megabytes are hundreds of megabytes, made while no other thread may run.
             least = await self._offload(partial(_least_tokens, model.text.tokenizer, prompt.text, limit))
             if least >= limit:
-                raise too_long(limit, f"at least {least}", is_chat=is_chat)
+                raise PromptTooLong(limit, f"at least {least}", is_chat=is_chat)
         encode = _encoder(model, prompt)
         if len(prompt.text) <= self._settings.inline_tokenize_characters:
             ids = encode()

@@ -28,6 +28,7 @@ CLIENT_LEFT: Final = 499  # in logs and traces; the client does not read it
 GEN_AI_OPERATIONS: Final[Mapping[str, str]] = {
     "chat_completions": "chat",
     "completions": "text_completion",
+    "messages": "chat",
     "responses": "chat",
 }
 _OPERATION: Final = "gen_ai.operation.name"

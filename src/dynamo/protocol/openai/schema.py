@@ -15,7 +15,15 @@ from dynamo.protocol.openai.errors import phrase_of
 from dynamo.protocol.openai.responses import TokenLogprob
 from dynamo.protocol.openai.shapes import ChatRequest, CompletionRequest, Message, Tool
 
-__all__ = ["ApiDescription", "describe_generation", "describe_read", "json_content", "openapi_document", "openapi_json"]
+__all__ = [
+    "ApiDescription",
+    "describe_generation",
+    "describe_read",
+    "generation_errors",
+    "json_content",
+    "openapi_document",
+    "openapi_json",
+]
 
 _REFERENCE: Final = "#/components/schemas/{name}"
 
@@ -25,6 +33,7 @@ class ApiDescription(Struct, frozen=True):
 
     types: Sequence[Any]  # structs, which become the schemas of their names
     paths: Mapping[str, Mapping[str, Any]]  # as OpenAPI has them
+    properties: Mapping[str, Mapping[str, Any]] = {}  # of its structs, where these allow more than is checked
 
 
 # Answers are spliced or built as plain values; these types exist for the document (and for the tests that hold the
@@ -254,6 +263,9 @@ def openapi_document(
     }
     for name in ("ChatRequest", "CompletionRequest"):
         schemas[name]["description"] = f"The body of `POST /v1/{'chat/' if name == 'ChatRequest' else ''}completions`."
+    for description in further:
+        for name, properties in description.properties.items():
+            schemas[name]["properties"].update(properties)
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
@@ -332,9 +344,14 @@ def json_content(name: str) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": _REFERENCE.format(name=name)}}}
 
 
-def _errors(statuses: dict[int, str]) -> dict[str, Any]:
+def generation_errors(body: str) -> dict[str, Any]:
+    """Return the failures of an inference API whose error bodies have the schema of that name."""
+    return _errors(_GENERATION_ERRORS, body)
+
+
+def _errors(statuses: dict[int, str], body: str = "ErrorBody") -> dict[str, Any]:
     return {
-        str(status): {"description": f"{phrase_of(status)}. {text}", "content": json_content("ErrorBody")}
+        str(status): {"description": f"{phrase_of(status)}. {text}", "content": json_content(body)}
         for status, text in statuses.items()
     }
 

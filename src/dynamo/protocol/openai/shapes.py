@@ -237,6 +237,9 @@ class CommonRequest(Struct, kw_only=True, dict=True):
     is_large: ClassVar[bool] = (
         False  # its body was long, or of many values: nothing of it is looked through on an event loop
     )
+    clamps_output: ClassVar[bool] = (
+        False  # of a subclass: an answer longer than the model's context is cut, not refused
+    )
 
     model: str
     stream: bool | None = None
