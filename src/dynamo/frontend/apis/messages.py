@@ -156,7 +156,7 @@ class _MessagesRenderer(Renderer):
         return self._blocks.ends() if self._is_spliced and self._order.open is BlockKind.TEXT else None
 
     def end(self, *, with_usage: bool) -> bytes:
-        """Every stream ends with its usage."""
+        """Return the last events; every stream of this API ends with its usage."""
         begin = b"" if self._has_begun else message_start(self._id, self._answer.model_name, self._usage())
         self._order.finish()
         held = self._held.get(0)
