@@ -49,14 +49,18 @@ class ChoiceDecoder:
         output_options: Mapping[str, Any],
         *,
         include_stop_str: bool,
+        visible: frozenset[int] = frozenset(),
     ) -> None:
         """`stop_conditions` and `output_options` are those of the preprocessed request; an absent or null member is unset.
 
         `stop_token_ids` are the user's; `stop_token_ids_visible` and `stop_token_ids_hidden` are the model's ends and
         are without effect under `ignore_eos`.
+
+        `visible`: the only special tokens that are shown, whatever `skip_special_tokens` the engine was sent.
         """
         skip = output_options.get("skip_special_tokens")
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip is None or bool(skip))
+        skips = skip is None or bool(skip) or bool(visible)
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skips, visible=visible)
         self._detokenize = self._detokenizer.push  # bound once: it runs for every token
         heeds_eos = not stop_conditions.get("ignore_eos")
         self._user_ids = frozenset(stop_conditions.get("stop_token_ids") or ())

@@ -30,10 +30,18 @@ class Detokenizer:
 
     __slots__ = ("_at_start", "_pending", "_prompt_tail", "_strip", "_table", "_window", "whole")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> None:
-        table = tokenizer.pieces(skip_special_tokens=skip_special_tokens)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        visible: frozenset[int] = frozenset(),
+    ) -> None:
+        """`visible`: special tokens that are shown although special tokens are skipped."""
+        table = tokenizer.pieces(skip_special_tokens=skip_special_tokens, visible=visible)
         if table is None:
-            self._window: _Window | None = _Window(tokenizer, prompt_ids, skip_special_tokens)
+            self._window: _Window | None = _Window(tokenizer, prompt_ids, skip_special_tokens, visible)
             self._table, self._pending, self._strip = _NO_TABLE, b"", 0
             self._prompt_tail, self._at_start = 0, False
             self.whole: PieceTable | None = None
@@ -118,10 +126,12 @@ def _unfinished_tail(table: PieceTable, prompt_ids: Sequence[int]) -> bytes:
 class _Window:
     """For decoders that look at neighbours: decode a short window with and without the new ids, and show the difference."""
 
-    __slots__ = ("_ids", "_known", "_skip", "_tokenizer")
+    __slots__ = ("_ids", "_known", "_skip", "_tokenizer", "_visible")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool, visible: frozenset[int]
+    ) -> None:
+        self._tokenizer, self._skip, self._visible = tokenizer, skip_special_tokens, visible
         self._ids = list(prompt_ids[-WINDOW_TOKENS:])
         self._known = len(self._ids)  # ids whose text has been shown
 
@@ -145,4 +155,4 @@ class _Window:
         return text[len(shown) :]
 
     def _decode(self, end: int) -> str:
-        return self._tokenizer.decode(self._ids[:end], skip_special_tokens=self._skip)
+        return self._tokenizer.decode(self._ids[:end], skip_special_tokens=self._skip, visible=self._visible)

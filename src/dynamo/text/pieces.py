@@ -134,18 +134,15 @@ def byte_level_bytes(token: str) -> bytes:
         return token.encode()
 
 
-def table_for(tokenizer: HfTokenizer, *, skip_special_tokens: bool) -> PieceTable | None:
-    """Return the table of `tokenizer`'s decoder, or None where text cannot be assembled token by token."""
-    special = (
-        frozenset(t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special)
-        if skip_special_tokens
-        else frozenset()
-    )
+def table_for(tokenizer: HfTokenizer, hidden: frozenset[int]) -> PieceTable | None:
+    """Return the table of `tokenizer`'s decoder without the `hidden` tokens.
+
+    Returns None where text cannot be assembled token by token.
+    """
     size = vocabulary_size(tokenizer)
 
     def visible(token_id: int) -> str | None:
-        token = tokenizer.id_to_token(token_id) if 0 <= token_id <= MAX_ID else None
-        return None if token is None or token in special else token
+        return tokenizer.id_to_token(token_id) if 0 <= token_id <= MAX_ID and token_id not in hidden else None
 
     def per_token(convert: Callable[[str], bytes]) -> Callable[[int], bytes | None]:
         def raw(token_id: int) -> bytes | None:

@@ -97,8 +97,10 @@ class CachedTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    def decode(
+        self, ids: Sequence[int], *, skip_special_tokens: bool = True, visible: frozenset[int] = frozenset()
+    ) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, visible=visible)
 
     def token_id(self, text: str) -> int | None:
         return self._tokenizer.token_id(text)
@@ -109,8 +111,11 @@ class CachedTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
 
-    def pieces(self, *, skip_special_tokens: bool) -> PieceTable | None:
-        return self._tokenizer.pieces(skip_special_tokens=skip_special_tokens)
+    def pieces(self, *, skip_special_tokens: bool, visible: frozenset[int] = frozenset()) -> PieceTable | None:
+        return self._tokenizer.pieces(skip_special_tokens=skip_special_tokens, visible=visible)
+
+    def special_ids_in(self, texts: tuple[str, ...]) -> frozenset[int]:
+        return self._tokenizer.special_ids_in(texts)
 
     def _cut(self, text: str) -> list[str]:
         cuts = self._cuts

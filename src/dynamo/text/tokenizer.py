@@ -41,8 +41,13 @@ class Tokenizer(Protocol):
         """Return the same ids as `encode`, without holding the interpreter lock: run this method in an executor."""
         ...
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids` as a whole. Ids outside the vocabulary add nothing."""
+    def decode(
+        self, ids: Sequence[int], *, skip_special_tokens: bool = True, visible: frozenset[int] = frozenset()
+    ) -> str:
+        """Return the text of `ids` as a whole. Ids outside the vocabulary add nothing.
+
+        `visible`: special tokens that are shown although special tokens are skipped.
+        """
         ...
 
     def token_id(self, text: str) -> int | None:
@@ -57,8 +62,15 @@ class Tokenizer(Protocol):
         """Return the bytes one token adds behind other text."""
         ...
 
-    def pieces(self, *, skip_special_tokens: bool) -> PieceTable | None:
-        """Return the per-token table for streaming, shared by all streams; None when the decoder looks at neighbours."""
+    def pieces(self, *, skip_special_tokens: bool, visible: frozenset[int] = frozenset()) -> PieceTable | None:
+        """Return the per-token table for streaming, shared by all streams; None when the decoder looks at neighbours.
+
+        `visible` is as in `decode`, and one of few sets: a table is kept for each.
+        """
+        ...
+
+    def special_ids_in(self, texts: tuple[str, ...]) -> frozenset[int]:
+        """Return the special tokens that these texts hold. The texts are one of few tuples: the answers are kept."""
         ...
 
 
@@ -73,7 +85,7 @@ class BatchTokenizer(Tokenizer, Protocol):
 class JsonTokenizer:
     """A HuggingFace fast tokenizer (`tokenizer.json`)."""
 
-    __slots__ = ("_bos", "_eos", "_size", "_tables", "hf")
+    __slots__ = ("_bos", "_eos", "_found", "_size", "_special", "_tables", "hf")
 
     def __init__(self, hf: HfTokenizer, *, bos_token: str | None = None, eos_token: str | None = None) -> None:
         hf.no_truncation()  # training-time settings of some files: they would silently cut or pad a prompt
@@ -81,7 +93,9 @@ class JsonTokenizer:
         self.hf = hf
         self._size = vocabulary_size(hf)
         self._bos, self._eos = bos_token, eos_token
-        self._tables: dict[bool, PieceTable | None] = {}
+        self._special = frozenset(number for number, token in hf.get_added_tokens_decoder().items() if token.special)
+        self._tables: dict[frozenset[int], PieceTable | None] = {}  # by the tokens that are hidden
+        self._found: dict[tuple[str, ...], frozenset[int]] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -109,8 +123,13 @@ class JsonTokenizer:
             encodings = self.hf.encode_batch_fast(clean, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self, ids: Sequence[int], *, skip_special_tokens: bool = True, visible: frozenset[int] = frozenset()
+    ) -> str:
         known = [i for i in ids if 0 <= i <= MAX_ID]
+        if skip_special_tokens and visible:
+            hidden = self._special - visible
+            known, skip_special_tokens = [i for i in known if i not in hidden], False
         return str(self.hf.decode(known, skip_special_tokens=skip_special_tokens))
 
     def token_id(self, text: str) -> int | None:
@@ -128,10 +147,19 @@ class JsonTokenizer:
         table = self.pieces(skip_special_tokens=False)
         return self.decode([token_id], skip_special_tokens=False).encode() if table is None else table.data(token_id)
 
-    def pieces(self, *, skip_special_tokens: bool) -> PieceTable | None:
-        if skip_special_tokens not in self._tables:
-            self._tables[skip_special_tokens] = table_for(self.hf, skip_special_tokens=skip_special_tokens)
-        return self._tables[skip_special_tokens]
+    def pieces(self, *, skip_special_tokens: bool, visible: frozenset[int] = frozenset()) -> PieceTable | None:
+        hidden = self._special - visible if skip_special_tokens else frozenset()
+        if hidden not in self._tables:
+            self._tables[hidden] = table_for(self.hf, hidden)
+        return self._tables[hidden]
+
+    def special_ids_in(self, texts: tuple[str, ...]) -> frozenset[int]:
+        found = self._found.get(texts)
+        if found is None:
+            names = ((number, self.hf.id_to_token(number)) for number in self._special)
+            found = frozenset(number for number, name in names if name and any(name in text for text in texts))
+            self._found[texts] = found
+        return found
 
 
 class ByteTokenizer:
@@ -164,7 +192,9 @@ class ByteTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self, ids: Sequence[int], *, skip_special_tokens: bool = True, visible: frozenset[int] = frozenset()
+    ) -> str:
         return b"".join(map(_byte_piece, ids)).decode(errors="replace")
 
     def token_id(self, text: str) -> int | None:
@@ -177,8 +207,11 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return _byte_piece(token_id)
 
-    def pieces(self, *, skip_special_tokens: bool) -> PieceTable | None:
+    def pieces(self, *, skip_special_tokens: bool, visible: frozenset[int] = frozenset()) -> PieceTable | None:
         return self._table
+
+    def special_ids_in(self, texts: tuple[str, ...]) -> frozenset[int]:
+        return frozenset()
 
 
 def _byte_piece(token_id: int) -> bytes:

@@ -663,7 +663,8 @@ async def test_marks_that_are_special_or_ending_tokens_still_reach_the_parsers(h
     assert text is not None
     ids = text.text.tokenizer.encode(f"<think>hm</think>{CALL}")
     assert start + 1 in ids
-    worker.script = say(ids, finish="stop")
+    other = next(entry["id"] for entry in tokenizer["added_tokens"] if entry["special"] and entry["id"] < start)
+    worker.script = say([other, *ids[:2], other, *ids[2:], other], finish="stop")
     heard = await hear(house, tools=TOOLS)
     assert heard.said == ("", "hm", [WEATHER], "tool_calls")
     request = worker.requests[-1]

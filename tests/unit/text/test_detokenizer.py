@@ -47,6 +47,31 @@ def behind(tokenizer: Any, prompt: list[int], ids: list[int], skip: bool) -> str
     return whole[len(before) :]
 
 
+@each_case("name", BYTE_LEVEL + FALLBACK + TEXT_PIECES + WINDOWED)
+def test_of_the_special_tokens_only_those_that_are_to_be_visible_are_shown(hf: Family, name: str) -> None:
+    tokenizer = JsonTokenizer(hf(name))
+    special = sorted(number for number, token in tokenizer.hf.get_added_tokens_decoder().items() if token.special)
+    if not special:
+        tokenizer.hf.add_special_tokens(["<|mark|>"])
+        tokenizer = JsonTokenizer(tokenizer.hf)
+        special = [tokenizer.vocab_size - 1]
+    tokenizer.hf.add_special_tokens(["<|shown|>"])
+    tokenizer = JsonTokenizer(tokenizer.hf)
+    shown = tokenizer.token_id("<|shown|>")
+    assert shown is not None
+    visible = tokenizer.special_ids_in(("<|shown|> and more", "<|sho"))
+    assert visible == {shown}
+    words = tokenizer.encode("one two")
+    ids = [*words, shown, *special, *words, shown]
+    bare = [number for number in ids if number not in special]
+    expected = tokenizer.decode(bare, skip_special_tokens=False)
+    assert tokenizer.decode(ids, visible=visible) == expected
+    for pushes in ([ids], [[number] for number in ids]):
+        detokenizer = Detokenizer(tokenizer, [], visible=visible)
+        assert "".join(map(detokenizer.push, pushes)) + detokenizer.finish() == expected
+    assert "<|shown|>" not in tokenizer.decode(ids)
+
+
 @each_case("name", BYTE_LEVEL + TEXT_PIECES + WINDOWED)
 def test_any_chunking_of_any_ids_gives_the_text_behind_the_prompt(hf: Family, name: str) -> None:
     tokenizer = JsonTokenizer(hf(name))

@@ -127,6 +127,7 @@ class TokenChoice(Choice):
             body.get("stop_conditions") or {},
             body.get("output_options") or {},
             include_stop_str=bool((body.get("sampling_options") or {}).get("include_stop_str_in_output")),
+            visible=work.plan.parsing.visible if work.plan.parsing is not None else frozenset(),
         )
         super().__init__(model, work, context, index, request)
 

@@ -5,6 +5,7 @@ Most requests have none and never come here again.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 import string
@@ -51,6 +52,7 @@ class OutputPlan:
     has_reasoning: bool = False  # its tokens are counted
     expects_reasoning: bool = False  # the engine reasons before it answers, so guidance must wait for that
     has_short_ids: bool = False  # ids of calls are nine letters or digits, as the model's templates demand
+    visible: frozenset[int] = frozenset()  # special tokens that reach the parser; the others are not shown
 
     def parser(self) -> OutputParser:
         """Make the parser of one choice."""
@@ -70,7 +72,9 @@ class OutputPlan:
 
     def counter(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> ReasoningCounter:
         """Make the token counter of one choice."""
-        return ReasoningCounter(self.machine(), Detokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens))
+        skips = skip_special_tokens or bool(self.visible)
+        detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skips, visible=self.visible)
+        return ReasoningCounter(self.machine(), detokenizer)
 
 
 class ReasoningCounter:
@@ -159,8 +163,8 @@ def tell_worker(
     body: dict[str, Any],
     *,
     closes_objects: bool = True,
-) -> None:
-    """Change the worker's request as the parsers need it.
+) -> OutputPlan:
+    """Change the worker's request as the parsers need it; return the plan with the tokens that have to be visible.
 
     - A worker that opted in gets a structural tag.
     - Guidance waits until the engine has reasoned, and an engine with a parser of its own gets the template's variables.
@@ -183,8 +187,11 @@ def tell_worker(
     if plan.has_reasoning and (variables := options.template_variables):
         extra = body["extra_args"] or {}
         body["extra_args"] = {**extra, "reasoning_parser_kwargs": {"chat_template_kwargs": dict(variables)}}
-    if body["output_options"]["skip_special_tokens"] is None and any(_is_skipped(tokenizer, mark) for mark in marks):
-        body["output_options"]["skip_special_tokens"] = False
+    visible = tokenizer.special_ids_in(marks)
+    if not visible or body["output_options"]["skip_special_tokens"] is not None:
+        return plan
+    body["output_options"]["skip_special_tokens"] = False
+    return dataclasses.replace(plan, visible=visible)
 
 
 def think_marks(config: ModelRuntimeConfig, tokenizer: Tokenizer) -> tuple[str, str] | None:
@@ -202,12 +209,6 @@ def _show_ends(form: ToolFormat, tokenizer: Tokenizer, stops: dict[str, Any]) ->
     if hidden and (shown := [token_id for token_id in hidden if token_id in ends]):
         stops["stop_token_ids_visible"] = shown
         stops["stop_token_ids_hidden"] = [token_id for token_id in hidden if token_id not in ends] or None
-
-
-def _is_skipped(tokenizer: Tokenizer, mark: str) -> bool:
-    """Return whether the mark is one token, and a special token, which shows no text."""
-    token_id = tokenizer.token_id(mark)
-    return token_id is not None and not tokenizer.decode([token_id])
 
 
 def _unified_form(config: ModelRuntimeConfig, tools: ToolFormat | None) -> UnifiedForm | None:

@@ -86,8 +86,8 @@ class ParsingStage:
             return
         counter = self._counters.get(output.choice)
         if counter is None:
-            skip = (work.plan.body.get("output_options") or {}).get("skip_special_tokens")
             prompt = work.plan.prompts[output.choice // work.plan.choices]
+            skip = (work.plan.body.get("output_options") or {}).get("skip_special_tokens")
             counter = self._counters[output.choice] = self._plan.counter(
                 tokenizer, prompt, skip_special_tokens=skip is None or bool(skip)
             )

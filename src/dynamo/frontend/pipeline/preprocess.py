@@ -167,7 +167,7 @@ class Preprocessor:
         )
         if parsing is not None and plan.body:
             closes = not self._settings.open_guided_objects
-            tell_worker(options, config, parsing, tokenizer, plan.body, closes_objects=closes)
+            parsing = tell_worker(options, config, parsing, tokenizer, plan.body, closes_objects=closes)
             self._check_guided(plan.body)
         return parsing
 

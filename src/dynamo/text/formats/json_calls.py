@@ -82,7 +82,7 @@ class NamedJson(CallForm):
     @property
     def marks(self) -> tuple[str, ...]:
         """Return the marks that must reach the parser; the first begins a call."""
-        return (self.opening, *self.outer, *self.behind_name, *self.behind_json, *self.closing)
+        return (self.opening, *self.outer, self.before_name, *self.behind_name, *self.behind_json, *self.closing)
 
     @property
     def starts(self) -> tuple[str, ...]:

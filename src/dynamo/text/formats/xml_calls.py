@@ -56,7 +56,8 @@ class TaggedXml(CallForm):
         """Return the marks that must reach the parser; the first begins a call."""
         if self.prefixes:  # its tokens, where they are special: with and without the bracket
             return (*self.prefixes, *(prefix.removeprefix("<") for prefix in self.prefixes))
-        return (*self.outer, *self.invoke, *self.closing, *self.before_invoke, *self.behind_invoke)
+        tags = (*self.invoke_end, *self.parameter, *self.parameter_end)
+        return (*self.outer, *self.invoke, *self.closing, *self.before_invoke, *self.behind_invoke, *tags)
 
     @property
     def starts(self) -> tuple[str, ...]:
