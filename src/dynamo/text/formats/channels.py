@@ -236,6 +236,7 @@ _OPEN: Final = "<|open|>"
 _CLOSE: Final = "<|close|>"
 _SEP: Final = "<|sep|>"
 _END: Final = "<|end_of_msg|>"
+_CUT_TAG: Final = re.compile(r'[\w-]*(?: [\w-]*(?:=(?:"[^"\n]*(?:"|\Z))?)?)*(?:<(?:\|(?:s(?:e(?:p\|?)?)?)?)?)?')
 _ATTRIBUTE: Final = re.compile(r'([\w-]+)="([^"]*)"')
 
 
@@ -267,7 +268,9 @@ class KimiK3:
                     continue
                 kind = yield from self._tag(s, len(mark))
                 if kind is None:  # no tag: text
-                    emit(s.take(s.at + len(mark)))
+                    if s.is_ended and _CUT_TAG.fullmatch(s.text, s.at + len(mark)) is not None:
+                        s.take_cut_mark()
+                    emit(s.take(min(s.at + len(mark), len(s.text))))
                 else:
                     emit = _emit(s, reasons=mark == _OPEN and kind == "think")
 

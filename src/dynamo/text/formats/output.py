@@ -117,6 +117,9 @@ class Output:
         name, self.name = self.name, None
         self.has_all_arguments = False
         if self._waiting is not None:
+            if is_cut and self.keeps_cut_call:
+                ends = [place for place, event in enumerate(self._waiting, 1) if isinstance(event, CallEnded)]
+                self._events += self._waiting[: ends[-1] if ends else 0]
             self._take_back()
         if is_cut and self.keeps_cut_call:
             if not self.is_open and name:

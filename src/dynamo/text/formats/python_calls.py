@@ -95,6 +95,7 @@ class PythonCalls(CallForm):
     def _call(self, s: Scanner, tools: ToolSet) -> Step[str]:
         name = tools.resolve((yield from _word(s)))
         yield from s.expect("(")
+        s.out.name = name if name in tools.names else None
         arguments: dict[str, Any] = {}
         parameters = tools.parameters(name)
         while True:

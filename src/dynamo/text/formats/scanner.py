@@ -131,6 +131,7 @@ class Scanner:
             size = start - self.at
             pieces.append(self.take(self.at + min(size, limit)))
             if size > limit or (mark is None and self.is_ended):
+                self.take_cut_mark()
                 raise NotACall
             limit -= size
             if mark is not None:
@@ -162,8 +163,15 @@ class Scanner:
             if literal is not None:
                 self.take(self.at + len(literal))
             if is_certain:
+                if literal is None and self.at < len(self.text) and self._is_begun(self.at, literals):
+                    self.take_cut_mark()
                 return literal
             yield
+
+    def take_cut_mark(self) -> None:
+        """Read the mark that the end of the text cut off, where a call had to come: it is no text."""
+        if self.is_ended and self.out.keeps_cut_call:
+            self.take(len(self.text))
 
     def expect(self, *literals: str) -> Step[str]:
         """Read the literal that has to come next."""
@@ -184,8 +192,8 @@ class Scanner:
             if literal is not None:
                 self.take(end + len(literal))
             if is_certain:
-                if literal is None and self.is_ended and self.out.keeps_cut_call and self._is_begun(end, literals):
-                    self.take(len(self.text))
+                if literal is None and self._is_begun(end, literals):
+                    self.take_cut_mark()
                 return literal
             yield
 

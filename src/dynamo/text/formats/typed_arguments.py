@@ -70,6 +70,7 @@ class ArgumentsWriter:
                 room -= len(piece)
                 held.append(piece)
             if (mark is None and s.is_ended) or not room:
+                s.take_cut_mark()
                 raise NotACall
             if mark is None:
                 yield

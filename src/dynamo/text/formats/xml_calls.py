@@ -67,7 +67,7 @@ class TaggedXml(CallForm):
         if self.prefixes:
             tag = yield from s.accept(*self.outer, *self.invoke)
             if tag is None:  # what only begins like a tag has to be read, too
-                s.take(s.at + len(mark))
+                s.take(min(s.at + len(mark), len(s.text)))
                 raise NotACall
             mark = tag
         else:
