@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import msgspec
 
-from dynamo.bindings.busy_filter import busy_filter
 from dynamo.bindings.config import KvRouterConfig, LoadThresholdConfig, TaintConstraints, check_affinity
 from dynamo.bindings.opened import Opened
 from dynamo.errors import DynamoException, InvalidArgument
@@ -30,6 +29,7 @@ from dynamo.router.kv import router as library
 from dynamo.router.kv.domains import policy_of
 from dynamo.router.kv.queue_gate import POLICY_CLASS
 from dynamo.router.kv.settings import KvRouterSettings
+from dynamo.router.standalone.busy_filter import busy_filter
 from dynamo.router.standalone.routed_endpoint import (
     RoutedAnswer,
     RoutedEndpoint,
@@ -122,7 +122,7 @@ async def _routing(
     chains = BlockChains(guesses.dump) if held is None and isinstance(guesses, ApproximateIndex) else None
     async with AsyncExitStack() as stack:
         workers = await stack.enter_async_context(routed_endpoint(endpoint, router, settings, held, needs_cards=True))
-        await stack.enter_async_context(busy_filter(workers, thresholds))
+        await stack.enter_async_context(busy_filter(workers, None if thresholds is None else thresholds.thresholds))
         yield _Routing(workers, held.chains if held is not None else chains, learns=held is None)
 
 

@@ -62,12 +62,7 @@ class LoadFollower:
     ) -> None:
         """`report_own`: reports what this process itself has booked at an endpoint, while its loads are followed."""
         self._models, self._subscribe, self._peers, self._report_own = models, subscribe, peers, report_own
-        self._default = BusyThresholds(
-            "",
-            settings.active_decode_blocks_threshold,
-            settings.active_prefill_tokens_threshold,
-            settings.active_prefill_tokens_threshold_frac,
-        )
+        self._default = settings.busy_thresholds
         self._by_model: dict[str, BusyThresholds] = {}
         self.busy_workers = BusyWorkers(models.pools, self.of)
         self._followers: dict[str, asyncio.Task[None]] = {}  # by endpoint

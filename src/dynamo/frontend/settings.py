@@ -15,6 +15,7 @@ from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_ITEMS, MAX_MEMBERS, MAX_MESSAGES
 from dynamo.protocol.openai.errors import DEFAULT_OVERLOAD_STATUS, overload_status
+from dynamo.router.busy_settings import BusySettings
 from dynamo.router.conditional import ConditionalSettings
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.runtime.addresses import LOOPBACK, bind_host
@@ -97,7 +98,6 @@ _origins: Final = SettingReader(
 _request_limit: Final = SettingReader(RequestLimit.parse, metavar="N|Nx")
 _overload_status: Final = SettingReader(_read_overload_status)
 _reasoning: Final = one_of("reasoning_content", "reasoning")
-_part: Final = number(0, 1)
 _never_at_zero: Final = off_at_zero(seconds())
 _pings: Final = off_at_zero(milliseconds())
 
@@ -166,7 +166,7 @@ def default_paths() -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrontendSettings(FromEnvironment):
+class FrontendSettings(BusySettings, FromEnvironment):
     """Sizes in bytes, times in seconds; None means off or unknown unless a meaning states otherwise."""
 
     # fmt: off
@@ -274,16 +274,6 @@ class FrontendSettings(FromEnvironment):
     enforce_disagg: bool = setting(False, "DYN_ENFORCE_DISAGG", switch,
         "A prompt that no prefill worker can take fails with 503, instead of being computed by its decode worker. "
         "See [disaggregation](disaggregation.md)", flag="--enforce-disagg", group=_CLUSTER)
-    active_decode_blocks_threshold: float | None = setting(None, "DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD", _part,
-        "A worker that says it uses more than this part (0 to 1) of its KV blocks gets no request; when all of a "
-        "model do, 529. For one model, and while it runs: [`/busy_threshold`](#busy-workers)",
-        flag="--active-decode-blocks-threshold", group=_CLUSTER)
-    active_prefill_tokens_threshold: int | None = setting(None, "DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD", integer(0),
-        "Nor one that says it has more prompt tokens under way than this",
-        flag="--active-prefill-tokens-threshold", group=_CLUSTER)
-    active_prefill_tokens_threshold_frac: float | None = setting(
-        None, "DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC", number(0),
-        "The same as a part of `max_num_batched_tokens`", flag="--active-prefill-tokens-threshold-frac", group=_CLUSTER)
 
     anthropic_api: bool = setting(True, "DYN_ENABLE_ANTHROPIC_API", switch,
         "Serve Anthropic's [Messages API](messages.md)", flag="--enable-anthropic-api", group=_REQUESTS)

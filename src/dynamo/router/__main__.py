@@ -14,6 +14,7 @@ from typing import Final
 from dynamo.errors import DynamoException, text_of
 from dynamo.kv.index import PrefixIndex
 from dynamo.router.kv.domains import policy_of
+from dynamo.router.standalone.busy_filter import busy_filter
 from dynamo.router.standalone.routed_endpoint import new_router, routed_endpoint
 from dynamo.router.standalone.service import RouterService
 from dynamo.router.standalone.settings import RouterServiceSettings
@@ -89,6 +90,7 @@ async def _serve(settings: RouterServiceSettings, of_runtime: RuntimeSettings) -
             held = PrefixIndex() if kv.reads_events else None
             router = new_router(kv, settings.block_size, policy_of(kv)[0], endpoint, held)
             workers = await stack.enter_async_context(routed_endpoint(endpoint, router, kv, held))
+            await stack.enter_async_context(busy_filter(workers, settings.busy_thresholds))
             service = await stack.enter_async_context(RouterService(workers))
             logger.info("routing to the workers of %s, blocks of %d tokens", endpoint.path, settings.block_size)
             await asked.wait()

@@ -188,6 +188,7 @@ class EncodeStage:
         if not carries_media(job.body):
             return await proceed(Onward(job.body))
         context = job.context
+        job.answering.check_room()  # before anything is encoded that no worker could take
 
         async def encode_again() -> WorkerRequest | None:
             body = await self._encode(job)

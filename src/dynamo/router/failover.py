@@ -251,6 +251,10 @@ class Failover:
         """Readmit a worker that refused the request."""
         self.attempts.readmit(worker)
 
+    def check_room(self) -> None:
+        """Raise Overloaded where every worker that may be chosen is busy; nothing is chosen."""
+        self._pool.check_room(self.placement())
+
     def must_start_over(self, error: DynamoException) -> bool:
         """Return whether the prompt has to be computed again, as a worker may have taken what it is given once."""
         return self.is_single_use and may_be_taken(error)

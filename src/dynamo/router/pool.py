@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Collection, Container, Coroutine, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
-from dynamo.errors import DynamoException, InvalidArgument, WorkerUnavailable
+from dynamo.errors import DynamoException, InvalidArgument, Overloaded, WorkerUnavailable
 from dynamo.placement import Candidate, Placement, PlacementRequest, Policy, WorkerKey, eligible, place
 from dynamo.placement.kv_transfer import topology_taints
 from dynamo.protocol.records import ModelRuntimeConfig
@@ -232,6 +232,18 @@ class ModelPool:
             return None
         policy = gate.parks(placement.selection, placement.query, context)
         return None if policy is None else gate.wait(policy, placement.selection, placement.query, context)
+
+    def check_room(self, request: PlacementRequest) -> None:
+        """Raise Overloaded where `choose` would, because of busy workers; nothing is chosen, so no turn is used up."""
+        pinned = request.pinned_instance_id
+        if pinned is not None:
+            if self.kv is not None and pinned in self._busy:
+                raise Overloaded
+        elif self._busy:
+            with contextlib.suppress(
+                InvalidArgument, WorkerUnavailable
+            ):  # `choose` raises those, when the time has come
+                eligible(request, self._in_reach(request), scope=f"model {self.name}")
 
     def has_worker(self, request: PlacementRequest) -> bool:
         """Return whether `choose` would find a worker that is not busy; nothing is chosen, so no turn is used up."""

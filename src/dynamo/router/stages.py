@@ -39,6 +39,10 @@ class AnsweringWorkers(Protocol):
         """Return what the choice of the next one may look at."""
         ...
 
+    def check_room(self) -> None:
+        """Raise Overloaded where every worker that may be chosen is busy; nothing is chosen."""
+        ...
+
     def readmit(self, worker: ChosenWorker) -> None:
         """Readmit a worker that refused the request."""
         ...
@@ -151,6 +155,7 @@ class PrefillStage:
         if self._condition is not None and (items := await self._bypass(self._condition, job, proceed)) is not None:
             return items
         router, context, attempts = self.router, job.context, PrefillAttempts()
+        job.answering.check_room()  # before a prompt is computed that no decode worker could take
         while True:
             try:
                 handoff = await router.prefill(

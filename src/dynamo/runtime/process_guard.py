@@ -17,6 +17,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -39,22 +40,39 @@ HELPER: Final = b"multiprocessing.resource_tracker"
 Started = dict[int, str]
 """Processes by number, each with the time of its start: numbers are used again."""
 
+RESTART_SECONDS: Final = 1.0  # at least between two starts: a guard that cannot live is not started in a tight loop
+
 _guard: subprocess.Popen[bytes] | None = None
+_mark: tuple[int, str] | None = None  # of which process, and the mark; all guards of a process look for the same one
+_keeper: threading.Thread | None = None
 _pipe: int | None = None  # never used; whoever holds it was forked by this process
 
 
 def guard_this_process() -> None:
-    """Start the guard of this process. Idempotent; a guard that has ended is started again. Raises OSError."""
-    global _guard, _pipe
-    if _guard is not None and _guard.poll() is None:
+    """Start the guard of this process, and see to it that there is one: a guard that ends is started again. Idempotent.
+
+    Raises OSError.
+    """
+    global _keeper, _mark, _pipe
+    if _mark is None or _mark[0] != os.getpid():  # the first call, or one in a process that was forked
+        _mark, _keeper = (os.getpid(), f"{os.getpid()}-{time.time_ns()}"), None
+    elif _guard is not None and _guard.poll() is None:
         return
-    mark = f"{os.getpid()}-{time.time_ns()}"
     if _pipe is None:
         _pipe, other_end = os.pipe()
         os.close(other_end)
+    _start_guard(_mark[1], _pipe)
+    if _keeper is None or not _keeper.is_alive():
+        # A daemon: it waits for a process that outlives this one.
+        _keeper = threading.Thread(target=_keep, args=(*_mark, _pipe), name="process guard", daemon=True)
+        _keeper.start()
+
+
+def _start_guard(mark: str, pipe: int) -> None:
+    global _guard
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     _guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, str(os.fstat(_pipe).st_ino)],
+        [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, str(os.fstat(pipe).st_ino)],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -62,6 +80,29 @@ def guard_this_process() -> None:
     )
     os.environ[MARK] = mark
     logger.debug("process %d ends the children of this process when this process is gone", _guard.pid)
+
+
+def _keep(process: int, mark: str, pipe: int) -> None:
+    """Start another guard whenever the guard of this process has ended. Runs in a thread for as long as the process lives."""
+    while True:
+        began, guard = time.monotonic(), _guard
+        assert guard is not None
+        status = guard.wait()
+        if os.getpid() != process:
+            return
+        logger.warning(
+            "the guard of child processes (process %d) ended with status %d; starting another", guard.pid, status
+        )
+        time.sleep(max(0.0, began + RESTART_SECONDS - time.monotonic()))
+        while True:
+            try:
+                _start_guard(mark, pipe)
+                break
+            except OSError as error:
+                logger.error(
+                    "the guard of child processes cannot be started, next attempt in %g s: %s", RESTART_SECONDS, error
+                )
+                time.sleep(RESTART_SECONDS)
 
 
 def descendants(of: int) -> Started:

@@ -168,8 +168,9 @@ def metadata_of(made: Setting) -> Mapping[str, Any]:
 
 
 def settings_of(kind: type, *, sections: bool = True) -> Iterator[tuple[str, Setting]]:
-    """Walk a table, and its sections unless told otherwise: each field's name with its setting."""
-    for entry in dataclasses.fields(kind):
+    """Walk a table, and its sections unless told otherwise: each field's name with its setting; inherited ones last."""
+    own = kind.__dict__.get("__annotations__", {})
+    for entry in sorted(dataclasses.fields(kind), key=lambda entry: entry.name not in own):
         if _SECTION in entry.metadata:
             if sections:
                 yield from settings_of(entry.metadata[_SECTION])

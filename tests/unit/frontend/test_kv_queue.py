@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from dynamo.errors import EngineShutdown
 from dynamo.kv.overlap import WorkerRank
 from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.records import ModelRuntimeConfig
+from dynamo.router.kv import metrics as kv_metrics
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
@@ -385,3 +389,37 @@ class Swallowed:
     """A sink for what is not to be sent."""
 
     def send_tokens(self, *_: object, **__: object) -> None: ...
+
+
+async def test_the_series_of_a_queue_go_with_their_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_metrics, "MAX_GONE", 0)
+    async with queued(tmp_path) as house:
+        work = Gated()
+        work.answer()
+        worker = await add(house, work.script)
+        assert (await ask(house, 1).done()).status == 200
+
+        def names() -> list[str]:
+            return [line for line in house.frontend.metrics.expose().decode().splitlines() if "router_queue_" in line]
+
+        assert names()
+        await worker.stop()
+        await house.gone("m")
+
+        def is_forgotten() -> bool:
+            gc.collect()  # what is forgotten is forgotten with the pool
+            return names() == []
+
+        await until(is_forgotten)
+
+
+async def test_a_prompt_is_not_computed_while_every_decode_worker_is_busy(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as house:
+        prefills = Gated()
+        types = {"model_type": ModelType.Prefill, "worker_type": WorkerType.Prefill}
+        await add(house, prefills.script, component="prefill", wait=False, **types)
+        decode = await add(house, Gated().script, worker_type=WorkerType.Decode, needs=[[WorkerType.Prefill]])
+        (served,) = house.frontend.models.served()
+        served.busy = frozenset({decode.endpoint.connection_id()})
+        assert (await ask(house, 1).done()).status == 529
+        assert prefills.arrived == []

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from dynamo.errors import DynamoException, InvalidArgument, Overloaded, Unknown, WorkerUnavailable
@@ -16,10 +17,13 @@ from dynamo.kv.overlap import Overlap, WorkerRank
 from dynamo.placement.kv_query import Trust
 from dynamo.placement.policies.kv_policies import kv_policy
 from dynamo.placement.queueing import PolicyClass, PolicyProfile, UncachedIslBucket
+from dynamo.router.__main__ import parse_router_args
 from dynamo.router.kv.on_the_way import OnTheWay
 from dynamo.router.kv.queue_gate import QueueGate, RouterRanks
 from dynamo.router.kv.router import KvRouter
 from dynamo.router.kv.sessions import PoolSessions
+from dynamo.router.peers.load_reports import LOAD_TOPIC
+from dynamo.router.standalone.busy_filter import busy_filter
 from dynamo.router.standalone.routed_endpoint import RoutedEndpoint, kv_query_of, ranks_of
 from dynamo.router.standalone.service import RouterService
 from dynamo.runtime.context import Context
@@ -294,3 +298,31 @@ async def test_a_session_stays_with_its_worker_until_that_declines() -> None:
         del pool.errors[first]
         assert await serves() == second
         assert len(pool.router.load) == 0
+
+
+async def test_a_worker_over_a_threshold_gets_no_requests() -> None:
+    async with served() as pool:
+        workers = [await pool.worker(total_kv_blocks=100) for _ in range(2)]
+        endpoint = pool.runtime.endpoint("ns.pool.generate")
+        publisher = endpoint.runtime.events.new_publisher(endpoint.event_scope, LOAD_TOPIC)
+        settings, _ = parse_router_args(
+            ["--endpoint", "ns.pool.generate", "--active-decode-blocks-threshold", "0.5"], {}
+        )
+
+        def report(worker_id: int, used: int) -> None:
+            publisher.publish(msgspec.msgpack.encode({"worker_id": worker_id, "dp_rank": 0, "kv_used_blocks": used}))
+
+        async with busy_filter(pool.workers, settings.busy_thresholds):
+            report(workers[0], 60)
+            await until(lambda: pool.workers.busy == {workers[0]})
+            for _ in range(4):
+                await pool.ask("generate", {"token_ids": PROMPT})
+            assert [len(pool.requests[each]) for each in workers] == [0, 4]
+            report(workers[1], 51)
+            await until(lambda: pool.workers.busy == set(workers))
+            with pytest.raises(Overloaded):
+                await pool.ask("generate", {"token_ids": PROMPT})
+            report(workers[0], 50)
+            await until(lambda: pool.workers.busy == {workers[1]})
+            await pool.ask("generate", {"token_ids": PROMPT})
+        await publisher.close()

@@ -395,10 +395,13 @@ class KvDomains:
         the policy classes of its name, and sessions of its own.
         """
         domain = self._domain(key)
+        kind = PoolKind(model, _PREFILL if key.role == _PREFILL else _DECODE)
+        if self._settings.profile(model).parks:
+            finalize(pool, self._series.enter(kind._asdict())).atexit = False
         return way_to_pool(
             self._settings,
             self._series.registry,
-            PoolKind(model, _PREFILL if key.role == _PREFILL else _DECODE),
+            kind,
             pool,
             domain.placement,
             relay=domain.relay.sessions,

@@ -11,6 +11,7 @@ from dynamo.kv.events import RouterEvent
 from dynamo.kv.overlap import Overlap
 from dynamo.placement.kv_query import Trust
 from dynamo.router.kv.placement import KvWatcher
+from dynamo.router.kv.queue_metrics import FAMILIES as QUEUE_FAMILIES
 from dynamo.router.kv.router import Selection
 from dynamo.router.kv_events.feed import REFUSALS
 from dynamo.runtime.metrics import Family, MetricsRegistry, add_each, observe_each
@@ -102,6 +103,7 @@ FAMILIES: Final = (
 
 _BY_NAME: Final[Mapping[str, Family]] = {family.name: family for family in FAMILIES}
 _OF_DOMAIN: Final = tuple(family.name for family in FAMILIES if set(_PROCESS) <= set(family.labels))
+_OF_QUEUE: Final = tuple(family.name for family in QUEUE_FAMILIES)
 _OF_EVENTS: Final = tuple(family.name for family in FAMILIES if "router_id" not in family.labels)
 
 Labels = tuple[tuple[str, str], ...]
@@ -214,7 +216,15 @@ class SeriesGroups:
         if len(self._gone) > MAX_GONE:
             oldest = next(iter(self._gone))
             del self._gone[oldest]
-            self.registry.forget(_OF_DOMAIN if "router_id" in dict(oldest) else _OF_EVENTS, oldest)
+            self.registry.forget(_names_of(oldest), oldest)
+
+
+def _names_of(group: Labels) -> Iterable[str]:
+    """Return the metrics of a group: of a domain, of the queue before a pool, or of the events of an endpoint."""
+    labels = dict(group)
+    if "router_id" in labels:
+        return _OF_DOMAIN
+    return _OF_QUEUE if "worker_type" in labels else _OF_EVENTS
 
 
 class EventCounters:

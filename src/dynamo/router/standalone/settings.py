@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from dynamo.router.busy_settings import BusySettings
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.settings.readers import SettingReader, integer
 from dynamo.settings.table import section, setting
@@ -22,7 +23,7 @@ def _endpoint(given: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterServiceSettings:
+class RouterServiceSettings(BusySettings):
     """What the standalone router is told."""
 
     # fmt: off

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from dynamo.bindings.config import LoadThresholdConfig
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router.busy_workers import BusyThresholds, BusyWorkers, LoadReport
 from dynamo.router.peers.load_reports import LOAD_TOPIC
@@ -48,17 +47,13 @@ class _Pool:
 
 
 @asynccontextmanager
-async def busy_filter(workers: RoutedEndpoint, config: LoadThresholdConfig | None) -> AsyncIterator[None]:
+async def busy_filter(workers: RoutedEndpoint, thresholds: BusyThresholds | None) -> AsyncIterator[None]:
     """Exclude busy workers for as long as the block runs. Without a threshold nothing is followed."""
-    if config is None or not config.thresholds.is_set:
+    if thresholds is None or not thresholds.is_set:
         yield
         return
     pool, endpoint = _Pool(workers), workers.endpoint
-
-    def thresholds(_model: str) -> BusyThresholds:
-        return config.thresholds
-
-    busy = BusyWorkers(lambda: (pool,), thresholds)
+    busy = BusyWorkers(lambda: (pool,), lambda _model: thresholds)
     try:
         async with (
             endpoint.runtime.events.subscribe(endpoint.event_scope, LOAD_TOPIC) as events,
