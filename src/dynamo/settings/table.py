@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import enum
 import logging
 from collections.abc import Iterator, Mapping
@@ -169,7 +170,7 @@ def metadata_of(made: Setting) -> Mapping[str, Any]:
 
 def settings_of(kind: type, *, sections: bool = True) -> Iterator[tuple[str, Setting]]:
     """Walk a table, and its sections unless told otherwise: each field's name with its setting; inherited ones last."""
-    own = kind.__dict__.get("__annotations__", {})
+    own = inspect.get_annotations(kind)
     for entry in sorted(dataclasses.fields(kind), key=lambda entry: entry.name not in own):
         if _SECTION in entry.metadata:
             if sections:
