@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import enum
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
