@@ -6,7 +6,6 @@ A configuration may name what this system has not built: it is a value, and may 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any, Final, Literal
@@ -15,6 +14,7 @@ import msgspec
 
 from dynamo.placement import RouterMode
 from dynamo.router.busy_workers import BusyThresholds
+from dynamo.router.kv.native_config import FORMER_MEMBERS, NativeKvConfig, checked, not_built, settings_of_native
 from dynamo.router.kv.settings import KvRouterSettings
 
 __all__ = ["KvRouterConfig", "LoadThresholdConfig", "RouterConfig", "TaintConstraints", "check_affinity"]
@@ -22,93 +22,7 @@ __all__ = ["KvRouterConfig", "LoadThresholdConfig", "RouterConfig", "TaintConstr
 MAX_AFFINITY_SECONDS: Final = 31_536_000  # a year
 
 
-class _Values(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Every member of the native configuration."""
-
-    overlap_score_credit: float = 1.0
-    overlap_score_credit_decay: float = 0.0
-    prefill_load_scale: float = 1.0
-    decode_active_request_weight: float = 0.0
-    overlap_score_weight: float | None = None
-    host_cache_hit_weight: float = 0.75
-    disk_cache_hit_weight: float = 0.25
-    router_temperature: float = 0.0
-    use_kv_events: bool = True
-    router_replica_sync: bool = False
-    router_track_active_blocks: bool = True
-    router_track_output_blocks: bool = False
-    router_assume_kv_reuse: bool = True
-    router_track_prefill_tokens: bool = True
-    router_tracking_hash: str = "public-xxh3-v1"
-    router_tracking_key_file: str | None = None
-    router_tracking_key_id: str | None = None
-    router_prefill_load_model: str = "none"
-    router_ttl_secs: float = 120.0
-    router_approximate_cache_policy: str = "ttl"
-    router_queue_threshold: float | None = None
-    router_policy_config: str | None = None
-    router_prefill_policy: str | None = None
-    router_decode_policy: str | None = None
-    router_event_threads: int = 4
-    router_queue_policy: str = "fcfs"
-    use_remote_indexer: bool = False
-    serve_indexer: bool = False
-    enable_session_prefix_index: bool = False
-    shared_cache_multiplier: float | None = None
-    shared_cache_type: str = "none"
-    router_predicted_ttl_secs: float | None = None
-    conditional_disagg_enabled: bool = False
-    conditional_disagg_policy: str = "isl_bounding"
-    conditional_disagg_eff_isl_threshold: int = 2048
-    conditional_disagg_eff_isl_ratio_threshold: float = 0.7
-    conditional_disagg_prefill_busy_threshold: float | None = None
-    conditional_disagg_decode_busy_threshold: float | None = None
-
-
-_FIELDS: Final = frozenset(_Values.__struct_fields__)
-_NOT_NEGATIVE: Final = (
-    "overlap_score_credit",
-    "overlap_score_credit_decay",
-    "prefill_load_scale",
-    "decode_active_request_weight",
-    "overlap_score_weight",
-    "router_temperature",
-    "router_ttl_secs",
-    "router_queue_threshold",
-    "router_predicted_ttl_secs",
-    "conditional_disagg_eff_isl_threshold",
-    "conditional_disagg_prefill_busy_threshold",
-    "conditional_disagg_decode_busy_threshold",
-)
-_PARTS: Final = (
-    "host_cache_hit_weight",
-    "disk_cache_hit_weight",
-    "shared_cache_multiplier",
-    "conditional_disagg_eff_isl_ratio_threshold",
-)
-_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
-    "router_approximate_cache_policy": ("ttl", "lru"),
-    "router_queue_policy": ("fcfs", "lcfs", "wspt"),
-    "router_prefill_load_model": ("none", "ais"),
-    "router_tracking_hash": ("public-xxh3-v1", "keyed-xxh3-v1"),
-    "shared_cache_type": ("none", "hicache"),
-    "conditional_disagg_policy": ("isl_bounding", "prefill_load", "isl_or_load"),
-}
-# Members of older configurations that have no effect any more, and what they may be.
-_FORMER: Final = ("durable_kv_events", "router_snapshot_threshold", "router_reset_states", "skip_initial_worker_wait")
-# What a KvRouter of this package refuses, and the value that does not ask for it.
-_NOT_BUILT: Final[Mapping[str, object]] = {
-    "router_prefill_policy": None,
-    "router_decode_policy": None,
-    "router_prefill_load_model": "none",
-    "router_tracking_hash": "public-xxh3-v1",
-    "use_remote_indexer": False,
-    "serve_indexer": False,
-    "shared_cache_type": "none",
-    "conditional_disagg_enabled": False,
-}
-
-
+_FIELDS: Final = frozenset(NativeKvConfig.__struct_fields__)
 # Members that a model card always has, in the native order, and those that it has where they are set.
 _IN_CARDS: Final = (
     *("overlap_score_credit", "overlap_score_credit_decay", "prefill_load_scale", "host_cache_hit_weight"),
@@ -146,48 +60,13 @@ _MODES: Final[Mapping[RouterMode, str]] = {
 }
 
 
-def _read(given: Mapping[str, object]) -> _Values:
+def _read(given: Mapping[str, object]) -> NativeKvConfig:
     """Return the values of keyword arguments. Raises TypeError and ValueError that name the argument."""
     try:
-        values = msgspec.convert(given, _Values)
+        values = msgspec.convert(given, NativeKvConfig)
     except msgspec.ValidationError as error:
         raise TypeError(str(error)) from error
-    return _checked(values)
-
-
-def _checked(values: _Values) -> _Values:
-    """Return the values with `overlap_score_weight` spread over what it stands for. Raises ValueError naming a field."""
-    for name in _NOT_NEGATIVE:
-        value = getattr(values, name)
-        if value is not None and not 0 <= value < math.inf:  # NaN is neither
-            raise ValueError(f"{name} must be a finite, non-negative number, got {value}")
-    for name in _PARTS:
-        value = getattr(values, name)
-        if value is not None and not 0 <= value <= 1:
-            raise ValueError(f"{name} must be between 0 and 1, got {value}")
-    for name, choices in _CHOICES.items():
-        if getattr(values, name) not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(values, name)!r}")
-    if values.router_event_threads < 1:
-        raise ValueError("router_event_threads must be at least 1")
-    if values.router_approximate_cache_policy == "lru" and values.use_kv_events:
-        raise ValueError("router_approximate_cache_policy=lru needs use_kv_events=False")
-    if values.router_predicted_ttl_secs is not None and not values.use_kv_events:
-        raise ValueError("router_predicted_ttl_secs needs use_kv_events=True")
-    if values.enable_session_prefix_index and not values.use_kv_events:
-        raise ValueError("enable_session_prefix_index needs use_kv_events=True")
-    has_key = values.router_tracking_key_file is not None and values.router_tracking_key_id is not None
-    has_part = values.router_tracking_key_file is not None or values.router_tracking_key_id is not None
-    is_keyed = values.router_tracking_hash == "keyed-xxh3-v1"
-    if is_keyed != has_part or has_part != has_key:
-        raise ValueError("keyed-xxh3-v1 needs router_tracking_key_file and router_tracking_key_id; without it neither")
-    weight = values.overlap_score_weight
-    if weight is None:
-        return values
-    credit = 0.0 if weight == 0 else values.overlap_score_credit
-    return msgspec.structs.replace(
-        values, overlap_score_weight=None, prefill_load_scale=float(weight), overlap_score_credit=credit
-    )
+    return checked(values)
 
 
 class KvRouterConfig:
@@ -252,13 +131,13 @@ class KvRouterConfig:
             given = msgspec.json.decode(config_json, type=dict[str, Any])
             if given.get("durable_kv_events"):
                 raise ValueError("durable_kv_events=true is not supported any more")
-            known = {name: value for name, value in given.items() if name not in _FORMER}
-            return KvRouterConfig._of(_checked(msgspec.convert(known, _Values)))
+            known = {name: value for name, value in given.items() if name not in FORMER_MEMBERS}
+            return KvRouterConfig._of(checked(msgspec.convert(known, NativeKvConfig)))
         except (msgspec.MsgspecError, ValueError) as error:
             raise ValueError(f"Failed to parse KvRouterConfig JSON: {error}") from error
 
     @classmethod
-    def _of(cls, values: _Values) -> KvRouterConfig:
+    def _of(cls, values: NativeKvConfig) -> KvRouterConfig:
         made = cls.__new__(cls)
         made._values = values
         return made
@@ -284,21 +163,14 @@ class KvRouterConfig:
 
         Raises NotImplementedError naming what is asked for and not built, ValueError for a policy file that is none.
         """
-        values = msgspec.structs.asdict(self._values)
-        asked = [f"{name}={values[name]!r}" for name, off in _NOT_BUILT.items() if values[name] != off]
-        if values["router_queue_policy"] == "lcfs":
-            asked.append("router_queue_policy='lcfs'")
+        asked = not_built(self._values)
         if asked:
             raise NotImplementedError(f"KvRouterConfig({', '.join(asked)}): not built in dynamo-unified's KvRouter")
-        names = KvRouterSettings.__dataclass_fields__.keys() & values.keys()
-        ttls = {name: values[name] or None for name in ("router_predicted_ttl_secs",)}
-        ttls["router_ttl_secs"] = max(values["router_ttl_secs"], 0.1)  # 100 ms is the granularity
-        settings = KvRouterSettings(policy="default", **{name: values[name] for name in names} | ttls)
-        return settings.settle({})
+        return settings_of_native(self._values, KvRouterSettings(policy="default")).settle({})
 
     def as_record(self) -> dict[str, object]:
         """Return the configuration as model cards have it."""
-        values, plain = self._values, _Values()
+        values, plain = self._values, NativeKvConfig()
         found: dict[str, object] = {name: getattr(values, name) for name in _IN_CARDS}
         for name in _IN_CARDS_IF_SET:
             if getattr(values, name) != getattr(plain, name):

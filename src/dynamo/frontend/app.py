@@ -72,8 +72,7 @@ class Frontend:
             max_models=settings.max_models,
             concurrent_loads=settings.concurrent_model_loads,
         )
-        own_loads = {} if access.kv is None else {"report_own": access.kv.load_reports}
-        self.loads = LoadFollower(settings, self.models, access.loads, peers, **own_loads)
+        self.loads = LoadFollower(settings, self.models, access.loads, peers, report_own=access.report_own)
         self.exchanges = ExchangeRegister()
         self.metrics.requests.read_stage_requests(self.exchanges.count_in_stage)
         preparing: Offload = ThreadOffload(settings.preprocess_workers) if offload is None else offload

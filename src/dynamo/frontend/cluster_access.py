@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dynamo.frontend.admission.model import AdmissionPolicy
 from dynamo.frontend.busy_threshold import LOAD_TOPIC
+from dynamo.frontend.models.card_routing import CardRouting, GroupRouting
 from dynamo.frontend.models.served import ServingRules
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.placement import Policy, RouterMode, policy_for
 from dynamo.router.kv.domains import KvDomains
+from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.router.pool import WorkerClient
 from dynamo.runtime.event_plane.base import Event
 
@@ -27,15 +30,10 @@ class ClusterAccess:
     def __init__(self, settings: FrontendSettings, runtime: DistributedRuntime) -> None:
         self._settings = settings
         self._runtime = runtime
-        self.kv: KvDomains | None = None
-        if settings.router_mode == RouterMode.KV:
-            self.kv = KvDomains(
-                settings.kv_router,
-                runtime.endpoint,
-                runtime.metrics,
-                router_id=runtime.connection_id,
-                rng=runtime.rng,
-            )
+        mode = RouterMode.of(settings.router_mode)
+        own = self._routing(mode, settings.kv_router)
+        self.cards = CardRouting(own, mode, settings.kv_router, self._routing)
+        self.kv = own.kv
 
     async def connect(self, endpoint: str) -> WorkerClient:
         """Return a client of an endpoint."""
@@ -49,20 +47,38 @@ class ClusterAccess:
         """Return how models are served."""
         settings = self._settings
         return ServingRules(
-            self._placement_policy,
+            partial(self._policy, RouterMode.of(settings.router_mode)),
             AdmissionPolicy(settings.max_requests_per_model, settings.max_queue_age_seconds, settings.capacity_share),
             enforce_disagg=settings.enforce_disagg,
             replacement_wait_seconds=settings.replacement_wait_seconds,
             rng=self._runtime.rng,
             kv=self.kv,
+            cards=self.cards,
             bypass=settings.bypass_rules(),
         )
 
-    def _placement_policy(self) -> Policy:
+    @asynccontextmanager
+    async def report_own(self, endpoint: str) -> AsyncIterator[None]:
+        """Report what this process has booked at an endpoint as load, for as long as the block runs."""
+        async with AsyncExitStack() as stack:
+            for each in self.cards.domains:
+                await stack.enter_async_context(each.load_reports(endpoint))
+            yield
+
+    def _routing(self, mode: RouterMode, settings: KvRouterSettings) -> GroupRouting:
+        """Return how workers are chosen by a mode. Raises InvalidArgument for a policy that cannot be made."""
+        runtime, kv = self._runtime, None
+        if mode is RouterMode.KV:
+            kv = KvDomains(
+                settings, runtime.endpoint, runtime.metrics, router_id=runtime.connection_id, rng=runtime.rng
+            )
+        return GroupRouting(partial(self._policy, mode), kv)
+
+    def _policy(self, mode: RouterMode) -> Policy:
         ratio = self._runtime.settings.cuda_to_cpu_ratio
-        return policy_for(RouterMode.of(self._settings.router_mode), rng=self._runtime.rng, cuda_to_cpu_ratio=ratio)
+        return policy_for(mode, rng=self._runtime.rng, cuda_to_cpu_ratio=ratio)
 
     async def aclose(self) -> None:
         """Leave the KV routing."""
-        if self.kv is not None:
-            await self.kv.aclose()
+        for each in self.cards.domains:
+            await each.aclose()

@@ -210,11 +210,7 @@ class ModelDirectory:
     def _reconcile(self, key: GroupKey) -> None:
         """Make what is served and loaded agree with the cards for one group."""
         group = self._cluster.cards.group(key)
-        if (kv := self._rules.kv) is not None:  # before a request can be placed among these workers
-            if group is None:
-                kv.remove(key)
-            else:
-                kv.update(key, kv.key(key.namespace, key.role, group.card), group.accepted)
+        self._rules.follow(key, group)
         self._loader.give_up_outdated(key, group)
         if group is None:
             self._on_group_gone(key)
@@ -248,6 +244,7 @@ class ModelDirectory:
             self._encode.group_gone(key)
         elif (served := self._served.get(key)) is None:
             self._readiness.forget(key)
+            self._rules.forget(key)
         else:
             served.set_members(())  # it is forgotten once no request may wait for a worker of it
         self._reports.forget_conflicts(self._cluster.cards)
@@ -273,6 +270,7 @@ class ModelDirectory:
         cards = self._cluster.cards
         for key in self._served.drop_abandoned(lambda key: cards.group(key) is not None):
             self._readiness.forget(key)
+            self._rules.forget(key)
             self._reports.gone(key, is_last=not cards.groups(key.model))
         self._prefill.instances_changed()
         self._cluster.changes.note()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from dynamo.frontend.models.cards import Group, GroupKey
 from dynamo.frontend.models.served import ServedModel, ServingRules
+from dynamo.protocol.model_types import WorkerType
 from dynamo.router.pool import ModelPool, WorkerClient
 from dynamo.router.prefill import PrefillRouter
 from dynamo.router.stages import PrefillStage
@@ -45,7 +46,8 @@ class PrefillPools:
         router = self._routers.get(_place(key))
         if router is None or not (self._rules.enforce_disagg or router.workers.is_reachable):
             return ()
-        return (PrefillStage(router, decoders, self._rules.bypass),)
+        bypass = None if decoders.kv is None else self._rules.bypass  # their card may say something else
+        return (PrefillStage(router, decoders, bypass),)
 
     def update(self, group: Group) -> None:
         """Take over the members of a group of prefill workers."""
@@ -61,7 +63,7 @@ class PrefillPools:
                 rng=self._rules.rng,
             )
             self._routers[_place(key)] = router
-        elif self._rules.kv is not None:
+        elif router.workers.kv is not None:
             policy = self._rules.policy(group)
             if policy is not router.workers.kv:  # other workers may have blocks of another size
                 router.workers.use(policy)
@@ -91,6 +93,7 @@ class PrefillPools:
     def leave_all_but(self, keys: Iterable[GroupKey]) -> None:
         """Leave the prefill workers of models that have no group any more."""
         for place in self._routers.keys() - {_place(key) for key in keys}:
+            self._rules.forget(GroupKey(*place, str(WorkerType.Prefill)))
             closing = self._routers.pop(place).aclose()
             if self._background.is_closed:
                 closing.close()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from dynamo.frontend.admission.model import AdmissionPolicy, ModelAdmission
+from dynamo.frontend.models.card_routing import CardRouting, GroupRouting
 from dynamo.frontend.models.cards import Group, GroupKey
 from dynamo.frontend.models.length_limits import LengthLimits
 from dynamo.frontend.models.replacement import ReplacementWaits
@@ -37,21 +38,37 @@ class ServingRules:
     """How long a model whose last worker was lost goes on taking requests, which wait for the next worker."""
     rng: random.Random | None = None
     kv: KvDomains | None = None  # in the kv mode: the placements, which are shared
+    cards: CardRouting | None = None  # what cards say of the policy; None: they are not asked
     bypass: BypassRules | None = (
         None  # which prompts of a disaggregated model decode workers compute; None: none of them
     )
 
     def policy(self, group: Group) -> Policy:
         """Return the policy by which the workers of a group are chosen."""
-        if self.kv is None:
-            return self.new_policy()
-        return self.kv.placement(self.kv.key(group.key.namespace, group.key.role, group.card))
+        routing = self.routing(group)
+        if (kv := routing.kv) is None:
+            return routing.new_policy()
+        return kv.placement(kv.key(group.key.namespace, group.key.role, group.card))
 
     def equip(self, group: Group, pool: ModelPool) -> None:
         """Let requests wait for the workers of a group, and sessions stay with them, where the settings ask for that."""
-        if self.kv is not None:
-            key = self.kv.key(group.key.namespace, group.key.role, group.card)
-            pool.on_the_way = self.kv.way(key, group.key.model, pool)
+        if (kv := self.routing(group).kv) is not None:
+            key = kv.key(group.key.namespace, group.key.role, group.card)
+            pool.on_the_way = kv.way(key, group.key.model, pool)
+
+    def routing(self, group: Group) -> GroupRouting:
+        """Return how the workers of a group are chosen: as its card says, or else by these rules."""
+        return GroupRouting(self.new_policy, self.kv) if self.cards is None else self.cards.of(group)
+
+    def follow(self, key: GroupKey, group: Group | None) -> None:
+        """Take over the workers of a group (None: it has none) before a request can be placed among them."""
+        if self.cards is not None:
+            self.cards.follow(key, group)
+
+    def forget(self, key: GroupKey) -> None:
+        """Forget what was chosen for a group that has gone, and so has what was served of it."""
+        if self.cards is not None:
+            self.cards.forget(key)
 
 
 class ServedModel(ModelPool):
