@@ -29,6 +29,7 @@ cargo test "${flags[@]}" --workspace --all-features
 cargo build "${flags[@]}" --workspace
 cd ..
 export RUST_SCRIPTED_ENGINE=$target/debug/scripted-engine RUST_SAMPLE_ENGINE=$target/debug/sample-backend
+export RUST_MOCKER=$target/debug/mocker
 "${PYTHON:-python3}" -m pytest -q -rs tests/process/rust "$@"
 RUST_WORKERS=all "${PYTHON:-python3}" -m pytest -q -rs tests/process/e2e "$@"
 RUST_WORKERS=every-second "${PYTHON:-python3}" -m pytest -q -rs tests/process/e2e/test_e2e_workers.py "$@"

@@ -298,7 +298,7 @@ fn runtime_config(config: &WorkerConfig, engine: &EngineConfig) -> Value {
     set("exclude_tools_when_tool_choice_none", json!(config.exclude_tools_when_tool_choice_none));
     set("data_parallel_start_rank", json!(engine.data_parallel_start_rank.unwrap_or(0)));
     set("data_parallel_size", json!(engine.data_parallel_size.unwrap_or(1)));
-    set("enable_local_indexer", json!(false)); // there are no KV events to ask for
+    set("enable_local_indexer", json!(config.has_local_indexer()));
     set("enable_eagle", json!(false));
     let mut data: Map<String, Value> =
         engine.runtime_data.iter().map(|(name, value)| (name.clone(), value.clone())).collect();

@@ -281,6 +281,12 @@ const SURFACES: [(&[&str], &str); 7] = [
 ];
 
 impl WorkerConfig {
+    /// Returns whether routers may ask for the KV events that they missed: decode and encode workers publish none.
+    pub(crate) fn has_local_indexer(&self) -> bool {
+        let mode = self.disaggregation_mode;
+        self.enable_local_indexer && matches!(mode, DisaggregationMode::Aggregated | DisaggregationMode::Prefill)
+    }
+
     /// Returns the first thing that makes this configuration unusable, before anything was touched.
     pub(crate) fn check(&self) -> Result<(), DynamoError> {
         if self.model_input != ModelInput::Tokens {

@@ -9,6 +9,7 @@ use serde_json::Value;
 use crate::config::EngineConfig;
 pub use crate::context::{AsyncEngineContext, GenerateContext};
 use crate::error::DynamoError;
+use crate::kv::KvEventSource;
 use crate::metrics::EngineMetrics;
 use crate::output::LLMEngineOutput;
 use crate::publishing::OnSnapshotPublisherReady;
@@ -79,6 +80,12 @@ pub trait LLMEngine: Send + Sync + 'static {
     /// Returns whether no peer reads this prefill worker's memory any more; `None`: not known, and not waited for.
     async fn is_quiescent(&self) -> Result<Option<bool>, DynamoError> {
         Ok(None)
+    }
+
+    /// Returns where the KV events of each data-parallel rank come from, once after `start()`. Without `kv_cache_block_size` in
+    /// the engine's configuration none is published.
+    async fn kv_event_sources(&self) -> Result<Vec<KvEventSource>, DynamoError> {
+        Ok(Vec::new())
     }
 
     /// Sets up metrics, once after `start()`.

@@ -26,6 +26,7 @@ const LONG: u8 = 2;
 const COMMAND: u8 = 4;
 
 /// Publishes the messages of one topic.
+#[derive(Debug)]
 pub(crate) struct EventPublisher {
     id: u64,
     topic: &'static str,

@@ -8,7 +8,7 @@ use futures::FutureExt;
 use serde_json::{Value, json};
 use tokio::sync::Mutex;
 
-use crate::discovery::Discovery;
+use crate::discovery::{self, Discovery};
 use crate::engine::LLMEngine;
 use crate::error::DynamoError;
 use crate::health::Health;
@@ -57,11 +57,10 @@ impl Instance {
     }
 
     async fn write(&self, is_there: bool) -> Result<(), DynamoError> {
-        let (discovery, key, record) = (Arc::clone(&self.discovery), self.key.clone(), self.record.clone());
-        let work = move || if is_there { discovery.put(&key, &record) } else { discovery.delete(&key) };
-        match tokio::task::spawn_blocking(work).await {
-            Ok(done) => done,
-            Err(error) => Err(DynamoError::builder().message("discovery could not be written").cause(error).build()),
+        if is_there {
+            discovery::put(&self.discovery, self.key.clone(), self.record.clone()).await
+        } else {
+            discovery::delete(&self.discovery, self.key.clone()).await
         }
     }
 

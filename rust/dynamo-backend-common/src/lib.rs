@@ -54,7 +54,7 @@
 //! # What is not built
 //!
 //! Discovery other than `file`, request and event planes other than `tcp` and `zmq`, TLS, an admin port: a setting that asks
-//! for one of these ends the start with an error that says so. The native 1.6 wire, KV events to routers, LoRA adapters and the
+//! for one of these ends the start with an error that says so. The native 1.6 wire, LoRA adapters and the
 //! export of traces over OTLP: a worker runs without them.
 
 /// The page for writers of engines: its snippets are compiled and run as they stand there.
@@ -74,10 +74,12 @@ mod flag;
 mod hash;
 mod health;
 mod instance;
+pub mod kv;
 mod load;
 mod logging;
 mod metrics;
 mod output;
+mod place;
 mod plane;
 mod publishing;
 mod random;
@@ -99,6 +101,7 @@ pub use config::{
 pub use context::{AsyncEngineContext, GenerateContext};
 pub use engine::{LLMEngine, MetricsBindings, MetricsCtx};
 pub use error::{BackendError, DynamoError, DynamoErrorBuilder, ErrorType};
+pub use kv::{KvEventPublisher, KvEventSource, OnPublisherReady};
 pub use metrics::{ComponentGauges, ComponentSnapshot, EngineMetrics, ExpositionCallback, Gauge, LifecycleGauges};
 pub use output::{
     CompletionUsage, FinishReason, LLMEngineOutput, LLMEngineOutputExt, LogProbs, PromptTokensDetails, StopReason,
@@ -109,4 +112,4 @@ pub use request::{
     BootstrapInfo, GuidedDecodingOptions, HEALTH_CHECK_KEY, OutputOptions, PrefillResult, PreprocessedRequest,
     PreprocessedRequestBuilder, RoutingHints, SamplingOptions, StopConditions,
 };
-pub use worker::{Worker, run};
+pub use worker::{Worker, run, run_many};

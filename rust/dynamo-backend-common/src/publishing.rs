@@ -1,10 +1,23 @@
-//! What an engine publishes about its KV cache: snapshots for the gauges and for the load that routers see.
+//! What an engine publishes about its KV cache: snapshots, events, and the load that routers see.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::load::Load;
+use tokio::task::JoinHandle;
+
+use crate::config::{DisaggregationMode, EngineConfig, WorkerConfig};
+use crate::discovery::{self, Discovery};
+use crate::error::DynamoError;
+use crate::events::EventPublisher;
+use crate::kv::ledger::Rank;
+use crate::kv::recovery::{self, Recovery};
+use crate::kv::{KvEventPublisher, KvEventSource, publisher};
+use crate::load::{self, Load};
 use crate::metrics::{ComponentSnapshot, EngineMetrics};
+use crate::place::Place;
+use crate::plane::Server;
+use crate::settings;
+use crate::worker::advertised;
 
 /// Receives the publisher of snapshots.
 pub type OnSnapshotPublisherReady = Box<dyn FnOnce(SnapshotPublisher) + Send>;
@@ -30,6 +43,106 @@ impl SnapshotPublisher {
             }
         } else if !self.has_complained.swap(true, Ordering::Relaxed) {
             tracing::warn!("a snapshot for rank {dp_rank} was dropped: setup_metrics() did not declare it");
+        }
+    }
+}
+
+/// The publishers of one worker, from its start until they are dropped.
+pub(crate) struct Publishing {
+    place: Place,
+    discovery: Arc<dyn Discovery>,
+    publishers: Vec<KvEventPublisher>,
+    tasks: Vec<JoinHandle<()>>,
+}
+
+impl Publishing {
+    pub(crate) fn new(place: Place, discovery: Arc<dyn Discovery>) -> Self {
+        Self { place, discovery, publishers: Vec::new(), tasks: Vec::new() }
+    }
+
+    /// Begins to report the load of an engine with KV blocks; `None` for another one.
+    pub(crate) async fn report_load(
+        &mut self,
+        config: &WorkerConfig,
+        engine: &EngineConfig,
+    ) -> Result<Option<Arc<Load>>, DynamoError> {
+        let mode = config.disaggregation_mode;
+        let Some(block_size) = engine.kv_cache_block_size else { return Ok(None) };
+        if mode == DisaggregationMode::Encode {
+            return Ok(None);
+        }
+        let first = engine.data_parallel_start_rank.unwrap_or(0);
+        let ranks = first..first.saturating_add(engine.data_parallel_size.unwrap_or(1));
+        let load = Load::new(block_size, engine.total_kv_blocks, ranks, mode != DisaggregationMode::Decode);
+        let events = self.open(load::TOPIC).await?;
+        self.tasks.push(tokio::spawn(Arc::clone(&load).report(self.place.worker_id, events)));
+        Ok(Some(load))
+    }
+
+    /// Makes a publisher for each source of KV events that the engine declared.
+    pub(crate) async fn connect(
+        &mut self,
+        sources: Vec<KvEventSource>,
+        block_size: Option<u32>,
+    ) -> Result<(), DynamoError> {
+        if sources.is_empty() {
+            return Ok(());
+        }
+        let Some(block_size) = block_size.filter(|size| *size > 0) else {
+            tracing::warn!(
+                "kv_event_sources() declared {} source(s), but EngineConfig.kv_cache_block_size is not set: no KV events are \
+                 published and KV-aware routing goes by load",
+                sources.len()
+            );
+            return Ok(());
+        };
+        for source in sources {
+            let rank = Rank { worker_id: self.place.worker_id, dp_rank: source.dp_rank() };
+            let publisher = KvEventPublisher::new(rank, block_size, self.open(publisher::TOPIC).await?);
+            self.tasks.push(tokio::spawn(publisher.clone().repeat_last()));
+            self.publishers.push(publisher.clone());
+            match source {
+                KvEventSource::Push { on_ready, .. } => on_ready(publisher),
+                KvEventSource::Zmq { endpoint, .. } => {
+                    return Err(DynamoError::invalid(format!(
+                        "kv_event_sources(): events from the ZMQ socket {endpoint} are not built into the Rust SDK: use \
+                         KvEventSource::Push"
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets routers query missed KV events, once the worker serves at `host`.
+    pub(crate) async fn serve_recovery(&self, server: &Arc<Server>, host: &str) -> Result<(), DynamoError> {
+        for publisher in &self.publishers {
+            let place = self.place.beside(recovery::endpoint_name(publisher.id()));
+            server.register(&place.route(), Arc::new(Recovery(publisher.clone())));
+            let target = place.instance_record(host);
+            discovery::put(&self.discovery, place.instance_key(), target.to_string()).await?;
+            let rank = publisher.rank().dp_rank;
+            let (key, record) = self.place.event_source(publisher::TOPIC, publisher.id(), rank, target);
+            discovery::put(&self.discovery, key, record.to_string()).await?;
+        }
+        Ok(())
+    }
+
+    /// Listens for subscribers of a topic and makes it known.
+    async fn open(&self, topic: &'static str) -> Result<Arc<EventPublisher>, DynamoError> {
+        let host = settings::text("DYN_EVENT_PLANE_HOST").unwrap_or_else(|| self.discovery.default_host().to_owned());
+        let (events, address) = EventPublisher::listen(&host, topic).await?;
+        let address = advertised(&address.ip().to_string(), address.port());
+        let (key, record) = self.place.event_channel(topic, events.id(), &address);
+        discovery::put(&self.discovery, key, record.to_string()).await?;
+        Ok(events)
+    }
+}
+
+impl Drop for Publishing {
+    fn drop(&mut self) {
+        for task in &self.tasks {
+            task.abort();
         }
     }
 }

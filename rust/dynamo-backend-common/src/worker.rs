@@ -6,11 +6,12 @@
 
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use futures::FutureExt;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinHandle;
 
@@ -19,14 +20,14 @@ use crate::config::{DisaggregationMode, EngineConfig, WorkerConfig};
 use crate::discovery::{self, Discovery};
 use crate::engine::{LLMEngine, MetricsCtx};
 use crate::error::{BackendError, DynamoError, ErrorType};
-use crate::events::EventPublisher;
 use crate::flag::Flag;
 use crate::health::{self, Health};
 use crate::instance::{self, Instance};
-use crate::load::{self, Load};
+use crate::load::Load;
 use crate::metrics::EngineMetrics;
+use crate::place::{Place, encode_path};
 use crate::plane::{Server, lock};
-use crate::publishing::SnapshotPublisher;
+use crate::publishing::{Publishing, SnapshotPublisher};
 use crate::serving::TokenServing;
 use crate::settings::{self, ListenerSettings, ShutdownTimes};
 use crate::status::Status;
@@ -90,6 +91,9 @@ pub struct Worker {
     stop: Arc<StopRequest>,
     health: Health,
     metrics: EngineMetrics,
+    /// Which of the workers of this process it is, from 0 on.
+    number: u16,
+    hears_signals: AtomicBool,
 }
 
 /// What the way up made and the way down takes back.
@@ -98,7 +102,7 @@ struct Parts {
     server: Option<Arc<Server>>,
     instance: Option<Arc<Instance>>,
     model_key: Option<String>,
-    load: Option<Arc<Load>>,
+    publishing: Option<Publishing>,
     tasks: Vec<JoinHandle<()>>,
 }
 
@@ -106,7 +110,14 @@ impl Worker {
     /// Prepares to serve an engine.
     pub fn new(engine: Arc<dyn LLMEngine>, config: WorkerConfig) -> Self {
         let stop = StopRequest { times: ShutdownTimes::from_env(), flag: Flag::default(), at: Mutex::default() };
-        Self { engine, config, stop: Arc::new(stop), health: Health::new(), metrics: EngineMetrics::default() }
+        let (health, metrics) = (Health::new(), EngineMetrics::default());
+        Self { engine, config, stop: Arc::new(stop), health, metrics, number: 0, hears_signals: AtomicBool::new(false) }
+    }
+
+    /// Makes this one of several workers of a process: fixed ports of its listeners count up by `number`, which begins at 0.
+    #[must_use]
+    pub fn numbered(self, number: u16) -> Self {
+        Self { number, ..self }
     }
 
     /// Serves until SIGTERM or SIGINT, and returns after the clean-up; the error is what failed first.
@@ -131,14 +142,21 @@ impl Worker {
         for task in &parts.tasks {
             task.abort();
         }
-        if let Some(Err(error)) = parts.model_key.as_deref().map(|key| discovery.delete(key)) {
+        drop(parts.publishing.take());
+        if let Some(key) = parts.model_key.take()
+            && let Err(error) = discovery::delete(&discovery, key).await
+        {
             tracing::warn!("leaving discovery failed, its records will expire: {error}");
         }
-        discovery.close();
+        discovery::close(discovery).await;
         outcome
     }
 
+    /// Begins the way down at SIGTERM or SIGINT. Idempotent.
     fn listen_to_signals(&self) -> Result<(), DynamoError> {
+        if self.hears_signals.swap(true, Ordering::SeqCst) {
+            return Ok(());
+        }
         for (kind, name) in [(SignalKind::terminate(), "SIGTERM"), (SignalKind::interrupt(), "SIGINT")] {
             let mut received = signal(kind).map_err(|error| {
                 DynamoError::builder().message(format!("{name} cannot be listened to")).cause(error).build()
@@ -161,6 +179,7 @@ impl Worker {
     /// Starts the status server where one is asked for; returns it with its address for others.
     async fn serve_status(&self) -> Result<Option<(Arc<Status>, String)>, DynamoError> {
         let Ok(port) = u16::try_from(settings::integer("DYN_SYSTEM_PORT", -1, -1)) else { return Ok(None) };
+        let port = shifted(port, self.number);
         let host = settings::text("DYN_SYSTEM_HOST").unwrap_or_else(|| LOOPBACK.to_owned());
         let is_local = matches!(host.as_str(), LOOPBACK | "::1" | "localhost");
         let status = Status::new(self.health.clone(), self.metrics.clone(), is_local);
@@ -226,83 +245,41 @@ impl Worker {
     ) -> Result<(), DynamoError> {
         let config = &self.config;
         let served_name = card::served_name(config, engine);
-        self.set_up_load(worker_id, engine, discovery, parts).await?;
-        self.set_up_metrics(worker_id, engine, &served_name, load_seconds, parts.load.clone()).await?;
-        let server = Server::new(ListenerSettings::from_env(), self.metrics.listener().clone())?;
-        let (listener, address) = server.bind(LOOPBACK).await?;
+        let place = Place::new(config, worker_id);
+        let mut publishing = Publishing::new(place.clone(), Arc::clone(discovery));
+        let load = if config.enable_kv_routing { publishing.report_load(config, engine).await? } else { None };
+        self.set_up_metrics(worker_id, engine, &served_name, load_seconds, load.clone()).await?;
+        if config.enable_kv_routing {
+            publishing.connect(self.engine.kv_event_sources().await?, engine.kv_cache_block_size).await?;
+        }
+        let server = Server::new(self.listener_settings(), self.metrics.listener().clone())?;
+        let (listener, address) = server.bind(discovery.default_host()).await?;
         let host = advertised(&address.ip().to_string(), address.port());
-        let place = format!("{}/{}/{}/{worker_id:x}", config.namespace, config.component, config.endpoint);
-        let route = format!("{worker_id:x}/{}/{}/{}", config.namespace, config.component, config.endpoint);
         let card = self.build_card(engine, status).await?;
-        self.engine.on_endpoint_ready(&format!("{host}/{route}")).await?;
-        let model_key = format!("v1/mdc/{place}");
-        let names = json!({
-            "namespace": config.namespace, "component": config.component, "endpoint": config.endpoint,
-            "instance_id": worker_id,
-        });
-        let model = merged(&names, json!({"type": "Model", "card_json": card}));
+        self.engine.on_endpoint_ready(&format!("{host}/{}", place.route())).await?;
+        let model_key = place.model_key();
         parts.model_key = Some(model_key.clone());
-        put(discovery, &model_key, &model)
+        discovery::put(discovery, model_key, place.model_record(&card).to_string())
+            .await
             .map_err(|error| DynamoError::builder().message(format!("model attach: {error}")).cause(error).build())?;
 
-        let record = merged(
-            &names,
-            json!({
-                "type": "Endpoint", "transport": {"tcp": format!("{host}/{route}")}, "device_type": device_type(),
-                "request_plane_codec": "msgpack", "mux": crate::wire::frames::VERSION,
-            }),
-        );
-        let key = format!("v1/instances/{place}");
-        let instance = Instance::new(Arc::clone(discovery), key, record.to_string(), self.health.clone());
+        let record = place.instance_record(&host).to_string();
+        let instance = Instance::new(Arc::clone(discovery), place.instance_key(), record, self.health.clone());
         if let Some((status, _)) = status {
             status.set_control(instance::controls(&self.engine, &instance)?);
         }
         let (namespace, component, endpoint) = (&config.namespace, &config.component, &config.endpoint);
         tracing::info!("Serving {served_name} on {namespace}.{component}.{endpoint}");
-        self.serve(server, listener, &route, parts).await;
+        self.serve(Arc::clone(&server), listener, &place.route(), load, parts).await;
+        if config.has_local_indexer() {
+            publishing.serve_recovery(&server, &host).await?;
+        }
+        parts.publishing = Some(publishing);
         instance
             .publish()
             .await
             .map_err(|error| DynamoError::builder().message(format!("serve: {error}")).cause(error).build())?;
         parts.instance = Some(instance);
-        Ok(())
-    }
-
-    /// Begins to report the load of an engine with KV blocks.
-    async fn set_up_load(
-        &self,
-        worker_id: u64,
-        engine: &EngineConfig,
-        discovery: &Arc<dyn Discovery>,
-        parts: &mut Parts,
-    ) -> Result<(), DynamoError> {
-        let (config, mode) = (&self.config, self.config.disaggregation_mode);
-        let Some(block_size) = engine.kv_cache_block_size else { return Ok(()) };
-        if !config.enable_kv_routing || mode == DisaggregationMode::Encode {
-            return Ok(());
-        }
-        let first = engine.data_parallel_start_rank.unwrap_or(0);
-        let ranks = first..first.saturating_add(engine.data_parallel_size.unwrap_or(1));
-        let load = Load::new(block_size, engine.total_kv_blocks, ranks, mode != DisaggregationMode::Decode);
-        let host = settings::text("DYN_EVENT_PLANE_HOST").unwrap_or_else(|| LOOPBACK.to_owned());
-        let (publisher, address) = EventPublisher::listen(&host, load::TOPIC).await?;
-        let (namespace, component, name) = (&config.namespace, &config.component, &config.endpoint);
-        let endpoint = format!("tcp://{}", advertised(&address.ip().to_string(), address.port()));
-        let record = json!({
-            "type": "EventChannel",
-            "scope": {
-                "kind": "endpoint", "endpoint": {"namespace": namespace, "component": component, "name": name},
-            },
-            "topic": load::TOPIC, "instance_id": publisher.id(),
-            "transport": {"kind": "Zmq", "config": {"endpoint": endpoint}},
-        });
-        let scope = ["namespace", namespace, "component", component, "endpoint", name, "topic", load::TOPIC];
-        let scope: Vec<String> =
-            scope.iter().map(|part| encode_path(part).replace('.', "%2E").replace('~', "%7E")).collect();
-        let key = format!("v1/event_channels/{}/{:x}", scope.join("/"), publisher.id());
-        put(discovery, &key, &record)?;
-        parts.tasks.push(tokio::spawn(Arc::clone(&load).report(worker_id, publisher)));
-        parts.load = Some(load);
         Ok(())
     }
 
@@ -345,6 +322,12 @@ impl Worker {
         Ok(())
     }
 
+    fn listener_settings(&self) -> ListenerSettings {
+        let mut settings = ListenerSettings::from_env();
+        settings.port = shifted(settings.port, self.number);
+        settings
+    }
+
     async fn build_card(
         &self,
         engine: &EngineConfig,
@@ -379,7 +362,14 @@ impl Worker {
         })
     }
 
-    async fn serve(&self, server: Arc<Server>, listener: tokio::net::TcpListener, route: &str, parts: &mut Parts) {
+    async fn serve(
+        &self,
+        server: Arc<Server>,
+        listener: tokio::net::TcpListener,
+        route: &str,
+        load: Option<Arc<Load>>,
+        parts: &mut Parts,
+    ) {
         let payload = health::payload(self.config.health_check_payload.as_ref(), &*self.engine).await;
         let payload = payload.filter(|_| settings::switch("DYN_HEALTH_CHECK_ENABLED", false));
         let health = self.health.clone();
@@ -392,7 +382,7 @@ impl Worker {
                 mode: self.config.disaggregation_mode,
                 metrics: Arc::clone(self.metrics.requests()),
                 server: Arc::clone(&server),
-                load: parts.load.clone(),
+                load,
                 answered: Arc::new(move || answered.answered()),
             }),
         );
@@ -530,7 +520,7 @@ fn check_environment(config: &WorkerConfig) -> Result<(), DynamoError> {
 }
 
 /// Returns HOST:PORT as others reach it.
-fn advertised(host: &str, port: u16) -> String {
+pub(crate) fn advertised(host: &str, port: u16) -> String {
     let host = if matches!(host, "0.0.0.0" | "::") { own_address() } else { host.to_owned() };
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
@@ -545,34 +535,9 @@ fn own_address() -> String {
     found.map_or_else(|_| LOOPBACK.to_owned(), |address| address.ip().to_string())
 }
 
-fn device_type() -> &'static str {
-    let none = ["", "-1", "none", "void"];
-    let hides = |name: &str, words: &[&str]| std::env::var(name).is_ok_and(|value| words.contains(&value.trim()));
-    if hides("CUDA_VISIBLE_DEVICES", &none) || hides("NVIDIA_VISIBLE_DEVICES", &none[2..]) { "cpu" } else { "cuda" }
-}
-
-fn merged(names: &Value, more: Value) -> Value {
-    let mut record = names.clone();
-    if let (Some(record), Value::Object(more)) = (record.as_object_mut(), more) {
-        record.extend(more);
-    }
-    record
-}
-
-fn put(discovery: &Arc<dyn Discovery>, key: &str, record: &Value) -> Result<(), DynamoError> {
-    discovery.put(key, &record.to_string())
-}
-
-fn encode_path(path: &str) -> String {
-    let mut text = String::with_capacity(path.len());
-    for byte in path.bytes() {
-        if byte.is_ascii_alphanumeric() || matches!(byte, b'/' | b'-' | b'.' | b'_' | b'~') {
-            text.push(char::from(byte));
-        } else {
-            text.push_str(&format!("%{byte:02X}"));
-        }
-    }
-    text
+/// Returns the port of worker `number` of a process; 0, any free port, stays that.
+fn shifted(port: u16, number: u16) -> u16 {
+    if port == 0 { 0 } else { port.saturating_add(number) }
 }
 
 /// Serves an engine until SIGTERM or SIGINT; the whole `main` of a worker.
@@ -583,6 +548,18 @@ fn encode_path(path: &str) -> String {
 /// An `InvalidArgument`, which another attempt would meet again, ends the process here with the same last line and status
 /// 2: a supervisor can tell that a restart is of no use.
 pub fn run(engine: Arc<dyn LLMEngine>, config: WorkerConfig) -> anyhow::Result<()> {
+    serve_all(vec![(engine, config)], Duration::ZERO)
+}
+
+/// Serves several engines in one process, each as a worker of its own, with a pause between two starts.
+///
+/// As [`run`]; a worker that fails leaves the others alone, and is reported when all have left. Fixed ports of the listeners
+/// count up by one for each worker.
+pub fn run_many(workers: Vec<(Arc<dyn LLMEngine>, WorkerConfig)>, pause: Duration) -> anyhow::Result<()> {
+    serve_all(workers, pause)
+}
+
+fn serve_all(workers: Vec<(Arc<dyn LLMEngine>, WorkerConfig)>, pause: Duration) -> anyhow::Result<()> {
     crate::logging::init();
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let threads = settings::integer("DYN_RUNTIME_NUM_WORKER_THREADS", cores as i64, 1);
@@ -591,7 +568,23 @@ pub fn run(engine: Arc<dyn LLMEngine>, config: WorkerConfig) -> anyhow::Result<(
         .thread_name("engine")
         .enable_all()
         .build()?;
-    let outcome = runtime.block_on(Worker::new(engine, config).run());
+    let outcome = runtime.block_on(async {
+        let worker = |(number, (engine, config))| {
+            let worker = Worker::new(engine, config).numbered(u16::try_from(number).unwrap_or(u16::MAX));
+            let stop = Arc::clone(&worker.stop);
+            async move {
+                let start = pause.saturating_mul(u32::try_from(number).unwrap_or(u32::MAX));
+                worker.listen_to_signals()?;
+                tokio::select! {
+                    () = stop.flag.wait() => return Ok(()),
+                    () = tokio::time::sleep(start) => {}
+                }
+                worker.run().await
+            }
+        };
+        let outcomes = futures::future::join_all(workers.into_iter().enumerate().map(worker)).await;
+        outcomes.into_iter().collect::<Result<(), DynamoError>>()
+    });
     // Tasks that ignore their end must not hold the process.
     runtime.shutdown_timeout(Duration::from_secs(1));
     if let Err(mistake) = &outcome

@@ -73,9 +73,12 @@ impl Entry {
 
     fn signal_itself(&self, name: &str) {
         self.note("die", &Value::Null);
-        let pid = std::process::id().to_string();
+        let (pid, name) = (std::process::id(), name.trim_start_matches("SIG"));
+        // A stop takes effect a moment after it was sent: this thread waits for it in the program that sends it.
+        let stops = format!("until grep -q '^State:.[TZ]' /proc/{pid}/status; do :; done");
+        let wait = if name == "STOP" { stops } else { String::new() };
         // Nothing follows where it works, and a test that waits for the end says what is wrong where it does not.
-        let _ = Command::new("kill").args(["-s", name.trim_start_matches("SIG"), &pid]).status();
+        let _ = Command::new("sh").args(["-c", &format!("kill -s {name} {pid}; {wait}")]).status();
     }
 }
 

@@ -90,6 +90,10 @@ impl Discovery for FileStore {
         }
     }
 
+    fn default_host(&self) -> &'static str {
+        "127.0.0.1"
+    }
+
     fn close(&self) {
         let mut owned = lock(&self.shared.owned);
         owned.is_closed = true;

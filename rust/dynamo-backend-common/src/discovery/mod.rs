@@ -5,6 +5,8 @@ mod file;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use tokio::task::JoinHandle;
+
 use crate::error::DynamoError;
 use crate::settings;
 
@@ -18,6 +20,34 @@ pub(crate) trait Discovery: Send + Sync + 'static {
 
     /// Removes what is left and stops keeping it alive.
     fn close(&self);
+
+    /// Returns where listeners listen unless told otherwise: on loopback where discovery is of one machine.
+    fn default_host(&self) -> &'static str;
+}
+
+/// Writes a record without holding up the runtime.
+pub(crate) async fn put(discovery: &Arc<dyn Discovery>, key: String, record: String) -> Result<(), DynamoError> {
+    let discovery = Arc::clone(discovery);
+    finished(tokio::task::spawn_blocking(move || discovery.put(&key, &record))).await
+}
+
+/// Removes a record without holding up the runtime.
+pub(crate) async fn delete(discovery: &Arc<dyn Discovery>, key: String) -> Result<(), DynamoError> {
+    let discovery = Arc::clone(discovery);
+    finished(tokio::task::spawn_blocking(move || discovery.delete(&key))).await
+}
+
+/// Closes a store without holding up the runtime.
+pub(crate) async fn close(discovery: Arc<dyn Discovery>) {
+    // A close that panicked has nothing left to do.
+    let _ = tokio::task::spawn_blocking(move || discovery.close()).await;
+}
+
+async fn finished(work: JoinHandle<Result<(), DynamoError>>) -> Result<(), DynamoError> {
+    match work.await {
+        Ok(outcome) => outcome,
+        Err(error) => Err(DynamoError::builder().message("discovery could not be written").cause(error).build()),
+    }
 }
 
 /// Opens the store that the operator chose.

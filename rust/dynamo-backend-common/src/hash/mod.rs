@@ -1,7 +1,8 @@
-//! The two hashes of the wire and of the model card, written out so that no C library is needed.
+//! The hashes of the wire, of the model card and of KV blocks, written out so that no C library is needed.
 
 pub(crate) mod blake3;
 pub(crate) mod sha256;
+pub(crate) mod xxh3;
 
 /// Writes bytes as lower-case hex.
 pub(crate) fn hex(bytes: &[u8]) -> String {

@@ -15,6 +15,9 @@ use crate::wire::items::Chunk;
 /// The most credit of one stream: a caller may not make it buffer more than a million tokens.
 pub(crate) const MAX_CREDIT: i64 = 1 << 20;
 
+/// Bytes of an object that cost as much as a token.
+const OBJECT_CREDIT_BYTES: usize = 64;
+
 /// The part of a stream that its connection reads and writes.
 #[derive(Debug)]
 pub(crate) struct StreamState {
@@ -107,6 +110,17 @@ impl Sink {
             items.chunk(&Chunk { stream, index, offset, token_ids: &chunk.token_ids, finish_reason: word, extra });
         });
         Ok(())
+    }
+
+    /// Sends an object, in MessagePack.
+    pub(crate) fn send_object(&mut self, object: &[u8]) {
+        if self.is_done() {
+            return;
+        }
+        let cost = object.len() / OBJECT_CREDIT_BYTES + 1;
+        self.state.credit.fetch_sub(cost as i64, Ordering::SeqCst);
+        self.bytes += object.len() as u64;
+        self.connection.outgoing.add(|items| items.object(self.stream, cost as u64, object));
     }
 
     fn sent(&mut self, index: u32) -> &mut u64 {

@@ -5,6 +5,8 @@ use super::msgpack::{put_array, put_nil, put_str, put_uint};
 
 /// The index of the item that ends a stream, as MessagePack writes it.
 const END_INDEX: u8 = 0xfe;
+/// The index of an item that is an object, as MessagePack writes it.
+const OBJECT_INDEX: u8 = 0xff;
 /// The head of an array whose length is filled in later.
 const ARRAY_HEAD_BYTES: usize = 3;
 const MAX_ITEMS: usize = 0xffff;
@@ -59,6 +61,20 @@ impl ItemBatch {
             out.extend_from_slice(chunk.extra);
         }
         self.added(start, chunk.stream);
+    }
+
+    /// Adds an object, in MessagePack; `cost` is what it takes of the stream's credit.
+    pub(crate) fn object(&mut self, stream: u32, cost: u64, object: &[u8]) {
+        let start = self.open();
+        let out = &mut self.bytes;
+        put_array(out, 6);
+        put_uint(out, u64::from(stream));
+        out.push(OBJECT_INDEX);
+        put_uint(out, cost);
+        put_array(out, 0);
+        put_nil(out);
+        out.extend_from_slice(object);
+        self.added(start, stream);
     }
 
     /// Adds the end of a stream; `error` is its record in MessagePack, empty for a clean end.
@@ -174,6 +190,7 @@ mod tests {
         batch.chunk(&Chunk { finish_reason: Some("stop"), extra: &extra, ..plain(3, 4, &[70000, 1]) });
         batch.chunk(&Chunk { finish_reason: Some("length"), ..plain(5, 0, &[]) });
         batch.end(1, 1, b"");
+        batch.object(7, 1, &[0x80]);
         let frames = taken(&mut batch);
         assert_eq!(frames.len(), 1);
         assert_eq!(
@@ -183,6 +200,7 @@ mod tests {
                 [3, 0, 4, [70000, 1], "stop", {"text": "x"}],
                 [5, 0, 0, [], "length"],
                 [1, -2, 1, []],
+                [7, -1, 1, [], null, {}],
             ])
         );
         assert!(taken(&mut batch).is_empty());

@@ -31,6 +31,19 @@ pub(crate) fn put_array(out: &mut Vec<u8>, length: usize) {
     }
 }
 
+/// Appends the head of a map.
+pub(crate) fn put_map(out: &mut Vec<u8>, length: usize) {
+    if length < 16 {
+        out.push(0x80 | length as u8);
+    } else if length <= 0xffff {
+        out.push(0xde);
+        out.extend_from_slice(&(length as u16).to_be_bytes());
+    } else {
+        out.push(0xdf);
+        out.extend_from_slice(&(length as u32).to_be_bytes());
+    }
+}
+
 /// Appends a text.
 pub(crate) fn put_str(out: &mut Vec<u8>, text: &str) {
     let length = text.len();
