@@ -58,6 +58,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "reference": FACADE | {"reference"},
     "vllm": WORKER | {"vllm"},
     "llamacpp": WORKER | {"llamacpp"},
+    "transformers": WORKER | {"transformers"},
     "mocker": FACADE | {"scheduling", "mocker"},
     "replay": frozenset({"errors", "kv", "placement", "router", "scheduling", "mocker", "replay"}),
     "supervise": frozenset({"errors", "protocol", "runtime", "supervise"}),

@@ -22,6 +22,7 @@ BUILT_IN: Final[dict[str, str]] = {
     "sample": "dynamo.engines.sample.engine:SampleLLMEngine",
     "llamacpp": "dynamo.llamacpp.engine:LlamaCppEngine",
     "llamacpp-text": "dynamo.llamacpp.text_engine:LlamaCppTextEngine",
+    "transformers": "dynamo.transformers.engine:TransformersEngine",
     "vllm": "dynamo.vllm.engine:VllmEngine",
 }
 """The engines that come with us, by the name a person types."""

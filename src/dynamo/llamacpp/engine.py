@@ -6,9 +6,7 @@ request -> `read_generation` -> `completion_body` -> llama.cpp's process -> `Lla
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Sequence
-from pathlib import Path
+from collections.abc import AsyncGenerator
 from typing import Any, ClassVar, Final, Self
 
 from dynamo.contract.config import WorkerConfig
@@ -21,10 +19,10 @@ from dynamo.contract.requests.generation import (
     read_generation,
     read_generation_defaults,
 )
-from dynamo.errors import EngineShutdown, InvalidArgument
+from dynamo.contract.requests.output_grammar import grammar_of, is_thinking, read_thought_markers
+from dynamo.errors import EngineShutdown
 from dynamo.llamacpp.answers import LlamaAnswer, completion_body
 from dynamo.llamacpp.arguments import LlamaArguments, read_arguments
-from dynamo.llamacpp.constraints import END_THINK, THINK, grammar_of
 from dynamo.llamacpp.slots import LlamaSlots, map_llama_error
 from dynamo.runtime.context import Context
 
@@ -105,24 +103,3 @@ class LlamaCppEngine(LLMEngine):
 
     async def health_check_payload(self) -> dict[str, Any] | None:
         return build_health_check_payload(0)
-
-
-def read_thought_markers(directory: Path) -> tuple[int, int] | None:
-    """Return the token ids around a model's thoughts, from its `tokenizer.json`; None where these are not one token each.
-
-    Raises InvalidArgument for a file that cannot be read.
-    """
-    try:
-        found = json.loads((directory / "tokenizer.json").read_bytes())
-        added = {entry["content"]: int(entry["id"]) for entry in found.get("added_tokens") or ()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidArgument(f"{directory / 'tokenizer.json'} cannot be used: {error!r}") from error
-    return (added[THINK], added[END_THINK]) if THINK in added and END_THINK in added else None
-
-
-def is_thinking(prompt: Sequence[int], markers: tuple[int, int] | None) -> bool:
-    """Return whether a prompt ends inside thoughts."""
-    if markers is None:
-        return False
-    begin, end = markers
-    return next((token == begin for token in reversed(prompt) if token in (begin, end)), False)

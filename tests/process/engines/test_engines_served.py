@@ -34,7 +34,17 @@ from support.processes import wait
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
-CASES: Final = (EngineCase("llamacpp", "DYNAMO_LLAMACPP_PYTHON", lacks=frozenset({"min_tokens"}), is_gguf=True),)
+CASES: Final = (
+    EngineCase("llamacpp", "DYNAMO_LLAMACPP_PYTHON", lacks=frozenset({"min_tokens"}), is_gguf=True),
+    EngineCase(
+        "transformers",
+        "DYNAMO_TRANSFORMERS_PYTHON",
+        ("--kv-cache-mb", "64"),
+        {"OMP_NUM_THREADS": "1"},
+        lacks=frozenset({"cached_tokens"}),
+        aborts=400,
+    ),
+)
 WEATHER: Final[dict[str, Any]] = {
     "type": "function",
     "function": {

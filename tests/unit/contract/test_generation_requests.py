@@ -59,6 +59,7 @@ def test_what_ends_an_answer_is_one_list_without_ids_that_never_come() -> None:
         ({"sampling_options": {"use_beam_search": True}}, "use_beam_search"),
         ({"sampling_options": []}, "sampling_options"),
         ({"stop_conditions": {"max_tokens": -1}}, "max_tokens"),
+        ({"stop_conditions": {"max_tokens": 3, "min_tokens": 5}}, "min_tokens is 5"),
         ({"stop_conditions": {"stop_token_ids": ["a"]}}, "stop_token_ids"),
         ({"stop_conditions": {"max_thinking_tokens": 5}}, "max_thinking_tokens"),
         ({"eos_token_ids": 2}, "eos_token_ids"),

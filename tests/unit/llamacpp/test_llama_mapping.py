@@ -9,18 +9,15 @@ from typing import Any
 import pytest
 
 from dynamo.contract.requests.generation import (
-    ConstraintKind,
     GenerationLimits,
     GenerationRequest,
-    OutputConstraint,
     read_generation,
 )
 from dynamo.errors import EngineShutdown, HttpError, InvalidArgument, Unknown
 from dynamo.llamacpp.answers import LlamaAnswer, completion_body
 from dynamo.llamacpp.arguments import choose_engine, read_arguments
 from dynamo.llamacpp.connection import LlamaRefusal
-from dynamo.llamacpp.constraints import grammar_of
-from dynamo.llamacpp.engine import LlamaCppEngine, is_thinking, read_thought_markers
+from dynamo.llamacpp.engine import LlamaCppEngine
 from dynamo.llamacpp.gguf_header import is_gguf, read_gguf_header
 from dynamo.llamacpp.slots import map_llama_error
 from dynamo.llamacpp.text_engine import LlamaCppTextEngine
@@ -126,48 +123,6 @@ def test_a_missing_package_is_one_sentence_with_the_command(tmp_path: Path, monk
     file = str(write_head(tmp_path / "m.gguf", KIND))
     with pytest.raises(InvalidArgument, match=r"pip install 'dynamo-unified\[llamacpp\]'"):
         read_arguments(["--model", file, "--tokenizer", str(FILES)])
-
-
-# -- constraints ------------------------------------------------------------------------------------------------------
-
-
-@each_case(
-    "kind, value",
-    [
-        ("json", {"type": "object", "properties": {"a": {"type": "integer"}}}),
-        ("json", True),
-        ("regex", "a/b|[/]c"),
-        ("choice", ("yes", 'a "quoted" one')),
-        ("grammar", 'root ::= "a" | item\nitem ::= [0-9]+ "start"'),
-        ("grammar", 'start: "a" | "b"'),
-    ],
-)
-def test_a_constraint_becomes_a_grammar_that_compiles(kind: ConstraintKind, value: Any) -> None:
-    for after in (False, True):
-        for inside in (False, True):
-            assert grammar_of(OutputConstraint(kind, value, None, after), is_thinking=inside).startswith("%llguidance")
-
-
-@each_case(
-    "kind, value",
-    [
-        ("json", {"type": "nonsense"}),
-        ("regex", "(("),
-        ("grammar", "root ::= (("),
-        ("grammar", "start: nothing"),
-        ("structural_tag", {}),
-    ],
-)
-def test_a_constraint_that_does_not_compile_is_named(kind: ConstraintKind, value: Any) -> None:
-    with pytest.raises(InvalidArgument, match=f"guided_decoding.{kind}"):
-        grammar_of(OutputConstraint(kind, value))
-
-
-def test_a_prompt_may_end_inside_thoughts() -> None:
-    markers = read_thought_markers(FILES)
-    assert markers == (3, 4)
-    assert [is_thinking(prompt, markers) for prompt in ([1, 3, 9], [3, 4, 9], [9])] == [True, False, False]
-    assert not is_thinking([3], None)
 
 
 # -- requests and events ----------------------------------------------------------------------------------------------

@@ -121,10 +121,14 @@ def read_generation(request: Mapping[str, Any], limits: GenerationLimits) -> Gen
     defaults = limits.defaults
     ignores_eos = bool(stops.wanted("ignore_eos", "ignore_eos"))
     allowed = more.wanted("allowed_token_ids", "allowed_token_ids")
+    most = stops.integer("max_tokens", 0, 0, MAX_COUNT) or defaults.get("max_tokens") or room
+    least = stops.integer("min_tokens", 0, 0, MAX_COUNT, feature="min_tokens")
+    if least > most:
+        raise InvalidArgument(f"stop_conditions.min_tokens is {least}, which is above max_tokens ({most})")
     return GenerationRequest(
         prompt=prompt,
-        max_tokens=min(stops.integer("max_tokens", 0, 0, MAX_COUNT) or defaults.get("max_tokens") or room, room),
-        min_tokens=stops.integer("min_tokens", 0, 0, MAX_COUNT, feature="min_tokens"),
+        max_tokens=min(most, room),
+        min_tokens=least,
         ignore_eos=ignores_eos,
         stop_token_ids=_stop_ids(request, stops, limits, ignores_eos=ignores_eos),
         temperature=sampling.number("temperature", defaults.get("temperature", 1.0), 0.0, 100.0),

@@ -1,19 +1,21 @@
-"""From a constraint of the contract to a grammar that llama.cpp takes.
+"""From a constraint of a request to a grammar of llguidance (Lark), for engines that decode with that library.
 
-llama.cpp samples without any constraint where its grammar does not compile, and says so in its log alone. So a grammar is
-compiled here first, by the library that llama.cpp has in it.
+An engine that samples without the constraint where the grammar does not compile is a trap: so every grammar is compiled here
+before an engine sees it. Needs the extra `guided`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from dynamo.contract.requests.generation import OutputConstraint
 from dynamo.errors import InvalidArgument
 
-__all__ = ["END_THINK", "THINK", "grammar_of"]
+__all__ = ["grammar_of", "is_thinking", "read_thought_markers"]
 
 THINK: Final = "<think>"
 END_THINK: Final = "</think>"
@@ -30,7 +32,7 @@ def grammar_of(constraint: OutputConstraint, *, is_thinking: bool = False) -> st
     compile.
     """
     if constraint.kind == "structural_tag":
-        raise InvalidArgument(f"{FIELD}.structural_tag is set: structural tags are not built for llama.cpp")
+        raise InvalidArgument(f"{FIELD}.structural_tag is set: structural tags are not built for this engine")
     grammar = _lark(constraint, is_thinking=is_thinking)
     if complaint := _complaint(grammar):
         raise _does_not_compile(constraint, complaint)
@@ -67,7 +69,7 @@ def _lark(constraint: OutputConstraint, *, is_thinking: bool) -> str:
 
 
 def _rules_of(constraint: OutputConstraint) -> str:
-    """Return the rules of a grammar, in Lark. llama.cpp's own form (GBNF) is told by its `::=` and translated."""
+    """Return the rules of a grammar, in Lark. Those of GBNF are recognised by their `::=` and translated."""
     if "::=" not in constraint.value:
         return str(constraint.value).strip().removeprefix(HEADER)
     _import_llguidance()
@@ -93,6 +95,27 @@ def _import_llguidance() -> Any:
         import llguidance
     except ImportError as error:
         raise InvalidArgument(
-            f"{FIELD} needs the extra `llamacpp` on the worker: pip install 'dynamo-unified[llamacpp]'"
+            f"{FIELD} needs the extra `guided` on the worker: pip install 'dynamo-unified[guided]'"
         ) from error
     return llguidance
+
+
+def read_thought_markers(directory: Path) -> tuple[int, int] | None:
+    """Return the token ids around a model's thoughts, from its `tokenizer.json`; None where these are not one token each.
+
+    Raises InvalidArgument for a file that cannot be read.
+    """
+    try:
+        found = json.loads((directory / "tokenizer.json").read_bytes())
+        added = {entry["content"]: int(entry["id"]) for entry in found.get("added_tokens") or ()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidArgument(f"{directory / 'tokenizer.json'} cannot be used: {error!r}") from error
+    return (added[THINK], added[END_THINK]) if THINK in added and END_THINK in added else None
+
+
+def is_thinking(prompt: Sequence[int], markers: tuple[int, int] | None) -> bool:
+    """Return whether a prompt ends inside thoughts."""
+    if markers is None:
+        return False
+    begin, end = markers
+    return next((token == begin for token in reversed(prompt) if token in (begin, end)), False)

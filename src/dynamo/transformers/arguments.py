@@ -1,0 +1,113 @@
+"""The command line: the flags that every worker has, and those of this engine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
+from dynamo.contract.config import WorkerConfig
+from dynamo.contract.modes import DisaggregationMode
+from dynamo.errors import InvalidArgument
+
+__all__ = ["TransformersArguments", "check_installed", "read_arguments"]
+
+PROGRAM: Final = "dynamo.transformers"
+PACKAGES: Final = ("torch", "transformers")
+DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+PAGE: Final = 32  # tokens of a block: transformers' own 256 would share no prefix that is shorter
+CACHE_MB: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersArguments:
+    """A command line, read."""
+
+    model: str
+    served_name: str | None
+    device: str  # auto, cpu, cuda, cuda:1, mps
+    dtype: str
+    context_length: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    kv_cache_mb: int | None  # None: on a GPU what is free
+    trust_remote_code: bool
+
+
+def read_arguments(argv: Sequence[str] | None = None) -> tuple[TransformersArguments, WorkerConfig]:
+    """Read a command line. Leaves as argparse does for `--help` and mistakes.
+
+    Raises InvalidArgument for a missing package and for what is not built.
+    """
+    args = _parser().parse_args(argv)
+    if args.disaggregation_mode is not DisaggregationMode.AGGREGATED:
+        raise InvalidArgument(
+            f"--disaggregation-mode {args.disaggregation_mode}: prefill and decode on different workers are not built for "
+            "transformers"
+        )
+    check_installed()
+    arguments = TransformersArguments(
+        model=args.model,
+        served_name=args.served_model_name,
+        device=args.device,
+        dtype=args.dtype,
+        context_length=args.context_length,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        block_size=args.block_size,
+        kv_cache_mb=args.kv_cache_mb,
+        trust_remote_code=args.trust_remote_code,
+    )
+    worker = worker_config_from(
+        args, model_name=args.model, served_model_name=args.served_model_name, enable_kv_routing=False
+    )
+    return arguments, worker
+
+
+def check_installed() -> None:
+    """Raise InvalidArgument with the command that installs what is missing."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InvalidArgument(
+            f"transformers cannot serve without the package {' and '.join(missing)}: pip install "
+            "'dynamo-unified[transformers,guided]'"
+        )
+
+
+def _parser() -> BackendArgumentParser:
+    parser = BackendArgumentParser(PROGRAM, description="transformers: serves the directory of a Hugging Face model.")
+    add = parser.add_argument_group("transformers").add_argument
+    add("--model", "--model-name", required=True, metavar="DIR", help="directory of the model, or hub:NAME to fetch it")
+    add("--served-model-name", metavar="NAME", help="name clients use (default: the model's)")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, mps (default: a GPU where there is one)")
+    add("--dtype", choices=DTYPES, help="of the weights (default: the model's, on a CPU float32)")
+    add("--context-length", type=_positive, metavar="TOKENS", help="longest prompt and answer (default: the model's)")
+    add("--max-num-seqs", type=_positive, default=64, metavar="N", help="requests in one step (default: 64)")
+    add(
+        "--max-num-batched-tokens",
+        type=_positive,
+        default=2048,
+        metavar="TOKENS",
+        help="tokens in one step (default: 2048)",
+    )
+    add("--block-size", type=_positive, default=PAGE, metavar="TOKENS", help=f"tokens per KV block (default: {PAGE})")
+    add(
+        "--kv-cache-mb",
+        type=_positive,
+        metavar="MB",
+        help=f"memory of the KV cache (default: what is free on a GPU, else {CACHE_MB})",
+    )
+    add("--trust-remote-code", action="store_true", help="run Python code that the model's directory holds")
+    add_backend_arguments(parser)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
