@@ -8,11 +8,12 @@ import pytest
 
 from dynamo.errors import InvalidArgument, Overloaded, Unknown
 from dynamo.protocol.messages.sse import SIGNATURE
+from dynamo.protocol.model_types import ModelInput
 from dynamo.protocol.records import ModelRuntimeConfig
 from support.asgi_client import Exchange
 from support.frontend_cluster import Cluster, cluster, fail, say
 from support.message_streams import accumulated, events_of_stream
-from support.tiny_model import write_tiny_model
+from support.tiny_model import tiny_tokenizer, write_tiny_model
 
 HERMES = ModelRuntimeConfig(tool_call_parser="hermes", reasoning_parser="qwen3")
 TOOL = {"name": "look", "description": "Look it up", "input_schema": {"type": "object", "properties": {"at": {}}}}
@@ -270,3 +271,97 @@ async def test_tokens_are_counted_as_the_model_gets_them(house: Cluster, tmp_pat
     assert house.metric("dynamo_frontend_input_sequence_tokens_count", model="m") == 1
     refused = await ask(house, "x", "/v1/messages/count_tokens", model="nope")
     assert (refused.status, refused.json["error"]["type"]) == (404, "not_found_error")
+
+
+# -- templates and models ------------------------------------------------------------------------------------------------
+
+STRICT = """{%- for message in messages -%}
+{%- if message.role == 'system' and not loop.first -%}{{ raise_exception('System message must be at the beginning') }}{%- endif -%}
+{%- if not loop.first and message.role == loop.previtem.role and message.role != 'tool' -%}
+{{ raise_exception('Roles must alternate') }}{%- endif -%}
+{{ message.role }}:{{ message.content }};
+{%- endfor -%}"""
+
+
+async def test_a_template_that_refuses_the_conversation_gets_it_regrouped(house: Cluster, tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model", chat_template=STRICT)
+    worker = await house.worker(directory=directory)
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"},
+        {"role": "system", "content": "d"},
+        {"role": "user", "content": "e"},
+    ]
+    answer = await ask(house, messages=messages, system="s")
+    assert answer.status == 200, answer.body
+    prompt = tiny_tokenizer().decode(worker.requests[0]["token_ids"])
+    assert "".join(prompt.split()) == "system:s;user:ab;assistant:c;user:de;"
+    counted = await ask(house, path="/v1/messages/count_tokens", messages=messages, system="s")
+    assert counted.json["input_tokens"] == len(worker.requests[0]["token_ids"])
+
+
+async def test_a_template_that_refuses_for_another_reason_is_a_400(house: Cluster, tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model", chat_template="{{ raise_exception('no') }}")
+    await house.worker(directory=directory)
+    answer = await ask(house)
+    assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+    assert answer.json["error"]["message"].endswith("does not accept these messages: no")
+
+
+async def test_a_model_that_takes_text_gets_the_chat_and_its_usage_is_told(house: Cluster) -> None:
+    usage = {"prompt_tokens": 11, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
+    first = {"id": "worker-7", "choices": [{"index": 0, "delta": {"reasoning_content": "why", "content": "so"}}]}
+    last = {"id": "worker-7", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": usage}
+
+    async def script(body: Mapping[str, Any], context: Any, sink: Any) -> None:
+        for chunk in (first, last):
+            sink.send_object({"data": chunk})
+
+    worker = await house.worker(script, model_input=ModelInput.Text)
+    body = await both(house, tools=[TOOL], system="s")
+    assert [block["type"] for block in body["content"]] == ["thinking", "text"]
+    assert body["usage"] == {
+        "input_tokens": 7,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 4,
+        "output_tokens": 7,
+    }
+    (request, _) = worker.requests
+    assert request["messages"] == [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
+    assert request["tools"][0]["function"]["name"] == "look"
+    counted = await ask(house, path="/v1/messages/count_tokens")
+    assert (counted.status, counted.json["error"]["type"]) == (422, "invalid_request_error")
+
+
+async def test_extensions_of_the_answer_come_at_its_end(house: Cluster) -> None:
+    worker = await house.worker(say("ab"))
+    fields = {"nvext": {"extra_fields": ["completion_token_ids", "worker_id"]}}
+    unary = await ask(house, **fields)
+    streamed = await ask(house, stream=True, **fields)
+    assert unary.json["nvext"]["completion_token_ids"] == list(b"ab")
+    (_, last) = events_of_stream(streamed.body)[-2]
+    assert last["nvext"] == unary.json["nvext"]
+    placed = await ask(house, stream=True, nvext={"annotations": ["query_instance_id:"]})
+    assert "worker_id" in events_of_stream(placed.body)[1][1]["nvext"]
+    assert (await ask(house, nvext={"annotations": ["query_instance_id:"]})).json["content"]
+    assert len(worker.requests) == 2
+
+
+async def test_a_silent_stream_is_kept_alive_with_pings(tmp_path: Path) -> None:
+    async with cluster(tmp_path, peek_seconds=0.0) as house:
+        worker = await house.worker()
+        worker.script = worker.hold
+        body = {"model": "m", "max_tokens": 9, "stream": True, "messages": [{"role": "user", "content": "hi"}]}
+        asked = house.client.begin("POST", "/v1/messages", body)
+        await asked.until(lambda one: b'event: ping\ndata: {"type":"ping"}\n\n' in one.body)
+        asked.disconnect()
+        await asked.done()
+
+
+async def test_the_metrics_of_an_answer_are_those_of_chat_under_its_own_label(house: Cluster) -> None:
+    await house.worker(say("ab"))
+    await ask(house)
+    labels = {"model": "m", "endpoint": "messages", "request_type": "unary", "status": "success"}
+    assert house.metric("dynamo_frontend_requests_total", **labels) == 1
+    assert house.metric("dynamo_frontend_output_tokens_total", model="m") == 2

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.errors import Unknown
 from dynamo.frontend.apis.base import Answer, RenderOptions
 from dynamo.frontend.apis.messages import MessagesApi
 from dynamo.frontend.pipeline.collector import CollectedAnswer
@@ -30,7 +28,7 @@ class CountingTally:
     prompt_tokens, completion_tokens, cached_tokens = 7, 3, 2
 
 
-def renderer(*, display: str | None = None, tools: Sequence[dict[str, Any]] = ()) -> Any:
+def renderer(*, display: str | None = None, tools: Sequence[dict[str, Any]] = (), takes_text: bool = False) -> Any:
     source = MessagesRequest(
         model="m",
         messages=[InputMessage("user", "hi")],
@@ -42,6 +40,7 @@ def renderer(*, display: str | None = None, tools: Sequence[dict[str, Any]] = ()
     answer = SimpleNamespace(
         request=lower(source),
         model_name="m",
+        model=SimpleNamespace(takes_text=takes_text),
         wants_nvext=False,
         exchange=SimpleNamespace(context=SimpleNamespace(id=lambda: "msg_1")),
         work=SimpleNamespace(plan=SimpleNamespace(parsing=None), tally=CountingTally()),
@@ -138,10 +137,29 @@ def test_a_call_of_an_engine_whose_input_is_no_object_is_text() -> None:
     assert (body["content"], body["stop_reason"]) == ([{"type": "text", "text": "[1]"}], "end_turn")
 
 
-def test_arguments_of_a_call_that_has_ended_are_an_engines_mistake() -> None:
-    call = (CallBegan("f", "1"), CallArguments("{}"), CallEnded())
-    with pytest.raises(Unknown, match="more arguments of a call of 'f' that had ended"):
-        streamed([[*call, CallBegan("g", "2"), CallArguments("x", 0)]])
+INTERLEAVED: list[list[Event]] = [
+    [CallBegan("f", "1"), CallEnded(), CallBegan("g", "2"), CallArguments("{", 1)],
+    [CallArguments('{"x": 1}', 0), Content("so"), CallArguments('"y": 2}', 1), CallEnded()],
+]
+
+
+def test_an_engine_that_reads_its_own_text_may_write_its_calls_at_the_same_time() -> None:
+    outputs = [*INTERLEAVED, [Finished("tool_calls")]]
+    body = accumulated(streamed(outputs, takes_text=True))
+    assert body["content"] == [
+        {"type": "text", "text": "so"},
+        {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}},
+        {"type": "tool_use", "id": "2", "name": "g", "input": {"y": 2}},
+    ]
+    assert body == unary(outputs, takes_text=True)
+
+
+def test_a_call_that_such_an_engine_had_to_cut_is_not_told() -> None:
+    outputs: list[list[Event]] = [[*INTERLEAVED[0], CallArguments('{"x": 1}', 0), CallEnded(), Finished("length")]]
+    body = accumulated(streamed(outputs, takes_text=True))
+    assert [block["name"] for block in body["content"]] == ["f"]
+    assert body["stop_reason"] == "max_tokens"
+    assert body == unary(outputs, takes_text=True)
 
 
 def test_later_reasoning_is_a_block_of_its_own() -> None:

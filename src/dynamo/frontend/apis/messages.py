@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from dynamo.errors import Unknown
 from dynamo.frontend.apis.base import Answer, Api, CountingApi, Renderer, RenderOptions
-from dynamo.frontend.apis.messages_blocks import BlockOrder, EndedCallChanged
+from dynamo.frontend.apis.messages_blocks import BlockOrder
 from dynamo.frontend.models.length_limits import PromptTooLong
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer
@@ -115,10 +114,7 @@ def _regroup(request: LoweredMessages) -> bool:
 
 
 def _take(order: BlockOrder, events: Sequence[Event]) -> None:
-    try:
-        order.take([event for event in events if not isinstance(event, Finished | Logprobs)])
-    except EndedCallChanged as error:
-        raise Unknown(str(error)) from error
+    order.take([event for event in events if not isinstance(event, Finished | Logprobs)])
 
 
 class _MessagesRenderer(Renderer):
@@ -131,7 +127,7 @@ class _MessagesRenderer(Renderer):
         self._shows_thinking = request.shows_thinking
         self._id = answer.exchange.context.id()  # also where a worker has a name of its own for the answer
         self._blocks = StreamBlocks(shows_thinking=request.shows_thinking)
-        self._order = BlockOrder(self._blocks, request.toolset.eager)
+        self._order = BlockOrder(self._blocks, request.toolset.eager, calls_last=answer.model.takes_text)
         self._has_begun = False
         self._finished: Finished | None = None
         self._is_spliced = answer.work.plan.parsing is None and not answer.wants_nvext
@@ -158,7 +154,7 @@ class _MessagesRenderer(Renderer):
     def end(self, *, with_usage: bool) -> bytes:
         """Return the last events; every stream of this API ends with its usage."""
         begin = b"" if self._has_begun else message_start(self._id, self._answer.model_name, self._usage())
-        self._order.finish()
+        self._order.finish(is_cut=self._is_cut(self._finished))
         held = self._held.get(0)
         nvext = None
         if self._answer.wants_nvext:
@@ -178,10 +174,10 @@ class _MessagesRenderer(Renderer):
     def collect(self, collected: CollectedAnswer) -> bytes:
         answer, choice = self._answer, collected.choices[0]
         body = BodyBlocks(shows_thinking=self._shows_thinking)
-        order = BlockOrder(body)
+        order = BlockOrder(body, calls_last=answer.model.takes_text)
         for events in choice.outputs:
             _take(order, events)
-        order.finish()
+        order.finish(is_cut=self._is_cut(choice.finished))
         reason, sequence = self._stop(choice.finished, has_called=order.has_called)
         return message_body(
             self._id,
@@ -192,6 +188,9 @@ class _MessagesRenderer(Renderer):
             self._usage(),
             nvext=self._collected_nvext(collected),
         )
+
+    def _is_cut(self, finished: Finished | None) -> bool:
+        return finished is not None and finished.reason in _STOP_REASONS
 
     def _stop(self, finished: Finished | None, *, has_called: bool) -> tuple[str | None, str | None]:
         """Return the stop reason, and the stop sequence where that was the reason."""

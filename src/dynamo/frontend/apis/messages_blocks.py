@@ -27,11 +27,7 @@ from dynamo.text.output import (
     Reasoning,
 )
 
-__all__ = ["BlockOrder", "BlockWriter", "EndedCallChanged"]
-
-
-class EndedCallChanged(ValueError):
-    """An engine that reads its own calls sent more arguments of one that had ended."""
+__all__ = ["BlockOrder", "BlockWriter"]
 
 
 class BlockWriter(Protocol):
@@ -59,11 +55,14 @@ class _Call:
 class BlockOrder:
     """Takes the events of one answer in any pieces, and tells a writer its blocks."""
 
-    __slots__ = ("_calls", "_eager", "_held", "_held_kind", "_writer", "blocks", "has_called", "open")
+    __slots__ = ("_calls", "_calls_last", "_eager", "_held", "_held_kind", "_writer", "blocks", "has_called", "open")
 
-    def __init__(self, writer: BlockWriter, eager: Collection[str] = ()) -> None:
-        """`eager`: the tools whose input is written before it is known to be whole."""
-        self._writer, self._eager = writer, eager
+    def __init__(self, writer: BlockWriter, eager: Collection[str] = (), *, calls_last: bool = False) -> None:
+        """`eager`: the tools whose input is written before it is known to be whole.
+
+        `calls_last`: calls are told at the end, as an engine that reads its own text may add to any of them until then.
+        """
+        self._writer, self._eager, self._calls_last = writer, () if calls_last else eager, calls_last
         self._calls: list[_Call] = []
         self._held = ""  # white space that may begin a block of its kind
         self._held_kind = BlockKind.TEXT
@@ -72,7 +71,7 @@ class BlockOrder:
         self.has_called = False  # a whole call was told
 
     def take(self, events: Iterable[OutputEvent]) -> None:
-        """Raises EndedCallChanged."""
+        """Take the next events, and write what they make known."""
         for event in events:
             match event:
                 case Content(text):
@@ -87,13 +86,18 @@ class BlockOrder:
                 case CallArguments(text, number):
                     self._arguments(self._calls[-1 if number is None else number], text)
                 case CallEnded():
-                    self._end_call(self._calls[-1])
+                    if not self._calls_last:
+                        self._end_call(self._calls[-1])
                 case CallDropped(text):
                     self._drop(self._calls[-1])
                     self._text(BlockKind.TEXT, text)
 
-    def finish(self) -> None:
-        """Close what is open; of an answer without blocks make an empty one."""
+    def finish(self, *, is_cut: bool) -> None:
+        """Close what is open; of an answer without blocks make an empty one. `is_cut`: the engine had to stop."""
+        if self._calls_last:
+            for call in self._calls:
+                if not (is_cut and _is_broken("".join(call.pieces))):
+                    self._end_call(call)
         if self.blocks == 0:
             held = self._held if self._held_kind is BlockKind.TEXT else ""
             self._begin(BlockKind.TEXT)
@@ -116,8 +120,6 @@ class BlockOrder:
             self._writer.piece(kind, held)
 
     def _arguments(self, call: _Call, text: str) -> None:
-        if call.is_over:
-            raise EndedCallChanged(f"the engine sent more arguments of a call of {call.name!r} that had ended")
         if not call.is_eager:
             call.pieces.append(text)
         elif text:
@@ -135,7 +137,7 @@ class BlockOrder:
             self.has_called = True
             return
         text, call.pieces = "".join(call.pieces), []
-        if text.strip() and not _is_object(text):
+        if _is_broken(text):
             self._text(BlockKind.TEXT, text)  # an engine's own reading of it: what it wrote is all there is
             return
         self._begin(BlockKind.TOOL_USE, call.id, call.name)
@@ -165,8 +167,9 @@ class BlockOrder:
 _NO_INPUT: Final = "{}"
 
 
-def _is_object(text: str) -> bool:
+def _is_broken(text: str) -> bool:
+    """Return whether this is no input of a call: neither nothing nor a JSON object."""
     try:
-        return isinstance(msgspec.json.decode(text), dict)
+        return bool(text.strip()) and not isinstance(msgspec.json.decode(text), dict)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return False
+        return True
