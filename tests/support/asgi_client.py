@@ -12,7 +12,7 @@ from typing import Any
 class Exchange:
     """One request to an ASGI application."""
 
-    def __init__(self, app: Any, method: str, path: str, body: bytes, headers: dict[str, str]) -> None:
+    def __init__(self, app: Any, method: str, path: str, body: bytes, headers: dict[str, str], query: str = "") -> None:
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
         self._scope = {
@@ -20,7 +20,7 @@ class Exchange:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
         }
@@ -96,11 +96,13 @@ class AsgiClient:
         self._app = app
         self._open: list[Exchange] = []
 
-    def begin(self, method: str, path: str, body: Any = None, *, headers: dict[str, str] | None = None) -> Exchange:
+    def begin(
+        self, method: str, path: str, body: Any = None, *, headers: dict[str, str] | None = None, query: str = ""
+    ) -> Exchange:
         """Start a request and return at once."""
         raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         base = {"content-type": "application/json"} if method == "POST" else {}
-        exchange = Exchange(self._app, method, path, raw, {**base, **(headers or {})})
+        exchange = Exchange(self._app, method, path, raw, {**base, **(headers or {})}, query)
         self._open.append(exchange)
         return exchange
 

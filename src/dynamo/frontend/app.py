@@ -31,6 +31,7 @@ from dynamo.frontend.models.text_models import TextModelLoader
 from dynamo.frontend.pipeline.exchange import ExchangeRegister
 from dynamo.frontend.pipeline.inference import Pipeline
 from dynamo.frontend.pipeline.preprocess import Preprocessor
+from dynamo.frontend.response_store.opening import open_response_store
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.router.stall_detector import StallDetector, StallPolicy
 
@@ -85,12 +86,17 @@ class Frontend:
             self.exchanges,
             StallDetector(_stall_policy(settings), self.metrics.stalled),
         )
-        routes = FrontendRoutes(self.pipeline, self.loads, preparing, peers)
+        responses = open_response_store(
+            settings.responses_store, settings.response_limits, is_shared_port=peers is not None
+        )
+        routes = FrontendRoutes(self.pipeline, self.loads, preparing, peers, responses)
         self.asgi = routes.for_clients()
         self.admin_asgi = routes.for_operators()
         self._probe = LoopProbe(self.metrics.event_loop, self.models.measure)
         self._parts = AsyncExitStack()  # closed from the last one to the first: the view of the cluster goes late
         self._parts.callback(preparing.close)
+        if responses is not None:
+            self._parts.push_async_callback(responses.aclose)
         self._parts.callback(text_models.close)
         self._parts.push_async_callback(access.aclose)
         self._parts.push_async_callback(self.models.aclose)

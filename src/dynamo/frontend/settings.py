@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 from dynamo.frontend.admission.model import RequestLimit
 from dynamo.frontend.models.file_policy import FilePolicy
+from dynamo.frontend.response_store.base import StoreLimits
+from dynamo.frontend.response_store.opening import IN_MEMORY, read_store_place
 from dynamo.placement.prefill_bypass import BypassRules
 from dynamo.protocol.guided_limits import GuidedLimits
 from dynamo.protocol.openai.body import DEPTH_CEILING, MAX_DEPTH, MAX_ITEMS, MAX_MEMBERS, MAX_MESSAGES
@@ -300,6 +302,16 @@ class FrontendSettings(BusySettings, FromEnvironment):
     streaming_reasoning_dispatch: bool = setting(False, "DYN_ENABLE_STREAMING_REASONING_DISPATCH", switch,
         "Streams also tell the whole reasoning in an event of its own, `reasoning_dispatch`",
         flag="--enable-streaming-reasoning-dispatch", group=_REQUESTS)
+    responses_store: str = setting(IN_MEMORY, "DYN_RESPONSES_STORE", SettingReader(read_store_place, metavar="PLACE"),
+        "Where [responses are kept](responses.md#stored-responses): `memory`, `off`, or `sqlite:FILE`, which several "
+        "processes of a machine share. With `--workers` above 1 `memory` is `off`",
+        flag="--responses-store", group=_REQUESTS)
+    responses_store_entries: int = setting(10_000, "DYN_RESPONSES_STORE_ENTRIES", integer(1),
+        "How many responses are kept at most; the one that was used longest ago goes first")
+    responses_store_bytes: int = setting(256 * MIB, "DYN_RESPONSES_STORE_MB", mebibytes,
+        "How much they may take, their inputs included")
+    responses_store_ttl_seconds: float = setting(86_400.0, "DYN_RESPONSES_STORE_TTL_SECS", seconds(1),
+        "How long a response is kept without being used")
     preprocess_workers: int = setting(0, "DYN_PREPROCESS_WORKERS", integer(0),
         "Threads for long prompts; 0 chooses by the number of processors",
         flag="--dyn-preprocess-workers", group=_REQUESTS)
@@ -344,6 +356,11 @@ class FrontendSettings(BusySettings, FromEnvironment):
         """
         conditional = self.conditional_disagg
         return conditional.rules.with_default(self.kv_router.router_queue_threshold) if conditional.is_on else None
+
+    @property
+    def response_limits(self) -> StoreLimits:
+        """How much of the Responses API is kept."""
+        return StoreLimits(self.responses_store_entries, self.responses_store_bytes, self.responses_store_ttl_seconds)
 
     @property
     def store(self) -> str:

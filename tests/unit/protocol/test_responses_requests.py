@@ -180,9 +180,8 @@ def test_instructions_stand_first_and_may_be_items() -> None:
 
 
 def test_a_conversation_that_holds_earlier_items() -> None:
-    found = request(instructions="i", input=[user("b")]).with_history(
-        [user("a"), {"role": "assistant", "content": "x"}]
-    )
+    found = request(instructions="i", input=[user("b")])
+    found.with_history([user("a"), {"role": "assistant", "content": "x"}], {})
     assert [message["content"] for message in found.messages] == ["i", "a", "x", "b"]
     assert found.paths == ["instructions", "previous_response_id[0]", "previous_response_id[1]", "input[0]"]
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Final
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.apis.base import Answer, Api, Renderer, RenderOptions
+from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer, merged
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
 from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.stage_timer import StageTimer
+from dynamo.frontend.response_store.base import StoredResponse
+from dynamo.frontend.response_store.history import ResponseHistory
 from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.openai.body import BodyLimits
-from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.escaping import json_line
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.sse import DONE
@@ -26,6 +30,7 @@ from dynamo.protocol.responses.lowering import (
     ResponsesRequest,
     count_old_turns,
     decode_responses,
+    listed_items,
     system_as_user,
     validate_responses,
     without_old_turns,
@@ -36,7 +41,8 @@ from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded,
 
 __all__ = ["ResponsesApi"]
 
-_TOO_LONG = "context_length_exceeded"
+MANY_ITEMS: Final = 256  # of earlier turns: putting more of them into a request is not done on a loop
+_TOO_LONG: Final = "context_length_exceeded"
 
 
 class ResponsesApi(Api[ResponsesRequest]):
@@ -45,6 +51,10 @@ class ResponsesApi(Api[ResponsesRequest]):
     endpoint = "responses"
     id_prefix = "resp_"
     model_type = ModelType.Chat
+
+    def __init__(self, history: ResponseHistory | None, offload: Offload) -> None:
+        """`history`: None where nothing is stored."""
+        self._history, self._offload = history, offload
 
     def new_id(self) -> str:
         return self.id_prefix + uuid.uuid4().hex
@@ -64,6 +74,8 @@ class ResponsesApi(Api[ResponsesRequest]):
         timer: StageTimer,
     ) -> tuple[Plan, str | None]:
         try:
+            if request.needs_history:
+                await self._recall(request)
             if request.asked.truncation == "auto":
                 return await _truncated(preprocessor, request, effects, model, timer)
             return await _prepared(preprocessor, request, effects, model, timer)
@@ -71,7 +83,39 @@ class ResponsesApi(Api[ResponsesRequest]):
             raise request.renamed(error) from error
 
     def renderer(self, answer: Answer, options: RenderOptions) -> Renderer:
-        return _ResponseRenderer(answer, options)
+        return _ResponseRenderer(answer, options, self._history, self._offload)
+
+    async def _recall(self, request: ResponsesRequest) -> None:
+        """Put what was said before into the request.
+
+        Raises RequestRejected: 400 for what is not kept (any more), 422 where nothing is.
+        """
+        asked, history, owner = request.asked, self._history, owner_of(request)
+        if history is None:
+            if asked.previous_response_id is None:
+                request.with_history((), {})  # items that are only named are left out
+                return
+            raise not_built(
+                "Validation: `previous_response_id` is not supported: this frontend stores no responses "
+                "(--responses-store)",
+                "previous_response_id",
+            )
+        earlier: list[Any] = []
+        if asked.previous_response_id is not None:
+            earlier = await history.items_before(asked.previous_response_id, owner)
+        named = await history.items(request.references, owner)
+        fill = partial(request.with_history, earlier, named)
+        if len(earlier) > MANY_ITEMS:
+            request.__dict__["is_large"] = True
+        if request.is_large:
+            await self._offload(fill)
+        else:
+            fill()
+
+
+def owner_of(request: ResponsesRequest) -> str:
+    """Return the tenant that finds the response again; "" where none is named."""
+    return request.effective_cache_salt or ""
 
 
 async def _prepared(
@@ -119,14 +163,19 @@ async def _truncated(
 class _ResponseRenderer(Renderer):
     """Events as items. Streamed or not, the items are written by one `OutputWriter`."""
 
-    def __init__(self, answer: Answer, options: RenderOptions) -> None:
+    def __init__(
+        self, answer: Answer, options: RenderOptions, history: ResponseHistory | None, offload: Offload
+    ) -> None:
         super().__init__(answer, options)
         request = answer.request
         assert isinstance(request, ResponsesRequest)
+        self._history = history if request.asked.store is not False else None  # the API stores unless it is told not to
+        self._offload = offload
+        self._last = b""  # the response object at the end
         self._id = answer.id  # ours, also where a worker names its answer itself
         self._events = EventNumbers()
         self._output = OutputWriter(self._events, ItemIds(self._id), request.offered.called, request.shape)
-        self._response = ResponseObject(self._id, answer.created, request.asked, is_stored=False)
+        self._response = ResponseObject(self._id, answer.created, request.asked, is_stored=self._history is not None)
         self._finished: Finished | None = None
         self._is_begun = False
         self._token_ids: list[int] = []
@@ -146,6 +195,10 @@ class _ResponseRenderer(Renderer):
         last = self._begun() + self._finish()
         kind, response = self._final()
         return last + self._events.event(f"response.{kind}", b'"response":' + response) + DONE
+
+    @property
+    def keeping(self) -> Callable[[], Awaitable[None]] | None:
+        return None if self._history is None else self._keep
 
     def failed(self, rejected: RequestRejected) -> bytes:
         last = self._begun() + self._output.finish("incomplete", is_failed=True)
@@ -210,7 +263,7 @@ class _ResponseRenderer(Renderer):
                 token_ids=self._token_ids,
                 engine_data=self._engine_data,
             )
-        return status, self._response.json(
+        self._last = self._response.json(
             status,
             output=self._output.items,
             usage=self._usage(),
@@ -218,6 +271,19 @@ class _ResponseRenderer(Renderer):
             finish_reason=None if self._finished is None else self._finished.reason,
             nvext=nvext,
         )
+        return status, self._last
+
+    async def _keep(self) -> None:
+        request = self._answer.request
+        assert isinstance(request, ResponsesRequest)
+        assert self._history is not None
+
+        def listed() -> bytes:
+            return json_line(listed_items(request.asked, self._id))
+
+        items = await self._offload(listed) if request.is_large else listed()
+        previous = request.asked.previous_response_id
+        await self._history.keep(StoredResponse(self._id, self._last, items, previous, owner_of(request)))
 
     @property
     def _status(self) -> Any:

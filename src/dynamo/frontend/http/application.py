@@ -21,8 +21,11 @@ from dynamo.frontend.http.operations import HealthRoute, LiveRoute, MetricsRoute
 from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePage, ScriptRoute
 from dynamo.frontend.http.request_id import reject_route, with_request_id
 from dynamo.frontend.http.routes import InferenceFirst
+from dynamo.frontend.http.stored_responses import CancelRoute, InputItemsRoute, StoredResponseRoute
 from dynamo.frontend.pipeline.inference import Call, Pipeline
 from dynamo.frontend.pipeline.token_count import TokenCountCall
+from dynamo.frontend.response_store.base import ResponseStore
+from dynamo.frontend.response_store.history import ResponseHistory
 from dynamo.protocol.dialect import OPENAI
 from dynamo.protocol.messages.schema import MESSAGES_API
 from dynamo.protocol.openai.errors import route_not_found
@@ -35,13 +38,24 @@ __all__ = ["FrontendRoutes", "UnmatchedPath"]
 class FrontendRoutes:
     """Makes the routes over the parts of one frontend."""
 
-    def __init__(self, pipeline: Pipeline, loads: LoadFollower, offload: Offload, peers: Peers | None) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        loads: LoadFollower,
+        offload: Offload,
+        peers: Peers | None,
+        responses: ResponseStore | None,
+    ) -> None:
+        """`responses`: None where none are stored."""
         self._settings = pipeline.settings
         self._pipeline = pipeline
         self._models = pipeline.models
         self._loads = loads
         self._offload = offload
         self._peers = peers
+        self._history = (
+            None if responses is None else ResponseHistory(responses, max_items=pipeline.settings.messages_limit)
+        )
         self._budget = BodyBudget(pipeline.settings.pending_bodies_limit_bytes)
 
     def for_clients(self) -> ASGIApp:
@@ -50,7 +64,7 @@ class FrontendRoutes:
         inference = {
             paths["chat"]: self._inference(Call(ChatApi(), self._pipeline)),
             paths["completions"]: self._inference(Call(CompletionApi(), self._pipeline)),
-            paths["responses"]: self._inference(Call(ResponsesApi(), self._pipeline)),
+            paths["responses"]: self._inference(Call(ResponsesApi(self._history, self._offload), self._pipeline)),
             **(self._messages(paths["messages"]) if self._settings.anthropic_api else {}),
         }
         routes = InferenceFirst(inference, self._routes(inference), UnmatchedPath(inference))
@@ -69,6 +83,7 @@ class FrontendRoutes:
         catalogue = ModelsRoute(self._models, self._settings)
         return [
             *[_Endpoint(path, route, "POST") for path, route in inference.items()],
+            *self._stored_responses(paths["responses"]),
             _Endpoint(paths["models"], catalogue, "GET"),
             _Endpoint(paths["models"] + "/{model:path}", catalogue, "GET"),
             _Endpoint(
@@ -82,6 +97,14 @@ class FrontendRoutes:
                 self._busy_threshold() if serves_admin_with_api(self._settings) else AdminElsewhere(self._settings)
             ),
         ]
+
+    def _stored_responses(self, base: str) -> Sequence[BaseRoute]:
+        one = base + "/{response_id}"
+        return (
+            _Endpoint(one, StoredResponseRoute(self._history), "GET", "DELETE"),
+            _Endpoint(one + "/input_items", InputItemsRoute(self._history), "GET"),
+            _Endpoint(one + "/cancel", CancelRoute(self._history), "POST"),
+        )
 
     def _pages(self) -> Sequence[BaseRoute]:
         """Return the pages for people."""
@@ -137,7 +160,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     cors = CORSMiddleware(
         visible,
         allow_origins=["*"] if any_origin else list(origins),
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],  # client libraries add headers of their own
         allow_credentials=not any_origin,
         expose_headers=["x-request-id", "request-id", "retry-after", "server-timing"],

@@ -6,15 +6,18 @@ What has no member there (how the output is to be shown, what the response repea
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any, ClassVar, Final, NoReturn, Self
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, ClassVar, Final, NoReturn
+
+import msgspec
 
 from dynamo.protocol.openai.body import DEFAULT_LIMITS, BodyLimits, check_messages
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.requests import ChatRequest, validate_chat
 from dynamo.protocol.openai.shapes import JsonObject, JsonSchemaFormat, ResponseFormat, StreamOptions
 from dynamo.protocol.responses.items import ChatConversation
-from dynamo.protocol.responses.output import OutputShape
+from dynamo.protocol.responses.output import ItemIds, OutputShape
 from dynamo.protocol.responses.request import ENCRYPTED_REASONING, TEXT_LOGPROBS, ResponsesBody, decode_body
 from dynamo.protocol.responses.tools import OfferedTools, offer_tools
 
@@ -23,6 +26,7 @@ __all__ = [
     "ResponsesRequest",
     "count_old_turns",
     "decode_responses",
+    "listed_items",
     "system_as_user",
     "validate_responses",
     "without_old_turns",
@@ -38,6 +42,8 @@ _SAME: Final = (
 )
 """Members with the same name and meaning in a chat request."""
 
+FIRST_INPUT_NUMBER: Final = 16**ItemIds.NUMBER_DIGITS // 2  # of the ids of input items; those of the output are below
+_PREFIXES: Final = {"message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
 _OTHER_NAMES: Final = {"max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
 _MESSAGE: Final = re.compile(r"messages\[(\d+)\]")
 
@@ -50,6 +56,7 @@ class ResponsesRequest(ChatRequest, kw_only=True):
     offered: ClassVar[OfferedTools]
     paths: ClassVar[Sequence[str]]  # of the item that each message came from
     left_out: ClassVar[Sequence[str]]  # the types of items that became nothing
+    limits: ClassVar[BodyLimits]
 
     @property
     def shape(self) -> OutputShape:
@@ -57,14 +64,38 @@ class ResponsesRequest(ChatRequest, kw_only=True):
         asked = self.asked
         return OutputShape(asked.summary is not None, asked.includes(ENCRYPTED_REASONING), asked.hides_reasoning)
 
-    def with_history(self, items: Sequence[Any]) -> Self:
-        """Put earlier items in front of the input's.
+    @property
+    def references(self) -> dict[str, str]:
+        """The ids of items that are only named, each with its place in the input."""
+        given = self.asked.input
+        found: dict[str, str] = {}
+        for position, item in enumerate(given if isinstance(given, list) else ()):
+            if isinstance(item, dict) and item.get("type") == "item_reference" and isinstance(item.get("id"), str):
+                found[item["id"]] = f"input[{position}]"
+        return found
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether items that are kept elsewhere belong to its conversation."""
+        return self.asked.previous_response_id is not None or bool(self.references)
+
+    def with_history(self, items: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Put earlier items in front of the input's, and the named ones where they are named.
+
+        An item that the conversation has already is not put there again.
 
         Raises:
-            RequestRejected: 400 for an item that cannot be read.
+            RequestRejected: 400 for an item that cannot be read, or a conversation that breaks a rule.
         """
-        self._take_over(_conversation(self.asked, self.offered, items))
-        return self
+        known = {item.get("id") for item in items if isinstance(item, dict)}
+        asked = self.asked
+        if named and isinstance(asked.input, list):
+            filled = [_filled(item, named, known) for item in asked.input]
+            asked = self.__dict__["asked"] = msgspec.structs.replace(asked, input=[item for item in filled if item])
+        self._take_over(_conversation(asked, self.offered, items))
+        check_messages(self.messages, self.limits.messages)
+        _check_some(self)
+        _validate_as_chat(self)
 
     def _take_over(self, conversation: ChatConversation) -> None:
         self.messages = conversation.messages
@@ -101,7 +132,7 @@ def decode_responses(body: bytes, *, limits: BodyLimits = DEFAULT_LIMITS) -> Res
     reasoning, text = asked.reasoning, asked.text
     request = ResponsesRequest(messages=conversation.messages, **{name: getattr(asked, name) for name in _SAME})
     members = request.__dict__
-    members["asked"], members["offered"] = asked, offered
+    members["asked"], members["offered"], members["limits"] = asked, offered, limits
     request._take_over(conversation)
     if mended:
         members["repaired"] = True
@@ -133,13 +164,41 @@ def validate_responses(request: ResponsesRequest) -> None:
         raise _refused(
             f"Top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {asked.top_logprobs}", "top_logprobs"
         )
-    if not request.messages and asked.previous_response_id is None:
-        left_out = (
-            f" (items of these types are left out: {', '.join(request.left_out[:8])})" if request.left_out else ""
-        )
-        raise _refused(f"`input` holds nothing for the model to read{left_out}", "input")
-    if not request.messages:
+    if request.needs_history and not request.messages:
         return  # the rest is looked at together with what was said before
+    _check_some(request)
+    _validate_as_chat(request)
+
+
+def listed_items(asked: ResponsesBody, response_id: str) -> list[JsonObject]:
+    """Return the items of the input as a store lists them: each has an id, which names the response."""
+    given = asked.input
+    if isinstance(given, str):
+        given = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+    ids = ItemIds(response_id, first=FIRST_INPUT_NUMBER)
+    listed = []
+    for item in given or ():
+        kind = item.get("type") or "message"
+        listed.append({**item, "type": kind, "id": item.get("id") or ids.new(_PREFIXES.get(kind, "item"))})
+    return listed
+
+
+def _filled(item: Any, named: Mapping[str, Any], known: AbstractSet[Any]) -> Any:
+    """Return the item that a reference names; None where the conversation has it already."""
+    if not isinstance(item, dict) or item.get("type") != "item_reference":
+        return item
+    id = item.get("id")
+    return None if id in known else named.get(str(id), item)
+
+
+def _check_some(request: ResponsesRequest) -> None:
+    if not request.messages:
+        types = ", ".join(request.left_out[:8])
+        left_out = f" (items of these types are left out: {types})" if types else ""
+        raise _refused(f"`input` holds nothing for the model to read{left_out}", "input")
+
+
+def _validate_as_chat(request: ResponsesRequest) -> None:
     try:
         validate_chat(request)
     except RequestRejected as error:

@@ -43,10 +43,10 @@ class ItemIds:
 
     __slots__ = ("_next", "_stem")
 
-    def __init__(self, response_id: str) -> None:
-        """`response_id`: `resp_` and 32 hexadecimal digits."""
+    def __init__(self, response_id: str, *, first: int = 0) -> None:
+        """`response_id`: `resp_` and 32 hexadecimal digits; `first`: the number in the first id."""
         self._stem = response_id.partition("_")[2][: -self.NUMBER_DIGITS]
-        self._next = 0
+        self._next = first
 
     def new(self, prefix: str) -> str:
         number, self._next = self._next, self._next + 1

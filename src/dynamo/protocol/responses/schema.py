@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from dynamo.protocol.openai.schema import ApiDescription, describe_generation
+from dynamo.protocol.openai.schema import ApiDescription, describe_generation, describe_read
 from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.protocol.responses.request import ResponsesBody
 
@@ -81,9 +81,75 @@ class ResponseStreamEvent(Struct):
     sequence_number: int
 
 
+class DeletedResponse(Struct):
+    id: str
+    object: str
+    deleted: bool
+
+
+class InputItemList(Struct):
+    """One page of the items that a response answered."""
+
+    object: str
+    data: list[JsonObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+_NOT_STORED: Final = {
+    404: "No response with this id is stored.",
+    503: "The store cannot be read now; see `Retry-After`.",
+}
+_ID: Final = {
+    "name": "response_id",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "pattern": "^resp_[0-9a-f]{32}$"},
+}
+
+
+def _stored(operation: str, summary: str, answer: str, *query: Any, errors: dict[int, str] | None = None) -> Any:
+    described = describe_read(operation, summary, answer, errors={**(errors or {}), **_NOT_STORED})
+    return {**described, "parameters": [_ID, *query]}
+
+
+def _query(name: str, schema: JsonObject) -> JsonObject:
+    return {"name": name, "in": "query", "required": False, "schema": schema}
+
+
 RESPONSES_API: Final = ApiDescription(
-    [ResponsesBody, GeneratedResponse, ResponseStreamEvent],
+    [ResponsesBody, GeneratedResponse, ResponseStreamEvent, DeletedResponse, InputItemList],
     {
+        "/v1/responses/{response_id}": {
+            "get": _stored(
+                "getResponse",
+                "A stored response",
+                "GeneratedResponse",
+                _query("stream", {"type": "boolean"}),
+                errors={422: "The events of a response are not kept."},
+            ),
+            "delete": _stored("deleteResponse", "Forget a stored response", "DeletedResponse"),
+        },
+        "/v1/responses/{response_id}/input_items": {
+            "get": _stored(
+                "listInputItems",
+                "What a stored response answered, in pages",
+                "InputItemList",
+                _query("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
+                _query("order", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}),
+                _query("after", {"type": "string"}),
+                errors={400: "A parameter is out of its range."},
+            )
+        },
+        "/v1/responses/{response_id}/cancel": {
+            "post": _stored(
+                "cancelResponse",
+                "Cancel a response that runs in the background, of which there are none",
+                "GeneratedResponse",
+                errors={400: "The response has ended."},
+            )
+        },
         "/v1/responses": {
             "post": describe_generation(
                 "createResponse",
@@ -92,6 +158,6 @@ RESPONSES_API: Final = ApiDescription(
                 "GeneratedResponse",
                 "ResponseStreamEvent",
             )
-        }
+        },
     },
 )

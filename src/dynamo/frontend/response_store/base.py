@@ -1,0 +1,65 @@
+"""What a store of responses promises. It keeps bytes and knows nothing of what is in them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from msgspec import Struct
+
+from dynamo.protocol.responses.output import ItemIds
+
+__all__ = ["ResponseStore", "StoreLimits", "StoreUnavailable", "StoredResponse", "stem_of"]
+
+
+class StoreUnavailable(Exception):
+    """The store cannot be read or written now; its text says why."""
+
+
+class StoreLimits(Struct, frozen=True):
+    """How much is kept. What was used longest ago goes first."""
+
+    entries: int
+    bytes: int
+    ttl_seconds: float
+
+
+class StoredResponse(Struct, frozen=True):
+    """One response and what it answered."""
+
+    id: str
+    response: bytes  # the response object, as JSON
+    input_items: bytes  # the items of its input, each with an id, as a JSON array
+    previous_id: str | None = None  # of the response whose conversation it goes on with
+    owner: str = ""  # only who names the same owner finds it
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.input_items)
+
+
+class ResponseStore(Protocol):
+    """Keeps responses within its limits.
+
+    Reading or writing one counts as use. A response is gone after `ttl_seconds` without use, or earlier where others need its
+    room. All methods raise `StoreUnavailable`, and may be called concurrently.
+    """
+
+    async def put(self, stored: StoredResponse) -> bool:
+        """Keep a response, in place of one with the same id; False when it alone is larger than the limit."""
+
+    async def get(self, id: str, owner: str = "") -> StoredResponse | None:
+        """Return the response with this id, or the one that an item with this id belongs to; None when there is none."""
+
+    async def delete(self, id: str, owner: str = "") -> bool:
+        """Forget a response; False when there is none with this id."""
+
+    async def usage(self) -> tuple[int, int]:
+        """Return how many responses are kept, and the bytes that they take."""
+
+    async def aclose(self) -> None:
+        """Let go of what the store holds open; idempotent."""
+
+
+def stem_of(id: str) -> str:
+    """Return what the ids of a response and of its items have in common."""
+    return id.partition("_")[2][: -ItemIds.NUMBER_DIGITS]
