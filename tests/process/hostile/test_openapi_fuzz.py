@@ -38,6 +38,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "POST /v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "POST /v1/completions": {"model": "m", "prompt": "hi", "max_tokens": 4},
     "POST /v1/responses": {"model": "m", "input": "hi", "max_output_tokens": 4},
+    "POST /v1/responses/input_tokens": {"model": "m", "input": "hi"},
     "POST /v1/messages": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "POST /v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
 }
@@ -47,6 +48,7 @@ OPERATIONS = [
     "POST /v1/responses",
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
+    "POST /v1/responses/input_tokens",
     "GET /v1/responses/{response_id}",
     "DELETE /v1/responses/{response_id}",
     "GET /v1/responses/{response_id}/input_items",

@@ -16,6 +16,7 @@ from dynamo.protocol.records import ModelRuntimeConfig
 from support.asgi_client import Exchange
 from support.frontend_cluster import Cluster, Script, cluster, fail, say
 from support.response_streams import ResponseReader, read_events, without_ids
+from support.tiny_model import write_tiny_model
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 PATCH = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin\\n\\"x\\" \\u00fc\\n"}}\n</tool_call>'
@@ -395,6 +396,46 @@ async def test_the_prompt_is_that_of_the_same_chat(house: Cluster) -> None:
     assert (await house.client.call("POST", "/v1/chat/completions", chat)).status == 200
     first, second = (request["token_ids"] for request in worker.requests)
     assert bytes(first).decode() == bytes(second).decode()
+
+
+async def test_the_tokens_of_a_prompt_are_those_of_the_answer(house: Cluster) -> None:
+    worker = await house.worker(say("x"), **parsers())
+    body = {
+        "instructions": "Be brief.",
+        "tools": [WEATHER],
+        "reasoning": {"effort": "high"},
+        "input": [{"role": "user", "content": "ü" * 50}],
+    }
+    counted = await begin(house, "/input_tokens", **body).done()
+    assert worker.requests == []
+    assert counted.json == {
+        "object": "response.input_tokens",
+        "input_tokens": (await unary(house, **body))["usage"]["input_tokens"],
+    }
+    first = await unary(house)
+    more = await begin(house, "/input_tokens", previous_response_id=first["id"]).done()
+    alone = await begin(house, "/input_tokens").done()
+    assert more.json["input_tokens"] > alone.json["input_tokens"]
+    assert (await begin(house, "/input_tokens", model="other").done()).status == 404
+    assert (await begin(house, "/input_tokens", input=7).done()).status == 400
+    await house.worker(write(), model="t", model_input=ModelInput.Text)
+    assert (await begin(house, "/input_tokens", model="t").done()).status == 422
+
+
+@pytest.mark.parametrize(
+    "condition", ["not loop.first and message.role == 'system'", "loop.index0 and message.role == loop.previtem.role"]
+)
+async def test_a_template_that_is_particular_about_turns(house: Cluster, tmp_path: Path, condition: str) -> None:
+    source = (
+        "{% for message in messages %}{% if " + condition + " %}{{ raise_exception('order') }}{% endif %}"
+        "[{{ message.role }}:{{ message.content }}]{% endfor %}"
+    )
+    directory = write_tiny_model(tmp_path / "model", chat_template=source)
+    worker = await house.worker(say([1]), directory=directory)
+    items = [{"role": "user", "content": "a"}, {"role": "developer", "content": "b"}, {"role": "user", "content": "c"}]
+    await unary(house, instructions="i", input=items)
+    counted = await begin(house, "/input_tokens", instructions="i", input=items).done()
+    assert counted.json["input_tokens"] == len(worker.requests[0]["token_ids"])
 
 
 async def test_nvext_goes_with_the_whole_response(house: Cluster) -> None:

@@ -15,7 +15,6 @@ from dynamo.protocol.responses.lowering import (
     ResponsesRequest,
     count_old_turns,
     decode_responses,
-    system_as_user,
     validate_responses,
     without_old_turns,
 )
@@ -184,12 +183,6 @@ def test_a_conversation_that_holds_earlier_items() -> None:
     found.with_history([user("a"), {"role": "assistant", "content": "x"}], {})
     assert [message["content"] for message in found.messages] == ["i", "a", "x", "b"]
     assert found.paths == ["instructions", "previous_response_id[0]", "previous_response_id[1]", "input[0]"]
-
-
-def test_a_template_that_takes_one_system_message_gets_the_others_from_the_user() -> None:
-    messages = request(instructions="i", input=[user("a"), {"role": "developer", "content": "b"}]).messages
-    assert system_as_user(messages) == [{"role": "system", "content": "i"}, user("a"), user("b")]
-    assert system_as_user(messages[:2]) is None
 
 
 def test_the_oldest_turns_go_first_and_the_last_one_stays() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from dynamo.errors import InvalidArgument
-from dynamo.frontend.apis.base import Answer, Api, Renderer, RenderOptions
+from dynamo.frontend.apis.base import Answer, Api, CountingApi, Renderer, RenderOptions
 from dynamo.frontend.http.offload import Offload
+from dynamo.frontend.models.length_limits import PromptTooLong
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer, merged
 from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logprobs
@@ -25,24 +25,24 @@ from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.escaping import json_line
 from dynamo.protocol.openai.headers import HeaderEffects
 from dynamo.protocol.openai.sse import DONE
+from dynamo.protocol.openai.turns import alternating
 from dynamo.protocol.responses.events import EventNumbers
 from dynamo.protocol.responses.lowering import (
     ResponsesRequest,
     count_old_turns,
     decode_responses,
     listed_items,
-    system_as_user,
     validate_responses,
     without_old_turns,
 )
 from dynamo.protocol.responses.output import ItemIds, OutputWriter
 from dynamo.protocol.responses.response import ResponseObject, response_usage
 from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Reasoning
+from dynamo.text.templates import TemplateRejected
 
-__all__ = ["ResponsesApi"]
+__all__ = ["ResponsesApi", "ResponsesCountApi"]
 
 MANY_ITEMS: Final = 256  # of earlier turns: putting more of them into a request is not done on a loop
-_TOO_LONG: Final = "context_length_exceeded"
 
 
 class ResponsesApi(Api[ResponsesRequest]):
@@ -118,6 +118,28 @@ def owner_of(request: ResponsesRequest) -> str:
     return request.effective_cache_salt or ""
 
 
+class ResponsesCountApi(ResponsesApi, CountingApi[ResponsesRequest]):
+    """The same requests, of which only the tokens of the prompt are counted."""
+
+    endpoint = "responses_input_tokens"
+
+    async def count(
+        self, preprocessor: Preprocessor, request: ResponsesRequest, model: ServedModel, timer: StageTimer
+    ) -> bytes:
+        try:
+            if request.needs_history:
+                await self._recall(request)
+            try:
+                tokens = await preprocessor.count_chat(request, model, timer)
+            except TemplateRejected:
+                if not _take_turns(request):
+                    raise
+                tokens = await preprocessor.count_chat(request, model, timer)
+        except RequestRejected as error:
+            raise request.renamed(error) from error
+        return b'{"object":"response.input_tokens","input_tokens":%d}' % tokens
+
+
 async def _prepared(
     preprocessor: Preprocessor,
     request: ResponsesRequest,
@@ -125,15 +147,22 @@ async def _prepared(
     model: ServedModel,
     timer: StageTimer,
 ) -> tuple[Plan, str | None]:
-    """Prepare as a chat. A template that allows no system message behind the first gets them as messages of the user."""
+    """Prepare as a chat; where the template refuses the order of the messages, in turns of user and assistant."""
     try:
         return await preprocessor.chat(request, effects, model, timer)
-    except InvalidArgument:
-        messages = system_as_user(request.messages)
-        if messages is None:
+    except TemplateRejected:
+        if not _take_turns(request):
             raise
-        request.messages = messages
         return await preprocessor.chat(request, effects, model, timer)
+
+
+def _take_turns(request: ResponsesRequest) -> bool:
+    """Change a conversation that the model's template refused; False when there is nothing to change."""
+    messages = alternating(request.messages)
+    if messages == request.messages:
+        return False
+    request.messages = messages
+    return True
 
 
 async def _truncated(
@@ -152,8 +181,8 @@ async def _truncated(
         try:
             prepared = await _prepared(preprocessor, request, effects, model, timer)
             most = dropped
-        except RequestRejected as error:
-            if error.code != _TOO_LONG or dropped >= most:
+        except PromptTooLong:
+            if dropped >= most:
                 raise
             fewest = dropped + 1
         dropped = most if prepared is None else (fewest + most) // 2

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.apis.completions import CompletionApi
 from dynamo.frontend.apis.messages import MessagesApi, MessagesCountApi
-from dynamo.frontend.apis.responses import ResponsesApi
+from dynamo.frontend.apis.responses import ResponsesApi, ResponsesCountApi
 from dynamo.frontend.busy_threshold import BusyThresholdRoute, LoadFollower
 from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
 from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply
@@ -64,7 +64,7 @@ class FrontendRoutes:
         inference = {
             paths["chat"]: self._inference(Call(ChatApi(), self._pipeline)),
             paths["completions"]: self._inference(Call(CompletionApi(), self._pipeline)),
-            paths["responses"]: self._inference(Call(ResponsesApi(self._history, self._offload), self._pipeline)),
+            **self._responses(paths["responses"]),
             **(self._messages(paths["messages"]) if self._settings.anthropic_api else {}),
         }
         routes = InferenceFirst(inference, self._routes(inference), UnmatchedPath(inference))
@@ -124,6 +124,13 @@ class FrontendRoutes:
 
     def _described(self) -> Sequence[ApiDescription]:
         return (RESPONSES_API, *((MESSAGES_API,) if self._settings.anthropic_api else ()))
+
+    def _responses(self, path: str) -> dict[str, InferenceRoute]:
+        counts = TokenCountCall(ResponsesCountApi(self._history, self._offload), self._pipeline)
+        return {
+            path: self._inference(Call(ResponsesApi(self._history, self._offload), self._pipeline)),
+            f"{path.rstrip('/')}/input_tokens": self._inference(counts),
+        }
 
     def _messages(self, path: str) -> dict[str, InferenceRoute]:
         strips = self._settings.strip_anthropic_preamble

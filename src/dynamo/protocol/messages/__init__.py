@@ -1,6 +1,5 @@
 """Anthropic's Messages API as values: requests in, chat requests out, JSON bodies and event-stream bytes. Pure."""
 
-from dynamo.protocol.messages.conversation import alternating
 from dynamo.protocol.messages.errors import MESSAGES, MessagesDialect, prompt_too_long
 from dynamo.protocol.messages.lowering import LoweredMessages, lower
 from dynamo.protocol.messages.shapes import MessagesRequest, decode_messages
@@ -13,6 +12,7 @@ from dynamo.protocol.messages.sse import (
     message_end,
     message_start,
 )
+from dynamo.protocol.openai.turns import alternating
 
 __all__ = [
     "MESSAGES",

@@ -16,7 +16,7 @@ from dynamo.protocol.messages.shapes import ContentBlocks, InputMessage, invalid
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.shapes import JsonObject
 
-__all__ = ["BILLING_HEADER", "alternating", "chat_messages", "continues_last"]
+__all__ = ["BILLING_HEADER", "chat_messages", "continues_last"]
 
 BILLING_HEADER: Final = "x-anthropic-billing-header:"
 """Claude Code puts a line that begins so in front of its system text, and it differs in every request."""
@@ -98,42 +98,6 @@ def continues_last(messages: Sequence[JsonObject]) -> bool:
     """Return whether the answer goes on from the text of the last message, which the client has begun for the assistant."""
     last = messages[-1]
     return last["role"] == "assistant" and not last.get("tool_calls") and bool((last["content"] or "").strip())
-
-
-def alternating(messages: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return the conversation for a template that refused it: users and assistants in turns, and each call with its result.
-
-    A system message behind the first message becomes text of a user, texts of the same role are joined, and a call that
-    was never answered gets an empty result.
-    """
-    found: list[JsonObject] = []
-    unanswered: list[str] = []
-    for position, message in enumerate(messages):
-        role = message["role"]
-        if role == "system" and position:
-            role, message = "user", {"role": "user", "content": message["content"]}
-        if role == "tool":
-            if message["tool_call_id"] in unanswered:
-                unanswered.remove(message["tool_call_id"])
-        else:
-            found += [{"role": "tool", "tool_call_id": call_id, "content": ""} for call_id in unanswered]
-            unanswered = [call["id"] for call in message.get("tool_calls") or ()]
-        before = found[-1] if found else {}
-        if role == before.get("role") and role in ("user", "assistant"):
-            found[-1] = _joined(before, message)
-        else:
-            found.append(message)
-    return [*found, *({"role": "tool", "tool_call_id": call_id, "content": ""} for call_id in unanswered)]
-
-
-def _joined(before: JsonObject, after: JsonObject) -> JsonObject:
-    both = {**before, **after}
-    for name in ("content", "reasoning_content"):
-        texts = [message[name] for message in (before, after) if message.get(name)]
-        if name in both:
-            both[name] = "\n\n".join(texts)
-    calls = [*(before.get("tool_calls") or ()), *(after.get("tool_calls") or ())]
-    return {**both, "tool_calls": calls} if calls else both
 
 
 # -- one message --------------------------------------------------------------------------------------------------------

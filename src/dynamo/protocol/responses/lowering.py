@@ -27,7 +27,6 @@ __all__ = [
     "count_old_turns",
     "decode_responses",
     "listed_items",
-    "system_as_user",
     "validate_responses",
     "without_old_turns",
 ]
@@ -257,14 +256,3 @@ def without_old_turns(messages: Sequence[JsonObject], count: int) -> list[JsonOb
         return list(messages)
     begins = [place for place, message in enumerate(messages) if message["role"] == "user"]
     return [*messages[: begins[0]], *messages[begins[count] :]]
-
-
-def system_as_user(messages: Sequence[JsonObject]) -> list[JsonObject] | None:
-    """Return the messages with every later system message as one of the user, for a template that allows only the first;
-    None when there is no later one."""
-    if all(message["role"] != "system" for message in messages[1:]):
-        return None
-    return [
-        {**message, "role": "user"} if number and message["role"] == "system" else message
-        for number, message in enumerate(messages)
-    ]

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from dynamo.protocol.openai.schema import ApiDescription, describe_generation, describe_read
+from dynamo.protocol.openai.schema import ApiDescription, describe_generation, describe_read, json_content
 from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.protocol.responses.request import ResponsesBody
 
@@ -81,6 +81,11 @@ class ResponseStreamEvent(Struct):
     sequence_number: int
 
 
+class InputTokenCount(Struct):
+    object: str
+    input_tokens: int
+
+
 class DeletedResponse(Struct):
     id: str
     object: str
@@ -118,9 +123,18 @@ def _query(name: str, schema: JsonObject) -> JsonObject:
     return {"name": name, "in": "query", "required": False, "schema": schema}
 
 
+def _counted() -> JsonObject:
+    described = describe_generation(
+        "countInputTokens", "Count the tokens of a response's prompt", "ResponsesBody", "InputTokenCount"
+    )
+    described["responses"]["200"] = {"description": "The count.", "content": json_content("InputTokenCount")}
+    return described
+
+
 RESPONSES_API: Final = ApiDescription(
-    [ResponsesBody, GeneratedResponse, ResponseStreamEvent, DeletedResponse, InputItemList],
+    [ResponsesBody, GeneratedResponse, ResponseStreamEvent, InputTokenCount, DeletedResponse, InputItemList],
     {
+        "/v1/responses/input_tokens": {"post": _counted()},
         "/v1/responses/{response_id}": {
             "get": _stored(
                 "getResponse",
