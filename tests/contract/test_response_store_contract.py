@@ -60,7 +60,7 @@ def response(number: int, *, size: int = 20, owner: str = "", previous: str | No
 async def test_what_was_put_is_found_until_it_is_deleted(opened: Open) -> None:
     store = opened(LIMITS)
     kept = response(1, previous="resp_x")
-    assert await store.put(kept)
+    assert await store.put(kept) == (1, 20)
     assert await store.get(kept.id) == kept
     assert await store.usage() == (1, 20)
     assert not await store.delete(response(2).id)
@@ -114,7 +114,7 @@ async def test_the_bytes_are_bounded(opened: Open) -> None:
     await store.put(response(2, size=300))
     await store.put(response(3, size=200))
     assert await store.usage() == (2, 500)
-    assert not await store.put(response(4, size=1001))
+    assert await store.put(response(4, size=1001)) is None
     assert await store.usage() == (2, 500)
     assert await store.put(response(5, size=1000))
     assert await store.usage() == (1, 1000)

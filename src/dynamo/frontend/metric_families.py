@@ -193,6 +193,8 @@ FAMILIES: Final = (
     Family(
         "model_load_failures_total", "counter", "Failed attempts to load a model's tokenizer and template", ("model",)
     ),
+    Family("stored_responses", "gauge", "[Responses](responses.md#stored-responses) that are kept"),
+    Family("stored_response_bytes", "gauge", "What they take, their inputs included"),
     Family(
         "encoder_requests_total",
         "counter",

@@ -63,12 +63,14 @@ class FrontendMetrics:
         stalled = families.counters("stalled_streams_total")
         self._stalled = {kind: stalled.labels(kind.name.lower()) for kind in StallKind}
         self._refusals = families.counters("refusals_total")
+        self._stored = families.gauge("stored_responses"), families.gauge("stored_response_bytes")
         families.gauge("processes").set(1)
         families.counter("process_restarts_total")  # the parent of a group counts them
         self._facts = (
             f"{prefix}_model_",
             f"{prefix}_worker_",
             f"{prefix}_event_loop_lag_",
+            f"{prefix}_stored_response",
             "process_start_time_",
             "process_max_fds",
         )
@@ -92,6 +94,11 @@ class FrontendMetrics:
     def refused(self, limit: str) -> None:
         """Count a refusal by a limit of the listener; `limit` is one of a fixed set of names."""
         self._refusals.labels(limit).inc()
+
+    def stored(self, entries: int, size: int) -> None:
+        """Take over how many responses are kept, and their bytes."""
+        for gauge, value in zip(self._stored, (entries, size), strict=True):
+            gauge.set(value)
 
     def stalled(self, finding: StallKind) -> None:
         """Count a choice that left its worker for want of progress."""

@@ -80,6 +80,8 @@ async def test_a_response_is_read_and_deleted(house: Cluster) -> None:
     made = await answered(house, "one")
     path = f"/v1/responses/{made['id']}"
     assert (await house.client.get(path)).json == made
+    assert house.metric("dynamo_frontend_stored_responses") == 1
+    assert house.metric("dynamo_frontend_stored_response_bytes") > 500
     (item,) = (await house.client.get(path + "/input_items")).json["data"]
     assert item == {
         "id": item["id"],
@@ -95,6 +97,7 @@ async def test_a_response_is_read_and_deleted(house: Cluster) -> None:
         answer = await house.client.call(method, path + below)
         assert (answer.status, answer.json["error"]["code"]) == (404, "response_not_found")
     assert (await house.client.call("PUT", path)).status == 405
+    assert house.metric("dynamo_frontend_stored_responses") == 0
 
 
 async def test_input_items_come_in_pages(house: Cluster) -> None:

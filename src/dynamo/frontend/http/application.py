@@ -54,7 +54,13 @@ class FrontendRoutes:
         self._offload = offload
         self._peers = peers
         self._history = (
-            None if responses is None else ResponseHistory(responses, max_items=pipeline.settings.messages_limit)
+            None
+            if responses is None
+            else ResponseHistory(
+                responses,
+                max_items=pipeline.settings.messages_limit,
+                report=lambda usage: pipeline.metrics.stored(*usage),
+            )
         )
         self._budget = BodyBudget(pipeline.settings.pending_bodies_limit_bytes)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
 from dynamo.protocol.responses.output import ItemIds
 
-__all__ = ["ResponseStore", "StoreLimits", "StoreUnavailable", "StoredResponse", "stem_of"]
+__all__ = ["ResponseStore", "StoreLimits", "StoreUnavailable", "StoreUsage", "StoredResponse", "stem_of"]
 
 
 class StoreUnavailable(Exception):
@@ -21,6 +21,13 @@ class StoreLimits(Struct, frozen=True):
     entries: int
     bytes: int
     ttl_seconds: float
+
+
+class StoreUsage(NamedTuple):
+    """What is kept now."""
+
+    entries: int
+    bytes: int
 
 
 class StoredResponse(Struct, frozen=True):
@@ -44,8 +51,11 @@ class ResponseStore(Protocol):
     room. All methods raise `StoreUnavailable`, and may be called concurrently.
     """
 
-    async def put(self, stored: StoredResponse) -> bool:
-        """Keep a response, in place of one with the same id; False when it alone is larger than the limit."""
+    async def put(self, stored: StoredResponse) -> StoreUsage | None:
+        """Keep a response, in place of one with the same id; return what is kept then.
+
+        None, and nothing changed, when the response alone is larger than the limit.
+        """
 
     async def get(self, id: str, owner: str = "") -> StoredResponse | None:
         """Return the response with this id, or the one that an item with this id belongs to; None when there is none."""
@@ -53,8 +63,8 @@ class ResponseStore(Protocol):
     async def delete(self, id: str, owner: str = "") -> bool:
         """Forget a response; False when there is none with this id."""
 
-    async def usage(self) -> tuple[int, int]:
-        """Return how many responses are kept, and the bytes that they take."""
+    async def usage(self) -> StoreUsage:
+        """Return what is kept."""
 
     async def aclose(self) -> None:
         """Let go of what the store holds open; idempotent."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from dynamo.frontend.response_store.base import ResponseStore, StoredResponse, StoreUnavailable
+from dynamo.frontend.response_store.base import ResponseStore, StoredResponse, StoreUnavailable, StoreUsage
 from dynamo.protocol.openai.errors import RequestRejected
 
 __all__ = ["ResponseHistory", "not_found"]
@@ -21,18 +21,22 @@ _decode: Final = msgspec.json.decode
 class ResponseHistory:
     """Reads and writes one store for the API. Its failures are answers to clients."""
 
-    def __init__(self, store: ResponseStore, *, max_items: int) -> None:
-        """`max_items`: of one conversation."""
-        self._store, self._max_items = store, max_items
+    def __init__(
+        self, store: ResponseStore, *, max_items: int, report: Callable[[StoreUsage], None] = lambda _usage: None
+    ) -> None:
+        """`max_items`: of one conversation; `report` is called with what is kept, after each change."""
+        self._store, self._max_items, self._report = store, max_items, report
 
     async def keep(self, stored: StoredResponse) -> None:
         """Keep a response. One that cannot be kept was answered all the same: that is logged."""
         try:
-            is_kept = await self._store.put(stored)
+            usage = await self._store.put(stored)
         except StoreUnavailable as error:
             logger.error("response %s was not stored: %s", stored.id, error)
             return
-        if not is_kept:
+        if usage is not None:
+            self._report(usage)
+        else:
             logger.warning("response %s was not stored: its %d bytes exceed the limit", stored.id, stored.size)
 
     async def find(self, id: str, owner: str) -> StoredResponse:
@@ -46,6 +50,7 @@ class ResponseHistory:
         """Forget a response. Raises as `find`."""
         try:
             is_gone = await self._store.delete(id, owner)
+            self._report(await self._store.usage())
         except StoreUnavailable as error:
             raise _unavailable(error) from error
         if not is_gone:

@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from dynamo.frontend.response_store.base import StoredResponse, StoreLimits, stem_of
+from dynamo.frontend.response_store.base import StoredResponse, StoreLimits, StoreUsage, stem_of
 
 __all__ = ["MemoryResponseStore"]
 
@@ -19,14 +19,14 @@ class MemoryResponseStore:
         self._entries: OrderedDict[str, tuple[StoredResponse, float]] = OrderedDict()  # with the time of their last use
         self._bytes = 0
 
-    async def put(self, stored: StoredResponse) -> bool:
+    async def put(self, stored: StoredResponse) -> StoreUsage | None:
         if stored.size > self._limits.bytes:
-            return False
+            return None
         self._forget(stem_of(stored.id))
         self._entries[stem_of(stored.id)] = stored, self._now()
         self._bytes += stored.size
         self._sweep()
-        return True
+        return StoreUsage(len(self._entries), self._bytes)
 
     async def get(self, id: str, owner: str = "") -> StoredResponse | None:
         stored = self._find(id, owner)
@@ -42,9 +42,9 @@ class MemoryResponseStore:
         self._forget(stem_of(id))
         return True
 
-    async def usage(self) -> tuple[int, int]:
+    async def usage(self) -> StoreUsage:
         self._sweep()
-        return len(self._entries), self._bytes
+        return StoreUsage(len(self._entries), self._bytes)
 
     async def aclose(self) -> None:
         self._entries.clear()

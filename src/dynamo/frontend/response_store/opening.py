@@ -7,7 +7,6 @@ from pathlib import Path
 
 from dynamo.frontend.response_store.base import ResponseStore, StoreLimits
 from dynamo.frontend.response_store.memory import MemoryResponseStore
-from dynamo.frontend.response_store.sqlite import SqliteResponseStore
 
 __all__ = ["IN_MEMORY", "OFF", "SQLITE", "open_response_store", "read_store_place"]
 
@@ -31,6 +30,8 @@ def open_response_store(place: str, limits: StoreLimits, *, is_shared_port: bool
     Raises InvalidArgument for a file that cannot be opened.
     """
     if place.startswith(SQLITE):
+        from dynamo.frontend.response_store.sqlite import SqliteResponseStore  # a frontend without a file does without
+
         return SqliteResponseStore(Path(place.removeprefix(SQLITE)).expanduser(), limits)
     if place == OFF:
         return None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.response_store.base import StoredResponse, StoreLimits, StoreUnavailable, stem_of
+from dynamo.frontend.response_store.base import StoredResponse, StoreLimits, StoreUnavailable, StoreUsage, stem_of
 
 __all__ = ["SqliteResponseStore"]
 
@@ -55,11 +55,8 @@ class SqliteResponseStore:
             self._thread.shutdown()
             raise
 
-    async def put(self, stored: StoredResponse) -> bool:
-        if stored.size > self._limits.bytes:
-            return False
-        await self._run(partial(self._put, stored))
-        return True
+    async def put(self, stored: StoredResponse) -> StoreUsage | None:
+        return None if stored.size > self._limits.bytes else await self._run(partial(self._put, stored))
 
     async def get(self, id: str, owner: str = "") -> StoredResponse | None:
         return await self._run(partial(self._get, id, owner))
@@ -67,7 +64,7 @@ class SqliteResponseStore:
     async def delete(self, id: str, owner: str = "") -> bool:
         return await self._run(partial(self._delete, id, owner))
 
-    async def usage(self) -> tuple[int, int]:
+    async def usage(self) -> StoreUsage:
         return await self._run(self._usage)
 
     async def aclose(self) -> None:
@@ -84,14 +81,14 @@ class SqliteResponseStore:
 
     # -- in the thread of the store --------------------------------------------------------------------------------------
 
-    def _put(self, stored: StoredResponse) -> None:
+    def _put(self, stored: StoredResponse) -> StoreUsage:
         row = (stem_of(stored.id), stored.id, stored.owner, stored.previous_id, self._now(), stored.size)
         with self._writing() as database:
             database.execute(
                 "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (*row, stored.response, stored.input_items),
             )
-            self._sweep(database)
+            return self._sweep(database)
 
     def _get(self, id: str, owner: str) -> StoredResponse | None:
         with self._writing() as database:
@@ -108,10 +105,9 @@ class SqliteResponseStore:
             database.execute("DELETE FROM responses WHERE stem = ?", (stem_of(id),))
         return True
 
-    def _usage(self) -> tuple[int, int]:
+    def _usage(self) -> StoreUsage:
         with self._writing() as database:
-            self._sweep(database)
-            return _counted(database)
+            return self._sweep(database)
 
     def _find(self, database: sqlite3.Connection, id: str, owner: str) -> StoredResponse | None:
         oldest = self._now() - self._limits.ttl_seconds
@@ -120,10 +116,10 @@ class SqliteResponseStore:
             return None
         return StoredResponse(*row)
 
-    def _sweep(self, database: sqlite3.Connection) -> None:
-        """Forget what is too old, and what is too much."""
+    def _sweep(self, database: sqlite3.Connection) -> StoreUsage:
+        """Forget what is too old, and what is too much; return what is left."""
         database.execute("DELETE FROM responses WHERE used_at < ?", (self._now() - self._limits.ttl_seconds,))
-        entries, size = _counted(database)
+        entries, size = database.execute("SELECT COUNT(*), COALESCE(SUM(size), 0) FROM responses").fetchone()
         oldest_first = database.execute("SELECT stem, size FROM responses ORDER BY used_at")
         gone: list[tuple[Any]] = []
         while entries > self._limits.entries or size > self._limits.bytes:
@@ -132,6 +128,7 @@ class SqliteResponseStore:
             entries, size = entries - 1, size - taken
         oldest_first.close()
         database.executemany("DELETE FROM responses WHERE stem = ?", gone)
+        return StoreUsage(entries, size)
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
@@ -164,8 +161,3 @@ def _open(path: Path) -> sqlite3.Connection:
         database.close()
         raise
     return database
-
-
-def _counted(database: sqlite3.Connection) -> tuple[int, int]:
-    entries, size = database.execute("SELECT COUNT(*), COALESCE(SUM(size), 0) FROM responses").fetchone()
-    return entries, size
