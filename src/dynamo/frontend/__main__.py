@@ -12,6 +12,7 @@ from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
 from dynamo.frontend.http.admin import log_exposure
 from dynamo.frontend.http.loops import event_loop_factory, spare_the_collector
+from dynamo.frontend.http.offload import keep_large_blocks_apart
 from dynamo.frontend.http.server import PortInUse, bind, bind_admin, serve_until_signal
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.distributed import DistributedRuntime
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None, *, listener: socket | None = None) -
         return 1
     log_exposure(settings)
     spare_the_collector()
+    keep_large_blocks_apart()
     try:
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             if settings.workers > 1:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 from itertools import product
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from dynamo.errors import Overloaded
 from dynamo.frontend.admission.process import TRANSITIONS, Admission, NotReady, Stage
 from dynamo.frontend.http.event_stream import EventStream
-from dynamo.frontend.http.offload import takes_long
+from dynamo.frontend.http.offload import keep_large_blocks_apart, takes_long
 from dynamo.frontend.metric_buckets import log_buckets
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.protocol.openai.sse import KEEP_ALIVE
@@ -206,3 +207,9 @@ def test_a_body_takes_long_by_its_values_and_not_by_its_text() -> None:
     assert not takes_long(many % b",".join(b'"%d":1' % number for number in range(10_000)))  # 100 KB
     assert takes_long(many % b",".join(b'"%d":1' % number for number in range(20_000)))
     assert takes_long(b'{"x":[%b]}' % (b"[]," * 60_000))
+
+
+def test_large_blocks_are_kept_apart_unless_the_environment_tunes_the_heap() -> None:
+    assert keep_large_blocks_apart({"PATH": "/bin"}) == (platform.libc_ver()[0] == "glibc")
+    assert not keep_large_blocks_apart({"MALLOC_ARENA_MAX": "1"})
+    assert not keep_large_blocks_apart({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"})

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dynamo.frontend.http.server import HttpServer, PortInUse, bind
+from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.runtime.context import Context
 from dynamo.runtime.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, cluster, say
@@ -169,6 +170,33 @@ async def test_nothing_is_left_of_a_connection_that_ended(
             while protocol() is not None:
                 gc.collect()
                 await asyncio.sleep(0.01)
+
+
+REFUSED = {"model": "m", "messages": [], **{f"key{number}": 1 for number in range(40_000)}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [({}, 200), ({"stream": True}, 200), ({"messages": []}, 400), ({"model": "?"}, 404), (REFUSED, 400)],
+)
+async def test_nothing_of_a_request_is_left_to_the_collector(
+    tmp_path: Path, fields: dict[str, Any], status: int
+) -> None:
+    async with served(tmp_path, inline=False) as (house, server):
+        await house.worker(say("a"))
+        async with connection(server.port) as client:
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(3):
+                    client.send("POST", "/v1/chat/completions", {**CHAT, **fields})
+                    assert (await client.head())[0] == status
+                    await client.reader.readuntil(b"0\r\n\r\n" if "stream" in fields else b"}}")
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    while any(type(one) is Exchange for one in gc.get_objects()):
+                        await asyncio.sleep(0.001)
+            finally:
+                gc.enable()
 
 
 async def test_a_long_answer_is_no_idle_connection(tmp_path: Path) -> None:

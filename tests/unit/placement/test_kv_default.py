@@ -74,6 +74,8 @@ def test_the_credit_decays_with_what_waits_beyond_the_least() -> None:
 def test_blocks_that_are_active_already_are_not_new() -> None:
     given = state((0, 6, 0, 0), matches={0: RankMatch(Overlap(), active_blocks=4)})
     assert costs(given) == [10 + 6 + 6]
+    off: dict[str, object] = {"tracks_prefill": False}  # which takes another way
+    assert costs(state((0, 6, 0, 0), matches={0: RankMatch(active_blocks=4)}, request=off)) == [6 + 6]
 
 
 def test_without_prefill_tracking_only_blocks_count() -> None:

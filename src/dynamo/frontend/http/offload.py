@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Final, Protocol, TypeVar
@@ -15,6 +15,7 @@ __all__ = [
     "InlineOffload",
     "Offload",
     "ThreadOffload",
+    "keep_large_blocks_apart",
     "processors",
     "return_memory",
     "takes_long",
@@ -42,19 +43,42 @@ def takes_long(body: bytes) -> bool:
     return size > LARGE_BODY_BYTES and (size > LONG_TEXT_BYTES or body.count(b",") > MANY_VALUES)
 
 
+LARGE_BLOCK_BYTES: Final = 256 * 1024  # above the body of a prompt of 32,000 tokens, which is not worth a system call
+TRIM_BYTES: Final = 2 * 1024 * 1024  # free at the end of the heap, from where on it goes back at once
+
+# The parameters of `mallopt`, from malloc.h.
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+
+
 @cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """Return glibc's function that gives free memory back, or None with another C library."""
+def _glibc(name: str) -> Callable[..., int] | None:
+    """Return one of glibc's functions on its heap, or None with another C library."""
     try:
-        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+        found: Callable[..., int] = getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError, TypeError):
         return None
     return found
 
 
+def keep_large_blocks_apart(environment: Mapping[str, str] = os.environ) -> bool:
+    """Give each large block of glibc's heap pages of its own, which go back to the system when it is freed.
+
+    Left to itself glibc raises the size of such blocks up to 32 MB as they are freed, and keeps them in the arenas of the
+    threads, between small objects that hold their pages. Does nothing where the environment tunes glibc, or there is none;
+    returns whether it did something. Call it once, when a process that is only a frontend starts.
+    """
+    if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in environment):
+        return False
+    mallopt = _glibc("mallopt")
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, TRIM_BYTES))
+
+
 def return_memory() -> None:
     """Give memory that is free back to the system: glibc keeps what many threads used in arenas. Takes milliseconds."""
-    trim = _malloc_trim()
+    trim = _glibc("malloc_trim")
     if trim is not None:
         trim(0)  # ctypes lets other threads run meanwhile
 

@@ -119,10 +119,14 @@ class Exchange:
             self.phase_times[phase] = now
 
     def end(self) -> None:
-        """Mark the request as ended. Idempotent."""
+        """Mark the request as ended, and let go of its body. Idempotent."""
         if self.phase is not Phase.ENDED:
             self.phase = Phase.ENDED
             self.phase_times[Phase.ENDED] = self.now()
+            # The timer calls this exchange back: a circle, which would keep all of the request until the collector comes.
+            # A frontend's collector comes seldom, and a refused body may have many megabytes.
+            self.timer.on_dispatch = None
+            self.arrival.body = b""
 
     def end_with(self, reason: DynamoException) -> None:
         """Kill the work; the client reads `reason`. Does nothing once the request is over or has another reason."""

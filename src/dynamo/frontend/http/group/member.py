@@ -35,6 +35,7 @@ from dynamo.frontend.http.group.messages import (
 )
 from dynamo.frontend.http.group.places import Field, Places, SharedAdmission
 from dynamo.frontend.http.loops import event_loop_factory, spare_the_collector
+from dynamo.frontend.http.offload import keep_large_blocks_apart
 from dynamo.frontend.http.server import Connect, HttpServer, serve_until
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.runtime.distributed import DistributedRuntime
@@ -233,6 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         spare_the_collector()
+        keep_large_blocks_apart()
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             runner.run(_serve(_share_of(settings, given.rows), place))
     except DynamoException as error:
