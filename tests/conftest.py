@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 # The same examples at every run, so that a red build is red for everybody. `HYPOTHESIS_PROFILE=explore` (or
 # --hypothesis-profile) looks further; what it finds becomes an @example.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("quick", max_examples=10, derandomize=True, deadline=None)  # make test
 settings.register_profile("explore", max_examples=2000, deadline=None)
+# Else Hypothesis puts constants of all modules of ours that happen to be loaded among its examples: not the same in every
+# process, and 700 files to parse in each.
+providers._get_local_constants = lambda: providers._local_constants
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 SLOW_FOLDERS = frozenset({"process", "long"})

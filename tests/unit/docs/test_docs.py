@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,14 @@ def test_the_metrics_tables_are_those_of_the_code() -> None:
     ), "docs/metrics.md is not current: make docs"
 
 
+@cache
+def texts_beside_the_metrics() -> list[str]:
+    return [path.read_text() for path in SOURCE.rglob("*.py") if path.name not in ("metrics.py", "prometheus_names.py")]
+
+
 def is_used(name: str) -> bool:
     """Whether code outside the modules that define the metrics mentions a name."""
-    return any(
-        re.search(rf"\b{name}\b", path.read_text())
-        for path in SOURCE.rglob("*.py")
-        if path.name not in ("metrics.py", "prometheus_names.py")
-    )
+    return any(re.search(rf"\b{name}\b", text) for text in texts_beside_the_metrics())
 
 
 def test_a_metric_is_said_to_be_not_filled_exactly_when_nothing_fills_it() -> None:
@@ -156,10 +158,12 @@ _VARIABLE = re.compile(r"(DYN|OTEL|ETCD|NATS|HF|PROMETHEUS|CUDA|NVIDIA)_[A-Z0-9_
 
 def variables_of_the_source() -> set[str]:
     """String constants that are nothing but the name of a variable. A name in a sentence is not one."""
+    texts = [path.read_text() for path in SOURCE.rglob("*.py")]
     return {
         node.value
-        for path in SOURCE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for text in texts
+        if _VARIABLE.search(text)  # few have one, and parsing takes its time
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _VARIABLE.fullmatch(node.value)
     }
 

@@ -115,7 +115,8 @@ def test_the_low_level_configuration_has_the_native_positions() -> None:
     assert tuple(getattr(config, name) for name in names) == values
 
 
-async def test_the_low_level_worker_holds_its_event_loop_and_kind() -> None:
+async def test_the_low_level_worker_holds_its_event_loop_and_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0")
     config = WorkerConfig("ns", runtime=RuntimeConfig("mem", "mem"))
     with pytest.raises(TypeError, match="RawEngine"):
         Worker(SampleLLMEngine(), config, asyncio.get_running_loop(), True)

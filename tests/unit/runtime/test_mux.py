@@ -499,7 +499,7 @@ async def test_a_process_that_stood_still_takes_nobody_for_silent(
     stream = await house.call()
     await begun.wait()
     for _ in range(2):
-        time.sleep(1.0)  # noqa: ASYNC251 - the loop stands still, as in a stopped process
+        time.sleep(0.6)  # noqa: ASYNC251 - the loop stands still for longer than the silence, as in a stopped process
         await asyncio.sleep(0.05)
     go_on.set()
     items = await asyncio.wait_for(read_all(stream), PATIENCE_SECONDS)
