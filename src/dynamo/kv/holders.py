@@ -123,9 +123,7 @@ class BlockHolders:
 
     def add(self, bit: RankMask, sequence: Sequence[int], parent: int | None = None) -> int:
         """Book blocks that follow each other, and `parent`, for the rank with this bit; return how many are new to it."""
-        if self._runs.keys().isdisjoint(sequence):
-            if sequence:
-                self._add_new(bit, list(sequence), parent)
+        if self.add_unheld(bit, sequence, parent):
             return len(sequence)
         runs = list(map(self._runs.get, sequence))
         at = added = 0
@@ -142,6 +140,14 @@ class BlockHolders:
                 added += end - at
             at = end
         return added
+
+    def add_unheld(self, bit: RankMask, sequence: Sequence[int], parent: int | None = None) -> bool:
+        """Book blocks as `add` does, if nobody holds one of them; return whether that was so."""
+        if not self._runs.keys().isdisjoint(sequence):
+            return False
+        if sequence:
+            self._add_new(bit, list(sequence), parent)
+        return True
 
     def discard(self, bit: RankMask, blocks: list[int]) -> int:
         """Take blocks, in any order, from the rank with this bit; return how many of them it held."""
