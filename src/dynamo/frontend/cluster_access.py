@@ -50,6 +50,7 @@ class ClusterAccess:
             partial(self._policy, RouterMode.of(settings.router_mode)),
             AdmissionPolicy(settings.max_requests_per_model, settings.max_queue_age_seconds, settings.capacity_share),
             enforce_disagg=settings.enforce_disagg,
+            min_initial_workers=settings.router_min_initial_workers,
             replacement_wait_seconds=settings.replacement_wait_seconds,
             rng=self._runtime.rng,
             kv=self.kv,

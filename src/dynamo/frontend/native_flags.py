@@ -23,7 +23,7 @@ REFUSED: Final = (
     *_flags(
         Status.REFUSED,
         """
-    --model-name --model-path --grpc-metrics-port --frontend-route-extension --router-min-initial-workers
+    --model-name --model-path --grpc-metrics-port --frontend-route-extension
     --router-prefill-load-model
     --router-tracking-key-file --router-tracking-key-id --tool-call-parser --reasoning-parser
     """,

@@ -248,6 +248,9 @@ class FrontendSettings(BusySettings, FromEnvironment):
     router_mode: str = setting("round-robin", "DYN_ROUTER_MODE", one_of(*ROUTER_MODES, metavar="MODE"),
         "How a worker is chosen: `round-robin`, `random`, `power-of-two`, `least-loaded`, `kv` (by what the workers have "
         "cached and what they have to do: [KV routing](#kv-routing)), `direct` or `device-aware-weighted`", flag="--router-mode", group=_CLUSTER)
+    router_min_initial_workers: int = setting(0, "DYN_ROUTER_MIN_INITIAL_WORKERS", integer(0),
+        "A model gets no requests before so many workers of it are there at once, in each namespace and role that answers; "
+        "it keeps getting them when they leave. 0: one is enough", flag="--router-min-initial-workers", group=_CLUSTER)
     migration_limit: int | None = setting(None, "DYN_MIGRATION_LIMIT", integer(0, MAX_MIGRATIONS),
         "How many other workers each choice of a request may need, before or after its first token; unset: what the "
         "model's card allows, at least 3", flag="--migration-limit", group=_CLUSTER)

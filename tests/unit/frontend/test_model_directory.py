@@ -581,3 +581,18 @@ async def test_an_endpoint_that_cannot_be_reached_at_once_is_tried_again(
         for _ in range(2):
             await house.client.chat("hi")
         assert second.requests
+
+
+async def test_a_model_waits_for_the_first_workers_that_are_asked_for_and_for_no_others(tmp_path: Path) -> None:
+    async with cluster(tmp_path, router_min_initial_workers=2) as house:
+        first = await house.worker(wait=False)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await house.frontend.models.wait_for(lambda: bool(house.frontend.models.served()))
+        assert (await house.client.chat("hi")).status in (404, 503)
+        second = await house.worker()
+        assert (await house.client.chat("hi")).status == 200
+        await first.stop()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await house.frontend.models.wait_for(lambda: not house.sees(first, "m"))
+        assert (await house.client.chat("hi")).status == 200
+        assert second.requests

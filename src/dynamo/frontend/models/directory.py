@@ -82,7 +82,7 @@ class ModelDirectory:
             self._prefill,
             self._encode,
             load_error=self._loader.last_error,
-            enforce_disagg=rules.enforce_disagg,
+            rules=rules,
         )
         self._names = NameIndex()
         self._reports = ModelReports(metrics)

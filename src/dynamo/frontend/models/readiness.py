@@ -10,7 +10,7 @@ from dynamo.frontend.models.cards import CardBook, Group, GroupKey
 from dynamo.frontend.models.encode_pools import EncodePools
 from dynamo.frontend.models.instances import InstanceBook
 from dynamo.frontend.models.prefill_pools import PrefillPools
-from dynamo.frontend.models.served import ServedModels
+from dynamo.frontend.models.served import ServedModels, ServingRules
 from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
 
 __all__ = ["DECODE", "ENCODE", "PREFILL", "Readiness", "unservable"]
@@ -33,13 +33,13 @@ class Readiness:
         encode: EncodePools,
         *,
         load_error: Callable[[GroupKey], str | None],
-        enforce_disagg: bool,
+        rules: ServingRules,
     ) -> None:
-        """`load_error`: why a group could not be loaded so far. `enforce_disagg`: a model is not ready while a role is
-        missing, even if it was complete before."""
+        """`load_error`: why a group could not be loaded so far. `rules.enforce_disagg`: a model is not ready while a role is
+        missing, even if it was complete before. `rules.min_initial_workers`: nor before so many of its workers came."""
         self._cards, self._instances, self._served, self._prefill = cards, instances, served, prefill
         self._encode = encode
-        self._load_error, self._enforce_disagg = load_error, enforce_disagg
+        self._load_error, self._rules = load_error, rules
         self._complete: set[GroupKey] = set()  # groups that had all the roles they need, once
 
     def is_ready(self, key: GroupKey) -> bool:
@@ -70,7 +70,7 @@ class Readiness:
         present = sorted(role for role, count in workers.items() if count)
         missing = sorted({role for group in groups for role in _missing(group.card.needs, present)})
         body: dict[str, Any] = {
-            "ready": any(self.is_ready(group.key) for group in groups) and not (missing and self._enforce_disagg),
+            "ready": any(self.is_ready(group.key) for group in groups) and not (missing and self._rules.enforce_disagg),
             "worker_types": {
                 group.key.role: {
                     "workers": workers[group.key.role],
@@ -97,12 +97,16 @@ class Readiness:
         return body
 
     def _had_all_roles(self, key: GroupKey) -> bool:
-        """Return whether a worker may get requests: not before its prefill and encode workers came, but still after they
-        left.
+        """Return whether a worker may get requests: not before its prefill and encode workers came, and as many like it as
+        are asked for, but still after they left.
         """
-        own = self._served[key].card.needs
-        if key in self._complete or not (own or key.role == DECODE):
+        served, least = self._served[key], self._rules.min_initial_workers
+        own = served.card.needs
+        if key in self._complete or not (own or key.role == DECODE or least):
             return True
+        group = self._cards.group(key)
+        if least and (group is None or self._instances.count(group.accepted) < least):
+            return False
         beside = [group for group in self._cards.groups(key.model) if group.key.namespace == key.namespace]
         present = {group.key.role for group in beside if self._instances.count(group.accepted)}
         if not self._prefill.is_reachable(key):

@@ -34,6 +34,7 @@ class ServingRules:
     new_policy: Callable[[], Policy]  # makes the policy of one group of workers, where `kv` does not
     admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)  # how many requests each model takes
     enforce_disagg: bool = False  # prompts of a disaggregated model are computed by prefill workers or not at all
+    min_initial_workers: int = 0  # that a model must have had at once before it gets requests
     replacement_wait_seconds: float = 0.0
     """How long a model whose last worker was lost goes on taking requests, which wait for the next worker."""
     rng: random.Random | None = None
