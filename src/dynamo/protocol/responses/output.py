@@ -15,7 +15,7 @@ from msgspec import Raw, Struct
 
 from dynamo.errors import Unknown
 from dynamo.protocol.openai.escaping import json_line, json_text
-from dynamo.protocol.responses.custom_input import custom_input
+from dynamo.protocol.responses.custom_input import CustomInputReader
 from dynamo.protocol.responses.events import EventNumbers
 from dynamo.protocol.responses.items import pack_reasoning
 from dynamo.protocol.responses.tools import OfferedTool
@@ -251,18 +251,24 @@ class _OpenCall(_OpenItem):
 
 
 class _OpenCustomCall(_OpenCall):
-    """A call of a custom tool: its input is the one argument of the function that stands for it, and is told whole."""
+    """A call of a custom tool: its input is the one argument of the function that stands for it."""
+
+    def __init__(self, events: EventNumbers, id: str, index: int, call_id: str, tool: OfferedTool) -> None:
+        super().__init__(events, id, index, call_id, tool)
+        self._input = CustomInputReader()
 
     def add(self, text: str) -> bytes:
         self._arguments.append(text)
-        return b""
+        return self._delta(self._input.push(text))
 
     def end(self, status: Status) -> tuple[bytes, bytes]:
-        said = json_text(custom_input(self._written))
-        told = self._event("response.custom_tool_call_input.delta", b'"delta":' + said)
-        told += self._event("response.custom_tool_call_input.done", b'"input":' + said)
+        told = self._delta(self._input.finish())
+        told += self._event("response.custom_tool_call_input.done", b'"input":' + json_text(self._input.text))
         item = self._item(status)
         return told + self._done(item), item
+
+    def _delta(self, text: str) -> bytes:
+        return self._event("response.custom_tool_call_input.delta", b'"delta":' + json_text(text)) if text else b""
 
     def _item(self, status: str, *, begins: bool = False) -> bytes:
         return json_line(
@@ -273,7 +279,7 @@ class _OpenCustomCall(_OpenCall):
                 "call_id": self._call_id,
                 "name": self._tool.name,
                 **self._namespace(),
-                "input": "" if begins else custom_input(self._written),
+                "input": self._input.text,
             }
         )
 
