@@ -30,6 +30,8 @@ cargo build "${flags[@]}" --workspace
 cd ..
 export RUST_SCRIPTED_ENGINE=$target/debug/scripted-engine RUST_SAMPLE_ENGINE=$target/debug/sample-backend
 export RUST_MOCKER=$target/debug/mocker
+RUST_CARGO_FLAGS=$("${PYTHON:-python3}" -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "${flags[@]}")
+export RUST_CARGO_FLAGS
 "${PYTHON:-python3}" -m pytest -q -rs tests/process/rust "$@"
 RUST_WORKERS=all "${PYTHON:-python3}" -m pytest -q -rs tests/process/e2e "$@"
 RUST_WORKERS=every-second "${PYTHON:-python3}" -m pytest -q -rs tests/process/e2e/test_e2e_workers.py "$@"

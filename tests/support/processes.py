@@ -29,6 +29,8 @@ RUST_ENGINE = os.environ.get("RUST_SCRIPTED_ENGINE", "")
 """The scripted engine in Rust (`make test-rust` builds it). With it the workers of the end-to-end tests are that program:
 all of them, or with RUST_WORKERS=every-second those whose name ends in "b"."""
 
+RUST_SAMPLE = os.environ.get("RUST_SAMPLE_ENGINE", "") if RUST_ENGINE else ""
+
 POLL_SECONDS = 0.01
 LAST_WORDS_SECONDS = 5.0
 
@@ -233,7 +235,9 @@ class Cluster:
 
     def sample(self, name: str, model: str, *flags: str, **env: str) -> Worker:
         """Start a worker of the sample engine."""
-        argv = [sys.executable, "-m", "dynamo.engines.sample.main", *self._discovery]
+        argv = [RUST_SAMPLE, *self._discovery]
+        if not RUST_SAMPLE:
+            argv = [sys.executable, "-m", "dynamo.engines.sample.main", *self._discovery]
         own = ["--model-name", model, "--component", model]
         return self._worker(name, model, [*argv, *own, *flags], env, self.root / f"{name}.journal")
 

@@ -53,7 +53,7 @@
 //!
 //! # What is not built
 //!
-//! Discovery other than `file`, request and event planes other than `tcp` and `zmq`, TLS, an admin port: a setting that asks
+//! Discovery other than `file` and `etcd`, request and event planes other than `tcp` and `zmq`, TLS, an admin port: a setting that asks
 //! for one of these ends the start with an error that says so. The native 1.6 wire, LoRA adapters and the
 //! export of traces over OTLP: a worker runs without them.
 

@@ -61,8 +61,29 @@ impl Reply {
 struct Request {
     method: String,
     path: String,
+    host: String,
+    origin: Option<String>,
     body: Vec<u8>,
     is_last: bool,
+}
+
+/// Returns why a request may come from a page of another site, through the browser of somebody on this machine.
+///
+/// An address of loopback is no protection from those: a browser sends what any page asks it to send, and a page whose name was
+/// made to resolve to 127.0.0.1 may even read the answer.
+fn cross_site_reason(request: &Request) -> Option<&'static str> {
+    let (host, origin) = (request.host.as_str(), request.origin.as_deref());
+    if origin.is_some_and(|origin| origin.split_once("://").map_or("", |(_, host)| host) != host) {
+        return Some("its Origin is another site");
+    }
+    let name = match host.strip_prefix('[') {
+        Some(rest) => rest.split(']').next().unwrap_or_default(),
+        None => host.split(':').next().unwrap_or_default(),
+    };
+    // HTTP/1.0 has no Host, and browsers always send one.
+    let is_of_this_machine = matches!(name, "" | "localhost") || name.parse::<std::net::IpAddr>().is_ok();
+    (!is_of_this_machine)
+        .then_some("its Host is a name, and this port is reached by 127.0.0.1, [::1] or localhost only")
 }
 
 impl Status {
@@ -142,6 +163,11 @@ impl Status {
 
     async fn answer(&self, request: &Request) -> Reply {
         if let Some(name) = request.path.strip_prefix("/engine/") {
+            if let Some(reason) = cross_site_reason(request).filter(|_| self.is_local) {
+                tracing::warn!("a request for /engine/{name} was declined: {reason}");
+                let text = format!("this request may come from a page of another site: {reason}");
+                return Reply::json(403, &json!({"error": "Forbidden", "message": text}));
+            }
             return self.answer_control(name, &request.body).await;
         }
         let reply = self.read(&request.path);
@@ -228,7 +254,7 @@ async fn read_request<R: AsyncRead + Unpin>(socket: &mut R, buffer: &mut Vec<u8>
         return Err(Reply::text(400, "The request line is malformed"));
     };
     let mut is_last = version != "HTTP/1.1";
-    let mut length = 0;
+    let (mut length, mut host, mut origin) = (0, String::new(), None);
     for line in lines {
         let Some((name, value)) = line.split_once(':') else { continue };
         match name.trim().to_ascii_lowercase().as_str() {
@@ -237,6 +263,8 @@ async fn read_request<R: AsyncRead + Unpin>(socket: &mut R, buffer: &mut Vec<u8>
                 _ => return Err(Reply::text(413, "The body is too long")),
             },
             "transfer-encoding" => return Err(Reply::text(411, "A body needs a content-length here")),
+            "host" => host = value.trim().to_ascii_lowercase(),
+            "origin" => origin = Some(value.trim().to_ascii_lowercase()),
             "connection" if value.trim().eq_ignore_ascii_case("close") => is_last = true,
             _ => {}
         }
@@ -247,7 +275,8 @@ async fn read_request<R: AsyncRead + Unpin>(socket: &mut R, buffer: &mut Vec<u8>
         }
     }
     let path = target.split('?').next().unwrap_or_default().to_owned();
-    let request = Request { method: method.to_owned(), path, body: buffer[end..end + length].to_vec(), is_last };
+    let body = buffer[end..end + length].to_vec();
+    let request = Request { method: method.to_owned(), path, host, origin, body, is_last };
     buffer.drain(..end + length);
     Ok(Some(request))
 }
@@ -281,6 +310,7 @@ async fn write_reply(socket: &mut TcpStream, reply: &Reply, is_head: bool, is_la
     let phrase = match status {
         200 => "OK",
         400 => "Bad Request",
+        403 => "Forbidden",
         404 => "Not Found",
         405 => "Method Not Allowed",
         503 => "Service Unavailable",
@@ -330,5 +360,24 @@ mod tests {
         assert_eq!(read(b"POST / HTTP/1.1\r\ncontent-length: 99999999\r\n\r\n").await.err(), Some(413));
         assert_eq!(read(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n").await.err(), Some(411));
         assert_eq!(read(&[b'a'; 40_000]).await.err(), Some(431));
+    }
+
+    #[tokio::test]
+    async fn pages_of_other_sites_are_recognised() {
+        for (headers, is_ours) in [
+            ("Host: 127.0.0.1:9", true),
+            ("Host: [::1]:9", true),
+            ("Host: LocalHost", true),
+            ("", true),
+            ("Host: 127.0.0.1:9\r\nOrigin: http://127.0.0.1:9", true),
+            ("Host: 127.0.0.1:9\r\nOrigin: http://evil.example", false),
+            ("Host: 127.0.0.1:9\r\nOrigin: null", false),
+            ("Host: evil.example:9", false),
+            ("Host: evil.example\r\nOrigin: http://evil.example", false),
+        ] {
+            let head = format!("POST /engine/x HTTP/1.1\r\n{headers}\r\n\r\n");
+            let request = read(head.as_bytes()).await.expect("read").expect("a request");
+            assert_eq!(cross_site_reason(&request).is_none(), is_ours, "{headers}");
+        }
     }
 }

@@ -125,12 +125,16 @@ impl Worker {
         self.config.check()?;
         check_environment(&self.config)?;
         self.listen_to_signals()?;
-        let discovery = discovery::open(self.config.runtime.discovery_backend.as_deref())?;
         let worker_id = crate::random::worker_id()
             .map_err(|error| DynamoError::builder().message("the system has no random numbers").cause(error).build())?;
-        let status = self.serve_status().await?;
+        let backend = self.config.runtime.discovery_backend.clone();
+        let opened = tokio::task::spawn_blocking(move || discovery::open(backend.as_deref(), worker_id)).await;
+        let discovery = opened
+            .map_err(|error| DynamoError::builder().message("discovery could not be opened").cause(error).build())??;
+        let status = self.serve_status(discovery.default_host()).await?;
         if self.stop.flag.is_set() {
             tracing::info!("Shutdown requested before the engine was started; leaving");
+            discovery::close(discovery).await;
             return Ok(());
         }
         let mut parts = Parts::default();
@@ -177,10 +181,10 @@ impl Worker {
     }
 
     /// Starts the status server where one is asked for; returns it with its address for others.
-    async fn serve_status(&self) -> Result<Option<(Arc<Status>, String)>, DynamoError> {
+    async fn serve_status(&self, default_host: &str) -> Result<Option<(Arc<Status>, String)>, DynamoError> {
         let Ok(port) = u16::try_from(settings::integer("DYN_SYSTEM_PORT", -1, -1)) else { return Ok(None) };
         let port = shifted(port, self.number);
-        let host = settings::text("DYN_SYSTEM_HOST").unwrap_or_else(|| LOOPBACK.to_owned());
+        let host = settings::text("DYN_SYSTEM_HOST").unwrap_or_else(|| default_host.to_owned());
         let is_local = matches!(host.as_str(), LOOPBACK | "::1" | "localhost");
         let status = Status::new(self.health.clone(), self.metrics.clone(), is_local);
         let address = status.listen(&host, port).await?;
@@ -254,6 +258,11 @@ impl Worker {
         }
         let server = Server::new(self.listener_settings(), self.metrics.listener().clone())?;
         let (listener, address) = server.bind(discovery.default_host()).await?;
+        if !address.ip().is_loopback() && server.secret.is_none() {
+            tracing::warn!(
+                "anybody who reaches this worker can send it requests: DYN_TCP_SECRET_PATH is not set (docs/security.md)"
+            );
+        }
         let host = advertised(&address.ip().to_string(), address.port());
         let card = self.build_card(engine, status).await?;
         self.engine.on_endpoint_ready(&format!("{host}/{}", place.route())).await?;

@@ -1,7 +1,11 @@
-"""`dynamo new NAME`: the package of a backend that runs, with tests that pass, to be changed into yours."""
+"""`dynamo new NAME`: the package of a backend that runs, with tests that pass, to be changed into yours.
+
+With `--rust` it is a crate, else a Python package.
+"""
 
 from __future__ import annotations
 
+import json
 import keyword
 import re
 import shlex
@@ -13,12 +17,14 @@ from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
 from typing import Final, Self
 
+import dynamo
 from dynamo.cli.installation import Installation
 from dynamo.cli.usage import UsageError
 from dynamo.settings.command import CommandParser
 
-__all__ = ["Names", "main", "rendered"]
+__all__ = ["Names", "main", "rendered", "rendered_crate"]
 
+SDK: Final = "dynamo-backend-common"
 SUFFIX: Final = ".tmpl"  # keeps what is not yet Python away from linters and type checkers
 MAX_NAME: Final = 64
 
@@ -29,6 +35,7 @@ _RESERVED: Final = frozenset({"dynamo", "test", "tests", "main", "engine"})
 _EPILOG: Final = """\
 example:
   dynamo new my-backend
+  dynamo new --rust my-backend
 
 The command prints the steps that install the package and run its tests.
 """
@@ -65,30 +72,56 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("name", metavar="NAME", help="of the package and its command, such as my-backend")
     parser.add_argument("--dir", type=Path, default=Path(), metavar="D", help="where to put it (default: here)")
+    parser.add_argument("--rust", action="store_true", help="write a crate in Rust instead of a Python package")
+    parser.add_argument(
+        "--sdk",
+        metavar="PATH|URL",
+        help="with --rust: the crate dynamo-backend-common, a directory or a git repository",
+    )
     parser.add_argument("--force", action="store_true", help="overwrite the files of an earlier one")
     options = parser.parse_args(argv)
-    names, installation = Names.of(options.name), Installation.find()
+    names = Names.of(options.name)
+    if options.rust:
+        package, steps = rendered_crate(names, options.sdk), _crate_steps()
+    else:
+        if options.sdk is not None:
+            raise UsageError("--sdk is about a crate in Rust: add --rust")
+        installation = Installation.find()
+        package, steps = rendered(names, installation), _package_steps(names, installation)
     root: Path = options.dir / names.name
     try:
         if not options.force and root.exists() and (not root.is_dir() or any(root.iterdir())):
             raise UsageError(f"{root} exists already; use another name, or --force to overwrite the files in it")
-        for path, text in rendered(names, installation).items():
+        for path, text in package.items():
             target = root / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
             print(f"wrote {target}")
     except OSError as error:
         raise UsageError(f"cannot write {error.filename or root}: {error.strerror}") from None
-    print(f"""
-Next:
-  cd {shlex.quote(str(root))}
-  python3 -m venv .venv
-  . .venv/bin/activate
-  {_pip_install(installation)}
-  pytest
-  dynamo serve my-model --engine {names.module}.engine:{names.engine}
-Then make {PurePosixPath("src", names.module, "engine.py")} yours; README.md shows where to begin.""")
+    print("\nNext:")
+    for step in (f"cd {shlex.quote(str(root))}", *steps):
+        print(f"  {step}")
+    engine = PurePosixPath("src/lib.rs") if options.rust else PurePosixPath("src", names.module, "engine.py")
+    print(f"Then make {engine} yours; README.md shows where to begin.")
     return 0
+
+
+def _package_steps(names: Names, installation: Installation) -> tuple[str, ...]:
+    return (
+        "python3 -m venv .venv",
+        ". .venv/bin/activate",
+        _pip_install(installation),
+        "pytest",
+        f"dynamo serve my-model --engine {names.module}.engine:{names.engine}",
+    )
+
+
+def _crate_steps() -> tuple[str, ...]:
+    return (
+        "cargo test",
+        "cargo run --release -- --model-name my-model --discovery-backend file",
+    )
 
 
 def rendered(names: Names, installation: Installation) -> Mapping[PurePosixPath, str]:
@@ -100,8 +133,45 @@ def rendered(names: Names, installation: Installation) -> Mapping[PurePosixPath,
         "@@version@@": installation.version,
         "@@pip_install@@": _pip_install(installation),
     }
+    return _filled("template", names, values)
+
+
+def rendered_crate(names: Names, sdk: str | None) -> Mapping[PurePosixPath, str]:
+    """Fill in every file of the crate; `sdk`: where dynamo-backend-common is, None for that of this checkout.
+
+    Raises UsageError where no SDK is found, and for a name that cargo does not take.
+    """
+    if "." in names.name:
+        raise UsageError(f"{names.name!r} cannot be the name of a crate: use - instead of the dot")
+    return _filled(
+        "template_rust",
+        names,
+        {
+            "@@name@@": names.name,
+            "@@module@@": names.name.replace("-", "_"),
+            "@@class@@": names.engine,
+            "@@sdk@@": _sdk_source(sdk),
+        },
+    )
+
+
+def _sdk_source(sdk: str | None) -> str:
+    """Return where cargo finds the SDK, as members of a dependency in TOML."""
+    if sdk is not None and "://" in sdk:
+        return f"git = {json.dumps(sdk)}"
+    place = Path(dynamo.__file__ or "").resolve().parents[2] / "rust" / SDK if sdk is None else Path(sdk).resolve()
+    if not (place / "Cargo.toml").is_file():
+        where = "beside this installation" if sdk is None else f"in {place}"
+        raise UsageError(
+            f"there is no crate {SDK} {where}; name it with --sdk: the directory rust/{SDK} of a checkout, or the URL "
+            "of a git repository that has it"
+        )
+    return f"path = {json.dumps(str(place))}"
+
+
+def _filled(folder: str, names: Names, values: Mapping[str, str]) -> dict[PurePosixPath, str]:
     found: dict[PurePosixPath, str] = {}
-    for path, text in _templates(files("dynamo.cli") / "template", PurePosixPath()):
+    for path, text in _templates(files("dynamo.cli") / folder, PurePosixPath()):
         for mark, value in values.items():
             text = text.replace(mark, value)
         parts = [names.module if part == "module" else part for part in path.parts]

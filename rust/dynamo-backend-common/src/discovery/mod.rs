@@ -1,5 +1,6 @@
 //! How a worker becomes known: records in a store, kept alive until it leaves.
 
+mod etcd;
 mod file;
 
 use std::path::PathBuf;
@@ -52,29 +53,30 @@ async fn finished(work: JoinHandle<Result<(), DynamoError>>) -> Result<(), Dynam
 
 /// Opens the store that the operator chose.
 ///
-/// Fails for a store that this SDK does not speak to: what it names can be served by a Python worker.
-pub(crate) fn open(chosen: Option<&str>) -> Result<Arc<dyn Discovery>, DynamoError> {
+/// `lease_id` is that of the worker's records, where the store has leases. Blocks until the store has answered. Fails for a store
+/// that this SDK does not speak to: what it names can be served by a Python worker.
+pub(crate) fn open(chosen: Option<&str>, lease_id: u64) -> Result<Arc<dyn Discovery>, DynamoError> {
     let chosen = chosen.map(str::to_owned).or_else(|| settings::text("DYN_DISCOVERY_BACKEND"));
     let etcd = settings::text("ETCD_ENDPOINTS");
-    let backend = match chosen.as_deref() {
-        None | Some("auto") => {
-            if etcd.is_some() {
-                "etcd"
-            } else {
-                "file"
-            }
-        }
-        Some(name) => name,
+    let root = || {
+        let root = settings::text("DYN_FILE_KV").map(PathBuf::from);
+        root.unwrap_or_else(|| std::env::temp_dir().join("dynamo_store_kv"))
     };
-    match backend {
-        "file" => {
-            let root = settings::text("DYN_FILE_KV").map(PathBuf::from);
-            let root = root.unwrap_or_else(|| std::env::temp_dir().join("dynamo_store_kv"));
+    match (chosen.as_deref(), etcd) {
+        (None | Some("auto" | "etcd"), Some(endpoints)) => Ok(Arc::new(etcd::EtcdStore::open(&endpoints, lease_id)?)),
+        (Some("etcd"), None) => {
+            let root = root();
+            tracing::warn!(
+                "discovery: etcd was asked for, but ETCD_ENDPOINTS is not set; using files in {}, which serve the processes \
+                 of one machine",
+                root.display()
+            );
             Ok(Arc::new(file::FileStore::open(root)?))
         }
-        other => Err(DynamoError::invalid(format!(
-            "discovery_backend {other:?} is not built into the Rust SDK yet: use --discovery-backend file (one machine), \
-             or a Python worker for a cluster"
+        (None | Some("auto" | "file"), _) => Ok(Arc::new(file::FileStore::open(root())?)),
+        (Some(other), _) => Err(DynamoError::invalid(format!(
+            "discovery_backend {other:?} is not built into the Rust SDK: use --discovery-backend file (one machine), etcd, or \
+             a Python worker"
         ))),
     }
 }
