@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Final
 
-__all__ = ["describe_model_file"]
+__all__ = ["describe_model_file", "has_gguf_magic"]
 
 MAGIC: Final = ((b"GGUF", ".gguf"), (b"PK\x03\x04", ".zip"), (b"\x1f\x8b", ".gz"))
 LAYOUT: Final = "a directory in the HuggingFace layout (config.json, tokenizer.json, *.safetensors)"
@@ -20,7 +20,7 @@ def describe_model_file(path: Path) -> str:
     suffix = _kind_of(path)
     match suffix:
         case ".gguf":
-            return f"{path} is a GGUF file, which no engine of this package reads; fetch the same model as {LAYOUT}"
+            return f"{path} is named like a GGUF file, and is not one; fetch it again"
         case ".safetensors":
             return f"{path} is a file of weights (safetensors); {_directory_of(path)}"
         case ".py":
@@ -34,13 +34,22 @@ def describe_model_file(path: Path) -> str:
     return f"{path} is a file, and no model; serve {LAYOUT}"
 
 
-def _kind_of(path: Path) -> str:
-    """Return the suffix that fits the content, where the content identifies it; else the name's suffix."""
+def has_gguf_magic(path: Path) -> bool:
+    """Return whether a file begins as GGUF files do, whatever its name is."""
+    return _kind_of(path) == ".gguf" and _head(path).startswith(b"GGUF")
+
+
+def _head(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            head = file.read(4)
+            return file.read(4)
     except OSError:
-        head = b""
+        return b""
+
+
+def _kind_of(path: Path) -> str:
+    """Return the suffix that fits the content, where the content identifies it; else the name's suffix."""
+    head = _head(path)
     return next(
         (suffix for magic, suffix in MAGIC if head.startswith(magic) and path.suffix not in PYTORCH), path.suffix
     )

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from dynamo.cli.console import Console
+from dynamo.cli.engine_choice import HUB_PREFIX, Fetch, choose_engine, fetch_from_hub, locate_model
 from dynamo.cli.engines import BUILT_IN, class_path
-from dynamo.cli.model_files import describe_model_file
 from dynamo.cli.readiness import Address, bind
 from dynamo.cli.serve_config import ConfigFile, read_config
 from dynamo.cli.usage import UsageError, split_engine_args
@@ -25,15 +25,16 @@ from dynamo.settings.command import CommandParser
 __all__ = ["ServeOptions", "main", "read_options"]
 
 DEFAULT_REPLACE_SECONDS: Final = 1800.0  # half an hour to load a model, as the start-up probes of `deploy/` allow
-DEFAULT_ENGINE: Final = "reference"  # without a model it serves the one that comes with it
 MAX_WORKERS: Final = 256  # a slip of the keyboard should not start ten thousand processes
 MAX_FRONTEND_WORKERS: Final = 64  # as the frontend itself says
 DEFAULT_HOST: Final = "127.0.0.1"  # nothing is open to a network before somebody asks for it
 ROUTER_MODES: Final = ("round-robin", "random", "power-of-two", "least-loaded", "direct", "device-aware-weighted")
 
 _EPILOG: Final = f"""\
-Without a MODEL and an engine, the small demonstration model is served that comes with this package. A MODEL without an
-engine is the directory of a Llama, Qwen2 or Qwen3 model.
+Without a MODEL and an engine, the small demonstration model is served that comes with this package. A MODEL is a directory
+in the Hugging Face layout, a GGUF file, or hub:OWNER/NAME (a file: hub:OWNER/NAME/FILE.gguf), which is fetched first. Without
+--engine, GGUF goes to llama.cpp; a directory to vLLM, where that is installed and knows the model, else to transformers, else to
+the reference engine, which is for small models only. What was chosen, and why, is printed.
 
 engines: {", ".join(sorted(BUILT_IN))}, or module:Class, module:function (also from the current directory) or
 file.py:function. A function that takes messages, prompt or token_ids and yields text or token ids is an engine.
@@ -77,12 +78,15 @@ class ServeOptions:
     frontend_args: tuple[str, ...] = ()
     admin_port: int | None = None  # None: admin routes are on the HTTP port, while that is bound to loopback
     reload: bool = False  # replace the workers when the engine's files change
+    engine_reason: str = ""  # why this engine, where nobody named one
 
 
 def main(argv: list[str]) -> int:
     """Serve until a signal; the exit status."""
     options = read_options(argv, os.environ)
     console = Console(jsonl=_logs_jsonl(os.environ))
+    if options.engine_reason:
+        console.say(f"engine {options.engine}: {options.engine_reason} (--engine takes another)")
     with closing(bind(options.http_host, options.http_port)) as listener:
         address = Address.of(options.http_host, listener.getsockname()[1], os.environ)
         if options.in_process:
@@ -103,10 +107,11 @@ def _logs_jsonl(env: Mapping[str, str]) -> bool:
     return LoggingSettings.from_env(env).jsonl
 
 
-def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
+def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetch_from_hub) -> ServeOptions:
     """Merge the command line, the configuration file and the environment, in this order of precedence.
 
-    Raises UsageError; leaves as argparse does for `--help`.
+    `fetch` gets a model from the hub, if the command line asks for that. Raises UsageError; leaves as argparse does for
+    `--help`.
     """
     own, engine_args = split_engine_args(argv)
     parser = _parser(env)
@@ -126,17 +131,10 @@ def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
         raise UsageError(f"--replace-timeout {given.replace_timeout:g} is out of range; use seconds above 0")
     if given.in_process and given.store is not None:
         raise UsageError("--store has no meaning with --in-process: one process finds itself in memory")
-    if given.engine is None and given.model is not None and Path(given.model).expanduser().is_file():
-        raise UsageError(describe_model_file(Path(given.model).expanduser()))
-    if given.engine is None and given.model is not None and not Path(given.model).expanduser().is_dir():
-        raise UsageError(
-            f"there is no directory {given.model}; the {DEFAULT_ENGINE} engine serves a model's directory. To serve a name "
-            "without a model, add --engine sample"
-        )
-    engine = given.engine or DEFAULT_ENGINE
-    class_path(engine)
+    if given.engine is not None:
+        class_path(given.engine)
     _check_planes(engine_args)
-    model_args = [] if given.model is None else ["--model-name", given.model]
+    engine, reason, model_args = _engine_of(given, engine_args, fetch)
     if given.reload and engine in BUILT_IN:
         raise UsageError(
             f"--reload watches the files of your own engine, and {engine} comes with this package; add --engine"
@@ -160,7 +158,28 @@ def read_options(argv: list[str], env: Mapping[str, str]) -> ServeOptions:
         frontend_args=(*file.frontend_args, *router),
         admin_port=None if given.admin_port is None else _port(str(given.admin_port), flag="--admin-port"),
         reload=given.reload,
+        engine_reason=reason,
     )
+
+
+def _engine_of(given: argparse.Namespace, engine_args: list[str], fetch: Fetch) -> tuple[str, str, list[str]]:
+    """Return the engine, why ("" where it was named), and its arguments that name the model. Raises UsageError."""
+    if given.engine is not None:
+        return given.engine, "", [] if given.model is None else ["--model-name", given.model]
+    flags = {argument.partition("=")[0] for argument in engine_args}
+    model = None
+    if given.model is not None:
+        model = locate_model(given.model, allow_download=given.allow_download, fetch=fetch)
+    choice = choose_engine(model, has_tokenizer_flag="--tokenizer" in flags)
+    if choice.model is None:
+        return choice.engine, "", []  # the demonstration model goes without saying
+    # A model from the hub is asked for by its name there, and not by the directory it is kept in.
+    is_here = Path(given.model).expanduser().exists()
+    name = "" if is_here else given.model.removeprefix(HUB_PREFIX)
+    if is_here and choice.engine == "vllm":  # the other engines take the directory's name by themselves
+        name = Path(choice.model).resolve().name
+    named = ["--served-model-name", name] if name and "--served-model-name" not in flags else []
+    return choice.engine, choice.reason, ["--model-name", choice.model, *named]
 
 
 def _parser(env: Mapping[str, str]) -> CommandParser:
@@ -171,7 +190,10 @@ def _parser(env: Mapping[str, str]) -> CommandParser:
         epilog=_EPILOG,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="passed to the engine as --model-name MODEL")
-    parser.add_argument("--engine", metavar="NAME|module:NAME", help=f"the engine (default: {DEFAULT_ENGINE})")
+    parser.add_argument("--engine", metavar="NAME|module:NAME", help="the engine (default: by the model, see below)")
+    parser.add_argument(
+        "--allow-download", action="store_true", help="fetch a MODEL that is not here from the hub, as hub:MODEL does"
+    )
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="how many workers (default: 1)")
     parser.add_argument(
         "--host",

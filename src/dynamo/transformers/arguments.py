@@ -6,12 +6,14 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import InvalidArgument
+from dynamo.worker.hub import HUB_PREFIX
 
 __all__ = ["TransformersArguments", "check_installed", "read_arguments"]
 
@@ -27,7 +29,7 @@ class TransformersArguments:
     """A command line, read."""
 
     model: str
-    served_name: str | None
+    served_name: str
     device: str  # auto, cpu, cuda, cuda:1, mps
     dtype: str
     context_length: int | None
@@ -50,9 +52,11 @@ def read_arguments(argv: Sequence[str] | None = None) -> tuple[TransformersArgum
             "transformers"
         )
     check_installed()
+    here = Path(args.model).expanduser()
+    name = args.served_model_name or (here.resolve().name if here.is_dir() else args.model.removeprefix(HUB_PREFIX))
     arguments = TransformersArguments(
         model=args.model,
-        served_name=args.served_model_name,
+        served_name=name,
         device=args.device,
         dtype=args.dtype,
         context_length=args.context_length,
@@ -62,9 +66,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> tuple[TransformersArgum
         kv_cache_mb=args.kv_cache_mb,
         trust_remote_code=args.trust_remote_code,
     )
-    worker = worker_config_from(
-        args, model_name=args.model, served_model_name=args.served_model_name, enable_kv_routing=False
-    )
+    worker = worker_config_from(args, model_name=args.model, served_model_name=name, enable_kv_routing=False)
     return arguments, worker
 
 
@@ -82,7 +84,9 @@ def _parser() -> BackendArgumentParser:
     parser = BackendArgumentParser(PROGRAM, description="transformers: serves the directory of a Hugging Face model.")
     add = parser.add_argument_group("transformers").add_argument
     add("--model", "--model-name", required=True, metavar="DIR", help="directory of the model, or hub:NAME to fetch it")
-    add("--served-model-name", metavar="NAME", help="name clients use (default: the model's)")
+    add(
+        "--served-model-name", metavar="NAME", help="name clients use (default: the directory's, or the one on the hub)"
+    )
     add("--device", default="auto", help="cpu, cuda, cuda:1, mps (default: a GPU where there is one)")
     add("--dtype", choices=DTYPES, help="of the weights (default: the model's, on a CPU float32)")
     add("--context-length", type=_positive, metavar="TOKENS", help="longest prompt and answer (default: the model's)")
