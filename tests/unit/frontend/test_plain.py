@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo.frontend.apis.plain import PlainOutput, PlainTokens
+from dynamo.frontend.apis.plain import NumberedOutput, PlainOutput, PlainTokens
 from dynamo.runtime.request_plane.base import StreamItem
 from dynamo.text import ByteTokenizer, ChoiceDecoder
 
@@ -39,13 +40,24 @@ class Stream:
 class Way:
     """The short way of one choice whose stop token is `z`."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, *, is_numbered: bool = False) -> None:
         self.stream, self.refused, self.generated = stream, list[bytes](), list[int]()
         self.counted, self.others = list[int](), list[list[int]]()
         self.tally = SimpleNamespace(completion_tokens=0)
         self.decoder = ChoiceDecoder(ByteTokenizer(), [], {"stop_token_ids": [ord("z")]}, {}, include_stop_str=False)
         counters: Any = SimpleNamespace(tokens=lambda count, now: self.counted.append(count))
-        output = PlainOutput((b"<", b">"), stream, self.refused, counters, None)  # type: ignore[arg-type]
+        output: PlainOutput
+        if is_numbered:
+            numbers = itertools.count()
+            output = NumberedOutput(
+                lambda piece: b"%d<%b>" % (next(numbers), piece),
+                stream,  # type: ignore[arg-type]
+                self.refused,
+                counters,
+                None,
+            )
+        else:
+            output = PlainOutput((b"<", b">"), stream, self.refused, counters, None)  # type: ignore[arg-type]
         self.tokens = PlainTokens(self.decoder, self.generated, self.tally, output, self.otherwise)
 
     def otherwise(self, items: list[StreamItem]) -> bool:
@@ -74,6 +86,20 @@ async def test_a_character_of_several_tokens_is_one_event() -> None:
     assert [json.loads(event[1:-1]) for event in way.stream.events] == ["a", "\u20ac", "b"]
     way.tokens.settle()
     assert (way.tally.completion_tokens, way.decoder.generated, len(way.generated)) == (5, 5, 5)
+
+
+async def test_an_api_may_write_each_event_itself() -> None:
+    way = Way(Stream(), is_numbered=True)
+    assert way.take("a€") == [True] * 4
+    way.stream.is_full = True
+    assert way.take("b") == [False]
+    way.stream.is_full = False
+    assert way.take("c") == [True]
+    # What was refused was written once, and waits for its writer.
+    assert way.stream.events == [b'0<"a">', '1<"€">'.encode(), b'3<"c">']
+    assert way.refused == [b'2<"b">']
+    way.tokens.settle()
+    assert way.tally.completion_tokens == 6
 
 
 async def test_tokens_that_come_together_are_one_event() -> None:

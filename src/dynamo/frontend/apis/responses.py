@@ -97,7 +97,7 @@ class ResponsesApi(Api[ResponsesRequest]):
                 return
             raise not_built(
                 "Validation: `previous_response_id` is not supported: this frontend stores no responses "
-                "(--responses-store)",
+                "(--responses-store, DYN_RESPONSES_STORE)",
                 "previous_response_id",
             )
         earlier: list[Any] = []
