@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from dynamo.text.formats import TOOL_FORMATS, TextMachine, ToolSet
+from dynamo.text.formats import REASONING_FORMATS, TOOL_FORMATS, TextMachine, ToolSet
 from dynamo.text.formats.tagged_answer import ReasoningTags, tagged_machine
 from dynamo.text.output import CallArguments, CallBegan, CallDropped, CallEnded, Content, Joined, OutputEvent, joined
 from support.demo_model import FILES
@@ -34,16 +34,16 @@ def parser(name: str, tags: ReasoningTags | None = None) -> TextMachine:
     return form.parser(TOOL_SET) if form.call_form is None else tagged_machine(form.call_form, TOOL_SET, tags)
 
 
-def events_of(name: str, pieces: Iterable[str]) -> list[OutputEvent]:
-    machine = parser(name)
+def events_of(name: str, pieces: Iterable[str], tags: ReasoningTags | None = None) -> list[OutputEvent]:
+    machine = parser(name, tags)
     events: list[OutputEvent] = []
     for piece in pieces:
         events += machine.push(piece)
     return events + machine.finish()
 
 
-def run(name: str, pieces: Iterable[str]) -> Joined:
-    return joined(events_of(name, pieces))
+def run(name: str, pieces: Iterable[str], tags: ReasoningTags | None = None) -> Joined:
+    return joined(events_of(name, pieces, tags))
 
 
 def meaning(found: Joined) -> tuple[str, str, list[Any]]:
@@ -72,9 +72,9 @@ def token_pieces(text: str) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(places)]
 
 
-def assert_is_consistent(name: str, text: str, pieces: list[str]) -> None:
-    """Check what must hold of any text: it is all there, calls are JSON, and what was told stays true."""
-    events = events_of(name, pieces)
+def assert_is_consistent(name: str, text: str, pieces: list[str], tags: ReasoningTags | None = None) -> None:
+    """Check what must hold of any text: it is all there, calls are JSON, and what was sent stays true."""
+    events = events_of(name, pieces, tags)
     found = joined(events)
     for call in found.calls:
         assert call.is_complete, (name, text)
@@ -95,7 +95,15 @@ def assert_is_consistent(name: str, text: str, pieces: list[str]) -> None:
             assert is_open
         elif isinstance(event, Content):
             assert not is_open
-    assert found == run(name, [text]), (name, text, pieces)
+    assert found == run(name, [text], tags), (name, text, pieces, tags)
+
+
+TAGS: Final = (
+    None,
+    *(REASONING_FORMATS["qwen3"].tags(begins_inside=inside) for inside in (False, True)),
+    REASONING_FORMATS["mistral"].tags(),
+)
+"""Ways to read reasoning beside a format of calls."""
 
 
 def fuzz(name: str, runs: int, seed: int = 0) -> None:
@@ -104,10 +112,15 @@ def fuzz(name: str, runs: int, seed: int = 0) -> None:
     texts = [case["text"] for case in corpus(name)]
     for _ in range(runs):
         parts = []
+        tags = dice.choice(TAGS)
+        marks = (*tags.openings, *tags.closings) if tags is not None else ("",)
         for _ in range(dice.randrange(1, 5)):
             text = dice.choice(texts)
             start = dice.randrange(len(text) + 1)
             parts.append(text[start : start + dice.randrange(60)] if dice.random() < 0.8 else text)
+            if dice.random() < 0.4:
+                parts.append(dice.choice(marks))
         text = "".join(parts)
         places = sorted(dice.randrange(len(text) + 1) for _ in range(dice.randrange(4)))
-        assert_is_consistent(name, text, [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)])
+        pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+        assert_is_consistent(name, text, pieces, tags)
