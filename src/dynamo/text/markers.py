@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Final, NamedTuple
 
-__all__ = ["LINE_BREAKS", "MAX_SEPARATOR", "WHITE_SPACE", "Found", "MarkerSearch"]
+__all__ = ["LINE_BREAKS", "MAX_SEPARATOR", "WHITE_SPACE", "Found", "MarkerSearch", "search_for"]
 
 MAX_SEPARATOR: Final = 64
 """The most line breaks next to a mark that may be the mark's own and no text, which is also how much white space is held
@@ -84,3 +85,9 @@ class MarkerSearch:
                 if any(mark.startswith(tail) for mark in self._marks):
                     return place, None
         return length, None
+
+
+@functools.cache
+def search_for(*marks: str) -> MarkerSearch:
+    """Return the search for marks of a format: of these there are as many as the formats have, so each is kept."""
+    return MarkerSearch(*marks)

@@ -26,11 +26,11 @@ class OutputParser:
         "_forced",
         "_held",
         "_held_characters",
-        "_idle",
         "_machine",
         "_only_first_call",
         "_only_function",
         "_places",
+        "idle",
     )
 
     def __init__(
@@ -56,7 +56,7 @@ class OutputParser:
         self._fills_content = fills_content
         self._held: list[str] = []
         self._held_characters = 0
-        self._idle: Idle | None = None
+        self.idle: Idle | None = None  # how text passes that no mark begins in; None while all text has to be read
 
     @property
     def is_inside(self) -> bool:
@@ -65,12 +65,12 @@ class OutputParser:
 
     def push(self, text: str) -> list[OutputEvent]:
         """Parse the next piece of text, which may be empty."""
-        idle = self._idle
+        idle = self.idle
         if idle is not None and text and idle.characters.isdisjoint(text):
             return [idle.kind(text)]  # nearly every piece: no mark begins in it, and nothing is held back
         events = self._emitted(self._machine.push(text))
         if not self._fills_content and self._forced is None:
-            self._idle = self._machine.idle
+            self.idle = self._machine.idle
         return events
 
     def finish(self, *, is_cut: bool = False) -> list[OutputEvent]:

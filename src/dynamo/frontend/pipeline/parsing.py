@@ -26,6 +26,7 @@ from dynamo.text.formats.tagged_answer import ContentStart, ReasoningTags, tagge
 from dynamo.text.formats.tool_set import ToolSet
 from dynamo.text.formats.tools import TOOL_FORMATS, ToolFormat, UnifiedForm, unified_parser
 from dynamo.text.markers import WHITE_SPACE
+from dynamo.text.output import Idle, Reasoning
 from dynamo.text.output_parser import OutputParser
 from dynamo.text.tokenizer import Tokenizer
 
@@ -84,18 +85,28 @@ class ReasoningCounter:
     a batch cannot be divided among its tokens; so the count does not depend on the batches.
     """
 
-    __slots__ = ("_detokenizer", "_parser")
+    __slots__ = ("_detokenizer", "_idle", "_parser")
 
     def __init__(self, parser: TextMachine, detokenizer: Detokenizer) -> None:
         self._parser, self._detokenizer = parser, detokenizer
+        self._idle: Idle | None = None
 
     def count(self, token_ids: Sequence[int]) -> int:
         """Return how many of these tokens, which follow the tokens of earlier calls, are reasoning."""
+        idle, table = self._idle, self._detokenizer.whole
+        if idle is not None and table is not None:
+            for token_id in token_ids:
+                text = table[token_id]
+                if text is None or not idle.characters.isdisjoint(text):
+                    break
+            else:  # nearly always: no mark begins in these tokens, so all of them are of one kind
+                return len(token_ids) if idle.kind is Reasoning else 0
         parser, detokenize = self._parser, self._detokenizer.push
         counted = 0
         for token_id in token_ids:
             counted += parser.is_inside
             parser.push(detokenize((token_id,)))
+        self._idle = parser.idle
         return counted
 
 

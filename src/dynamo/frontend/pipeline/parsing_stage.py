@@ -51,6 +51,13 @@ class ParsingStage:
             choice = self._choices[output.choice] = _ParsedChoice(self._plan.parser())
         if output.token_ids:
             self._count_reasoning(output)
+        idle = choice.parser.idle
+        if idle is not None and len(output.events) == 1 and choice.logprobs is None:
+            only = output.events[0]
+            if isinstance(only, Content) and idle.characters.isdisjoint(only.text):  # nearly every output
+                if idle.kind is Content:
+                    return output
+                return ChoiceOutput(output.choice, (idle.kind(only.text),), output.token_ids, output.engine_data)
         events: list[Event] = []
         finished: Finished | None = None
         for event in output.events:

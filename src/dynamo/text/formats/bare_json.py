@@ -6,6 +6,7 @@ request; up to `scanner.MAX_CALL_CHARACTERS` of it are held back until that is k
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +19,7 @@ __all__ = ["BareJson"]
 
 _KNOWN: Final = CallKeys(only_known=True)
 _BARE: Final = ("{", "[")
+_NOISE: Final = re.compile(r"""(?:\[(?=[^\s{])|\{(?=[^\s"']))+""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,10 @@ class BareJson(CallForm):
     @property
     def starts(self) -> tuple[str, ...]:
         return self.opening if self.is_whole else (*self.opening, *_BARE)
+
+    @property
+    def noise(self) -> re.Pattern[str] | None:
+        return None if self.is_whole else _NOISE
 
     @property
     def is_whole_answer(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 
 from dynamo.text.formats.scanner import Scanner, Step
@@ -29,6 +30,11 @@ class CallForm(ABC):
     def stray(self) -> tuple[str, ...]:
         """Marks that are removed where they close nothing."""
         return ()
+
+    @property
+    def noise(self) -> re.Pattern[str] | None:
+        """What a run of `starts` looks like that begin no call: they are not tried one by one."""
+        return None
 
     @property
     def is_whole_answer(self) -> bool:

@@ -15,7 +15,7 @@ from dynamo.text.formats.scanner import MAX_NAME, Grammar, NotACall, Scanner, St
 from dynamo.text.formats.tool_set import ANYTHING, Kinds, ToolSet
 from dynamo.text.formats.typed_arguments import ArgumentsWriter
 from dynamo.text.formats.xml_calls import TaggedXml
-from dynamo.text.markers import MarkerSearch
+from dynamo.text.markers import search_for
 
 __all__ = ["Harmony", "Inkling", "KimiK3", "Muse"]
 
@@ -71,7 +71,7 @@ class Harmony:
 
     def grammar(self, tools: ToolSet) -> Grammar:
         """Return the grammar of an answer that may call these tools."""
-        heads = MarkerSearch(*self.marks)
+        heads = search_for(*self.marks)
 
         def answer(s: Scanner) -> Step[None]:
             if (yield from s.comes(0, "to=")):  # the header began in the prompt
@@ -102,7 +102,7 @@ class Harmony:
         for part in header.split(_CHANNEL)[1:]:
             channel = found[0] if (found := _WORD.match(part.strip())) is not None else channel
         recipients = [name for name in _RECIPIENT.findall(header) if name != "assistant"]
-        ends = MarkerSearch(*_ENDS, _START)
+        ends = search_for(*_ENDS, _START)
         if recipients and tools.names:
             name = recipients[-1]
             bare = name.removeprefix("functions.")
@@ -153,7 +153,7 @@ class Inkling:
 
     def grammar(self, tools: ToolSet) -> Grammar:
         """Return the grammar of an answer that may call these tools."""
-        every = MarkerSearch(*self.marks)
+        every = search_for(*self.marks)
         keys = CallKeys(arguments=("args", "arguments"))
 
         def call(s: Scanner) -> Step[None]:
@@ -196,8 +196,8 @@ class Muse:
 
     def grammar(self, tools: ToolSet) -> Grammar:
         """Return the grammar of an answer that may call these tools."""
-        every = MarkerSearch(_START, _MESSAGE, "<|eom|>", "<|eot|>")
-        in_tool = MarkerSearch(*self.xml.outer, *self.xml.invoke, _START, "<|eom|>", "<|eot|>")
+        every = search_for(_START, _MESSAGE, "<|eom|>", "<|eot|>")
+        in_tool = search_for(*self.xml.outer, *self.xml.invoke, _START, "<|eom|>", "<|eot|>")
 
         def answer(s: Scanner) -> Step[None]:
             recipient = "self" if s.out.is_reasoning else ""
@@ -223,7 +223,7 @@ class Muse:
 
     def _header(self, s: Scanner) -> Step[str]:
         """Return the recipient in a header, read up to its end."""
-        ends = MarkerSearch(_MESSAGE, _START, "<|eom|>", "<|eot|>", "\n\n")
+        ends = search_for(_MESSAGE, _START, "<|eom|>", "<|eot|>", "\n\n")
         header = _Header()
         mark = yield from s.prose(ends, header.add)
         if mark is not None and mark not in (_START, "\n\n"):
@@ -255,7 +255,7 @@ class KimiK3:
 
     def grammar(self, tools: ToolSet) -> Grammar:
         """Return the grammar of an answer that may call these tools."""
-        every = MarkerSearch(_OPEN, _CLOSE, _END)
+        every = search_for(_OPEN, _CLOSE, _END)
 
         def answer(s: Scanner) -> Step[None]:
             emit = _emit(s, reasons=s.out.is_reasoning)
@@ -298,7 +298,7 @@ class KimiK3:
             raise NotACall
         s.out.begin(name)
         arguments = ArgumentsWriter(s.out)
-        closing = MarkerSearch(f"{_CLOSE}argument{_SEP}")
+        closing = search_for(f"{_CLOSE}argument{_SEP}")
 
         def is_end(mark: str) -> Step[bool]:
             return (yield from s.comes(len(mark), _OPEN, _CLOSE, _END, ""))
@@ -320,6 +320,6 @@ class KimiK3:
     def _opening(self, s: Scanner, kind: str) -> Step[dict[str, str]]:
         yield from s.expect(_OPEN)
         yield from s.expect(kind)
-        text = yield from s.until(MarkerSearch(_SEP, "\n"), limit=4 * MAX_NAME)
+        text = yield from s.until(search_for(_SEP, "\n"), limit=4 * MAX_NAME)
         yield from s.expect(_SEP)
         return {key: value.replace("&quot;", '"').replace("&amp;", "&") for key, value in _ATTRIBUTE.findall(text)}

@@ -18,7 +18,7 @@ import msgspec
 from dynamo.text.formats.call_form import CallForm
 from dynamo.text.formats.scanner import MAX_NAME, NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ToolSet
-from dynamo.text.markers import MarkerSearch
+from dynamo.text.markers import MarkerSearch, search_for
 
 __all__ = ["HERMES_KEYS", "CallKeys", "NamedJson", "TaggedJson", "call_object", "call_objects", "stream_arguments"]
 
@@ -93,7 +93,7 @@ class NamedJson(CallForm):
         return (*self.behind_json, *self.closing)
 
     def calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
-        name_end = MarkerSearch(*self.behind_name)
+        name_end = search_for(*self.behind_name)
         s.take(s.at + len(mark))
         if mark != self.opening:
             yield from s.space()

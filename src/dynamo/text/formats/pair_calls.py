@@ -19,7 +19,7 @@ from dynamo.text.formats.json_calls import HERMES_KEYS, call_objects
 from dynamo.text.formats.scanner import MAX_NAME, NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ToolSet
 from dynamo.text.formats.typed_arguments import ArgumentsWriter
-from dynamo.text.markers import MarkerSearch
+from dynamo.text.markers import MarkerSearch, search_for
 
 __all__ = ["TaggedPairs"]
 
@@ -77,7 +77,7 @@ class TaggedPairs(CallForm):
         name = s.out.name = tools.resolve(name)
         s.out.begin(name)
         arguments = ArgumentsWriter(s.out)
-        key_end, value_end = MarkerSearch(self.key[1], "<"), MarkerSearch(self.value[1])
+        key_end, value_end = search_for(self.key[1], "<"), search_for(self.value[1])
 
         def is_end(mark: str) -> Step[bool]:
             return (yield from s.comes(len(mark), self.key[0], self.closing, self.opening, *self.outer_end, ""))
@@ -87,7 +87,7 @@ class TaggedPairs(CallForm):
             yield from s.expect(self.key[1])
             yield from s.space()
             if self.kind is not None and (yield from s.accept(self.kind[0])) is not None:
-                yield from s.until(MarkerSearch(self.kind[1]), limit=MAX_NAME)
+                yield from s.until(search_for(self.kind[1]), limit=MAX_NAME)
                 yield from s.expect(self.kind[1])
                 yield from s.space()
             yield from s.expect(self.value[0])

@@ -21,6 +21,7 @@ from dynamo.text.markers import MarkerSearch
 __all__ = ["PythonCalls"]
 
 _MAX_DEPTH: Final = 64
+_NOISE: Final = re.compile(r"(?:\[(?=[^\s\w]|\d))+")  # no name follows
 _WORD: Final = re.compile(r"[^\W\d][\w.\-]*")
 _NUMBER: Final = re.compile(r"[0-9+\-.eE_]+")
 _INTEGER: Final = re.compile(r"[+-]?[0-9](?:_?[0-9]){0,999}")
@@ -48,6 +49,10 @@ class PythonCalls(CallForm):
     @property
     def starts(self) -> tuple[str, ...]:
         return (*self.opening, *(("[",) if self.in_brackets else ()))
+
+    @property
+    def noise(self) -> re.Pattern[str] | None:
+        return None if self.opening else _NOISE
 
     @property
     def may_stand_in_reasoning(self) -> bool:

@@ -18,6 +18,7 @@ begins like a call there and is none is reasoning up to the closing tag in it, a
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
@@ -26,7 +27,7 @@ from dynamo.text.formats.call_form import CallForm
 from dynamo.text.formats.scanner import MAX_CALL_CHARACTERS, Scanner, Step, TextMachine
 from dynamo.text.formats.tagged_output import TaggedOutput
 from dynamo.text.formats.tool_set import NO_TOOLS, ToolSet
-from dynamo.text.markers import LINE_BREAKS, MAX_SEPARATOR, WHITE_SPACE, MarkerSearch
+from dynamo.text.markers import LINE_BREAKS, MAX_SEPARATOR, WHITE_SPACE, Found, MarkerSearch
 from dynamo.text.output import Content, Idle, Reasoning
 
 __all__ = ["ContentStart", "ReasoningTags", "TaggedAnswer", "tagged_machine"]
@@ -162,13 +163,16 @@ class TaggedAnswer:
 
         Line breaks that are a tag's own are not read either.
         """
-        out, tags = self._out, self._tags
+        out, tags, form = self._out, self._tags, self._form
         is_inside = out.is_reasoning
+        noise, bare = (form.noise, form.starts) if form is not None and not is_inside else (None, ())
         while True:
             is_beginning = not is_inside and not out.has_content
             at_beginning, outside, inside, _ = self._searches
             search = inside if is_inside else at_beginning if is_beginning else outside
             start, end, mark = search.search(s.text, s.at)
+            if noise is not None and mark is not None and mark in bare:
+                start, end, mark = self._behind_noise(s, search, noise, end - len(mark))
             if mark is None:
                 if s.is_ended:
                     start = end if is_inside else s.before_cut_mark(start, end)
@@ -190,6 +194,21 @@ class TaggedAnswer:
                 s.idle = Idle(search.stops, Reasoning if is_inside else Content)
             yield
             s.idle = None
+
+    def _behind_noise(self, s: Scanner, search: MarkerSearch, noise: re.Pattern[str], at: int) -> Found:
+        """Return the first mark behind the noise at `at`, if it is that, else the mark at `at`."""
+        assert self._form is not None
+        tags = self._tags.openings + self._tags.closings
+        is_alone = not any(tag[0] in self._form.starts for tag in tags)  # else a tag may begin in a run of noise
+        while (run := noise.match(s.text, at)) is not None:
+            found = search.search(s.text, run.end() if is_alone else at + 1)
+            if found.mark not in self._form.starts:
+                return found
+            at = found.end - len(found.mark or "")
+        found = search.search(s.text, at)
+        if found.end == len(s.text) and not s.is_ended:
+            return Found(at, found.end, None)  # it depends on the next character
+        return found
 
     def _tag(self, s: Scanner, tag: str) -> Step[None]:
         """Read a tag and the line breaks that touch it."""

@@ -23,7 +23,7 @@ from dynamo.text.formats.json_calls import HERMES_KEYS, call_objects
 from dynamo.text.formats.scanner import MAX_NAME, NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ANYTHING, Kinds, ToolSet
 from dynamo.text.formats.typed_arguments import ArgumentsWriter
-from dynamo.text.markers import MarkerSearch
+from dynamo.text.markers import MarkerSearch, search_for
 
 __all__ = ["TaggedXml"]
 
@@ -129,7 +129,7 @@ class TaggedXml(CallForm):
             kinds = _TEXT if declared == "true" else ANYTHING if kinds.is_text else kinds
             reads_json = True
         implied = (*(f"\n{tag}" for tag in self.parameter), *(f"\n{tag}" for tag in self.invoke_end))
-        ends = MarkerSearch(*self.parameter_end, *(implied if self.implies_ends else ()))
+        ends = search_for(*self.parameter_end, *(implied if self.implies_ends else ()))
 
         def is_end(mark: str) -> Step[bool]:
             if mark in self.parameter_end:

@@ -186,3 +186,14 @@ def test_arguments_full_of_tags_are_streamed_as_they_come() -> None:
     reader = machine("hermes", "qwen3")
     reader.push('<tool_call>\n{"name": "run", "arguments": {"code": "a')
     assert reader.push(" </think> <think>") == [CallArguments(" </think> <think>")]
+
+
+@pytest.mark.parametrize("writer", ["default", "pythonic"])
+def test_a_tag_among_brackets_that_begin_no_call_is_a_tag(writer: str) -> None:
+    for text, content in (
+        ("{x}  now[THINK]\na[/THINK]b", "{x}  nowb"),
+        ("[[[THINK]a[/THINK]b", "[[b"),
+        ("see [1][THINK]a[/THINK]{", "see [1]{"),
+    ):
+        for pieces in ([text], list(text), *halves(text)):
+            assert read(machine(writer, "mistral"), pieces) == Joined(content, "a"), pieces
