@@ -89,6 +89,10 @@ test-fresh: $(VENV)/.dev ## the README and what `dynamo new` prints, typed into 
 test-engines: $(VENV)/.dev ## the reference engine against transformers (`engines` extra), guided decoding at length, vLLM (set DYNAMO_VLLM_PYTHON)
 	@GUIDED_ROUNDS=$${GUIDED_ROUNDS:-20} $(BIN)/python -m pytest -q -m engines tests/process/reference tests/unit/reference tests/process/vllm tests/process/engines -rs $(ARGS)
 
+test-clients: $(VENV)/.dev ## LiteLLM, langchain, pydantic-ai and instructor against the demonstration model, each in an environment under .clients (pip downloads them)
+	@$(BIN)/python tools/client_environments.py
+	@$(BIN)/python -m pytest -q -m clients tests/process/clients -rs $(ARGS)
+
 test-faults: $(VENV)/.dev ## workers lost at every token; etcd frozen, killed and wiped for minutes; 30 workers restarted in turn; drains and rolling restarts
 	@FAULTS=1 STALL_MINUTES=$${STALL_MINUTES:-10} $(BIN)/python -m pytest -q -m faults tests/long/faults tests/process/reference/test_disaggregated_processes.py -rs $(ARGS)
 
@@ -105,4 +109,4 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
 
 
-.PHONY: help serve test test-all coverage check house docs format bench bench-native bench-vllm bench-routing soak mutants test-fresh test-fuzz test-faults fault-table test-engines test-rust test-interop clean
+.PHONY: help serve test test-all coverage check house docs format bench bench-native bench-vllm bench-routing soak mutants test-fresh test-fuzz test-faults fault-table test-clients test-engines test-rust test-interop clean

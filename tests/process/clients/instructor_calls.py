@@ -1,0 +1,38 @@
+"""instructor over chat and Messages, by schema and by tool. Run by `test_clients.py` with the address of a server."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import anthropic
+import instructor
+import openai
+from pydantic import BaseModel
+
+URL = sys.argv[1]
+
+
+class Answer(BaseModel):
+    """The result of a sum."""
+
+    sum: int
+
+
+def check(client: Any) -> None:
+    found = client.chat.completions.create(
+        model="demo",
+        max_tokens=200,
+        max_retries=0,
+        response_model=Answer,
+        messages=[{"role": "user", "content": "What is 27 + 15?"}],
+    )
+    assert found == Answer(sum=42), found
+
+
+openai_client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
+    check(instructor.from_openai(openai_client, mode=mode))
+anthropic_client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
+check(instructor.from_anthropic(anthropic_client, mode=instructor.Mode.ANTHROPIC_TOOLS))
+print("instructor works")
