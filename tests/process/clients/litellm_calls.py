@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from typing import Any
 
-import litellm
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would look for prices on the internet first
+
+import litellm  # noqa: E402
 
 URL = sys.argv[1]
 SUM = [{"role": "user", "content": "What is 27 + 15?"}]
