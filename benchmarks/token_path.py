@@ -164,9 +164,14 @@ class Bench:
         exchange.counters = self.metrics.requests.begin("bench", "chat_completions", "stream", exchange.now())
         chunks = ChatStream(exchange.context.id(), 1_760_000_000, "bench")
         renderer = SimpleNamespace(
-            stream=lambda output: chunks.delta(0, "first"), splice=chunks.plain_ends, end=lambda with_usage: b""
+            stream=lambda output: chunks.delta(0, "first"),
+            splice=chunks.plain_ends,
+            end=lambda with_usage: b"",
+            keeping=None,
         )
-        answer = SimpleNamespace(work=work, model=model, exchange=exchange, wants_logprobs=False, rename=None)
+        answer = SimpleNamespace(
+            work=work, model=model, exchange=exchange, wants_logprobs=False, explains_routing=False, rename=None
+        )
         await StreamDelivery(answer, renderer, None).send(events, b"", with_usage=False)  # type: ignore[arg-type]
 
     def _request(self, stream: MuxStream) -> tuple[Exchange, Any, WorkRequest]:

@@ -17,7 +17,7 @@ from typing import Final
 
 FOLDER: Final = Path(__file__).parents[1] / ".clients"
 CLIENTS: Final = {
-    "litellm": ("litellm", "mcp", "fastapi"),  # which it imports where it calls with tools, and Anthropic's way
+    "litellm": ("litellm", "mcp", "fastapi", "orjson", "soundfile"),  # its own imports for tools and streams need them
     "langchain": ("langchain-openai", "langchain-anthropic"),
     "pydantic_ai": ("pydantic-ai-slim[openai,anthropic]",),
     "instructor": ("instructor[anthropic]",),
