@@ -10,7 +10,7 @@ from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would look for prices on the internet first
 
-import litellm  # noqa: E402
+import litellm
 
 URL = sys.argv[1]
 SUM = [{"role": "user", "content": "What is 27 + 15?"}]
