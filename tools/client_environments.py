@@ -17,7 +17,11 @@ from typing import Final
 
 FOLDER: Final = Path(__file__).parents[1] / ".clients"
 CLIENTS: Final = {
-    "litellm": ("litellm", "mcp", "fastapi", "orjson", "soundfile"),  # its own imports for tools and streams need them
+    "litellm": (
+        "litellm[proxy]",
+        "mcp",
+        "soundfile",
+    ),  # what it imports for tools and for streams in the form of Anthropic
     "langchain": ("langchain-openai", "langchain-anthropic"),
     "pydantic_ai": ("pydantic-ai-slim[openai,anthropic]",),
     "instructor": ("instructor[anthropic]",),

@@ -27,7 +27,7 @@ def check(client: Any) -> None:
         response_model=Answer,
         messages=[{"role": "user", "content": "What is 27 + 15?"}],
     )
-    assert found == Answer(sum=42), found
+    assert found.sum == 42, found
 
 
 openai_client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
