@@ -1,7 +1,7 @@
 """The LoRA adapters of a running vLLM: loaded and taken away while it serves, and looked up for each request.
 
 vLLM knows an adapter by a number, and reads it again from its directory if it has dropped it. So no more adapters are
-held than vLLM keeps (`--max-cpu-loras`): a directory that is gone by then would end the engine core.
+held than vLLM keeps: a directory that is gone by then would end the engine core.
 """
 
 from __future__ import annotations
@@ -21,14 +21,42 @@ from dynamo.runtime.tasks import Background
 from dynamo.worker.adapters import adapter_directory, adapter_name, publish_adapter
 from dynamo.worker.registration import ModelEndpoint, unregister_model
 
-__all__ = ["LoadedAdapter", "VllmAdapters"]
+__all__ = ["SPARE_SLOTS", "AdapterLimits", "LoadedAdapter", "VllmAdapters", "adapter_limits"]
 
 logger = logging.getLogger(__name__)
 
 Body = dict[str, Any]
 
 CONFIG: Final = "adapter_config.json"
+SPARE_SLOTS: Final = 1
+"""Slots for adapters that vLLM gets on a CPU beside those that the operator asked for.
+
+Where requests with an adapter and without share a step, its CPU code gives those without the adapter of the last slot
+(seen in 0.32: the index -1 of `lora/ops/torch_ops`). A slot that is never used holds zeros, which add nothing.
+"""
 MAX_REMEMBERED: Final = 4096  # names whose blocks may be in the prefix cache; one more empties the cache
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """What a running vLLM takes."""
+
+    most: int  # adapters at once
+    flag: str  # by which an operator raises that number
+    max_rank: int
+
+
+def adapter_limits(options: Any, *, is_cpu: bool) -> AdapterLimits | None:
+    """Return the limits of vLLM's `LoRAConfig`; None where it was started without adapters.
+
+    On a CPU one slot must stay empty (`SPARE_SLOTS`): `options` counts it, the limits do not.
+    """
+    if options is None:
+        return None
+    if is_cpu:
+        return AdapterLimits(int(options.max_loras) - SPARE_SLOTS, "--max-loras", int(options.max_lora_rank))
+    most = int(options.max_cpu_loras or options.max_loras)
+    return AdapterLimits(most, "--max-cpu-loras", int(options.max_lora_rank))
 
 
 @dataclass(eq=False, slots=True)
@@ -54,16 +82,16 @@ class VllmAdapters:
     def __init__(
         self,
         client: Any,
-        options: Any,
+        limits: AdapterLimits | None,
         clear_cache: Callable[[], Awaitable[None]],
         make_request: Callable[[str, int, str], Any] | None = None,
     ) -> None:
-        """`client`: vLLM's `AsyncLLM`. `options`: its `LoRAConfig`; None: started without --enable-lora.
+        """`client`: vLLM's `AsyncLLM`. `limits` None: it was started without --enable-lora.
 
         `make_request` makes vLLM's `LoRARequest` (the default) of name, number and directory. `clear_cache` empties the prefix cache; requests that run compute their blocks again.
         """
         self.endpoint: ModelEndpoint | None = None  # where frontends are told of adapters
-        self._client, self._options, self._clear_cache = client, options, clear_cache
+        self._client, self._limits, self._clear_cache = client, limits, clear_cache
         self._make_request = make_request or _lora_request
         self._loaded: dict[str, LoadedAdapter] = {}
         self._leaving: dict[str, LoadedAdapter] = {}  # taken away, but some requests still use them
@@ -156,7 +184,8 @@ class VllmAdapters:
 
     async def _admit(self, name: str, directory: Path) -> LoadedAdapter:
         """Return the adapter to load, or the one that is loaded already. Raises InvalidArgument."""
-        if self._options is None:
+        limits = self._limits
+        if limits is None:
             raise InvalidArgument("this worker serves no adapters: start it with --enable-lora")
         before = self._loaded.get(name)
         if before is not None and before.directory == directory:
@@ -167,10 +196,9 @@ class VllmAdapters:
             left = self._leaving[name].requests
             raise InvalidArgument(f"lora_name {name!r} was unloaded, but {left} requests still use it; try again later")
         held = {**self._loaded, **self._leaving}
-        most = int(self._options.max_cpu_loras or self._options.max_loras)
-        if self.count >= most:
-            raise InvalidArgument(f"{self.count} adapters are loaded, at most --max-cpu-loras {most}")
-        adapter = await asyncio.to_thread(_read, name, directory, int(self._options.max_lora_rank))
+        if self.count >= limits.most:
+            raise InvalidArgument(f"{self.count} adapters are loaded, at most {limits.flag} {limits.most}")
+        adapter = await asyncio.to_thread(_read, name, directory, limits.max_rank)
         for other in held.values():
             if other.number == adapter.number:
                 raise InvalidArgument(f"lora_name {name!r} has the number of {other.name!r}; choose another name")

@@ -24,6 +24,7 @@ from dynamo.contract.metrics import register_global_registry
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.runtime.context import Context
 from dynamo.runtime.process_guard import descendants
+from dynamo.vllm.adapters import adapter_limits
 from dynamo.vllm.answers import VllmAnswer
 from dynamo.vllm.arguments import Arguments, read_arguments
 from dynamo.vllm.errors import map_vllm_error
@@ -73,8 +74,8 @@ class VllmEngine(LLMEngine):
             raise EngineShutdown("this engine was cleaned up while it started")
         config = started.config
         model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-        lora = config.lora_config
-        self._operations = VllmOperations(started.client, self._make_step, model=model.model, options=lora)
+        limits = adapter_limits(config.lora_config, is_cpu=started.is_cpu)
+        self._operations = VllmOperations(started.client, self._make_step, model=model.model, limits=limits)
         self._submissions = VllmSubmissions(started.client, config, self._arguments.role, self._operations.adapters)
         ranks = len(self._ranks)
         blocks = (
@@ -92,7 +93,7 @@ class VllmEngine(LLMEngine):
             data_parallel_size=ranks,
             data_parallel_start_rank=parallel.data_parallel_rank or 0,
             model_aliases=list(self._arguments.aliases),
-            max_gpu_lora_count=None if lora is None else lora.max_loras,
+            max_gpu_lora_count=None if limits is None else min(limits.most, config.lora_config.max_loras),
         )
 
     @property

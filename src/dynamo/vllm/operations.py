@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dynamo.errors import DynamoException, InvalidArgument, WorkerUnavailable
-from dynamo.vllm.adapters import VllmAdapters
+from dynamo.vllm.adapters import AdapterLimits, VllmAdapters
 from dynamo.vllm.weights import check_alike
 from dynamo.worker.adapters import path_member
 
@@ -25,16 +25,21 @@ class VllmOperations:
     """The controls of one engine. On the event loop only."""
 
     def __init__(
-        self, client: Any, make_step: Callable[[], Awaitable[None]], *, model: str = "", options: Any = None
+        self,
+        client: Any,
+        make_step: Callable[[], Awaitable[None]],
+        *,
+        model: str = "",
+        limits: AdapterLimits | None = None,
     ) -> None:
         """`client`: vLLM's `AsyncLLM`. `make_step` has the engine compute something, however little.
 
-        `model`: what is served, a directory or a name. `options`: vLLM's `LoRAConfig`, or None.
+        `model`: what is served, a directory or a name. `limits`: of its adapters; None: it takes none.
         """
         self._client, self._make_step = client, make_step
         self._is_asleep = self._is_paused = False
         self._directory = Path(model)  # of the weights
-        self.adapters = VllmAdapters(client, options, self.forget_blocks)
+        self.adapters = VllmAdapters(client, limits, self.forget_blocks)
         self._lock = asyncio.Lock()  # held while weights change
 
     def check_serving(self) -> None:

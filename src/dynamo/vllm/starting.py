@@ -18,6 +18,7 @@ from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.runtime.addresses import WILDCARDS, bound_socket, detect_host
 from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.runtime.tasks import Background
+from dynamo.vllm.adapters import SPARE_SLOTS
 from dynamo.vllm.arguments import Arguments
 from dynamo.vllm.errors import configuration_error
 from dynamo.vllm.installed import import_vllm
@@ -45,6 +46,7 @@ class Started:
     client: Any  # `AsyncLLM`
     config: Any  # `VllmConfig`
     directory: Path  # of its temporary files and sockets; removed when the engine is
+    is_cpu: bool
 
 
 async def start_vllm(arguments: Arguments, reports: LoadReports) -> Started:
@@ -71,7 +73,8 @@ def _start(arguments: Arguments, reports: LoadReports) -> Started:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    if current_platform.is_cpu():
+    is_cpu = bool(current_platform.is_cpu())
+    if is_cpu:
         bind_threads(
             os.environ, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         )
@@ -79,6 +82,10 @@ def _start(arguments: Arguments, reports: LoadReports) -> Started:
     try:
         args = arguments.vllm
         args.enable_log_requests = False
+        if is_cpu and args.enable_lora:
+            args.max_loras += SPARE_SLOTS
+            if args.max_cpu_loras is not None:
+                args.max_cpu_loras = max(args.max_cpu_loras, args.max_loras)
         if args.enable_prefix_caching is not False and arguments.is_kv_routed and not arguments.has_kv_events_config:
             from vllm.config import KVEventsConfig
 
@@ -99,7 +106,7 @@ def _start(arguments: Arguments, reports: LoadReports) -> Started:
         raise EngineShutdown(
             f"vLLM {vllm.__version__} did not start: {error} (its own log, above, says more)"
         ) from error
-    return Started(client, config, directory)
+    return Started(client, config, directory, is_cpu)
 
 
 def _configuration(arguments: Arguments, args: Any, context: Any) -> Any:

@@ -120,7 +120,7 @@ def test_a_client_asks_for_an_adapter_by_its_model_name(served: VllmCluster) -> 
 @each_case(
     "members, named",
     [
-        ({"lora_name": "three", "lora_path": "one"}, "at most --max-cpu-loras 2"),
+        ({"lora_name": "three", "lora_path": "one"}, "at most --max-loras 2"),
         ({"lora_name": "one", "lora_path": "two"}, "unload it first"),
         ({"lora_name": "three"}, "lora_path must be"),
         ({"lora_name": "three", "lora_paths": "one"}, "unknown field 'lora_paths'"),
@@ -178,7 +178,7 @@ def altered(target: Path, change: Callable[[str, Any], Any]) -> Path:
 
 async def test_weights_from_disk_answer_and_the_former_ones_again(served: VllmCluster, tmp_path: Path) -> None:
     before = await answers_of(served, [None] * 6)
-    other = altered(tmp_path / "other", lambda name, tensor: tensor * 0.9 if "mlp" in name else tensor)
+    other = altered(tmp_path / "other", lambda name, tensor: tensor * 0.3 if "mlp" in name else tensor)
     running = asyncio.create_task(answers_of(served, [None] * 6))
     updated = await asyncio.to_thread(update, served, "update_weights_from_disk", model_path=str(other))
     assert updated["status"] == "ok", updated

@@ -11,7 +11,7 @@ import pytest
 
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.lora import lora_name_to_id
-from dynamo.vllm.adapters import VllmAdapters
+from dynamo.vllm.adapters import AdapterLimits, VllmAdapters, adapter_limits
 from support.cases import each_case
 
 
@@ -22,8 +22,8 @@ class Engine:
         self.held: list[int] = []
         self.cleared = 0
         self.fails = False
-        options = SimpleNamespace(max_loras=1, max_cpu_loras=capacity, max_lora_rank=8)
-        self.adapters = VllmAdapters(self, options, self.clear, lambda *parts: parts)
+        limits = AdapterLimits(capacity, "--max-cpu-loras", 8)
+        self.adapters = VllmAdapters(self, limits, self.clear, lambda *parts: parts)
 
     async def add_lora(self, request: tuple[str, int, str]) -> bool:
         if self.fails:
@@ -162,3 +162,10 @@ async def test_a_worker_without_adapters_names_the_flag(tmp_path: Path) -> None:
     adapters = VllmAdapters(engine, None, engine.clear)
     with pytest.raises(InvalidArgument, match="--enable-lora"):
         await adapters.load_lora({"lora_name": "A", "lora_path": write(tmp_path / "a")})
+
+
+def test_on_a_cpu_one_slot_stays_empty_and_is_not_counted() -> None:
+    options = SimpleNamespace(max_loras=3, max_cpu_loras=8, max_lora_rank=16)
+    assert adapter_limits(options, is_cpu=False) == AdapterLimits(8, "--max-cpu-loras", 16)
+    assert adapter_limits(options, is_cpu=True) == AdapterLimits(2, "--max-loras", 16)
+    assert adapter_limits(None, is_cpu=True) is None
