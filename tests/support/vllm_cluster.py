@@ -121,18 +121,22 @@ def serve(root: Path, *frontend_flags: str) -> Iterator[VllmCluster]:
             yield VllmCluster(cluster, frontend, client)
 
 
-async def tokens_of(client: Any, body: dict[str, Any], context: Context | None = None) -> list[int]:
-    """The token ids of one request's answer."""
+async def chunks_of(client: Any, body: dict[str, Any], context: Context | None = None) -> list[dict[str, Any]]:
+    """One request's answer, as chunks of the contract."""
     context = context or Context()
     stream = await client.open(client.pick(context), body, context)
-    found: list[int] = []
+    found: list[dict[str, Any]] = []
     try:
         while batch := await asyncio.wait_for(stream.next_batch(), PATIENCE_SECONDS):
-            for item in batch:
-                found += item.token_ids
+            found += [{"token_ids": item.token_ids, **(item.extra or {})} for item in batch]
     finally:
         stream.close()
     return found
+
+
+async def tokens_of(client: Any, body: dict[str, Any], context: Context | None = None) -> list[int]:
+    """The token ids of one request's answer."""
+    return [token for chunk in await chunks_of(client, body, context) for token in chunk["token_ids"]]
 
 
 def demo_prompts(count: int = 40) -> list[list[int]]:

@@ -161,13 +161,17 @@ def test_a_killed_prefill_worker_costs_no_token(served: VllmCluster) -> None:
     assert [served.long(300, question) for question in QUESTIONS[:4]] == expected[:4]  # the decode worker does it all
 
 
-def test_a_killed_decode_worker_ends_its_streams_with_a_typed_error_or_costs_no_token(served: VllmCluster) -> None:
+def test_lost_workers_cost_no_token_and_the_last_one_ends_its_streams_with_a_typed_error(served: VllmCluster) -> None:
     nixl = {"kv_connector": "NixlConnector"}
     served.start("prefill-2", *role("prefill-2", "prefill", nixl))
     served.start("decode-2", *role("decode-2", "decode", nixl))
     served.wait_serving()
     expected = [served.long(300, question) for question in QUESTIONS[:8]]
     assert streams_while(served, lambda: kill(served, "decode")) == expected  # the other decode worker goes on
+    prefill = served.workers.pop("prefill-2")
+    assert streams_while(served, prefill.terminate) == expected
+    assert prefill.exit_code() == 0
+    assert "peers may lose" not in prefill.log  # it left once its blocks had been fetched
     for answer in streams_while(served, lambda: kill(served, "decode-2"), tokens=1500):
         assert isinstance(answer, APIError) or answer[1] == 1500  # none hangs, none is short
 

@@ -34,6 +34,7 @@ from support.vllm_cluster import (
     START_SECONDS,
     WHY_NOT,
     VllmCluster,
+    chunks_of,
     demo_prompts,
     lives,
     parts_of,
@@ -91,12 +92,19 @@ def test_a_tool_is_called_and_a_schema_is_kept(served: VllmCluster) -> None:
     assert json.loads(answer.choices[0].message.content) == {"sum": 42}
 
 
+def test_it_thinks_when_asked_to(served: VllmCluster) -> None:
+    message = served.ask(SUM, extra_body={"chat_template_kwargs": {"enable_thinking": True}}).choices[0].message
+    assert message.content == "42"
+    assert message.reasoning_content.endswith("so 42")
+
+
 @each_case(
     "options, expected",
     [
         ({"guided_regex": "4[0-9]!"}, "42!"),
         ({"guided_choice": ["yes", "no"]}, ("yes", "no")),
         ({"guided_grammar": 'root ::= "42"'}, "42"),
+        ({"structured_outputs": {"structural_tag": {"format": {"type": "const_string", "value": "42"}}}}, "42"),
     ],
 )
 def test_a_constraint_holds(served: VllmCluster, options: dict[str, Any], expected: Any) -> None:
@@ -146,6 +154,40 @@ async def test_its_greedy_tokens_are_those_of_the_reference_engine(served: VllmC
                 assert await tokens_of(client, body) == expected
     finally:
         await engine.cleanup()
+
+
+async def test_its_log_probabilities_are_those_of_the_reference_engine(served: VllmCluster) -> None:
+    engine = ReferenceEngine(FILES)
+    await engine.start(0)
+    try:
+        async with served.straight() as client:
+            for prompt in demo_prompts(10):
+                body: dict[str, Any] = {
+                    "token_ids": prompt,
+                    "stop_conditions": {"max_tokens": 8, "ignore_eos": True},
+                    "sampling_options": {"temperature": 0.0},
+                    "output_options": {"logprobs": 0, "prompt_logprobs": 0},
+                }
+                expected = [chunk async for chunk in engine.generate(body, Context())]  # type: ignore[arg-type]
+                found = await chunks_of(client, body)
+                assert logprobs_of(found) == pytest.approx(logprobs_of(expected), abs=1e-5)  # type: ignore[arg-type]
+                assert prompt_logprobs_of(found, prompt) == pytest.approx(
+                    prompt_logprobs_of(expected, prompt),  # type: ignore[arg-type]
+                    abs=1e-5,
+                )
+    finally:
+        await engine.cleanup()
+
+
+def logprobs_of(chunks: list[dict[str, Any]]) -> list[float]:
+    return [logprob for chunk in chunks for logprob in chunk.get("log_probs") or ()]
+
+
+def prompt_logprobs_of(chunks: list[dict[str, Any]], prompt: list[int]) -> list[float]:
+    """Those of the prompt's own tokens, from the second on."""
+    positions = chunks[-1]["engine_data"]["prompt_logprobs"]
+    assert (len(positions), positions[0]) == (len(prompt), None)
+    return [position[str(token)]["logprob"] for token, position in zip(prompt[1:], positions[1:], strict=True)]
 
 
 def test_a_repeated_prompt_goes_to_the_worker_that_has_it(served: VllmCluster) -> None:
