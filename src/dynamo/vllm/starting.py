@@ -25,7 +25,7 @@ from dynamo.vllm.installed import import_vllm
 from dynamo.vllm.model_files import is_local
 from dynamo.vllm.reports import LoadReports, events_address
 
-__all__ = ["Started", "bind_threads", "start_vllm"]
+__all__ = ["NIXL_HOST", "NIXL_PORT", "Started", "bind_threads", "start_vllm", "transfer_addresses"]
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,8 @@ def _start(arguments: Arguments, reports: LoadReports) -> Started:
                 enable_kv_cache_events=True, publisher="zmq", endpoint=events_address(directory)
             )
         # Each engine leaves files in the directory for temporary ones.
-        with _variables({TEMPORARY: str(directory), **_transfer_addresses(args, os.environ)}):
+        _remember_variables(False)  # another engine of this process may have had others
+        with _variables({TEMPORARY: str(directory), **transfer_addresses(args, os.environ)}):
             config = _configuration(arguments, args, UsageContext.ENGINE_CONTEXT)
             client = AsyncLLM.from_vllm_config(
                 config, usage_context=UsageContext.ENGINE_CONTEXT, stat_loggers=[reports.factory()]
@@ -106,6 +107,7 @@ def _start(arguments: Arguments, reports: LoadReports) -> Started:
         raise EngineShutdown(
             f"vLLM {vllm.__version__} did not start: {error} (its own log, above, says more)"
         ) from error
+    _remember_variables(True)
     return Started(client, config, directory, is_cpu)
 
 
@@ -118,6 +120,15 @@ def _configuration(arguments: Arguments, args: Any, context: Any) -> Any:
         if refusal is None:
             raise
         raise refusal from error
+
+
+def _remember_variables(is_on: bool) -> None:
+    """Have vLLM read each of its variables once, instead of one of them for every token. Its own processes do the same."""
+    from vllm import envs
+
+    change = getattr(envs, "enable_envs_cache" if is_on else "disable_envs_cache", None)
+    if change is not None:
+        change()
 
 
 @contextmanager
@@ -135,7 +146,7 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _transfer_addresses(args: Any, environment: Mapping[str, str]) -> dict[str, str]:
+def transfer_addresses(args: Any, environment: Mapping[str, str]) -> dict[str, str]:
     """Return where NIXL's halves of two workers find each other, as far as the operator has not said so.
 
     vLLM's own choice is one port on every machine, reachable from that machine only. Rank r adds r to the port.

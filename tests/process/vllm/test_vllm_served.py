@@ -173,6 +173,7 @@ async def test_its_log_probabilities_are_those_of_the_reference_engine(served: V
                 assert logprobs_of(found) == pytest.approx(logprobs_of(expected), abs=1e-5)  # type: ignore[arg-type]
                 assert prompt_logprobs_of(found, prompt) == pytest.approx(
                     prompt_logprobs_of(expected, prompt),  # type: ignore[arg-type]
+                    rel=1e-5,  # some are -12, where float32 has no more to give
                     abs=1e-5,
                 )
     finally:

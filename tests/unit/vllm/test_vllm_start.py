@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dynamo.errors import InvalidArgument
+from dynamo.runtime.addresses import bound_socket
 from dynamo.vllm.errors import configuration_error
 from dynamo.vllm.model_files import check_model, check_weights, is_local
+from dynamo.vllm.starting import NIXL_HOST, NIXL_PORT, transfer_addresses
 from support.cases import each_case
 from support.demo_model import FILES
 
@@ -79,3 +82,17 @@ def test_the_command_ends_with_one_line_and_the_status_2(tmp_path: Path, version
     )
     assert (ended.returncode, ended.stderr.strip().splitlines()[-1:]) == (2, [f"InvalidArgument: {named}"])
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_workers_of_one_machine_announce_their_blocks_at_different_ports() -> None:
+    arguments = SimpleNamespace(kv_transfer_config={"kv_connector": "NixlConnector"}, data_parallel_size=2)
+    environment = {"DYN_TCP_RPC_HOST": "127.0.0.1"}
+    first = transfer_addresses(arguments, environment)
+    with bound_socket("127.0.0.1", int(first[NIXL_PORT])):  # as vLLM holds it
+        second = transfer_addresses(arguments, environment)
+    assert first[NIXL_HOST] == second[NIXL_HOST] == "127.0.0.1"
+    assert first[NIXL_PORT] != second[NIXL_PORT]
+    chosen = {NIXL_HOST: "10.0.0.5", NIXL_PORT: "5600"}
+    assert transfer_addresses(arguments, environment | chosen) == chosen
+    for other in (None, {"kv_connector": "ExampleConnector"}):
+        assert transfer_addresses(SimpleNamespace(kv_transfer_config=other), environment) == {}
