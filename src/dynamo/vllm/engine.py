@@ -135,13 +135,14 @@ class VllmEngine(LLMEngine):
                 return
             if submission.unwanted is not None:
                 logger.warning("request %s: its prompt is computed here: %s", context.id(), submission.unwanted)
+                await blocks.decline()
             with self._registered(context) as request_id, operations.adapters.used(submission.adapter) as adapter:
                 stream = started.client.generate(
                     submission.prompt, submission.sampling, request_id, lora_request=adapter, **submission.keywords
                 )
                 try:
                     async with aclosing(stream):
-                        blocks.are_taken = submission.unwanted is None  # from here on vLLM answers for them
+                        blocks.are_settled = True  # from here on vLLM answers for them
                         async for output in stream:
                             if context.is_stopped():
                                 break
@@ -153,7 +154,7 @@ class VllmEngine(LLMEngine):
                         yield answer.cancelled()
                 except Exception as error:
                     if isinstance(map_vllm_error(error), InvalidArgument):
-                        blocks.are_taken = False  # vLLM refused the request before its connector saw it
+                        blocks.are_settled = False  # vLLM refused the request before its connector saw it
                     if (
                         context.is_stopped() and not started.client.errored
                     ):  # an abort may come before the request is known
@@ -264,26 +265,35 @@ class VllmEngine(LLMEngine):
 
 
 class _HeldBlocks:
-    """The blocks that a prefill worker holds for one request."""
+    """The blocks that a prefill worker holds for one request: fetched, or declined; else they are held for 30 s."""
 
-    __slots__ = ("are_taken",)
+    __slots__ = ("_client", "_transfer", "are_settled")
 
-    def __init__(self) -> None:
-        self.are_taken = False  # whether vLLM has taken over to fetch them, or to tell the other side
+    def __init__(self, client: Any, transfer: dict[str, Any] | None) -> None:
+        """`client`: vLLM's `AsyncLLM`. `transfer`: what its connector is told of the request."""
+        self._client = client
+        self._transfer = transfer if transfer is not None and transfer.get("do_remote_prefill") else None
+        self.are_settled = False
+
+    async def decline(self) -> None:
+        """Tell the prefill worker to free them, if there are any that are not settled. Releases of vLLM before 0.24 cannot."""
+        if self.are_settled or self._transfer is None:
+            return
+        self.are_settled = True
+        decline = getattr(self._client, "notify_kv_transfer_request_rejected", None)
+        if decline is not None and not self._client.errored:
+            with suppress(Exception):  # they expire
+                await decline(f"declined-{uuid.uuid4().hex}", self._transfer)
 
 
 @asynccontextmanager
 async def _handed_over(client: Any, transfer: dict[str, Any] | None) -> AsyncIterator[_HeldBlocks]:
-    """Tell a prefill worker to free the blocks of a request that did not get as far as vLLM: else it holds them for 30 s."""
-    blocks = _HeldBlocks()
+    """Decline the blocks of a request that did not get as far as vLLM."""
+    blocks = _HeldBlocks(client, transfer)
     try:
         yield blocks
     finally:
-        decline = getattr(client, "notify_kv_transfer_request_rejected", None)  # from 0.24 on
-        is_remote = transfer is not None and bool(transfer.get("do_remote_prefill"))
-        if is_remote and not blocks.are_taken and decline is not None and not client.errored:
-            with suppress(Exception):  # they expire
-                await decline(f"declined-{uuid.uuid4().hex}", transfer)
+        await blocks.decline()
 
 
 def _kill(processes: dict[int, str]) -> None:

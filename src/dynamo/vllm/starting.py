@@ -123,7 +123,7 @@ def _configuration(arguments: Arguments, args: Any, context: Any) -> Any:
 
 
 def _remember_variables(is_on: bool) -> None:
-    """Have vLLM read each of its variables once, instead of one of them for every token. Its own processes do the same."""
+    """Let vLLM read each of its variables once, instead of one of them for every token. Its own processes do the same."""
     from vllm import envs
 
     change = getattr(envs, "enable_envs_cache" if is_on else "disable_envs_cache", None)
