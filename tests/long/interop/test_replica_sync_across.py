@@ -39,9 +39,9 @@ class Watched(ReplicaSync):
         super().__init__(*arguments, **more)  # type: ignore[arg-type]
         self.seen: list[BookingEvent] = []
 
-    def take(self, event: BookingEvent, now: float) -> None:
+    def take(self, event: BookingEvent, now: float, publisher_id: int | None = None) -> None:
         self.seen.append(event)
-        super().take(event, now)
+        super().take(event, now, publisher_id)
 
 
 @pytest.mark.parametrize("events", ["zmq", "nats"])

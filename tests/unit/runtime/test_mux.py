@@ -35,6 +35,7 @@ from dynamo.runtime.request_plane.mux.frames import (
     items_frames,
     pack,
 )
+from dynamo.runtime.request_plane.mux.long_ids import LONG_IDS, SLICE_IDS
 from dynamo.runtime.request_plane.mux.server import MuxHost, MuxServerProtocol
 from dynamo.runtime.settings import RequestPlaneSettings
 from support.cases import each_case
@@ -106,6 +107,45 @@ async def test_items_arrive_in_order_with_their_offsets_and_the_end_is_clean(rig
         (0, 1, [8], "stop"),
     ]
     assert items[-1].extra == {"completion_usage": {"total_tokens": 4}}
+
+
+async def test_a_prompt_of_many_ids_leaves_and_arrives_in_slices(rig: Build) -> None:
+    ids = [number % 150_000 for number in range(4 * LONG_IDS)]
+    turns = 0
+
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        sink.send_tokens([int(body["token_ids"] == ids), turns], finish_reason="stop")
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    house = await rig(handler)
+    counting = asyncio.create_task(count_turns())
+    (item,) = await read_all(await house.call({"token_ids": ids, "model": "m"}))
+    counting.cancel()
+    assert item.token_ids[0] == 1
+    assert item.token_ids[1] >= 2 * len(ids) // SLICE_IDS  # the loop had a turn after each of them
+
+
+async def test_a_request_that_is_given_up_while_its_ids_are_read_never_starts(rig: Build) -> None:
+    started: list[str] = []
+
+    async def handler(body: Any, context: Context, sink: ResponseSink) -> None:
+        started.append(context.id())
+
+    house = await rig(handler)
+    stream = await house.call({"token_ids": [0] * 40 * LONG_IDS})
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not any(connection._streams for connection in house.connections):
+            await asyncio.sleep(0)
+        stream.close()
+        while any(connection._streams for connection in house.connections):
+            await asyncio.sleep(0)
+    assert await read_all(await house.call()) == []
+    assert len(started) == 1
 
 
 async def test_everything_of_one_loop_turn_leaves_in_one_frame(rig: Build) -> None:

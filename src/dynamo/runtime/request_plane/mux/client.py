@@ -15,6 +15,7 @@ from dynamo.runtime.request_plane.base import Instance, split_tcp
 from dynamo.runtime.request_plane.dial import Dialler
 from dynamo.runtime.request_plane.mux.connection import MuxConnection
 from dynamo.runtime.request_plane.mux.frames import pack
+from dynamo.runtime.request_plane.mux.long_ids import InSlices, encode_long, has_long_ids
 from dynamo.runtime.request_plane.mux.stream import MuxStream
 from dynamo.runtime.request_plane.security import PlaneSecurity
 
@@ -53,7 +54,7 @@ class MuxClient:
         except ValueError as error:
             raise CannotConnect(f"instance {instance}: {error}") from error
         try:
-            encoded = pack(body)
+            encoded = await _in_turns(encode_long(body)) if has_long_ids(body) else pack(body)
         except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
             raise InvalidArgument(f"the request cannot be encoded: {error}") from error
         connection = self._connections.get((host, port))
@@ -78,3 +79,14 @@ class MuxClient:
         for connection in list(self._connections.values()):
             connection.close()
         await asyncio.sleep(0)  # let the transports see their close
+
+
+async def _in_turns(work: InSlices[bytes]) -> bytes:
+    """Do a slice of the work in each turn of the loop."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            encoded: bytes = done.value
+            return encoded
+        await asyncio.sleep(0)

@@ -16,7 +16,6 @@ from dynamo.runtime.limits import PendingBytes, Refused, uncounted
 from dynamo.runtime.log_rate import LogRate
 from dynamo.runtime.request_plane.base import END_INDEX
 from dynamo.runtime.request_plane.core import ServerCore
-from dynamo.runtime.request_plane.expansion import exceeds_when_decoded
 from dynamo.runtime.request_plane.mux.bodies import HalfSentRequests
 from dynamo.runtime.request_plane.mux.frames import (
     MAGIC,
@@ -28,13 +27,13 @@ from dynamo.runtime.request_plane.mux.frames import (
     Kind,
     Open,
     ProtocolError,
-    decode_body,
     decode_credits,
     decode_hello,
     decode_open,
     frame,
     pack,
 )
+from dynamo.runtime.request_plane.mux.long_ids import DecodedTooLarge, InSlices, decode_long
 from dynamo.runtime.request_plane.mux.outbox import ItemOutbox
 from dynamo.runtime.request_plane.mux.sink import MuxSink
 from dynamo.runtime.request_plane.secret import (
@@ -138,6 +137,37 @@ class CallerGreeting:
             self._host.strangers.discard(self._connection)
         elif self._connection.takes(kind):
             raise WrongSecret(f"the caller has not proven that it knows the shared secret ({SECRET_SETTING})")
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A request whose body is being decoded."""
+
+    host: MuxHost
+    sink: MuxSink
+    path: str
+    body: InSlices[Any]
+
+    def go_on(self) -> None:
+        """Decode the next slice, or start the request: nearly every one is decoded at once."""
+        host, sink = self.host, self.sink
+        if sink.ended or sink.context.is_killed():  # given up meanwhile
+            return
+        try:
+            next(self.body)
+        except StopIteration as read:
+            try:
+                host.core.dispatch(self.path, read.value, sink.context, sink, sink.connection)
+            except DynamoException as error:
+                sink.end(error)
+        except DecodedTooLarge:
+            host.refused("decoded_size")
+            text = f"the request body of {sink.request_bytes} bytes takes more than {host.settings.max_decoded_bytes}"
+            sink.end(InvalidArgument(f"{text} once decoded (DYN_TCP_MAX_DECODED_MB)"))
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also text that is no UTF-8, or too deep
+            sink.end(InvalidArgument(f"the request body is not msgpack: {error}"))
+        else:
+            asyncio.get_running_loop().call_soon(self.go_on)
 
 
 class MuxServerProtocol(asyncio.Protocol):
@@ -360,36 +390,15 @@ class MuxServerProtocol(asyncio.Protocol):
             text = f"Server overloaded: more than {limit} streams on one connection (DYN_TCP_MAX_STREAMS)"
             self._decline(stream_id, Overloaded(text))
             return
-        try:
-            body = self._decode(raw_body)
-        except InvalidArgument as error:
-            self._decline(stream_id, error)
-            return
         deadline = None if head.deadline_ms is None else self._loop.time() + head.deadline_ms / 1000
         trace = TraceContext.from_headers(head.trace) if head.trace else None
         context = Context(head.id, head.metadata or None, trace=trace, deadline=deadline)
         context.prompt_tokens = head.prompt_tokens
-        credit = self._greeting.credits
-        sink = MuxSink(self, self.outbox, stream_id, context, credit)
+        sink = MuxSink(self, self.outbox, stream_id, context, self._greeting.credits)
         self._streams[stream_id] = sink
         self.outbox.expect_answer(stream_id)
-        try:
-            sink.request_bytes = len(raw_body)
-            host.core.dispatch(head.path, body, context, sink, self)
-        except DynamoException as error:
-            sink.end(error)
-
-    def _decode(self, raw_body: bytes) -> Any:
-        limit = self._host.settings.max_decoded_bytes
-        if exceeds_when_decoded(raw_body, limit):
-            self._host.refused("decoded_size")
-            raise InvalidArgument(
-                f"the request body of {len(raw_body)} bytes takes more than {limit} once decoded (DYN_TCP_MAX_DECODED_MB)"
-            )
-        try:
-            return decode_body(raw_body)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also text that is no UTF-8, or too deep
-            raise InvalidArgument(f"the request body is not msgpack: {error}") from error
+        sink.request_bytes = len(raw_body)
+        _Reading(host, sink, head.path, decode_long(raw_body, host.settings.max_decoded_bytes)).go_on()
 
     def _decline(self, stream_id: int, error: DynamoException) -> None:
         self.outbox.add((stream_id, END_INDEX, 0, (), None, describe(error)))
