@@ -85,6 +85,7 @@ class LoadOfRank:
     __slots__ = (
         "blocks",
         "booked",
+        "boundary_at",
         "clock",
         "context_tokens",
         "prefill_pass",
@@ -100,6 +101,8 @@ class LoadOfRank:
         self.booked: dict[str, Booked] = {}
         self.prefill_tokens = 0
         self.streams = 0
+        # When a pass was last seen to end: a first token shows that, and so does the end of an answer.
+        self.boundary_at: float | None = None
         self.context_tokens = 0  # of all requests
         self.clock = LoadClock()
         self.prefill_pass = PrefillPass()
@@ -261,6 +264,7 @@ class ActiveLoad:
         if passes is not None:
             load.clock.add(passes)
         load.streams += 1
+        load.boundary_at = now
         load.clock.advance(load.context_tokens, now)
         booked.clock_at_first_token = (load.clock.area, load.clock.pass_seconds, load.clock.pass_steps)
         self.changed.add(booked.rank)
@@ -298,6 +302,7 @@ class ActiveLoad:
             load.prefill_pass.drop(request_id, now)
         else:
             load.streams -= 1
+            load.boundary_at = now if load.streams else None
         load.clock.advance(load.context_tokens, now)
         load.context_tokens -= booked.context_tokens
         load.reuse.touch(booked.sequence, now)

@@ -53,6 +53,7 @@ class RankState(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     streams: int = 0  # requests that have had their first token
     context_tokens: int = 0  # prompt tokens and known output of all active requests
     pass_started_at: float | None = None  # of the prefill that runs now; None: none runs
+    boundary_at: float | None = None  # when a pass was last seen to end; None: not since the rank had no streams
     pass_tokens: int = 0  # uncached tokens of the requests that it computes
     waiting_tokens: int = 0  # uncached tokens of the requests behind it
     waiting_requests: int = 0

@@ -93,6 +93,7 @@ class RankStates:
             streams=load.streams,
             context_tokens=load.context_tokens,
             pass_started_at=prefill.started_at if prefill.running else None,
+            boundary_at=load.boundary_at,
             pass_tokens=prefill.running_tokens,
             waiting_tokens=prefill.waiting_tokens,
             waiting_requests=len(prefill.waiting),

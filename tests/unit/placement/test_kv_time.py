@@ -148,3 +148,32 @@ def msgspec_replace(record: RankState, **values: Any) -> RankState:
     import msgspec
 
     return msgspec.structs.replace(record, **values)
+
+
+def test_the_rest_of_a_step_is_counted_from_the_last_pass_that_was_seen_to_end() -> None:
+    for before_ms, left_ms in ((0.0, 10.0), (2.5, 7.5), (37.5, 2.5), (155.0, 5.0), (400.0, 5.0)):  # steps of 10 ms
+        found = parts(choose(rank(1, streams=2, boundary_at=100.0 - before_ms / 1000)))
+        assert found["wait"] == pytest.approx(left_ms, abs=1e-6), before_ms
+
+
+def test_a_prompt_joins_the_pass_that_begins_with_the_next_step() -> None:
+    pending = {"streams": 2, "pass_started_at": 99.999, "pass_tokens": 2000}
+    joined = parts(choose(rank(1, boundary_at=99.9975, **pending)))
+    assert joined["wait"] == pytest.approx(7.5, abs=1e-6)
+    alone = parts(choose(rank(1, streams=2, waiting_tokens=2000)))  # the same pass, with what waits for it
+    assert (joined["prefill"], joined["future"]) == (pytest.approx(alone["prefill"]), pytest.approx(alone["future"]))
+    begun = parts(choose(rank(1, boundary_at=100.0, **pending)))  # the step was seen to end: the pass runs
+    assert begun["wait"] == pytest.approx(20 + 20 + 10)
+
+
+@pytest.mark.parametrize("later_ms", [0.0, 3.0, 20.0, 300.0])
+def test_the_parts_add_up_to_the_cost_in_every_phase(later_ms: float) -> None:
+    at = 100.0 - later_ms / 1000  # when everything was seen
+    choice = choose(
+        rank(1, streams=3, boundary_at=at - 0.004),
+        rank(2, streams=3, boundary_at=at - 0.004, pass_started_at=at - 0.001, pass_tokens=900, waiting_tokens=50),
+        rank(3, streams=3, boundary_at=at, pass_started_at=at - 0.001, pass_tokens=900),
+        rank(4, pass_started_at=at, pass_tokens=900),
+    )
+    for candidate in choice.candidates:
+        assert candidate.total == pytest.approx(sum(term.value for term in candidate.terms))

@@ -3,9 +3,11 @@
 The cost of a rank is the sum of these parts. The first two are the request's own time to its first token, and count in
 full; the weights of the others are the parameters.
 
-- `wait`: until the pass that runs there now is over. Without a prefill, that is half a step of its streams.
+- `wait`: until the pass that runs there now is over. Without a prefill, that is the rest of the step of its streams, counted
+  in steps from the last pass that was seen to end; half a step where that is too long ago.
 - `prefill`: the pass that computes this prompt: what waits there already and joins the same pass, the prompt's own tokens
-  that the rank does not hold, and one step of the streams. Blocks that the running pass is bringing in count as held.
+  that the rank does not hold, and one step of the streams. Blocks that the running pass is bringing in count as held. A pass
+  that has been given work and begins only after the step that runs takes this prompt in as well.
 - `stall`: every stream that runs there, and every prompt that waits there, is held up by this prompt's tokens.
 - `future`: so are prompts that come while they are computed.
 - `decode`: the longer contexts make every step longer, for this request and for the streams beside it. It weighs little,
@@ -43,6 +45,10 @@ predicted may have been evicted meanwhile."""
 
 _EXACT: Final = Trust.EXACT
 
+MOST_STEPS: Final = 16.0
+"""So many steps after a pass was seen to end, the ends of further ones are reckoned with. Then the errors of the steps that were
+added up are as long as a step."""
+
 LEAST_IDLE_SECONDS: Final = 1e-3  # of the oldest block; keeps the price of an eviction finite
 
 MOST_IDLE_RATIO: Final = 4.0
@@ -65,7 +71,9 @@ class _View(NamedTuple):
     """What the cost of one rank is made of that does not depend on the prompt, worked out once for each of its records."""
 
     record: RankState
-    ends_at: float  # of the prefill pass that runs; 0: none does
+    begins_at: float  # of the prefill pass that runs, or that waits for the end of a step; 0: there is none
+    ends_at: float  # the same
+    boundary_at: float  # when a pass was last seen to end; 0: not known
     idle_wait: float  # ms until the step that runs is over
     base: float
     linear: float
@@ -93,7 +101,7 @@ def _row_of(view: _View) -> _Row:
     """Return what the loop over all ranks reads of a view, in its order. Floats only: a sum of an int and a float takes the
     interpreter three times as long, and is the same number."""
     return (
-        view.ends_at, view.idle_wait, view.base, view.linear, view.square, float(view.budget), float(view.waiting),
+        view.begins_at, view.ends_at, view.boundary_at, view.idle_wait, view.base, view.linear, view.square, float(view.budget), float(view.waiting),
         view.waiting_ms, view.step, view.others, view.decode, view.decode_growth, float(view.room), float(view.free),
     )  # fmt: skip
 
@@ -193,9 +201,15 @@ class TimeCost:
         growth = 0.0  # a step over a full cache gets no longer: what is shared is counted in every context
         if fill < 1.0:
             growth = max(0.0, timing.decode.linear + 2 * timing.decode.square * fill) / capacity
-        ends_at = 0.0
+        begins_at = ends_at = 0.0
+        boundary_at = rank.boundary_at or 0.0
         if rank.pass_started_at is not None:
-            ends_at = rank.pass_started_at + (pass_ms(timing.prefill, rank.pass_tokens, budget) + step) / 1000
+            begins_at = rank.pass_started_at
+            if boundary_at < begins_at:  # it came in the middle of a step
+                begins_at += _rest_of_step(begins_at, boundary_at, step) / 1000
+            elif (boundary_at - begins_at) * 1000 <= step:
+                begins_at = boundary_at  # and that step was seen to end
+            ends_at = begins_at + (pass_ms(timing.prefill, rank.pass_tokens, budget) + step) / 1000
         output_blocks = rank.requests * timing.output_tokens / 2 / block_size
         free = math.inf
         if total and rank.held_blocks:
@@ -204,7 +218,9 @@ class TimeCost:
             free = 0.0
         return _View(
             rank,
+            begins_at,
             ends_at,
+            boundary_at,
             step / 2,
             timing.prefill.base,
             timing.prefill.linear,
@@ -256,7 +272,7 @@ class TimeCost:
         is_timed = mean_idle > 0.0
         costs = []
         # fmt: off
-        for at, (ends_at, wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth, room,
+        for at, (begins_at, ends_at, boundary_at, wait, base, linear, square, budget, waiting, waiting_ms, step, others, decode, growth, room,
                  free) in enumerate(self._rows):
             # fmt: on
             if at not in matches:
@@ -268,10 +284,18 @@ class TimeCost:
                 missing, over = needed - held, needed - match.active_blocks
                 uncached = tokens - held * block_size
                 computed = waiting + (uncached if uncached > 1.0 else 1.0)
-            if ends_at != 0.0:
+            if begins_at > now:
+                wait = (begins_at - now) * 1000.0
+                computed += views[at].record.pass_tokens
+                waiting_ms = _waiting_ms(views[at], now)
+            elif ends_at != 0.0:
                 wait = (ends_at - now) * 1000.0
                 if wait < 0.0:
                     wait = 0.0
+            elif boundary_at != 0.0 and step != 0.0:
+                since = (now - boundary_at) * 1000.0
+                if since < MOST_STEPS * step:
+                    wait = step - since % step
             cost = wait + decoded * (decode + growth * added)
             if is_computed:
                 if computed <= budget:
@@ -331,21 +355,23 @@ class TimeCost:
     def _parts(self, state: KvState, prompt: _Prompt, view: _View, match: RankMatch) -> dict[str, float]:
         """Return the parts of the cost of one rank."""
         weights, rank = self._parameters, view.record
-        held = self._held_blocks(rank, match, prompt)
+        held, now = self._held_blocks(rank, match, prompt), state.now
         prefill = added = 0.0
         if prompt.is_computed:
             computed = view.waiting + max(1.0, prompt.tokens - held * state.block_size)
+            if view.begins_at > now:
+                computed += rank.pass_tokens
             work = pass_ms(rank.timing.prefill, computed, view.budget)
             steps = 1 if computed <= view.budget else computed // view.budget + 1
-            prefill, added = work + view.step * steps, work - view.waiting_ms
+            prefill, added = work + view.step * steps, work - _waiting_ms(view, now)
         needed = prompt.blocks + prompt.output / state.block_size
         ratio = 1.0
         if prompt.mean_idle and view.oldest_use_at:
-            ratio = _idle_ratio(prompt.mean_idle, state.now - view.oldest_use_at)
+            ratio = _idle_ratio(prompt.mean_idle, now - view.oldest_use_at)
         lost = max(0.0, needed - held - view.free)
         over = max(0.0, needed - match.active_blocks - view.room)
         return {
-            "wait": max(0.0, (view.ends_at - state.now) * 1000.0) if view.ends_at else view.idle_wait,
+            "wait": _wait_ms(view, now),
             "prefill": prefill,
             "stall": weights.stall_weight * (rank.streams + rank.waiting_requests) * added,
             "future": weights.future_weight * added,
@@ -353,6 +379,26 @@ class TimeCost:
             "eviction": lost * view.block_ms * prompt.block_weight * ratio,
             "room": over * view.room_ms * prompt.output,
         }
+
+
+def _rest_of_step(at: float, boundary_at: float, step: float) -> float:
+    """Return the ms until the step ends that runs at the time `at`, by a pass that ended at `boundary_at`; 0: not known."""
+    since = (at - boundary_at) * 1000
+    return step - since % step if boundary_at and step and since < MOST_STEPS * step else 0.0
+
+
+def _wait_ms(view: _View, now: float) -> float:
+    """Return the ms until the next pass begins at a rank. `_costs` has the same in line."""
+    if view.ends_at:
+        return max(0.0, ((view.begins_at if view.begins_at > now else view.ends_at) - now) * 1000.0)
+    return _rest_of_step(now, view.boundary_at, view.step) or view.idle_wait
+
+
+def _waiting_ms(view: _View, now: float) -> float:
+    """Return what the next pass takes without the prompt that is to be placed."""
+    if view.begins_at <= now:
+        return view.waiting_ms
+    return pass_ms(view.record.timing.prefill, view.waiting + view.record.pass_tokens, view.budget)
 
 
 def _idle_ratio(mean_idle: float, idle: float) -> float:
