@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -224,11 +225,14 @@ async def test_a_namespace_comes_back_apart_from_the_name(house: Cluster) -> Non
     assert (item["name"], item["namespace"]) == ("weather", "b")
 
 
-async def test_tools_that_run_elsewhere_are_left_out(house: Cluster) -> None:
+async def test_tools_that_run_elsewhere_are_left_out(house: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="dynamo.frontend.apis.responses")
     worker = await house.worker(say("fine"), **parsers())
     tools = [{"type": "web_search"}, {"type": "mcp", "server_url": "x"}, {"type": "surprise"}]
     await both(house, tools=tools, tool_choice={"type": "web_search"})
     assert worker.requests[0]["sampling_options"]["guided_decoding"] is None
+    logged = [record.getMessage() for record in caplog.records if "run elsewhere" in record.getMessage()]
+    assert len(logged) == 3, "each type once"
 
 
 async def test_structured_text_guides_the_engine(house: Cluster) -> None:

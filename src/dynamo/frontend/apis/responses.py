@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -42,6 +43,9 @@ from dynamo.text.templates import TemplateRejected
 
 __all__ = ["ResponsesApi", "ResponsesCountApi"]
 
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED_TYPES: Final = 256  # clients choose their names
 MANY_ITEMS: Final = 256  # of earlier turns: putting more of them into a request is not done on a loop
 
 
@@ -55,6 +59,7 @@ class ResponsesApi(Api[ResponsesRequest]):
     def __init__(self, history: ResponseHistory | None, offload: Offload) -> None:
         """`history`: None where nothing is stored."""
         self._history, self._offload = history, offload
+        self._left_out: set[tuple[str, str]] = set()  # (model, type of tool) that the log has
 
     def new_id(self) -> str:
         return self.id_prefix + uuid.uuid4().hex
@@ -73,6 +78,8 @@ class ResponsesApi(Api[ResponsesRequest]):
         model: ServedModel,
         timer: StageTimer,
     ) -> tuple[Plan, str | None]:
+        if request.offered.left_out:
+            self._log_left_out(request)
         try:
             if request.needs_history:
                 await self._recall(request)
@@ -84,6 +91,13 @@ class ResponsesApi(Api[ResponsesRequest]):
 
     def renderer(self, answer: Answer, options: RenderOptions) -> Renderer:
         return _ResponseRenderer(answer, options, self._history, self._offload)
+
+    def _log_left_out(self, request: ResponsesRequest) -> None:
+        """Log the types of tools that the model is not offered, each once for a model."""
+        for kind in sorted(request.offered.left_out):
+            if (request.model, kind) not in self._left_out and len(self._left_out) < MAX_LOGGED_TYPES:
+                self._left_out.add((request.model, kind))
+                logger.info("tools of type %r run elsewhere and are not offered to model %r", kind, request.model)
 
     async def _recall(self, request: ResponsesRequest) -> None:
         """Put what was said before into the request.
