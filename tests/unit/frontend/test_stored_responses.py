@@ -179,6 +179,19 @@ async def test_a_conversation_that_is_too_long_is_refused(tmp_path: Path) -> Non
         assert (third.status, third.json["error"]["param"]) == (400, "previous_response_id")
 
 
+async def test_a_conversation_of_too_many_bytes_is_refused_and_a_long_one_is_read_in_a_thread(tmp_path: Path) -> None:
+    async with cluster(tmp_path, inline=False, body_limit_bytes=700_000) as house:
+        worker = await house.worker(say("x"))
+        first = await answered(house, "w" * 300_000)
+        second = await answered(house, "two", previous_response_id=first["id"])
+        assert prompt(worker).count("w") >= 300_000
+        third = await ask(house, "w" * 400_000, previous_response_id=second["id"])
+        assert third.status == 200
+        last = await ask(house, "more", previous_response_id=third.json["id"])
+        assert (last.status, last.json["error"]["param"]) == (400, "previous_response_id")
+        assert "DYN_HTTP_BODY_LIMIT_MB" in last.json["message"]
+
+
 async def test_the_oldest_turns_go_where_the_prompt_is_too_long(tmp_path: Path) -> None:
     async with cluster(tmp_path) as house:
         worker = await house.worker(say("x"), runtime_config=ModelRuntimeConfig(context_length=200))

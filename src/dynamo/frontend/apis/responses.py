@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from dynamo.frontend.apis.base import Answer, Api, CountingApi, Renderer, RenderOptions
-from dynamo.frontend.http.offload import Offload
+from dynamo.frontend.http.offload import LARGE_BODY_BYTES, Offload
 from dynamo.frontend.models.length_limits import PromptTooLong
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer, merged
@@ -46,7 +46,6 @@ __all__ = ["ResponsesApi", "ResponsesCountApi"]
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_TYPES: Final = 256  # clients choose their names
-MANY_ITEMS: Final = 256  # of earlier turns: putting more of them into a request is not done on a loop
 
 
 class ResponsesApi(Api[ResponsesRequest]):
@@ -114,12 +113,12 @@ class ResponsesApi(Api[ResponsesRequest]):
                 "(--responses-store, DYN_RESPONSES_STORE)",
                 "previous_response_id",
             )
-        earlier: list[Any] = []
+        earlier, size = list[Any](), 0
         if asked.previous_response_id is not None:
-            earlier = await history.items_before(asked.previous_response_id, owner)
+            earlier, size = await history.items_before(asked.previous_response_id, owner)
         named = await history.items(request.references, owner)
         fill = partial(request.with_history, earlier, named)
-        if len(earlier) > MANY_ITEMS:
+        if size > LARGE_BODY_BYTES:
             request.__dict__["is_large"] = True
         if request.is_large:
             await self._offload(fill)

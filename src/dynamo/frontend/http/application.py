@@ -58,6 +58,8 @@ class FrontendRoutes:
             if responses is None
             else ResponseHistory(
                 responses,
+                offload,
+                max_bytes=pipeline.settings.limits.body_limit_bytes,
                 max_items=pipeline.settings.messages_limit,
                 report=lambda usage: pipeline.metrics.stored(*usage),
             )
