@@ -85,7 +85,7 @@ class ResponseHistory:
             size += found.size
             if size > self._max_bytes:
                 text = f"the conversation has more than {self._max_bytes} bytes (DYN_HTTP_BODY_LIMIT_MB)"
-                raise RequestRejected(400, f"Validation: {text}", param="previous_response_id", limit="body_size")
+                raise RequestRejected(400, f"Validation: {text}", param="previous_response_id")
             turns.append(await self._items_of(found))
             count += len(turns[-1])
             if count > self._max_items:
