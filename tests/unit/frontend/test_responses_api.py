@@ -167,6 +167,50 @@ async def test_the_answer_does_not_depend_on_the_cuts(house: Cluster, size: int)
     assert response["output"][3]["input"] == '*** Begin\n"x" ü\n'
 
 
+PIECES = [
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "\n", " ", "text ", "ü😀", "<", "{", "}", "[", "]", '"'),
+    *('{"name": "weather", "arguments": {"city": "x"}}', '{"name": "apply_patch", "arguments": {"input": "x\\ny"}}'),
+    *("[TOOL_CALLS]", "<|python_tag|>", "[weather(city=1)]", "<function=weather>", "<parameter=city>", "</parameter>"),
+    *("</function>", "<|channel|>", "<|message|>", "final", "analysis", "commentary to=functions.weather", "<|call|>"),
+]
+FORMATS = [
+    *(("hermes", "qwen3"), ("qwen3_coder", "qwen3"), ("mistral", None), ("llama3_json", "deepseek_r1")),
+    *(("pythonic", "basic"), ("harmony", "gpt_oss"), ("kimi_k2", "qwen3"), ("default", None), (None, None)),
+]
+
+
+@pytest.mark.parametrize("names", FORMATS, ids=str)
+async def test_a_stream_says_what_the_body_says_whatever_the_model_writes(
+    house: Cluster, names: tuple[str | None, str | None]
+) -> None:
+    worker = await house.worker(**parsers(*names))
+    random_ = random.Random(repr(names))
+
+    def cut(raw: bytes) -> list[str | list[int]]:
+        found: list[str | list[int]] = []
+        while raw:
+            size = random_.choice([1, 1, 2, 3, 7, 30])
+            found.append(list(raw[:size]))
+            raw = raw[size:]
+        return found
+
+    for _ in range(12):
+        text = "".join(random_.choices(PIECES, k=random_.randrange(1, 14)))
+        finish = random_.choice(["stop", "stop", "length"])
+        body = {
+            "tools": [WEATHER, APPLY],
+            "tool_choice": random_.choice(["auto", "auto", "required", "none"]),
+            "parallel_tool_calls": random_.random() < 0.8,
+            "reasoning": {"summary": random_.choice(["auto", None])},
+        }
+        worker.script = say(*cut(text.encode()), finish=finish)
+        whole = await unary(house, **body)
+        worker.script = say(*cut(text.encode()), finish=finish)
+        reader = await streamed(house, **body)
+        assert reader.response is not None
+        assert without_ids(whole) == without_ids(reader.response), text
+
+
 async def test_summaries_and_packed_reasoning_on_request(house: Cluster) -> None:
     worker = await house.worker(say("<think>hm, I see</think>Yes."), **parsers())
     plain = (await both(house))["output"][0]
