@@ -32,6 +32,7 @@ from dynamo.runtime.discovery.follow import follow
 from dynamo.runtime.instances import InstanceSet, decode_instance
 from dynamo.runtime.request_plane.base import OBJECT_INDEX, Instance, ResponseStream, StreamItem
 from dynamo.runtime.tasks import Background
+from dynamo.runtime.tracing import NO_SPAN, CallSpan, RequestSpan
 
 if TYPE_CHECKING:
     from dynamo.runtime.endpoint import Endpoint
@@ -199,12 +200,14 @@ class Client:
             metrics.probes.inc()
             logger.info("request %s probes instance %x", context.id(), instance_id)
         metrics.inflight_requests.inc()
+        call = None if context.current_span() is NO_SPAN else _start_call(self._endpoint.path, instance_id, context)
         began = perf_counter()  # a loop's own clock stands still within a turn
         try:
             stream = await self._runtime.plane_client(instance).open(instance, body, context)
         except BaseException as error:
             self._release(booking)
             self._on_first_sign(instance_id, error)
+            _opened(call, context, error)
             raise
         sent = perf_counter()
         metrics.send_seconds.observe(sent - began)
@@ -215,6 +218,7 @@ class Client:
                 metrics.roundtrip_ttft_seconds.observe(perf_counter() - sent)
 
         stream.book(first=first, released=lambda: self._release(booking))
+        _opened(call, context, stream)
         return stream
 
     def record_failure(self, instance: Instance, error: DynamoException) -> bool:
@@ -409,6 +413,39 @@ class AnswerItems(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def _start_call(path: str, instance_id: int, context: Context) -> CallSpan | None:
+    """Open the span of a call, which the worker's own continues; None where the request has none that is exported."""
+    outer = context.current_span()
+    if not isinstance(outer, RequestSpan):
+        return None
+    call = outer.start_call(context.id(), {"endpoint": path, "worker_id": f"{instance_id:x}"})
+    context.attach_span(call)
+    return call
+
+
+def _opened(call: CallSpan | None, context: Context, outcome: ResponseStream | BaseException) -> None:
+    """Let the stream of a call end its span, or end it with why there is none."""
+    if call is None:
+        return
+    context.attach_span(call.request_span)
+    if isinstance(outcome, BaseException):
+        call.failed(outcome)
+        call.close()
+        return
+    stream = outcome
+
+    def first(error: DynamoException | None) -> None:
+        if error is None:
+            call.add_event("first output")
+
+    def released() -> None:
+        if (error := stream.failure) is not None:
+            call.failed(error)
+        call.close()
+
+    stream.book(first=first, released=released)
 
 
 class ClientStream(AsyncIterator[Any]):

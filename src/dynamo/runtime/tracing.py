@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.sdk.trace.sampling import Sampler
-    from opentelemetry.trace import Link, Span, SpanKind, Tracer
+    from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Tracer
 
     from dynamo.runtime.context import Context
 
@@ -175,21 +175,57 @@ class ExportedSpan(SpanProxy):
             self._span.end()
 
 
+class CallSpan(ExportedSpan):
+    """The span of one call to a worker, from the choice of the worker to the end of its answer."""
+
+    __slots__ = ("request_span",)
+
+    def __init__(self, tracer: Tracer, span: Span, request_span: RequestSpan) -> None:
+        super().__init__(tracer, span)
+        self.request_span = request_span
+
+    def failed(self, error: BaseException) -> None:
+        """Mark the call as failed."""
+        self.set_attribute("error.type", type(error).__name__)
+        self.set_status("error", str(error))
+
+
 class RequestSpan(ExportedSpan):
     """The `engine.generate` span: engines may decorate it, the framework alone ends it."""
 
-    __slots__ = ()
+    __slots__ = ("_calls",)
+
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        super().__init__(tracer, span)
+        self._calls: dict[str, SpanContext] = {}  # the last call by request
 
     def close(self) -> None:
         """Do nothing: only the framework ends this span, with `finish`."""
 
-    def past_child(self, name: str, began_ns: int, ended_ns: int, *, is_call: bool = False) -> None:
-        """Record a part of this span that is over; `is_call`: another process did its work. Times are Unix nanoseconds."""
-        from opentelemetry.trace import SpanKind, set_span_in_context
+    def past_child(self, name: str, began_ns: int, ended_ns: int) -> None:
+        """Record a part of this span that is over. Times are Unix nanoseconds."""
+        from opentelemetry.trace import set_span_in_context
 
-        kind = SpanKind.CLIENT if is_call else SpanKind.INTERNAL
         ambient = set_span_in_context(self._span)
-        self._tracer.start_span(name, context=ambient, kind=kind, start_time=began_ns).end(ended_ns)
+        self._tracer.start_span(name, context=ambient, start_time=began_ns).end(ended_ns)
+
+    def start_call(self, request_id: str, attributes: Mapping[str, bool | int | float | str]) -> CallSpan:
+        """Open the span of a call to another process. A later call for the same request has a link to the one before it:
+        to a worker that failed, or to the prefill worker.
+        """
+        from opentelemetry.trace import Link, SpanKind, set_span_in_context
+
+        earlier = self._calls.get(request_id)
+        links = () if earlier is None else (Link(earlier),)
+        span = self._tracer.start_span(
+            "dispatch",
+            context=set_span_in_context(self._span),
+            kind=SpanKind.CLIENT,
+            attributes=dict(attributes),
+            links=links,
+        )
+        self._calls[request_id] = span.get_span_context()  # as many as the request has choices and prompts
+        return CallSpan(self._tracer, span, self)
 
     def finish(self) -> None:
         """End the span; idempotent."""

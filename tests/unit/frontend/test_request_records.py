@@ -11,7 +11,9 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from dynamo.errors import InvalidArgument, Unknown
+from dynamo.errors import Disconnected, InvalidArgument, Unknown
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import ResponseSink
 from support.frontend_cluster import Cluster, cluster, fail, say
 from support.machine_log import MachineLog, machine_log
 from support.patience import PATIENCE_SECONDS
@@ -212,13 +214,40 @@ async def test_a_server_span_continues_the_callers_trace_and_has_its_parts(
     }
 
 
-async def test_the_workers_span_is_a_child_of_the_server_span(house: Cluster, exported: InMemorySpanExporter) -> None:
+async def test_the_workers_span_is_a_child_of_the_call_to_it(house: Cluster, exported: InMemorySpanExporter) -> None:
     worker = await house.worker(say("hello"))
     await house.client.chat("hi", headers=IDS)
     trace = worker.contexts[0].trace
-    (server,) = [span for span in exported.get_finished_spans() if span.kind is SpanKind.SERVER]
+    (call,) = [span for span in exported.get_finished_spans() if span.kind is SpanKind.CLIENT]
     assert trace is not None
-    assert (trace.trace_id, trace.span_id) == (TRACE, format(server.get_span_context().span_id, "016x"))
+    assert (trace.trace_id, trace.span_id) == (TRACE, format(call.get_span_context().span_id, "016x"))
+    worker_id = f"{worker.endpoint.connection_id():x}"
+    assert dict(call.attributes or {}) == {"endpoint": "ns.backend.generate", "worker_id": worker_id}
+    assert [event.name for event in call.events] == ["first output"]
+    assert (call.status.status_code, call.links) == (StatusCode.UNSET, ())
+
+
+async def test_each_attempt_has_a_span_that_is_linked_to_the_one_before(
+    house: Cluster, exported: InMemorySpanExporter
+) -> None:
+    attempts: list[str] = []
+
+    async def script(body: Any, context: Context, sink: ResponseSink) -> None:
+        attempts.append(context.id())
+        if len(attempts) == 1:  # whichever is asked first fails, and then the other answers
+            sink.send_tokens([104])
+            raise Disconnected("gone")
+        sink.send_tokens([105], finish_reason="stop")
+
+    for _ in range(2):
+        await house.worker(script)
+    assert (await house.client.chat("hi")).status == 200
+    failed, served = [span for span in exported.get_finished_spans() if span.kind is SpanKind.CLIENT]
+    assert (failed.status.status_code, (failed.attributes or {})["error.type"]) == (StatusCode.ERROR, "Disconnected")
+    assert (served.status.status_code, [link.context.span_id for link in served.links]) == (
+        StatusCode.UNSET,
+        [failed.get_span_context().span_id],
+    )
 
 
 async def test_only_the_servers_own_failures_mark_its_span(house: Cluster, exported: InMemorySpanExporter) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dynamo.frontend.pipeline.exchange import Exchange
 from dynamo.frontend.pipeline.plan import Tally
-from dynamo.frontend.pipeline.stage_timer import ROUTE, WIRE
+from dynamo.frontend.pipeline.stage_timer import ROUTE
 from dynamo.runtime.log_site import LogSite
 from dynamo.runtime.logging import close_log_span, enter_log_span, request_level
 from dynamo.runtime.request_log import COMPLETED, RECEIVED
@@ -191,13 +191,12 @@ def _workers(tally: Tally) -> dict[str, str]:
 def _add_parts(span: RequestSpan, stage_seconds: Sequence[float]) -> None:
     """Record the stages before the first token as child spans, from their sums: the stages follow each other."""
     at = time.time_ns() - int(sum(stage_seconds) * 1e9)
-    spans = (
+    spans = (  # the calls to workers, which follow, have spans of their own
         ("preprocess", sum(stage_seconds[:ROUTE])),
         ("route", stage_seconds[ROUTE]),
-        ("dispatch", stage_seconds[WIRE]),
     )
     for name, seconds in spans:
         ended = at + int(seconds * 1e9)
         if seconds:
-            span.past_child(name, at, ended, is_call=name == "dispatch")
+            span.past_child(name, at, ended)
         at = ended

@@ -100,6 +100,10 @@ class _Stream:
     def tokens_taken(self) -> int:
         return self._stream.tokens_taken
 
+    @property
+    def failure(self) -> DynamoException | None:
+        return self._stream.failure
+
     def stop(self) -> None:
         self._stream.stop()
 

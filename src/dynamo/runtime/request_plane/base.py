@@ -154,6 +154,10 @@ class ResponseStream(Protocol):
     def tokens_taken(self) -> int:
         """How many tokens of choice 0 the reader has taken."""
 
+    @property
+    def failure(self) -> DynamoException | None:
+        """What the stream ended with; None: it has not failed so far."""
+
     def stop(self) -> None:
         """Ask the worker to finish gracefully; keep reading."""
 

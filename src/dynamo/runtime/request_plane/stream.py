@@ -212,6 +212,10 @@ class StreamBuffer(ABC):
     def tokens_taken(self) -> int:
         return self.next_offset
 
+    @property
+    def failure(self) -> DynamoException | None:
+        return self._error
+
     def follow(self, context: Context) -> None:
         """Pass a stop or kill of the caller's context on to the worker, until the stream is released."""
         self._on_release += (context.on_cancel(on_loop(asyncio.get_running_loop(), self._cancelled)),)
