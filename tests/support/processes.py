@@ -27,7 +27,9 @@ NODE_SERVER = SUPPORT.parent.parent / "examples" / "node-backend" / "server.js"
 
 RUST_ENGINE = os.environ.get("RUST_SCRIPTED_ENGINE", "")
 """The scripted engine in Rust (`make test-rust` builds it). With it the workers of the end-to-end tests are that program:
-all of them, or with RUST_WORKERS=every-second those whose name ends in "b"."""
+all of them, or with RUST_WORKERS=first or RUST_WORKERS=second those whose name ends in "a" or in "b"."""
+
+RUST_NAMES = {"first": "a", "second": "b"}.get(os.environ.get("RUST_WORKERS", ""), "")
 
 RUST_SAMPLE = os.environ.get("RUST_SAMPLE_ENGINE", "") if RUST_ENGINE else ""
 
@@ -229,7 +231,7 @@ class Cluster:
         """Start a worker of the scripted engine."""
         journal = self.root / f"{name}.journal"
         own = {"SCRIPTED_MODEL": model, "SCRIPTED_JOURNAL": str(journal), "SCRIPTED_NAME": name}
-        is_rust = RUST_ENGINE and (os.environ.get("RUST_WORKERS") != "every-second" or name.endswith("b"))
+        is_rust = RUST_ENGINE and name.endswith(RUST_NAMES)
         argv = [RUST_ENGINE] if is_rust else [sys.executable, str(SCRIPTED_ENGINE)]
         return self._worker(name, model, argv, own | env, journal)
 

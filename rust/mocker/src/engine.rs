@@ -42,10 +42,22 @@ fn shutdown(message: &str) -> DynamoError {
     DynamoError::builder().error_type(ErrorType::Backend(BackendError::EngineShutdown)).message(message).build()
 }
 
-/// What the fan-out task sends to one stream.
+/// What the fan-out task sends to one stream. Small, because a stream that is not read keeps one for each of its tokens.
 enum Step {
-    Tokens(Emitted),
+    /// One token in the middle of an answer.
+    Token(u32),
+    /// The first or the last one, or several.
+    Tokens(Box<Emitted>),
     Rejected,
+}
+
+impl Step {
+    fn of(emitted: &Emitted) -> Self {
+        match emitted.tokens() {
+            [token] if !(emitted.is_first || emitted.is_last) => Self::Token(*token),
+            _ => Self::Tokens(Box::new(*emitted)),
+        }
+    }
 }
 
 /// One stream, as the fan-out task and the clean-up reach it.
@@ -147,7 +159,7 @@ fn deliver(shared: &Shared, result: &PassResult, now: Instant) {
     for emitted in &result.emitted {
         let Some(route) = routes.get_mut(&emitted.number) else { continue }; // its stream has ended
         // There is room for a whole answer; a stream that has ended meanwhile does not hear of it.
-        let _ = route.steps.try_send(Step::Tokens(*emitted));
+        let _ = route.steps.try_send(Step::of(emitted));
         if let Some(last) = route.last.replace(now) {
             metrics.between_tokens.observe((now - last).as_secs_f64());
         }
@@ -470,6 +482,11 @@ impl Answer {
                     step = steps.recv() => step,
                 };
                 let emitted = match step {
+                    Some(Step::Token(token)) => {
+                        self.shown += 1;
+                        yield Ok(chunk::token(token));
+                        continue;
+                    }
                     Some(Step::Tokens(emitted)) => emitted,
                     Some(Step::Rejected) => {
                         yield Err(invalid(REJECTED));

@@ -50,6 +50,15 @@ pub struct SampleEngine {
     mode: DisaggregationMode,
 }
 
+/// Lets other requests run, for this long or for one turn.
+async fn pause(delay: Duration) {
+    if delay.is_zero() {
+        tokio::task::yield_now().await; // a timer would wait for its next millisecond
+    } else {
+        tokio::time::sleep(delay).await;
+    }
+}
+
 fn invalid(message: impl Into<String>) -> DynamoError {
     DynamoError::builder().error_type(ErrorType::Backend(BackendError::InvalidArgument)).message(message).build()
 }
@@ -109,14 +118,16 @@ impl LLMEngine for SampleEngine {
         let (count, delay) = (if is_prefill { 1 } else { asked }, self.delay);
         let prompt = request.token_ids.len() as u32;
         Ok(Box::pin(async_stream::stream! {
+            // Made once: a request for each token would enter and leave its list of waiters each time.
+            let mut stopped = ctx.stopped();
             for made in 0..count {
                 tokio::select! {
                     biased;
-                    () = ctx.stopped() => {
+                    () = &mut stopped => {
                         yield Ok(LLMEngineOutput::cancelled().with_usage(usage(prompt, made)));
                         return;
                     }
-                    () = tokio::time::sleep(delay) => {}
+                    () = pause(delay) => {}
                 }
                 let id = (made + 1) % VOCABULARY;
                 if made + 1 < count {
