@@ -13,6 +13,8 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would look for prices 
 import litellm
 
 URL = sys.argv[1]
+_PRICES = {"litellm_provider": "anthropic", "mode": "chat", "input_cost_per_token": 0.0, "output_cost_per_token": 0.0}
+litellm.register_model({"anthropic/demo": _PRICES, "demo": _PRICES})  # it fails on models whose prices it does not know
 SUM = [{"role": "user", "content": "What is 27 + 15?"}]
 ASKED = [{"role": "user", "content": "What is the weather in Paris?"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -57,7 +59,7 @@ def responses() -> None:
     answer = litellm.responses(input="What is 27 + 15?", **CHAT)
     assert answer.output[-1].content[0].text == "42", answer
     kinds = [str(event.type) for event in litellm.responses(input="What is 27 + 15?", stream=True, **CHAT)]
-    assert "completed" in kinds[-1], kinds
+    assert "completed" in kinds[-1].lower(), kinds
 
 
 chat(CHAT)
