@@ -29,7 +29,6 @@ class BareJson(CallForm):
     opening: tuple[str, ...]
     closing: tuple[str, ...] = ()
     is_whole: bool = False  # bare calls are the whole answer, or none
-    fences: tuple[tuple[str, str], ...] = ()  # pairs that may stand around bare calls
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -60,10 +59,8 @@ class BareJson(CallForm):
         yield from call_objects(s, tools, HERMES_KEYS, separators=";,", closing=self.closing)
 
     def whole_answer(self, s: Scanner, tools: ToolSet) -> Step[None]:
-        for fence, end in (*self.fences, ("", "")):
-            if (yield from s.comes(0, *([fence] if fence else _BARE))):
-                yield from s.attempt(self._whole(s, tools, fence, end))
-                return
+        if (yield from s.comes(0, *_BARE)):
+            yield from s.attempt(self._whole(s, tools))
 
     def _one(self, s: Scanner, tools: ToolSet) -> Step[None]:
         s.out.hold()
@@ -71,16 +68,11 @@ class BareJson(CallForm):
         s.out.release()
         s.commit()
 
-    def _whole(self, s: Scanner, tools: ToolSet, fence: str, end: str) -> Step[None]:
+    def _whole(self, s: Scanner, tools: ToolSet) -> Step[None]:
         s.out.hold()
         yield from s.space()
-        if fence:
-            yield from s.expect(fence)
         yield from call_objects(s, tools, _KNOWN, separators=";,")
         yield from s.space()
-        if end:
-            yield from s.accept(end)
-            yield from s.space()
         if (yield from s.peek()):
             raise NotACall  # more than calls
         s.out.release()

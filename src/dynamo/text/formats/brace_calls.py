@@ -33,7 +33,6 @@ class BraceCalls(CallForm):
     closing: tuple[str, ...]
     quote: str
     stray: tuple[str, ...] = ()  # removed where it closes nothing
-    types_strings: bool = False  # text between quotes is typed by the schema, as all values have quotes
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -92,7 +91,7 @@ class BraceCalls(CallForm):
         if (yield from s.accept(self.quote)) is not None:
             text = yield from s.until(MarkerSearch(self.quote))
             yield from s.expect(self.quote)
-            return typed(text, tools.kinds(name, *path), reads_json=True) if self.types_strings else json_string(text)
+            return json_string(text)
         first = yield from s.peek()
         if first == '"':
             return json_string((yield from _quoted(s)))

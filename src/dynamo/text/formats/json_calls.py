@@ -32,7 +32,6 @@ class CallKeys:
 
     name: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
-    name_is_key: bool = False  # the object is {NAME: arguments}
     only_known: bool = False  # other names are no calls
 
 
@@ -48,12 +47,11 @@ class TaggedJson(CallForm):
     keys: CallKeys = HERMES_KEYS
     opens_array: bool = False  # the mark ends in the array's bracket
     separators: str | None = None  # between objects that follow each other without an array; None: there is only one
-    stray: tuple[str, ...] = ()  # marks that are removed where they mean nothing
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Return the marks that must reach the parser; the first begins a call."""
-        return (*self.opening, *self.closing, *self.stray)
+        return (*self.opening, *self.closing)
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -191,11 +189,7 @@ def call_object(s: Scanner, tools: ToolSet, keys: CallKeys) -> Step[None]:
         yield from s.space()
         yield from s.expect(":")
         yield from s.space()
-        if keys.name_is_key and name is None:
-            name = s.out.name = _checked(key, tools, keys)
-            yield from stream_arguments(s, name, None)
-            is_emitted = True
-        elif key in keys.name and name is None:
+        if key in keys.name and name is None:
             name = s.out.name = _checked(_unquoted((yield from s.json_text())), tools, keys)
             if early is not None:
                 _emit_arguments(s, name, None, early)

@@ -34,25 +34,18 @@ class TaggedPairs(CallForm):
     closing: str = "</tool_call>"
     key: tuple[str, str] = ("<arg_key>", "</arg_key>")
     value: tuple[str, str] = ("<arg_value>", "</arg_value>")
-    separator: str | None = None  # may stand behind the name
-    kind: tuple[str, str] | None = None  # tags of a type that may stand between key and value
-    outer: tuple[str, ...] = ()
-    outer_end: tuple[str, ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Return the marks that must reach the parser; the first begins a call."""
-        return (self.opening, self.closing, *self.key, *self.value, *self.outer, *self.outer_end)
+        return (self.opening, self.closing, *self.key, *self.value)
 
     @property
     def starts(self) -> tuple[str, ...]:
-        return (self.opening, *self.outer)
+        return (self.opening,)
 
     def calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
         s.take(s.at + len(mark))
-        if mark != self.opening:
-            yield from s.space()
-            yield from s.expect(self.opening)
         while True:
             yield from s.space()
             if (yield from s.peek()) in ("{", "["):
@@ -60,9 +53,7 @@ class TaggedPairs(CallForm):
             else:
                 yield from self._call(s, tools)
             s.commit()
-            follows = yield from s.accept_behind_space(self.opening, *self.outer_end)
-            if follows != self.opening:
-                s.commit()
+            if (yield from s.accept_behind_space(self.opening)) is None:
                 return
 
     def _call(self, s: Scanner, tools: ToolSet) -> Step[None]:
@@ -70,9 +61,6 @@ class TaggedPairs(CallForm):
         if not name:
             raise NotACall
         yield from s.space()
-        if self.separator is not None:
-            yield from s.accept(self.separator)
-            yield from s.space()
         tag = yield from s.expect(self.key[0], self.closing)
         name = s.out.name = tools.resolve(name)
         s.out.begin(name)
@@ -80,16 +68,12 @@ class TaggedPairs(CallForm):
         key_end, value_end = search_for(self.key[1], "<"), search_for(self.value[1])
 
         def is_end(mark: str) -> Step[bool]:
-            return (yield from s.comes(len(mark), self.key[0], self.closing, self.opening, *self.outer_end, ""))
+            return (yield from s.comes(len(mark), self.key[0], self.closing, self.opening, ""))
 
         while tag == self.key[0]:
             key = (yield from s.until(key_end, limit=MAX_NAME)).strip()
             yield from s.expect(self.key[1])
             yield from s.space()
-            if self.kind is not None and (yield from s.accept(self.kind[0])) is not None:
-                yield from s.until(search_for(self.kind[1]), limit=MAX_NAME)
-                yield from s.expect(self.kind[1])
-                yield from s.space()
             yield from s.expect(self.value[0])
             yield from arguments.text_value(s, key, tools.kinds(name, key), value_end, is_end, reads_json=True)
             yield from s.expect(self.value[1])

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dynamo.text.formats.call_form import CallForm
-from dynamo.text.formats.json_calls import HERMES_KEYS, call_objects
 from dynamo.text.formats.scanner import MAX_NAME, NotACall, Scanner, Step
 from dynamo.text.formats.tool_set import ToolSet
 from dynamo.text.markers import MarkerSearch
@@ -33,69 +32,42 @@ _HEX: Final = {"x": 2, "u": 4, "U": 8}
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls(CallForm):
-    """Calls in a list, or one per line."""
-
-    opening: tuple[
-        str, ...
-    ] = ()  # behind any of these, anything is a call; () a list with a call of a known tool is one
-    closing: tuple[str, ...] = ()
-    in_brackets: bool = True
+    """A list of calls, at least one of them of a known tool."""
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Return the marks that must reach the parser; the first begins a call."""
-        return (*self.opening, *self.closing) or ("[",)
+        return ("[",)
 
     @property
     def starts(self) -> tuple[str, ...]:
-        return (*self.opening, *(("[",) if self.in_brackets else ()))
+        return self.marks
 
     @property
     def noise(self) -> re.Pattern[str] | None:
-        return None if self.opening else _NOISE
+        return _NOISE
 
     @property
     def may_stand_in_reasoning(self) -> bool:
         return False
 
     def calls(self, s: Scanner, mark: str, tools: ToolSet) -> Step[None]:
-        is_marked = mark in self.opening
-        if is_marked:
-            s.take(s.at + len(mark))
-            yield from s.space()
-            if self.in_brackets and (yield from s.comes(1, "{")) and (yield from s.peek()) == "[":
-                yield from call_objects(s, tools, HERMES_KEYS, closing=self.closing)
-                return
-            if (yield from s.peek()) == "{":
-                yield from call_objects(s, tools, HERMES_KEYS, closing=self.closing, separators=",;")
-                return
         s.out.hold()
-        is_list = (yield from s.accept("[")) is not None
-        if self.in_brackets and not is_list:
-            raise NotACall
+        s.take(s.at + len(mark))
         names: list[str] = []
         while True:
             yield from s.space()
             names.append((yield from self._call(s, tools)))
             yield from s.space()
-            if is_list:
-                if (yield from s.expect(",", "]")) == "]":
-                    break
-                yield from s.space()
-                if (yield from s.accept("]")) is not None:
-                    break
-            else:
-                yield from s.accept(",")
-                yield from s.space()
-                if not _WORD.match((yield from s.peek())):
-                    break
-        if not is_marked and not tools.names.intersection(names):
+            if (yield from s.expect(",", "]")) == "]":
+                break
+            yield from s.space()
+            if (yield from s.accept("]")) is not None:
+                break
+        if not tools.names.intersection(names):
             raise NotACall
         s.out.release()
         s.commit()
-        if self.closing:
-            yield from s.accept_behind_space(*self.closing)
-            s.commit()
 
     def _call(self, s: Scanner, tools: ToolSet) -> Step[str]:
         name = tools.resolve((yield from _word(s)))

@@ -47,8 +47,6 @@ class TaggedXml(CallForm):
     reads_json: bool = False  # a value without a schema is JSON, if it is
     reads_objects: bool = False  # a JSON object with name and arguments may stand between the outer tags
     implies_ends: bool = False  # a value may end without a closing tag in front of the next parameter or the end
-    before_invoke: tuple[str, ...] = ()  # has to come between the outer tag and the call, white space aside
-    behind_invoke: tuple[str, ...] = ()  # may follow the call
     prefixes: tuple[str, ...] = ()  # what begins a tag, where it has too many spellings to look for each
 
     @property
@@ -57,7 +55,7 @@ class TaggedXml(CallForm):
         if self.prefixes:  # its tokens, where they are special: with and without the bracket
             return (*self.prefixes, *(prefix.removeprefix("<") for prefix in self.prefixes))
         tags = (*self.invoke_end, *self.parameter, *self.parameter_end)
-        return (*self.outer, *self.invoke, *self.closing, *self.before_invoke, *self.behind_invoke, *tags)
+        return (*self.outer, *self.invoke, *self.closing, *tags)
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -77,25 +75,14 @@ class TaggedXml(CallForm):
             if self.reads_objects and (yield from s.peek()) in ("{", "["):
                 yield from call_objects(s, tools, HERMES_KEYS, closing=self.closing)
                 return
-            for due in self.before_invoke:
-                yield from s.expect(due)
-                yield from s.space()
             yield from s.expect(*self.invoke)
         while True:
             yield from self._call(s, tools)
             s.commit()
-            if self.behind_invoke:
-                yield from s.accept_behind_space(*self.behind_invoke)
-                s.commit()
-            follows = yield from s.accept_behind_space(*self.invoke, *self.before_invoke[:1], *self.closing)
+            follows = yield from s.accept_behind_space(*self.invoke, *self.closing)
             if follows is None or follows in self.closing:
                 s.commit()
                 return
-            if follows in self.before_invoke:
-                for due in self.before_invoke[1:]:
-                    yield from s.expect(due)
-                    yield from s.space()
-                yield from s.expect(*self.invoke)
 
     def _call(self, s: Scanner, tools: ToolSet) -> Step[None]:
         name, _, is_whole = yield from self._header(s)

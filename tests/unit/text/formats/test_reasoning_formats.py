@@ -79,6 +79,10 @@ def test_minimax_append_think_divides_nothing() -> None:
     for text, content in (("a</think>b", "<think>a</think>b"), ("b", "<think>b"), ("", "")):
         assert run("minimax_append_think", [text]) == Joined(content)
         assert run("minimax_append_think", text) == Joined(content)
+    dice = random.Random("prepended")
+    for case in CASES["basic"]:
+        for pieces in cuts_of(case["text"], dice):
+            assert run("minimax_append_think", pieces) == Joined("<think>" + case["text"])
 
 
 # -- calls in reasoning that was not ended -------------------------------------------------------------------------------
