@@ -26,6 +26,7 @@ _MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
 _WORD: Final = re.compile(r"[a-z]+")
+_HEADER_WORDS: Final = re.compile(r"\s*\w*(?:\s+(?:to=[^\s<]*|to?$))*")
 _MAX_HEADER: Final = 1024  # characters of a header that are looked at
 _STRING: Final = Kinds(frozenset(["string"]))
 _BUILT_IN: Final = re.compile(r"(?:python|browser|container)(?:\.|$)")
@@ -42,6 +43,12 @@ class _Header:
     def add(self, text: str) -> None:
         """Add a piece; what is too long is left out."""
         self.text += text[: _MAX_HEADER - len(self.text)]
+
+
+def _behind_words(header: str) -> str:
+    """Return what stands in a header without a message behind its first word and its recipients: text of the model."""
+    text = header[_HEADER_WORDS.match(header).end() :]  # type: ignore[union-attr]  # it matches anything
+    return text if text.strip() else ""
 
 
 def _nothing(text: str) -> None:
@@ -85,15 +92,27 @@ class Harmony:
                     yield from header(s, mark)
 
         def header(s: Scanner, mark: str | None) -> Step[None]:
-            read = _Header(mark or "")
+            read, text = mark or "", ""
+
+            def add(piece: str) -> None:
+                nonlocal text
+                if len(text) <= _MAX_HEADER:
+                    text += piece
+                    piece = _behind_words(text) if len(text) > _MAX_HEADER else ""
+                s.out.content(piece)  # so much is no header
+
             while mark not in (_MESSAGE, *_ENDS):
-                mark = yield from s.prose(heads, read.add)
-                if mark is None:
+                mark = yield from s.prose(heads, add)
+                is_header = len(text) <= _MAX_HEADER
+                if mark is None or mark in _ENDS or not is_header:
+                    if is_header and _RECIPIENT.search(read + text) is None:
+                        s.out.content(_behind_words(text))
+                    if mark in _ENDS:
+                        s.take(s.at + len(mark))
                     return
-                read.add(mark)
+                read, text = read + text + mark, ""
                 s.take(s.at + len(mark))
-            if mark == _MESSAGE:
-                yield from self._body(s, read.text, tools)
+            yield from self._body(s, read, tools)
 
         return answer
 
