@@ -27,7 +27,7 @@ from support.processes import Cluster, Frontend, Worker
 
 MODEL: Final = "demo"
 SUM: Final = "What is 27 + 15?"
-START_SECONDS: Final = 300.0
+START_SECONDS: Final = 900.0  # SGLang loads its libraries for minutes on a busy machine
 PARSERS: Final = ("--dyn-tool-call-parser", "hermes", "--dyn-reasoning-parser", "qwen3")
 
 
@@ -42,6 +42,8 @@ class EngineCase:
     lacks: frozenset[str] = frozenset()  # guided, logprobs, seed, logit_bias, min_tokens
     is_gguf: bool = False
     aborts: int = 1000
+    workers: tuple[str, ...] = ("a", "b")  # at the beginning
+    core: str = ""  # in the command line of the process without which the engine is dead; "": it has none
 
     @property
     def python(self) -> str:
@@ -115,10 +117,10 @@ class ServedEngine:
 
 @contextmanager
 def served_engine(case: EngineCase, root: Path) -> Iterator[ServedEngine]:
-    """A frontend and two workers of one engine with the demonstration model."""
+    """A frontend and workers of one engine with the demonstration model."""
     with Cluster(root) as cluster:
         frontend = cluster.frontend("frontend", "--router-mode", "round-robin")
-        workers = {name: _start(cluster, case, name) for name in ("a", "b")}
+        workers = {name: _start(cluster, case, name) for name in case.workers}
         _wait_started(*workers.values())
         cluster.wait_ready(frontend, *workers.values())
         with OpenAI(base_url=f"{frontend.url}/v1", api_key="none", max_retries=0) as client:

@@ -59,6 +59,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "vllm": WORKER | {"vllm"},
     "llamacpp": WORKER | {"llamacpp"},
     "transformers": WORKER | {"transformers"},
+    "sglang": WORKER | {"sglang"},
+    "trtllm": WORKER | {"trtllm"},
     "mocker": FACADE | {"scheduling", "mocker"},
     "replay": frozenset({"errors", "kv", "placement", "router", "scheduling", "mocker", "replay"}),
     "supervise": frozenset({"errors", "protocol", "runtime", "supervise"}),

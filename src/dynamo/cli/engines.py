@@ -22,7 +22,9 @@ BUILT_IN: Final[dict[str, str]] = {
     "sample": "dynamo.engines.sample.engine:SampleLLMEngine",
     "llamacpp": "dynamo.llamacpp.engine:LlamaCppEngine",
     "llamacpp-text": "dynamo.llamacpp.text_engine:LlamaCppTextEngine",
+    "sglang": "dynamo.sglang.engine:SglangEngine",
     "transformers": "dynamo.transformers.engine:TransformersEngine",
+    "trtllm": "dynamo.trtllm.engine:TrtllmEngine",
     "vllm": "dynamo.vllm.engine:VllmEngine",
 }
 """The engines that come with us, by the name a person types."""

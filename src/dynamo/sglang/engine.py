@@ -1,0 +1,167 @@
+"""SGLang's `Engine` behind the contract; the model runs in processes that SGLang starts.
+
+request -> `read_generation` -> Engine.async_generate -> `SglangAnswer` -> chunks
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar, Final, Self
+
+from dynamo.contract.config import WorkerConfig
+from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine
+from dynamo.contract.health_check import build_health_check_payload
+from dynamo.contract.requests.generation import Feature, GenerationLimits, read_generation, read_generation_defaults
+from dynamo.contract.requests.output_grammar import grammar_of
+from dynamo.errors import EngineShutdown, InvalidArgument
+from dynamo.runtime.context import Context
+from dynamo.runtime.process_guard import descendants
+from dynamo.sglang.answers import SglangAnswer, logprob_arguments, sampling_parameters
+from dynamo.sglang.arguments import MARK, SglangArguments, read_arguments, server_arguments
+from dynamo.sglang.engine_thread import EngineThread
+
+__all__ = ["SglangEngine"]
+
+logger = logging.getLogger(__name__)
+
+UNSUPPORTED: Final[frozenset[Feature]] = frozenset({"prompt_logprobs", "allowed_token_ids", "lora", "cache_salt"})
+HEALTH_SECONDS: Final = 0.5  # how often SGLang's processes are looked at
+END_SECONDS: Final = 2.0  # for SGLang to end its processes; what is left is killed
+
+
+class SglangEngine(LLMEngine):
+    """Serves a model with SGLang."""
+
+    has_child_processes: ClassVar[bool] = True
+    skips_teardown: ClassVar[bool] = True
+
+    def __init__(self, arguments: SglangArguments) -> None:
+        self._arguments = arguments
+        self._thread = EngineThread()
+        self._limits: GenerationLimits | None = None
+        self._children: dict[int, str] = {}
+        self._numbers = count()
+        self._tells_thoughts = False  # SGLang has a reasoning parser of its own
+        self._was_cleaned_up = False
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[Self, WorkerConfig]:
+        arguments, worker = await asyncio.to_thread(read_arguments, argv)
+        return cls(arguments), worker
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        logger.warning("SGLang is marked: %s", MARK)
+        if threading.current_thread() is threading.main_thread():
+            # SGLang's processes send it to their parent when they fail; `wait_dead` finds what happened.
+            with suppress(NotImplementedError, RuntimeError):
+                asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, lambda: None)
+        try:
+            await self._thread.start(self._make)
+        except (InvalidArgument, EngineShutdown):
+            raise
+        except Exception as error:
+            raise EngineShutdown(f"SGLang did not start: {error} (its own log, above, says more)") from error
+        if self._was_cleaned_up:
+            await self.cleanup()
+            raise EngineShutdown("this engine was cleaned up while it started")
+        self._children = await asyncio.to_thread(descendants, os.getpid())
+        manager = self._thread.engine.tokenizer_manager
+        facts = self._thread.engine._scheduler_init_result.scheduler_infos[0]
+        settings = self._thread.engine.server_args
+        directory = await asyncio.to_thread(Path(self._arguments.model).expanduser)
+        self._limits = GenerationLimits(
+            engine="SGLang",
+            context_length=int(manager.model_config.context_len),
+            vocab_size=int(manager.model_config.vocab_size),
+            unsupported=UNSUPPORTED,
+            defaults=read_generation_defaults(directory) if directory.is_dir() else {},
+        )
+        self._tells_thoughts = bool(settings.reasoning_parser)
+        tokens = facts.get("max_total_num_tokens")
+        return EngineConfig(
+            model=self._arguments.model,
+            served_model_name=self._arguments.served_name,
+            context_length=self._limits.context_length,
+            kv_cache_block_size=settings.page_size,
+            total_kv_blocks=None if tokens is None else int(tokens) // (settings.page_size or 1),
+            max_num_seqs=settings.max_running_requests,
+            max_num_batched_tokens=settings.max_prefill_tokens,
+        )
+
+    def _make(self) -> Any:
+        from sglang.srt.entrypoints.engine import Engine
+
+        return Engine(server_args=server_arguments(self._arguments))
+
+    async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
+        limits, thread = self._limits, self._thread
+        if limits is None or thread.engine is None:
+            raise EngineShutdown("SGLang is not running")
+        asked = read_generation(request, limits)
+        if asked.constraint is not None and asked.constraint.kind in ("json", "regex"):
+            await asyncio.to_thread(
+                grammar_of, replace(asked.constraint, after_reasoning=False)
+            )  # a mistake is named before SGLang's processes see it
+        answer = SglangAnswer(asked)
+        if context.is_stopped():
+            yield answer.cancelled()
+            return
+        rid = f"{context.id()}-{next(self._numbers)}"
+        abort = thread.engine.tokenizer_manager.abort_request
+        arguments: dict[str, Any] = {
+            "input_ids": asked.prompt,
+            "sampling_params": sampling_parameters(asked),
+            "rid": rid,
+        }
+        if asked.constraint is not None and asked.constraint.after_reasoning and self._tells_thoughts:
+            arguments["require_reasoning"] = True  # the constraint holds behind the thoughts
+        try:
+            async with aclosing(thread.outputs(context, **arguments, **logprob_arguments(asked))) as outputs:
+                async for output in outputs:
+                    if context.is_stopped():
+                        break
+                    chunk = answer.chunk(output)
+                    if chunk is not None:
+                        yield chunk
+                    if answer.is_complete:
+                        return
+        except ValueError as error:
+            raise InvalidArgument(str(error)) from error  # SGLang's checks of a request
+        finally:
+            if not answer.is_complete:
+                thread.call(abort, rid)
+        if not context.is_stopped():
+            raise EngineShutdown("SGLang ended an answer without its last output")
+        yield answer.cancelled()
+
+    async def wait_dead(self) -> str:
+        while True:
+            if self._children and not self._was_cleaned_up:
+                left = await asyncio.to_thread(descendants, os.getpid())
+                if any(left.get(number) != mark for number, mark in self._children.items()):
+                    return "a process of SGLang has ended"
+            await asyncio.sleep(HEALTH_SECONDS)
+
+    async def cleanup(self) -> None:
+        self._was_cleaned_up = True
+        mine = await asyncio.to_thread(descendants, os.getpid()) if self._thread.engine is not None else {}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await self._thread.close()
+        left = await asyncio.to_thread(descendants, os.getpid())
+        for number, mark in mine.items():
+            if left.get(number) == mark:
+                with suppress(OSError):
+                    os.kill(number, signal.SIGKILL)
+
+    async def health_check_payload(self) -> dict[str, Any] | None:
+        return build_health_check_payload(0)
