@@ -52,6 +52,7 @@ class Manager:
     added: list[dict[str, Any]] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     output_router: Router = field(default_factory=Router)
+    threads: list[threading.Thread] = field(default_factory=list)
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
         self.output_router.result_handlers[request_id] = (callback, asyncio.get_running_loop())
@@ -60,7 +61,8 @@ class Manager:
         self.added.append({"prompt": prompt, "sampling": sampling, **more})
         if not self.accepts:
             return None
-        threading.Thread(target=self._run, args=(request_id, sampling)).start()
+        self.threads.append(threading.Thread(target=self._run, args=(request_id, sampling)))
+        self.threads[-1].start()
         return request_id
 
     def _run(self, request_id: str, sampling: RowSampling) -> None:
@@ -87,7 +89,12 @@ def engine_over(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> Transforme
 
 async def chunks(engine: TransformersEngine, context: Context | None = None, **members: Any) -> list[Any]:
     request: Any = {"token_ids": [1, 2, 3], **members}
-    return [chunk async for chunk in engine.generate(request, context or Context())]
+    try:
+        return [chunk async for chunk in engine.generate(request, context or Context())]
+    finally:  # a thread that delivers would otherwise outlive the loop
+        assert engine._loaded is not None
+        for thread in engine._loaded.manager.threads:
+            await asyncio.to_thread(thread.join)
 
 
 async def test_results_that_grow_become_chunks_of_new_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
