@@ -27,7 +27,7 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.process_guard import descendants
 from dynamo.sglang.answers import SglangAnswer, logprob_arguments, sampling_parameters
 from dynamo.sglang.arguments import MARK, SglangArguments, read_arguments, server_arguments
-from dynamo.sglang.engine_thread import EngineThread
+from dynamo.sglang.engine_thread import EngineThread, kept_logging
 
 __all__ = ["SglangEngine"]
 
@@ -100,7 +100,8 @@ class SglangEngine(LLMEngine):
     def _make(self) -> Any:
         from sglang.srt.entrypoints.engine import Engine
 
-        return Engine(server_args=server_arguments(self._arguments))
+        with kept_logging():
+            return Engine(server_args=server_arguments(self._arguments))
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
         limits, thread = self._limits, self._thread

@@ -7,17 +7,30 @@ thread it does not.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from dynamo.errors import EngineShutdown
 from dynamo.runtime.context import Context, on_loop
 
-__all__ = ["EngineThread"]
+__all__ = ["EngineThread", "kept_logging"]
 
 END_SECONDS: Final = 1.0  # for the tasks of the thread, once they are cancelled
+
+
+@contextmanager
+def kept_logging() -> Iterator[None]:
+    """Leave the root logger as it is for the time of the block: SGLang replaces its handlers and level for the whole process."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 class EngineThread:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from dynamo.errors import EngineShutdown, HttpError, InvalidArgument
 from dynamo.runtime.context import Context
 from dynamo.sglang.answers import SglangAnswer, logprob_arguments, sampling_parameters
 from dynamo.sglang.arguments import MARK, read_arguments
-from dynamo.sglang.engine_thread import EngineThread
+from dynamo.sglang.engine_thread import EngineThread, kept_logging
 from support.cases import each_case
 from support.demo_model import FILES
 from support.patience import PATIENCE_SECONDS
@@ -137,6 +138,15 @@ async def test_a_start_that_fails_is_raised_to_the_worker() -> None:
     with pytest.raises(EngineShutdown, match="did not start"):
         await thread.start(make)
     await thread.close()
+
+
+def test_the_workers_log_stays_the_workers() -> None:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    with kept_logging():
+        root.handlers[:] = []
+        root.setLevel(logging.CRITICAL)
+    assert (root.handlers, root.level) == before
 
 
 def test_what_is_not_built_or_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
