@@ -94,7 +94,8 @@ def test_a_package_of_the_guide_installs_through_the_stand_in(tmp_path: Path) ->
     assert ours in project.read_text()
     project.write_text(project.read_text().replace(ours, '"ai-dynamo>=1.2.0"'))
     (order,) = [block.text for block in READ["README.md"].blocks if "./shim" in block.text]
-    script = order.replace("path/to/my-backend", str(tmp_path / "guide-backend"))
+    assert '"my-backend[dev]"' in order  # a path, as the page says
+    script = order.replace("my-backend[dev]", f"{tmp_path}/guide-backend[dev]")
     told = bash(
         f"python3 -m venv {tmp_path}/venv\n. {tmp_path}/venv/bin/activate\n{script}"
         f"pip list\ncd {tmp_path}/guide-backend\npytest -q",
