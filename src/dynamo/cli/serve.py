@@ -28,7 +28,10 @@ DEFAULT_REPLACE_SECONDS: Final = 1800.0  # half an hour to load a model, as the 
 MAX_WORKERS: Final = 256  # a slip of the keyboard should not start ten thousand processes
 MAX_FRONTEND_WORKERS: Final = 64  # as the frontend itself says
 DEFAULT_HOST: Final = "127.0.0.1"  # nothing is open to a network before somebody asks for it
-ROUTER_MODES: Final = ("round-robin", "random", "power-of-two", "least-loaded", "direct", "device-aware-weighted")
+# Those of the frontend, whose import takes longer than all of this command; a test holds them to be the same.
+ROUTER_MODES: Final = (
+    "round-robin", "random", "power-of-two", "least-loaded", "kv", "direct", "device-aware-weighted",
+)  # fmt: skip
 
 _EPILOG: Final = f"""\
 Without a MODEL and an engine, the small demonstration model is served that comes with this package. A MODEL is a directory

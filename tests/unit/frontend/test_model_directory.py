@@ -279,6 +279,14 @@ async def test_a_model_can_be_looked_at_by_its_id_slashes_included(house: Cluste
     assert shape[0]["type"] == "model"
 
 
+async def test_a_model_may_be_named_by_an_absolute_path(house: Cluster) -> None:
+    await house.worker(model="/models/m")
+    assert (await house.client.get("/v1/models//models/m")).json["id"] == "/models/m"
+    assert (await house.client.get("/v1/models/%2Fmodels%2Fm/")).json["id"] == "/models/m"
+    assert (await house.client.get("/v1/models//models/m/ready")).status == 200
+    assert (await house.client.get("/v1/models/")).json["data"][0]["id"] == "/models/m"
+
+
 async def test_ready_says_who_is_there_and_who_is_missing(house: Cluster) -> None:
     worker_id = (await house.worker(model="org/m")).endpoint.connection_id()
     answer = await house.client.get("/v1/models/org/m/ready")

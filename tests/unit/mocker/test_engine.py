@@ -232,9 +232,9 @@ async def test_a_decode_worker_publishes_no_blocks() -> None:
     await engine.cleanup()
 
 
-async def pair() -> tuple[MockEngine, MockEngine, dict[str, Any]]:
+async def pair(**prefilling: Any) -> tuple[MockEngine, MockEngine, dict[str, Any]]:
     """A prefill and a decode worker, and where they meet."""
-    prefill = MockEngine("m", replace(options(role="prefill"), bootstrap_port=0))
+    prefill = MockEngine("m", replace(options(role="prefill", **prefilling), bootstrap_port=0))
     decode = MockEngine("m", options(role="decode", speedup_ratio=0.0))
     config = await prefill.start(0)
     await decode.start(1)
@@ -257,7 +257,7 @@ async def test_a_decode_worker_waits_where_the_prompt_is_computed(first: str) ->
 
 
 async def test_each_half_learns_when_the_other_one_leaves() -> None:
-    prefill, decode, info = await pair()
+    prefill, decode, info = await pair(speedup_ratio=0.0001)  # minutes, which nobody waits for
     slow = request(200, bootstrap_info=info)
     computing = asyncio.create_task(answer(prefill, slow))
     context = mock_context()

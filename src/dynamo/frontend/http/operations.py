@@ -233,7 +233,7 @@ class ModelsRoute:
 
 
 def _model_id(scope: Scope, base: str) -> str:
-    """Return the part of the path behind the base, percent-decoded once."""
+    """Return the part of the path behind the base, percent-decoded once. A name that is a path keeps its first slash."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     path = unquote_to_bytes(raw).decode("utf-8", "replace")
-    return path[len(base) :].strip("/")
+    return path[len(base) :].removeprefix("/").rstrip("/")
