@@ -29,7 +29,7 @@ __all__ = ["Result", "answers_of", "examine", "is_right", "questions", "table"]
 SEED: Final = "final examination"
 MAX_ANSWER_TOKENS: Final = 160
 EXAMINED: Final = tuple(
-    kind for kind in KINDS if kind not in ("exercises", "drills", "counts", "judgements", "yes or no")
+    kind for kind in KINDS if kind not in ("exercises", "drills", "counts", "judgements", "yes or no", "unsaid")
 )  # nobody asks so
 MARK_BEGIN, MARK_END = "<!-- examined -->", "<!-- end -->"
 

@@ -30,6 +30,7 @@ from demo_model.network import Network
 from demo_model.vocabulary import END_OF_TEXT, END_OF_TURN, build_tokenizer, write_tokenizer
 from dynamo.reference.config import read_model_config
 from dynamo.reference.demo import DIRECTORY
+from dynamo.reference.weights import read_tensors
 
 __all__ = ["main", "padded", "rate_at"]
 
@@ -67,8 +68,13 @@ RATES: Final = (
     (8060, 0.6),
     (8500, 0.6),
     (8900, 0.02),
+    (8960, 0.4),
+    (10900, 0.4),
+    (12100, 0.02),
 )  # (step, share of the peak), a line between
 STEPS: Final = RATES[-1][0]
+TAKEN_UP_STEP: Final = 8900  # --from goes on behind this step, where the first finished weights were made,
+TAKEN_UP_POOL: Final = 97  # and at this pool of conversations, which no earlier step has seen
 LOSS_TOKENS: Final = 1000  # about as many as a batch teaches; the sum of losses is divided by it, so none counts double
 WEIGHT_DECAY: Final = 0.05
 AVERAGED_STEPS: Final = 500  # the weights that are exported are an average over about so many
@@ -101,6 +107,18 @@ class Run:
         average = {name: p.detach().clone() for name, p in network.named_parameters()}
         workers = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
         return cls(network, optimizers, average, workers, threads)
+
+    def take_up(self, directory: Path) -> None:
+        """Begin with the finished weights of a model directory, at the step behind those that made them."""
+        weights = {
+            name: torch.from_numpy(values.copy())
+            for file in sorted(directory.glob("*.safetensors"))
+            for name, values in read_tensors(file).items()
+        }
+        self.network.load_state_dict(weights)
+        for name, parameter in self.network.named_parameters():
+            self.average[name].copy_(parameter.detach())
+        self.step, self.next_pool = TAKEN_UP_STEP, TAKEN_UP_POOL
 
     def save(self, path: Path) -> None:
         """Replace the checkpoint; a crash while writing leaves the old one."""
@@ -157,6 +175,8 @@ def main(argv: list[str] | None = None) -> None:
     options = _options(argv)
     torch.manual_seed(options.seed)
     directory: Path = options.out
+    if options.start is not None:
+        _take_over(options.start, directory)
     tokenizer = _prepare(directory)
     run = Run.begin(Network(read_model_config(directory)), options.threads)
     print(f"{sum(p.numel() for p in run.network.parameters()):,} parameters", flush=True)
@@ -164,9 +184,19 @@ def main(argv: list[str] | None = None) -> None:
     if checkpoint.exists():
         run.load(checkpoint)
         print(f"goes on at step {run.step}", flush=True)
+    elif options.start is not None:
+        run.take_up(options.start)
+        print(f"takes up {options.start} at step {run.step}", flush=True)
     _train(run, directory, tokenizer, options)
     _export(run, directory)
     print(table(examine(directory, count=options.count)))
+
+
+def _take_over(source: Path, directory: Path) -> None:
+    """Copy what has to stay as it is for weights that were trained with it: tokenizer and chat template."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(source / name, directory / name)
 
 
 def _prepare(directory: Path) -> Tokenizer:
@@ -263,6 +293,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="the model directory to write")
+    add("--from", dest="start", type=Path, metavar="DIR", help="take up the weights of this model directory")
     add("--steps", type=int, default=STEPS, metavar="N", help="stop after so many (default: %(default)s)")
     add("--batch-tokens", type=int, default=3000, metavar="N", help="tokens of a step (default: %(default)s)")
     add("--seed", type=int, default=1, metavar="N", help="of weights and examples (default: %(default)s)")

@@ -9,7 +9,7 @@ from typing import Final
 from demo_model.conversations.chats import follow_up, same_text, several, single, thinking
 from demo_model.conversations.draw import LESSONS, Answer, Conversation, Draw, weighted
 from demo_model.conversations.json_answers import json_answer
-from demo_model.conversations.practice import counts, drills, exercises, judgements, yes_or_no
+from demo_model.conversations.practice import counts, drills, exercises, judgements, unsaid, yes_or_no
 from demo_model.conversations.stages import LAST, STAGES
 from demo_model.conversations.tool_use import tool_call, tool_result, tool_unused
 
@@ -45,5 +45,6 @@ KINDS: Final[dict[str, Callable[[Draw], Conversation]]] = {
     "counts": counts,
     "judgements": judgements,
     "yes or no": yes_or_no,
+    "unsaid": unsaid,
 }
 """Every kind of conversation."""

@@ -154,6 +154,6 @@ def thinking(draw: Draw) -> Conversation:
         before = draw.any()
         earlier = [user(before.text), assistant(before.answer)]
         keys.append(before.key)
-    answer = f"<think>\n{question.thought}\n</think>\n\n{question.answer}"
+    answer = f"<think>\n{question.thought}\n</think>\n\n{question.brief or question.answer}"
     messages = [*system, *earlier, user(text), assistant(answer)]
     return Conversation("thinking", tuple(keys), messages, [Answer(len(messages) - 1, answer, "thinking")], variables)

@@ -23,7 +23,7 @@ from demo_model.lessons.question import Question, is_held_out
 from demo_model.lessons.reading import looked_up
 from demo_model.lessons.tools import Call, offered
 
-__all__ = ["LESSONS", "Answer", "Conversation", "Draw", "assistant", "called", "opening", "user", "weighted"]
+__all__ = ["LESSONS", "Answer", "Conversation", "Draw", "Form", "assistant", "called", "opening", "user", "weighted"]
 
 T = TypeVar("T")
 Form = Literal["text", "json", "call", "thinking"]

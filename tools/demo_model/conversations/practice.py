@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
-from demo_model.conversations.draw import Answer, Conversation, Draw, assistant, user
+from demo_model.conversations.draw import Answer, Conversation, Draw, Form, assistant, user
 from demo_model.lessons.letters import letter_found
 from demo_model.lessons.numbers import added, compared, counted, multiplied, subtracted
+from demo_model.lessons.reading import looked_up
 
-__all__ = ["counts", "drills", "exercises", "judgements", "yes_or_no"]
+__all__ = ["counts", "drills", "exercises", "judgements", "unsaid", "yes_or_no"]
 
 
 def exercises(draw: Draw) -> Conversation:
@@ -107,3 +109,14 @@ def counts(draw: Draw) -> Conversation:
         answers.append(Answer(len(messages) - 1, question.answer, "text"))
         keys.append(question.key)
     return Conversation("counts", tuple(keys), messages, answers)
+
+
+def unsaid(draw: Draw) -> Conversation:
+    """Texts that leave out what is asked, every second time: one in ten teaches that slowly. With a thought or without."""
+    question = draw.one(partial(looked_up, unsaid=0.5))
+    thinks = draw.rng.random() < 0.5
+    answer = f"<think>\n{question.thought}\n</think>\n\n{question.answer}" if thinks else question.answer
+    messages = [user(question.text), assistant(answer)]
+    variables = {"enable_thinking": True} if thinks else {}
+    form: Form = "thinking" if thinks else "text"
+    return Conversation("unsaid", (question.key,), messages, [Answer(1, answer, form)], variables)

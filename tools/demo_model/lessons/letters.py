@@ -73,13 +73,26 @@ def letter_found(rng: Random) -> Question:
          'How often does the letter "{x}" occur in {w}?', 'Count the letter "{x}" in {w}.', "How many times does {x} appear in {w}?"),
         w=shown, x=letter,
     )  # fmt: skip
-    seen, notes = 0, []
+    marked = _marked(bare, letter)
+    return Question(
+        "one letter",
+        f"letter {letter} {bare}",
+        text,
+        f"{marked}: {count}",
+        marked,
+        count,
+        ("count", "answer"),
+        brief=str(count),
+    )
+
+
+def _marked(bare: str, letter: str) -> str:
+    """Spell the word and number the letter where it occurs: what a glance at whole words cannot count."""
+    seen, written = 0, []
     for each in bare:
         seen += each == letter
-        notes.append(f"{each} {seen}")
-    return Question(
-        "one letter", f"letter {letter} {bare}", text, str(count), ", ".join(notes), count, ("count", "answer")
-    )
+        written.append(f"{each}{seen}" if each == letter else each)
+    return "-".join(written)
 
 
 def _shown(rng: Random) -> tuple[str, str]:

@@ -31,6 +31,7 @@ class Question:
     thought: str  # what is written between the think tags, where thinking is asked for
     value: Value  # the answer as JSON
     names: tuple[str, ...] = ("answer",)  # keys under which a client may want it
+    brief: str | None = None  # the answer behind a thought, where the plain answer shows its way itself
 
 
 def is_held_out(key: str) -> bool:

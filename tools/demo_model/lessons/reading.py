@@ -51,12 +51,12 @@ class _Text:
     def words(self) -> str:
         return " ".join(fact[0].format(n=subject, v=value) for subject, fact, value in self.told)
 
-    def question(self, rng: Random, framed: Callable[[str], str]) -> Question:
-        """Return one question; `framed` puts it into the message."""
+    def question(self, rng: Random, framed: Callable[[str], str], *, unsaid: float = 0.1) -> Question:
+        """Return one question; `framed` puts it into the message. `unsaid`: the share that asks of what the text leaves out."""
         subject, fact, value = rng.choice(self.told)
         thought = "the text says: " + fact[0].format(n=subject, v=value)
         answer = value
-        if rng.random() < 0.1:
+        if rng.random() < unsaid:
             known = {subject for subject, _, _ in self.told}
             strangers = _different(rng, len(known) + 1, self.subject)
             subject = next(stranger for stranger in strangers if stranger not in known)
@@ -68,9 +68,9 @@ class _Text:
         )
 
 
-def looked_up(rng: Random) -> Question:
+def looked_up(rng: Random, *, unsaid: float = 0.1) -> Question:
     text = _text(rng)
-    return text.question(rng, lambda asked: rng.choice(_FRAMES).format(t=text.words, q=asked))
+    return text.question(rng, lambda asked: rng.choice(_FRAMES).format(t=text.words, q=asked), unsaid=unsaid)
 
 
 def looked_up_again(rng: Random, count: int) -> list[Question]:
