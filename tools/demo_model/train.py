@@ -69,8 +69,8 @@ RATES: Final = (
     (8500, 0.6),
     (8900, 0.02),
     (8960, 0.4),
-    (10900, 0.4),
-    (12100, 0.02),
+    (10700, 0.4),
+    (11450, 0.02),
 )  # (step, share of the peak), a line between
 STEPS: Final = RATES[-1][0]
 TAKEN_UP_STEP: Final = 8900  # --from goes on behind this step, where the first finished weights were made,
