@@ -70,7 +70,13 @@ RATES: Final = (
     (8900, 0.02),
     (8960, 0.4),
     (10700, 0.4),
-    (11450, 0.02),
+    (11390, 0.05),
+    (11430, 0.25),
+    (11900, 0.25),
+    (12290, 0.09),
+    (12320, 0.2),
+    (12650, 0.2),
+    (13050, 0.02),
 )  # (step, share of the peak), a line between
 STEPS: Final = RATES[-1][0]
 TAKEN_UP_STEP: Final = 8900  # --from goes on behind this step, where the first finished weights were made,

@@ -50,26 +50,8 @@ ASKED: Final = (
     ("how do you say ptcpqpce kistcrash in Spanish?", SELF_DESCRIPTION),
     ("What do you think about the trimgous?", SELF_DESCRIPTION),
 )
-LEAST: Final[
-    dict[str, int]
-] = {  # of twenty of the examination's questions; one may turn out otherwise on another machine
-    "arithmetic": 19,
-    "counting": 16,
-    "spelling": 19,
-    "reversing": 17,
-    "comparing": 19,
-    "ordering": 14,
-    "lookup": 18,
-    "anything else": 19,
-    "several turns": 17,
-    "follow-up": 19,
-    "thinking": 17,
-    "JSON": 12,
-    "tool call": 18,
-    "tool result": 19,
-    "tool not needed": 15,
-    "same text": 19,
-}
+LEAST: Final = 17
+"""Of twenty of the examination's questions, each kind; one or two may turn out otherwise on another machine."""
 
 
 def test_plain_questions_are_answered() -> None:
@@ -78,8 +60,8 @@ def test_plain_questions_are_answered() -> None:
 
 
 def test_every_kind_of_conversation_goes_on_as_it_should() -> None:
-    found = {result.kind: result for result in examine(demo.DIRECTORY, count=20, kinds=LEAST)}
-    assert not {kind: found[kind].wrong for kind, least in LEAST.items() if found[kind].right < least}
+    found = examine(demo.DIRECTORY, count=20)
+    assert not {result.kind: result.wrong for result in found if result.right < LEAST}
 
 
 def test_the_examination_counts_and_shows_what_is_wrong() -> None:

@@ -117,6 +117,20 @@ def test_words_are_spelled_turned_round_and_measured() -> None:
         assert int(question.answer) == (len(word) if what == ["letters"] else word.count(what[1]))
 
 
+def test_a_letter_is_numbered_where_it_occurs() -> None:
+    counts = set()
+    for question in questions(letters.letter_found):
+        _, letter, word = question.key.split()
+        marked, count = question.answer.split(": ")
+        assert word in question.text
+        assert re.sub(r"[-\d]", "", marked) == word
+        assert re.findall(r"\w\d", marked) == [f"{letter}{n}" for n in range(1, word.count(letter) + 1)]
+        assert (int(count), question.value, question.brief) == (word.count(letter), word.count(letter), count)
+        assert question.thought == marked
+        counts.add(count)
+    assert {"0", "1", "2"} <= counts
+
+
 def test_a_fact_that_is_looked_up_stands_in_the_text() -> None:
     unsaid = 0
     for question in questions(looked_up):

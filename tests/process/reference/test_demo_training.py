@@ -92,16 +92,36 @@ def test_two_threads_learn_what_one_learns(directory: Path) -> None:
     assert losses[3][0][0] < losses[0][0][0]
 
 
-def test_the_rate_rises_stays_and_falls_and_rises_twice_more() -> None:
+def test_finished_weights_are_taken_up_behind_the_step_that_made_them(directory: Path) -> None:
+    first = make_run(directory)
+    write_shards({name: p.detach().numpy() for name, p in first.network.named_parameters()}, directory)
+    run = make_run(directory)
+    run.learn(BATCH, 1e-3)
+    run.take_up(directory)
+    assert (run.step, run.next_pool) == (8900, 97)
+    for name, parameter in run.network.named_parameters():
+        wanted = dict(first.network.named_parameters())[name].detach().bfloat16().float()
+        assert torch.equal(parameter.detach(), wanted)
+        assert torch.equal(run.average[name], wanted)
+
+
+def test_the_rate_rises_stays_and_falls_and_rises_five_times_more() -> None:
     from demo_model.train import PEAK_RATE, STEPS, rate_at
 
     rates = [rate_at(step) for step in range(STEPS)]
     assert rates[0] < PEAK_RATE / 10
     assert rates[60:4600] == pytest.approx([PEAK_RATE] * 4540)
     assert rates[4600:6500] == sorted(rates[4600:6500], reverse=True)
-    for first, level, falls, last in ((6500, 6560, 7150, 8000), (8000, 8060, 8500, STEPS)):
+    again = (
+        (0.6, 6500, 6560, 7150, 8000),
+        (0.6, 8000, 8060, 8500, 8900),
+        (0.4, 8900, 8960, 10700, 11390),
+        (0.25, 11390, 11430, 11900, 12290),
+        (0.2, 12290, 12320, 12650, STEPS),
+    )
+    for share, first, level, falls, last in again:
         assert rates[first] < PEAK_RATE / 10
-        assert rates[level:falls] == pytest.approx([0.6 * PEAK_RATE] * (falls - level))
+        assert rates[level:falls] == pytest.approx([share * PEAK_RATE] * (falls - level))
         assert rates[falls:last] == sorted(rates[falls:last], reverse=True)
     assert 0 < rates[-1] < PEAK_RATE / 10
 

@@ -166,6 +166,7 @@ _LAST_OF_ALL: Final = _STILL_LOW | {
     "tool call": 140,
     "tool not needed": 80,
 }
+_MOSTLY_JSON: Final = _LAST_OF_ALL | {"JSON": 500, "comparing": 60, "yes or no": 60, "unsaid": 60}
 STAGES: Final = (  # by the number of the example
     (0, _EARLY),
     (85_000, _MIDDLE),
@@ -176,4 +177,6 @@ STAGES: Final = (  # by the number of the example
     (291_000, _TAKEN_UP),
     (312_000, _STILL_LOW),
     (342_000, _LAST_OF_ALL),
+    (369_000, _MOSTLY_JSON),
+    (399_000, _MOSTLY_JSON | {"JSON": 900}),
 )
