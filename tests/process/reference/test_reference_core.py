@@ -275,7 +275,6 @@ BAD = [
     ({"extra_args": {"sampling_options": {"suffix": "x"}}}, "suffix"),
     ({"output_options": {"logprobs": 21}}, "output_options.logprobs"),
     ({"routing": {"lora_name": "x"}}, "routing.lora_name"),
-    ({"multi_modal_data": {"image": [{"Url": "x"}]}}, "multi_modal_data"),
     ({"bootstrap_info": {"bootstrap_room": 1}}, "bootstrap_info"),
 ]
 
