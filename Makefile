@@ -32,7 +32,7 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 serve: $(VENV)/.run ## a frontend and a worker on this machine (ARGS="--http-port 9000" and so on)
 	@$(BIN)/dynamo serve $(ARGS)
 
-test: $(VENV)/.dev ## units and contracts, a tenth of the examples of each property: 70 to 90 seconds, the first time three minutes
+test: $(VENV)/.dev ## units and contracts, a tenth of the examples of each property: 65 to 90 seconds, the first time three minutes
 	@$(PYTEST) $(UNITS) tests/unit tests/contract $(ARGS)
 
 test-all: $(VENV)/.dev ## the rest: every example of the properties, processes, real servers, simulated clusters, hostile peers
