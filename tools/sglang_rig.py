@@ -82,11 +82,11 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name == "torchvision" and self in sys.meta_path:
             sys.meta_path.remove(self)
-            import torch
+            from torch import library
 
-            sys._torchvision_operators = library = torch.library.Library("torchvision", "FRAGMENT")
+            sys._torchvision_operators = operators = library.Library("torchvision", "FRAGMENT")
             for operator in ("nms", "qnms"):
-                library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                operators.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 sys.meta_path.insert(0, _BeforeTorchvision())
