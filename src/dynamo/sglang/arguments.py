@@ -7,13 +7,13 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import InvalidArgument
+from dynamo.worker.hub import served_name
 
 __all__ = ["MARK", "SglangArguments", "read_arguments"]
 
@@ -63,8 +63,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> tuple[SglangArguments, 
     if not own.model:
         parser.error("--model-path is missing: the directory or name of a model")
     check_installed()
-    here = Path(own.model).expanduser()
-    name = own.served_model_name or (here.resolve().name if here.is_dir() else own.model)
+    name = own.served_model_name or served_name(own.model)
     worker = worker_config_from(own, model_name=own.model, served_model_name=name, enable_kv_routing=False)
     return SglangArguments(own.model, name, tuple(rest)), worker
 

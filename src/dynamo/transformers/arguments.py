@@ -6,14 +6,13 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import InvalidArgument
-from dynamo.worker.hub import HUB_PREFIX
+from dynamo.worker.hub import served_name
 
 __all__ = ["TransformersArguments", "check_installed", "read_arguments"]
 
@@ -52,8 +51,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> tuple[TransformersArgum
             "transformers"
         )
     check_installed()
-    here = Path(args.model).expanduser()
-    name = args.served_model_name or (here.resolve().name if here.is_dir() else args.model.removeprefix(HUB_PREFIX))
+    name = args.served_model_name or served_name(args.model)
     arguments = TransformersArguments(
         model=args.model,
         served_name=name,

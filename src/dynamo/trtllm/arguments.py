@@ -16,7 +16,7 @@ from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, w
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import InvalidArgument
-from dynamo.worker.hub import HUB_PREFIX
+from dynamo.worker.hub import served_name
 
 __all__ = ["MARK", "TrtllmArguments", "read_arguments"]
 
@@ -58,8 +58,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> tuple[TrtllmArguments, 
         raise InvalidArgument(
             "TensorRT-LLM is not installed in this environment: pip install tensorrt-llm (needs a GPU)"
         )
-    here = Path(args.model).expanduser()
-    name = args.served_model_name or (here.resolve().name if here.is_dir() else args.model.removeprefix(HUB_PREFIX))
+    name = args.served_model_name or served_name(args.model)
     arguments = TrtllmArguments(
         model=args.model,
         served_name=name,

@@ -13,7 +13,15 @@ from typing import Final, TypeVar
 from dynamo.errors import CannotConnect
 from dynamo.runtime.settings import env_bool
 
-__all__ = ["HUB_ANSWER_SECONDS", "HUB_PREFIX", "WEIGHT_PATTERNS", "cached_copy", "fetch_model", "local_path"]
+__all__ = [
+    "HUB_ANSWER_SECONDS",
+    "HUB_PREFIX",
+    "WEIGHT_PATTERNS",
+    "cached_copy",
+    "fetch_model",
+    "local_path",
+    "served_name",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +37,12 @@ WEIGHT_PATTERNS: Final = (
 )  # fmt: skip
 
 T = TypeVar("T")
+
+
+def served_name(model: str) -> str:
+    """Return what a model is called where nobody named it: a directory by its own name, one of the hub without `hub:`."""
+    here = Path(model).expanduser()
+    return here.resolve().name if here.is_dir() else model.removeprefix(HUB_PREFIX)
 
 
 async def fetch_model(remote_name: str, ignore_weights: bool = False) -> str:
