@@ -22,6 +22,7 @@ from dynamo.errors import (
 )
 from dynamo.placement import PlacementRequest
 from dynamo.protocol.worker_request import WorkerRequest
+from dynamo.router.detour import Detour
 from dynamo.router.handoff import read_reply
 from dynamo.router.pool import ChosenWorker, ModelPool
 from dynamo.router.record import DispatchRecord
@@ -65,7 +66,11 @@ class EncodeRouter:
         """`count` is told the outcome of each request to an encode worker."""
         self.workers, self.count = workers, count
         self._running = Background()  # at most one for each request whose client has left, and for a moment
-        self._is_degraded = False
+        self.detour = Detour(
+            workers.name,
+            away="no encode worker can take a request, its other workers encode the media",
+            back="media go to encode workers again",
+        )
 
     async def aclose(self) -> None:
         """End what still runs in the background."""
@@ -148,20 +153,6 @@ class EncodeRouter:
         if not self._running.is_closed:  # else the workers are gone, or free it when its time is up
             self._running.start(_take_over(body, context, receiver), f"take over {context.id()}")
 
-    def note(self, failure: DynamoException | None) -> None:
-        """Log once that requests go on without an encode worker, because of `failure`, and once that they no longer do."""
-        if failure is None and self._is_degraded:
-            self._is_degraded = False
-            logger.info("model %s: media go to encode workers again", self.workers.name)
-        elif failure is not None and not self._is_degraded:
-            self._is_degraded = True
-            logger.warning(
-                "model %s: no encode worker can take a request, its other workers encode the media (%s: %s)",
-                self.workers.name,
-                type(failure).__name__,
-                failure,
-            )
-
 
 class EncodeStage:
     """Has the media of a request encoded before its prompt is computed."""
@@ -210,11 +201,11 @@ class EncodeStage:
                 raise _named(error, router.workers.name) from error
             if not rule_of(error).retryable and not isinstance(error, Unknown):
                 raise  # the request is wrong, wherever it is encoded
-            router.note(error)
+            router.detour.note(error)
             router.count("fallback")
             return job.body
         if body is not None:
-            router.note(None)
+            router.detour.note(None)
         return body
 
 

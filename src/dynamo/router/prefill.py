@@ -31,6 +31,7 @@ from dynamo.placement.kv_transfer import TransferRule, transfer_rule
 from dynamo.protocol.finish import LENGTH
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.protocol.worker_request import BootstrapInfo, RoutingHints, WorkerRequest
+from dynamo.router.detour import Detour
 from dynamo.router.handoff import (
     Handoff,
     PrefillAnswer,
@@ -106,7 +107,11 @@ class PrefillRouter:
         self._configs: Mapping[int, ModelRuntimeConfig] = {}
         self._rules: Mapping[WorkerKey, TransferRule] = {}  # of the workers whose blocks cannot be sent anywhere
         self._running = Background()  # at most one per request in flight, and the moment after
-        self._is_degraded = False
+        self.detour = Detour(
+            workers.name,
+            away="no prefill worker can take a prompt, decode workers compute it themselves",
+            back="prompts go to prefill workers again",
+        )
 
     def set_members(self, members: Mapping[tuple[str, int], ModelRuntimeConfig]) -> None:
         """Take over the prefill workers: (endpoint, instance id) with what each registered about itself."""
@@ -253,20 +258,6 @@ class PrefillRouter:
         """
         if not self._running.is_closed:  # else the workers are gone, or free the blocks when their time is up
             self._start(_release_blocks(handoff, workers, context), f"hand over {context.id()}")
-
-    def note(self, failure: DynamoException | None) -> None:
-        """Log once that decode workers compute the prompts, because of `failure`, and once that they no longer do (None)."""
-        if failure is None and self._is_degraded:
-            self._is_degraded = False
-            logger.info("model %s: prompts go to prefill workers again", self.workers.name)
-        elif failure is not None and not self._is_degraded:
-            self._is_degraded = True
-            logger.warning(
-                "model %s: no prefill worker can take a prompt, decode workers compute it themselves (%s: %s)",
-                self.workers.name,
-                type(failure).__name__,
-                failure,
-            )
 
     def _cut_off(self, can_receive: CanReceive | None) -> list[WorkerKey]:
         """Return the workers whose blocks can be sent to no decode worker."""

@@ -173,12 +173,12 @@ class PrefillStage:
             except DynamoException as error:
                 if router.is_enforced or context.is_stopped() or not can_fall_back_to_decode(error):
                     raise
-                router.note(error)
+                router.detour.note(error)
                 try:
                     return await proceed(Onward(job.body, renew=job.renew))
                 except (InvalidArgument, Unknown) as refusal:
                     raise error from refusal  # an engine that only decodes: it is not the client's request that is wrong
-            router.note(None)
+            router.detour.note(None)
             job.record.prefill_instance_id = handoff.instance.instance_id
             if isinstance(handoff, PrefillAnswer):
                 job.record.instances.append(handoff.instance)

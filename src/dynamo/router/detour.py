@@ -1,0 +1,32 @@
+"""Requests that go on without the workers that should have served a stage of them: told once, and once when it is over."""
+
+from __future__ import annotations
+
+import logging
+
+from dynamo.errors import DynamoException
+
+__all__ = ["Detour"]
+
+logger = logging.getLogger(__name__)
+
+
+class Detour:
+    """Whether the requests of one model take the other way, for the log: one line for each change, not for each request."""
+
+    __slots__ = ("_away", "_back", "_is_taken", "_model")
+
+    def __init__(self, model: str, *, away: str, back: str) -> None:
+        """`away` and `back`: what to say when the first request takes the other way, and when one no longer does."""
+        self._model, self._away, self._back = model, away, back
+        self._is_taken = False
+
+    def note(self, failure: DynamoException | None) -> None:
+        """Take note of a request that went the other way because of `failure`, or (None) of one that did not."""
+        if failure is None:
+            if self._is_taken:
+                self._is_taken = False
+                logger.info("model %s: %s", self._model, self._back)
+        elif not self._is_taken:
+            self._is_taken = True
+            logger.warning("model %s: %s (%s: %s)", self._model, self._away, type(failure).__name__, failure)
