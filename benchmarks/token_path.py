@@ -33,7 +33,8 @@ from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.openai.sse import ChatStream
 from dynamo.router.dispatch import RoutedStream
 from dynamo.runtime.context import Context
-from dynamo.runtime.http.cycle import Cycle, Gate
+from dynamo.runtime.http.cycle import Cycle
+from dynamo.runtime.http.gate import Gate
 from dynamo.runtime.metrics import MetricsRegistry
 from dynamo.runtime.request_plane.mux.connection import MuxConnection
 from dynamo.runtime.request_plane.mux.frames import step_frames

@@ -71,10 +71,9 @@ async def work() -> None:
 
 
 async def ask() -> None:
-    from dynamo.runtime.request_plane.mux import MuxClient
-    from dynamo.runtime.request_plane.mux import connection as mux
+    from dynamo.runtime.request_plane.mux import MuxClient, heartbeat
 
-    mux.PING_SECONDS = 0.1  # type: ignore[misc]
+    heartbeat.PING_SECONDS = 0.1  # type: ignore[misc]
     client = MuxClient()
     calls: list[asyncio.Task[None]] = []
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -93,7 +92,7 @@ async def ask() -> None:
                 await asyncio.sleep(0)  # it is written at the next turn of the loop
                 tell(f"called {name}")
             case ["patience", seconds]:
-                mux.SILENCE_SECONDS = float(seconds)  # type: ignore[misc]
+                heartbeat.SILENCE_SECONDS = float(seconds)  # type: ignore[misc]
                 tell("waits")
             case ["leave"]:
                 await client.close()

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from dynamo.runtime.http import HttpLimits, HttpService, Rejection
-from dynamo.runtime.http.cycle import LEAVE_EXTENSION, PUSH_EXTENSION, RESPOND_EXTENSION, status_line
+from dynamo.runtime.http.cycle import LEAVE_EXTENSION, PUSH_EXTENSION, RESPOND_EXTENSION
+from dynamo.runtime.http.head import status_line
 from support.patience import PATIENCE_SECONDS
 
 LIMITS = HttpLimits(

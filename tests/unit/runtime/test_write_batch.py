@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from dynamo.runtime.context import Context
-from dynamo.runtime.http.cycle import Cycle, Gate
+from dynamo.runtime.http.cycle import Cycle
+from dynamo.runtime.http.gate import Gate
 from dynamo.runtime.request_plane.base import StreamItem
 from dynamo.runtime.request_plane.mux.connection import MuxConnection
 from dynamo.runtime.request_plane.mux.frames import Kind, frame, pack

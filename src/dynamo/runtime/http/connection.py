@@ -17,12 +17,9 @@ from urllib.parse import unquote
 
 import httptools
 
-from dynamo.runtime.http.cycle import (
-    Application,
-    Cycle,
-    Gate,
-    status_line,
-)
+from dynamo.runtime.http.cycle import Application, Cycle
+from dynamo.runtime.http.gate import Gate
+from dynamo.runtime.http.head import status_line
 from dynamo.runtime.http.limits import SPARE_CONNECTIONS
 from dynamo.runtime.http.watch import ConnectionPhase, Watch
 from dynamo.runtime.http_limits import HttpLimits, Rejection
@@ -211,14 +208,14 @@ class HttpConnection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._request.body_bytes += len(body)
         if self._cycle is not None:
-            self._cycle.add_body(body)
+            self._cycle.request.add(body)
 
     def on_message_complete(self) -> None:
         if self._watch.phase is _HEAD:
             return  # the parser believes that an upgrade ends the request
         cycle = self._cycle
         if cycle is not None:
-            cycle.end_body()
+            cycle.request.end()
         self._request.head_bytes = 0
         # Answered before its body was complete, or not yet.
         self._watch.enter(_WAITING if cycle is not None and cycle.response_complete else _ANSWERING)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
+from dynamo.runtime.http.head import CHUNKED, TO_THE_END, status_line, write_head
+from dynamo.runtime.http.request_body import RequestBody
 from dynamo.runtime.write_batch import WriteBatch
 
 if TYPE_CHECKING:
     from dynamo.runtime.http.connection import HttpConnection
+    from dynamo.runtime.http.gate import Gate
 
 __all__ = [
     "LEAVE_EXTENSION",
@@ -21,9 +22,7 @@ __all__ = [
     "SPLICE_EXTENSION",
     "Application",
     "Cycle",
-    "Gate",
     "Splicer",
-    "status_line",
 ]
 
 logger = logging.getLogger(__name__)
@@ -33,78 +32,27 @@ PUSH_EXTENSION: Final = "dynamo.push"
 RESPOND_EXTENSION: Final = "dynamo.respond"
 SPLICE_EXTENSION: Final = "dynamo.splice"
 
-HIGH_WATER_BYTES: Final = 64 * 1024  # of a body that the application has not received yet; then the socket is not read
-
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Application = Callable[[Scope, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
-_BAD_NAME: Final = re.compile(rb"[^!#$%&'*+\-.^_`|~0-9A-Za-z]")
-_BAD_VALUE: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _CLOSE: Final = (b"connection", b"close")
 _CHUNK_HEADS: Final = tuple([b"%x\r\n" % size for size in range(1024)])  # of all chunks but few
-_status_lines: dict[int, bytes] = {}
-
-
-def status_line(status: int) -> bytes:
-    """Return the first line of an answer. Any number of three digits: an operator may choose one that has no phrase."""
-    line = _status_lines.get(status)
-    if line is None:
-        phrase = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else ""
-        line = _status_lines[status] = f"HTTP/1.1 {status:03d} {phrase}\r\n".encode()
-    return line
-
-
-class Gate:
-    """Whether the socket is read and written; `drain` waits for room."""
-
-    __slots__ = ("_room", "_transport", "read_paused", "write_paused")
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._room = asyncio.Event()
-        self._room.set()
-        self.read_paused = self.write_paused = False
-
-    async def drain(self) -> None:
-        """Return when the client has read enough, or is gone."""
-        await self._room.wait()
-
-    def pause_reading(self) -> None:
-        if not self.read_paused:
-            self.read_paused = True
-            self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        if self.read_paused:
-            self.read_paused = False
-            self._transport.resume_reading()
-
-    def pause_writing(self) -> None:
-        self.write_paused = True
-        self._room.clear()
-
-    def resume_writing(self) -> None:
-        self.write_paused = False
-        self._room.set()
 
 
 class Cycle:
-    """From the head of a request to the end of its answer."""
+    """From the head of a request to the end of its answer. What arrives of the request is `request`; the rest is the answer."""
 
     __slots__ = (
         "_batch",
-        "_body",
-        "_changed",
         "_connection",
         "_gate",
         "_leave",
         "_left",
         "disconnected",
-        "expects_continue",
         "is_pushable",
         "keep_alive",
-        "more_body",
+        "request",
         "response_complete",
         "response_started",
         "scope",
@@ -115,15 +63,13 @@ class Cycle:
     ) -> None:
         self._connection, self._gate = connection, gate
         self._batch = WriteBatch.of_this_loop()
-        self._body = b""
-        self._changed = asyncio.Event()  # more of the body came, or the client left, or the answer is complete
         self._leave: Callable[[], None] | None = None  # called when the client leaves before its answer is complete
-        self._left: int | None = 0  # of the announced content; None: chunked
+        self._left: int | None = 0  # bytes of the announced content that are still to come, or CHUNKED, or TO_THE_END
         self.is_pushable = False
         """Whether a chunk may be pushed if the client keeps up: between the head and the end of a chunked body whose client is there."""
         self.scope = scope
-        self.keep_alive, self.expects_continue = keep_alive, expects_continue
-        self.more_body = True
+        self.keep_alive = keep_alive
+        self.request = RequestBody(connection.transport, gate, expects_continue=expects_continue)
         self.disconnected = self.response_started = self.response_complete = False
 
     # -- the application -----------------------------------------------------------------------------------------
@@ -131,7 +77,7 @@ class Cycle:
     async def run(self, app: Application) -> None:
         """Let the application answer; one that fails or forgets to is a 500, or a connection that is cut."""
         try:
-            await app(self.scope, self.receive, self.send)
+            await app(self.scope, self.request.receive, self.send)
         except BaseException as error:
             if not isinstance(error, asyncio.CancelledError):
                 logger.error("the application failed while it answered a request", exc_info=error)
@@ -150,20 +96,6 @@ class Cycle:
         headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(body)), _CLOSE]
         if self.response_started or not self._write_whole(500, headers, body):
             self._connection.transport.close()
-
-    async def receive(self) -> Message:
-        if self.expects_continue:
-            self.expects_continue = False
-            if not self._connection.transport.is_closing():
-                self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if not self.disconnected and not self.response_complete:
-            self._gate.resume_reading()
-            await self._changed.wait()
-            self._changed.clear()
-        if self.disconnected or self.response_complete:
-            return {"type": "http.disconnect"}
-        body, self._body = self._body, b""
-        return {"type": "http.request", "body": body, "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:
         if self._gate.write_paused and not self.disconnected:
@@ -186,49 +118,28 @@ class Cycle:
         self._connection.transport.write(self._head(status, headers))
 
     def _head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """Write down the head, and note how the body is framed. Raises RuntimeError for a header that is none."""
-        default = self._connection.default_headers
-        parts = [status_line(status)]
-        length: int | None = None
-        is_closing = False
-        for name, value in (*default, *headers) if default else headers:
-            if _BAD_NAME.search(name) or _BAD_VALUE.search(value):
-                raise RuntimeError(f"the application sent a header that is none: {name!r}")
-            name = name.lower()
-            if name == b"content-length":
-                length = int(value)
-            elif name == b"connection" and value.lower() == b"close":
-                is_closing = True
-            elif name == b"transfer-encoding":
-                continue  # the framing is decided here
-            parts.append(b"%b: %b\r\n" % (name, value))
-        has_body = status not in (204, 304) and status >= 200
-        if length is not None or not has_body or self.scope["method"] == "HEAD":
-            self._left = length or 0
-        elif self.scope["http_version"] == "1.0":
-            self.keep_alive = False  # the end of the body is the end of the connection
-            self._left = -1
-        else:
-            self._left = None
-            self.is_pushable = True
-            parts.append(b"transfer-encoding: chunked\r\n")
-        if is_closing:
-            self.keep_alive = False
-        elif not self.keep_alive:
-            parts.append(b"connection: close\r\n")
-        parts.append(b"\r\n")
+        """Write down the head, and note how the body is framed. Raises RuntimeError for a header that is not valid."""
+        default, scope = self._connection.default_headers, self.scope
+        head, self._left, self.keep_alive = write_head(
+            status,
+            (*default, *headers) if default else headers,
+            method=scope["method"],
+            http_version=scope["http_version"],
+            keep_alive=self.keep_alive,
+        )
+        self.is_pushable = self._left is CHUNKED
         self.response_started = True
-        self.expects_continue = False
-        return b"".join(parts)
+        self.request.expects_continue = False
+        return head
 
     def _send_body(self, body: bytes, more: bool) -> None:
         transport, left = self._connection.transport, self._left
         if self.scope["method"] == "HEAD":
             self._left = left = 0
-        elif left is None:
+        elif left is CHUNKED:
             end = b"" if more else b"0\r\n\r\n"
             transport.write(b"%x\r\n%b\r\n%b" % (len(body), body, end) if body else end)
-        elif left < 0:
+        elif left == TO_THE_END:
             transport.write(body)
         else:
             if len(body) > left:
@@ -244,7 +155,7 @@ class Cycle:
         self.response_complete = True
         self.is_pushable = False
         self._leave = None
-        self._changed.set()
+        self.request.close()
         self.scope.pop("extensions", None)  # else each request were a circle that only the collector could free
         if not self.keep_alive:
             self._connection.close_after_answer()
@@ -293,7 +204,7 @@ class Cycle:
         head = b"".join([b"%b: %b\r\n" % header for header in headers])
         if head.count(b"\n") != len(headers) or head.count(b"\r") != len(headers) or b"\0" in head:
             return False  # `send` names the header that is none
-        self.response_started, self.expects_continue = True, False
+        self.response_started, self.request.expects_continue = True, False
         closing = b"" if self.keep_alive else b"connection: close\r\n"
         self._connection.transport.write(b"%b%b%b\r\n%b" % (status_line(status), head, closing, body))
         self._complete()
@@ -310,21 +221,6 @@ class Cycle:
         return True
 
     # -- for the connection --------------------------------------------------------------------------------------
-
-    def add_body(self, body: bytes) -> None:
-        """Add data of the request's body."""
-        if self.response_complete:
-            return
-        self._body += body
-        if len(self._body) > HIGH_WATER_BYTES:
-            self._gate.pause_reading()
-        self._changed.set()
-
-    def end_body(self) -> None:
-        """Complete the request."""
-        if not self.response_complete:
-            self.more_body = False
-            self._changed.set()
 
     def on_leave(self, callback: Callable[[], None]) -> None:
         """Call `callback` once when the client leaves before its answer is complete, at once if it has left; the extension
@@ -344,7 +240,7 @@ class Cycle:
             leave, self._leave = self._leave, None
             if leave is not None:
                 leave()
-        self._changed.set()
+            self.request.close()
 
 
 class Splicer:

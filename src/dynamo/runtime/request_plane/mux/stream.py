@@ -105,7 +105,7 @@ class MuxStream(StreamBuffer):
         return decode_item(whole)
 
     def _call_soon(self) -> None:
-        self._connection.touch(self)
+        self._connection.inbound.touch(self)
 
     def _send_stop(self) -> None:
         self._connection.cancel(self.stream_id, kill=False)
