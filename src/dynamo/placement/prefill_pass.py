@@ -4,6 +4,9 @@ An engine computes prompts in passes. What arrives during a pass is admitted whe
 the rest of the running pass, and then shares its own pass with everything that waits already. A router sees arrivals and
 first tokens only: the first token of a running request shows that its pass has ended, and that the next one, with all that
 waited, began at that moment.
+
+An engine also takes into one pass what arrived while it finished a step. That shows in two first tokens at nearly the same
+moment: the second prompt was then in the pass that has just ended, and what is known of that pass is corrected.
 """
 
 from __future__ import annotations
@@ -17,6 +20,12 @@ __all__ = ["FinishedPasses", "PrefillPass", "pass_count", "pass_squares"]
 
 DEFAULT_PASS_BUDGET: Final = 8192  # tokens of one pass, where a rank does not report its own
 
+SAME_MOMENT_SHARE: Final = 1 / 16
+"""A first token that follows the one before it by so little of that one's pass has had no pass of its own. The first tokens of
+one pass travel together. A pass has a fixed cost, so the shortest one takes more than that beside the longest."""
+
+SAME_MOMENT_SECONDS: Final = 0.001  # never less than that, as processes and connections are late by some tenths of it
+
 
 class FinishedPasses(msgspec.Struct, frozen=True, gc=False):
     """What was computed up to one first token, and how long that took."""
@@ -26,6 +35,13 @@ class FinishedPasses(msgspec.Struct, frozen=True, gc=False):
     squares: float  # the squares of the tokens of each pass, added up
     seconds: float
     was_idle: bool  # it began with an arrival and not with the end of another pass
+    is_corrected: bool = False  # takes the place of what was reported of the same passes a moment ago
+
+    @property
+    def moment_seconds(self) -> float:
+        """Return how long after their end a first token may come that belongs to the same pass."""
+        each = self.seconds / self.passes
+        return max(SAME_MOMENT_SHARE * each, min(SAME_MOMENT_SECONDS, each / 2))
 
 
 class PrefillPass:
@@ -33,6 +49,7 @@ class PrefillPass:
 
     __slots__ = (
         "_finished",
+        "_last",
         "budget",
         "running",
         "running_tokens",
@@ -51,6 +68,7 @@ class PrefillPass:
         self.started_at = 0.0
         self.was_idle = False
         self._finished: FinishedPasses | None = None
+        self._last: FinishedPasses | None = None  # that ended when those that run began
 
     def set_budget(self, tokens: int | None) -> None:
         """Take how many tokens a pass computes at most; None or less than 1: not known."""
@@ -68,10 +86,10 @@ class PrefillPass:
             self.waiting_tokens += tokens
         else:
             self.running[request_id] = self.running_tokens = tokens
-            self.started_at, self.was_idle = now, True
+            self.started_at, self.was_idle, self._last = now, True, None
 
     def complete(self, request_id: str, now: float) -> FinishedPasses | None:
-        """Count the first token of a request; return what it shows, if it is the first one of its pass."""
+        """Count the first token of a request; return the passes that it shows to have ended, if it is the first one of them."""
         if request_id not in self.running:
             self.drop(request_id, now)  # its pass was seen to end already, or it overtook the others
             return None
@@ -80,9 +98,11 @@ class PrefillPass:
             at += tokens
             if known == request_id:
                 break
+        if self._correct_last(request_id, at, now):
+            return None
         passes = max(1, pass_count(at, self.budget))
         done = min(passes * self.budget, self.running_tokens)
-        self._finished = FinishedPasses(
+        self._finished = self._last = FinishedPasses(
             passes, done, pass_squares(done, self.budget), now - self.started_at, self.was_idle
         )
         self._start_next(done, now)
@@ -93,6 +113,7 @@ class PrefillPass:
         if request_id in self.running:
             self.running_tokens -= self.running.pop(request_id)
             if not self.running:
+                self._last = None
                 self._start_next(0, now)
         else:
             self.waiting_tokens -= self.waiting.pop(request_id, 0)
@@ -101,6 +122,25 @@ class PrefillPass:
         """Return what the first token of the last pass showed, once."""
         finished, self._finished = self._finished, None
         return finished
+
+    def _correct_last(self, request_id: str, at: int, now: float) -> bool:
+        """Count a request, and all before it, `at` tokens together, with the passes that ended last; False: it had its own."""
+        last = self._last
+        if last is None or now - self.started_at > last.moment_seconds or last.tokens + at > last.passes * self.budget:
+            return False
+        tokens = last.tokens + at
+        self._finished = self._last = msgspec.structs.replace(
+            last, tokens=tokens, squares=pass_squares(tokens, self.budget), is_corrected=True
+        )
+        self.running_tokens -= at
+        done = None
+        while done != request_id:
+            done, _ = self.running.popitem(last=False)
+        if not self.running and self.waiting:  # they came after that pass had ended, to a rank without prompts
+            self._last = None
+            self._start_next(0, now)
+            self.was_idle = True
+        return True
 
     def _start_next(self, done: int, now: float) -> None:
         """Begin the pass after one that computed the first `done` tokens of those that ran."""

@@ -8,7 +8,7 @@ has shown anything. A sample that is far off counts for less, so one slow reques
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.active_load import Booked, LoadOfRank
@@ -126,11 +126,20 @@ def _decode_curve(fit: CurveFit) -> TimeCurve:
 
 
 class _RankFits:
-    __slots__ = ("capacity", "decode", "prefill", "timing")
+    __slots__ = ("capacity", "decode", "prefill", "timing", "unsettled")
 
     def __init__(self, prefill: CurveFit, decode: CurveFit, timing: RankTiming) -> None:
         self.prefill, self.decode, self.timing = prefill, decode, timing
         self.capacity = DEFAULT_CAPACITY_TOKENS
+        self.unsettled: _Unsettled | None = None  # the last sample of prefills
+
+
+class _Unsettled(NamedTuple):
+    """What the passes took that ended last, until no further first token can belong to them."""
+
+    passes: FinishedPasses
+    measured: float
+    settled_at: float
 
 
 class TimingLearner:
@@ -171,18 +180,30 @@ class TimingLearner:
             timing = fits.timing = RankTiming(prefill, decode, self._output_tokens)
         return timing
 
-    def prefilled(self, rank: WorkerRank, load: LoadOfRank, passes: FinishedPasses) -> None:
-        """Take what a first token has shown."""
+    def prefilled(self, rank: WorkerRank, load: LoadOfRank, passes: FinishedPasses, now: float) -> None:
+        """Take what a first token has shown at `now`. It counts once no correction of it can come."""
         fits = self._of(rank)
+        unsettled = fits.unsettled
+        if passes.is_corrected:
+            if unsettled is not None:
+                fits.unsettled = unsettled._replace(passes=passes)
+            return
+        if unsettled is not None:
+            self._settle(rank, fits, unsettled)
         others = load.streams - 1  # streams that made steps meanwhile
         step = fits.timing.decode.at(min(1.0, load.context_tokens / fits.capacity)) if others > 0 else 0.0
         # An arrival finds the step that runs half done; then every pass does one step beside the prompts.
         measured = passes.seconds * 1000.0 - step * (passes.passes + (0.5 if passes.was_idle else 0.0))
-        if measured < LEAST_MS or passes.tokens <= 0:
-            return
+        if measured >= LEAST_MS and passes.tokens > 0:
+            fits.unsettled = _Unsettled(passes, measured, now + passes.moment_seconds)
+
+    def _settle(self, rank: WorkerRank, fits: _RankFits, unsettled: _Unsettled) -> None:
+        """Learn from the passes that ended last."""
+        fits.unsettled = None
+        passes = unsettled.passes
         parts = (float(passes.passes), passes.tokens / KILO, passes.squares / (KILO * KILO))
         before, pool_before = fits.prefill.row, self._prefill.row
-        fits.prefill.add(parts, measured)
+        fits.prefill.add(parts, unsettled.measured)
         if self._shown_nothing:
             self._shown_nothing.discard(rank)
             if self._prefill.row is not pool_before:
@@ -192,6 +213,10 @@ class TimingLearner:
 
     def ended(self, booked: Booked, load: LoadOfRank, now: float) -> None:
         """Take what the end of an answer has shown."""
+        fits = self._of(booked.rank)
+        unsettled = fits.unsettled
+        if unsettled is not None and now > unsettled.settled_at:
+            self._settle(booked.rank, fits, unsettled)
         tokens, begun = booked.output_tokens, booked.first_token_at
         if begun is None or tokens < 1:
             return
@@ -203,7 +228,6 @@ class TimingLearner:
             return
         # What it generated beside prompts is left out, with the time of those passes.
         clock, (area, pass_seconds, pass_steps) = load.clock, booked.clock_at_first_token
-        fits = self._of(booked.rank)
         steps = tokens - 1 - (clock.pass_steps - pass_steps)
         if steps < FEWEST_STEPS:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +27,68 @@ def test_what_arrives_during_a_pass_waits_for_the_next() -> None:
     rank.complete("c", 0.75)  # its token came in the same moment: the pass was seen to end already
     assert rank.take_finished() is None
     assert (rank.running, rank.running_tokens) == ({}, 0)
+
+
+def test_two_first_tokens_in_one_moment_are_of_one_pass() -> None:
+    """An engine that is idle for an instant takes what arrives in it into one pass, and a pass that waits for a step too."""
+    rank = PrefillPass()
+    rank.join("a", 600, 0.0)
+    rank.join("b", 200, 0.0)
+    rank.join("c", 100, 0.001)
+    assert rank.complete("a", 0.030) == FinishedPasses(1, 600, 600.0**2, 0.030, True)
+    assert rank.take_finished() == FinishedPasses(1, 600, 600.0**2, 0.030, True)
+    assert rank.complete("b", 0.0305) is None  # no pass ended: it is the same one
+    assert rank.take_finished() == FinishedPasses(1, 800, 800.0**2, 0.030, True, is_corrected=True)
+    assert (dict(rank.running), rank.running_tokens, rank.started_at) == ({"c": 100}, 100, 0.030)
+    rank.complete("c", 0.052)
+    assert rank.take_finished() == FinishedPasses(1, 100, 100.0**2, pytest.approx(0.022), False)
+
+
+def test_a_third_prompt_of_one_pass_counts_as_well() -> None:
+    rank = PrefillPass()
+    for name, tokens in (("a", 600), ("b", 200), ("c", 100)):
+        rank.join(name, tokens, 0.0)
+    rank.complete("a", 0.030)
+    rank.complete("b", 0.030)
+    rank.complete("c", 0.0302)
+    assert rank.take_finished() == FinishedPasses(1, 900, 900.0**2, 0.030, True, is_corrected=True)
+    rank.join("d", 50, 0.0303)
+    assert (rank.started_at, rank.was_idle) == (0.0303, True)
+
+
+def test_prompts_that_exceed_the_budget_together_were_in_two_passes() -> None:
+    rank = PrefillPass()
+    rank.budget = 700
+    rank.join("a", 600, 0.0)
+    rank.join("b", 200, 0.0)
+    rank.complete("a", 0.030)
+    assert rank.complete("b", 0.0305) == FinishedPasses(1, 200, 200.0**2, pytest.approx(0.0005), False)
+
+
+def test_the_next_pass_of_a_fast_engine_is_one_of_its_own() -> None:
+    rank = PrefillPass()
+    rank.join("a", 600, 0.0)
+    rank.join("b", 600, 0.0)
+    rank.complete("a", 0.0005)
+    assert rank.complete("b", 0.0010) == FinishedPasses(1, 600, 600.0**2, pytest.approx(0.0005), False)
+
+
+def test_what_arrived_after_a_pass_had_ended_was_not_in_it() -> None:
+    rank = PrefillPass()
+    rank.join("a", 600, 0.0)
+    rank.complete("a", 0.030)
+    rank.join("b", 10, 0.0301)
+    assert rank.complete("b", 0.0305) == FinishedPasses(1, 10, 100.0, pytest.approx(0.0004), True)
+
+
+def test_a_prompt_that_takes_the_place_of_one_given_up_is_of_no_earlier_pass() -> None:
+    rank = PrefillPass()
+    rank.join("a", 600, 0.0)
+    rank.join("b", 200, 0.0)
+    rank.complete("a", 0.030)
+    rank.join("c", 100, 0.0301)
+    rank.drop("b", 0.0302)
+    assert rank.complete("c", 0.0303) == FinishedPasses(1, 100, 100.0**2, pytest.approx(0.0001), False)
 
 
 def test_a_prompt_beyond_the_budget_goes_on_in_the_next_pass() -> None:

@@ -35,12 +35,58 @@ class Engine:
         account = self.load.of(rank)
         passes = account.prefill_pass.take_finished()
         assert passes is not None
-        self.learner.prefilled(rank, account, passes)
+        self.learner.prefilled(rank, account, passes, self.now)
         self.now += factor * (output - 1) * self.decode.at(tokens / CAPACITY) / 1000
         self.load.output(name, output)
         booked = self.load.free(name, self.now)
         assert booked is not None
         self.learner.ended(booked, account, self.now)
+
+    def answer_together(self, *prompts: int, ends_first: bool = False) -> None:
+        """Compute some prompts in one pass; their first tokens are seen 20 us apart."""
+        names = [f"{self.number}.{at}" for at in range(len(prompts))]
+        self.number += 1
+        for name, tokens in zip(names, prompts, strict=True):
+            self.load.add(name, A, (), prompt_tokens=tokens, cached_tokens=0, now=self.now)
+        self.now += self.prefill.at(sum(prompts)) / 1000
+        account = self.load.of(A)
+        for name in names:
+            self.now += 2e-5
+            self.load.prefill_completed(name, self.now)
+            passes = account.prefill_pass.take_finished()
+            if passes is not None:
+                self.learner.prefilled(A, account, passes, self.now)
+            if ends_first:
+                self._end(name)
+        if not ends_first:
+            self.now += 0.1
+            for name in names:
+                self._end(name)
+
+    def _end(self, name: str) -> None:
+        booked = self.load.free(name, self.now)
+        assert booked is not None
+        self.learner.ended(booked, self.load.of(A), self.now)
+
+
+@pytest.mark.parametrize("ends_first", [False, True], ids=["streams", "prefill worker"])
+def test_two_prompts_of_one_pass_teach_what_one_prompt_of_their_size_teaches(ends_first: bool) -> None:
+    prefill = TimeCurve(30, 0.03, 1e-6)
+    pairs, singles = (Engine(prefill, TimeCurve(12, 20)) for _ in range(2))
+    for _ in range(60):
+        first, second = pairs.rng.randrange(50, 4000), pairs.rng.randrange(50, 4000)
+        pairs.answer_together(first, second, ends_first=ends_first)
+        singles.answer_together(first + second, ends_first=ends_first)
+    learned, expected = (engine.learner.timing(A).prefill for engine in (pairs, singles))
+    for tokens in (500, 2000, 8000):
+        assert learned.at(tokens) == pytest.approx(expected.at(tokens))
+        assert learned.at(tokens) == pytest.approx(prefill.at(tokens), rel=0.1)
+
+
+def test_the_last_pass_before_a_pause_is_learned() -> None:
+    engine = Engine(TimeCurve(60, 0.06), TimeCurve(25, 0))
+    engine.answer_together(4000)
+    assert engine.learner.timing(A).prefill.at(4000) > 1.5 * DEFAULT_TIMING.prefill.at(4000)
 
 
 @pytest.mark.parametrize("speed", [0.1, 1.0, 10.0])

@@ -240,7 +240,7 @@ class KvRouter:
         load = self.load.of(booked.rank)
         passes = load.prefill_pass.take_finished()
         if passes is not None:
-            self._timing.prefilled(booked.rank, load, passes)
+            self._timing.prefilled(booked.rank, load, passes, now)
         if self.observer is not None:
             self.observer.prefill_completed(request_id, booked.rank)
 
