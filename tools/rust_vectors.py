@@ -1,4 +1,5 @@
-"""Writes the vectors that the Rust implementation must agree on: names of KV blocks, and passes of the mocker.
+"""Writes the vectors that the Rust implementation must agree on: names of KV blocks, passes of the mocker, and the frames
+of the native wire.
 
 python tools/rust_vectors.py
 """
@@ -9,8 +10,26 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dynamo import errors
 from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.mocker.configuration import read_configuration
+from dynamo.runtime.request_plane.native.frames import (
+    KILL,
+    PROLOGUE_OK,
+    SENTINEL,
+    STOP,
+    Codec,
+    ConnectionInfo,
+    ControlMessage,
+    encode_ack,
+    encode_body,
+    encode_call,
+    encode_request,
+    encode_two_part,
+    handshake,
+    response_at,
+)
+from dynamo.runtime.request_plane.native.items import FINAL_ITEM, append_item, error_item
 from dynamo.scheduling import ScheduledRequest, make_core
 
 RUST = Path(__file__).parent.parent / "rust"
@@ -80,6 +99,138 @@ def _passes(engine: dict[str, Any], requests: list[dict[str, int]]) -> list[list
     return passes
 
 
+BODY = {"token_ids": [1, 300, 70_000], "stop_conditions": {"max_tokens": 4}, "output_options": {}}
+
+
+def native_vectors() -> dict[str, Any]:
+    """Encode requests, words and streams of the native wire. Bytes are in hex."""
+    return {
+        "requests": _native_requests(),
+        "refused": [
+            {"name": name, "bytes": _request(message).hex(), "field": field} for name, message, field in _refused()
+        ],
+        "words": [
+            {"bytes": frame.hex(), "word": word}
+            for frame, word in [
+                (STOP, "stop"),
+                (KILL, "kill"),
+                (SENTINEL, None),
+                (encode_two_part(b'"stop"', b"x"), None),
+            ]
+        ],
+        "acks": [{"text": text, "bytes": encode_ack(text).hex()} for text in ("", "Server overloaded: full")],
+        "greetings": [
+            {"subject": subject, "bytes": (handshake(subject) + PROLOGUE_OK).hex()} for subject in ("s-1", 'ä"b')
+        ],
+        "streams": [_native_stream(codec, name, items) for codec in _CODECS for name, items in _streams()],
+        "errors": _native_errors(),
+    }
+
+
+_CODECS: tuple[Codec, ...] = ("msgpack", "json")
+
+
+def _request(message: ControlMessage, headers: dict[str, str] | None = None, codec: Codec = "msgpack") -> bytes:
+    return encode_request("1f/ns/c/e", headers or {}, encode_call(message, encode_body(BODY, codec)))
+
+
+def _native_requests() -> list[dict[str, Any]]:
+    trace = {"traceparent": "00-1-2-01", "x-dynamo-prompt-tokens": "3", "x-endpoint-path": "1f/ns/c/e"}
+    cases: list[tuple[str, str, Codec, dict[str, str], dict[str, str] | None]] = [
+        ("a plain request in msgpack", "10.0.0.1:80", "msgpack", {}, None),
+        ("a plain request in JSON", "host.example:65535", "json", {}, None),
+        ("a request with everything", "[fe80::1]:8080", "msgpack", trace, {"tag": "t", "ü": "\u2028"}),
+    ]
+    vectors = []
+    for name, address, codec, headers, metadata in cases:
+        message = _message(address, payload_codec=codec, metadata=metadata)
+        host, _, port = address.rpartition(":")
+        means = {
+            "path": "1f/ns/c/e",
+            "headers": headers,
+            "id": "r-1",
+            "codec": codec,
+            "metadata": metadata or {},
+            "host": host.strip("[]"),
+            "port": int(port),
+            "subject": "s-1",
+            "body": BODY,
+        }
+        vectors.append({"name": name, "bytes": _request(message, headers, codec).hex(), "means": means})
+    return vectors
+
+
+def _message(address: str = "10.0.0.1:80", **more: Any) -> ControlMessage:
+    fields = {"connection_info": response_at(address, "s-1", "r-1")} | more
+    return ControlMessage(id="r-1", request_type="single_in", response_type="many_out", **fields)
+
+
+def _refused() -> list[tuple[str, ControlMessage, str]]:
+    def info(name: str, value: str) -> ConnectionInfo:
+        there = {"address": "10.0.0.1:80", "subject": "s-1", "context": "r-1", "stream_type": "response"}
+        return ConnectionInfo("tcp_server", json.dumps(there | {name: value}))
+
+    return [
+        ("another codec", _message(payload_codec="xml"), "payload_codec"),
+        ("another transport", _message(connection_info=ConnectionInfo("nats", "{}")), "transport"),
+        ("an address without a port", _message(connection_info=info("address", "10.0.0.1")), "address"),
+        ("another context", _message(connection_info=info("context", "r-2")), "context"),
+        ("a stream of requests", _message(connection_info=info("stream_type", "request")), "stream_type"),
+        (
+            "information that is not JSON",
+            _message(connection_info=ConnectionInfo("tcp_server", "{")),
+            "connection_info",
+        ),
+    ]
+
+
+def _streams() -> list[tuple[str, list[dict[str, Any]]]]:
+    usage = {"completion_usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}}
+    candidate = {"rank": 1, "token_id": 5, "token": None, "logprob": -0.5}
+    return [
+        ("one token", [{"token_ids": [5], "index": 0}]),
+        (
+            "a burst, and its end",
+            [{"token_ids": [1, 300, 70_000], "index": 0}, {"token_ids": [], "finish_reason": "stop"}],
+        ),
+        ("an end with usage", [{**usage, "token_ids": [6], "index": 0, "finish_reason": "length"}]),
+        ("a second choice", [{"token_ids": [7], "index": 1}, {"token_ids": [8], "index": 200}]),
+        ("log probabilities", [{"log_probs": [-0.5], "top_logprobs": [[candidate]], "token_ids": [5], "index": 0}]),
+        ("text of the engine", [{"text": 'say "ä"', "tokens": ["a", None], "token_ids": [1, 2], "index": 0}]),
+        ("many tokens", [{"token_ids": list(range(20)), "index": 0}]),
+    ]
+
+
+def _native_stream(codec: Codec, name: str, items: list[dict[str, Any]]) -> dict[str, Any]:
+    out = bytearray()
+    for item in items:
+        data = {"index": 0} | item
+        tail = ("token_ids", "index", "finish_reason")  # as the sink writes them, behind what else a chunk has
+        ordered = {key: value for key, value in data.items() if key not in tail}
+        append_item(out, {"data": ordered | {key: data[key] for key in tail if key in data}}, codec)
+    return {"name": name, "codec": codec, "items": items, "bytes": (out + FINAL_ITEM[codec] + SENTINEL).hex()}
+
+
+def _native_errors() -> list[dict[str, Any]]:
+    plain: list[errors.DynamoException] = [kind("because") for kind in _KINDS]
+    asserted = [
+        (errors.InvalidArgument if status < 500 else errors.Unknown)(json.dumps({"message": "words", "code": status}))
+        for status in _STATUSES
+    ]
+    return [
+        {"kind": errors.describe(error)["error_type"], "message": str(error), "record": error_item(error)["error"]}
+        for error in (*plain, *asserted)
+    ]
+
+
+_KINDS = (
+    *(errors.InvalidArgument, errors.Cancelled, errors.Unknown, errors.CannotConnect, errors.Disconnected),
+    *(errors.EngineShutdown, errors.StreamIncomplete, errors.WorkerUnavailable, errors.ConnectionTimeout),
+    *(errors.ResponseTimeout, errors.Overloaded),
+)
+_STATUSES = (400, 401, 403, 404, 408, 409, 413, 415, 418, 422, 429, 431, 499, 500, 501, 502, 503, 504, 511, 529)
+
+
 def write(name: str, vectors: Any) -> None:
     """Write one file of vectors."""
     (RUST / name).write_text(json.dumps(vectors) + "\n")
@@ -88,3 +239,4 @@ def write(name: str, vectors: Any) -> None:
 if __name__ == "__main__":
     write("kv-vectors.json", kv_vectors())
     write("mocker-vectors.json", mocker_vectors())
+    write("native-vectors.json", native_vectors())

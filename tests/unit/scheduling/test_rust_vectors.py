@@ -16,3 +16,7 @@ def test_the_names_of_blocks_are_current() -> None:
 
 def test_the_passes_of_the_mocker_are_current() -> None:
     assert json.loads((ROOT / "rust" / "mocker-vectors.json").read_text()) == TOOL["mocker_vectors"]()
+
+
+def test_the_frames_of_the_native_wire_are_current() -> None:
+    assert json.loads((ROOT / "rust" / "native-vectors.json").read_text()) == TOOL["native_vectors"]()

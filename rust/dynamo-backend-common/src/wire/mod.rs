@@ -1,8 +1,10 @@
-//! The `mux` wire, version 1, sans-io: bytes in, values out (`docs/wire.md`).
+//! The wires, sans-io: bytes in, values out. `mux` version 1 (`docs/wire.md`), and the native one in a module of its own.
 
 pub(crate) mod frames;
 pub(crate) mod items;
 pub(crate) mod msgpack;
+#[cfg(test)] // until the listener serves it
+pub(crate) mod native;
 pub(crate) mod secret;
 
 #[cfg(test)]
