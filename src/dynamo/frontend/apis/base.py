@@ -1,7 +1,8 @@
 """What an inference API is: how a body is read, what work it means, and the shape of what goes back.
 
-A further API is one file here: an `Api` (decode, validate, prepare) and a `Renderer` (stream, splice, collect). Its
-`Dialect` is the shape of its errors.
+A further API is one file here. One that generates is a `GenerationApi` (decode, validate, prepare) and a `Renderer`
+(stream, splice, collect); one with a single result is a `ResultApi` (decode, validate, plan, render). Its `Dialect` is
+the shape of its errors.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -31,7 +32,7 @@ from dynamo.protocol.openai.responses import TokenLogprob, token_logprobs
 from dynamo.protocol.openai.sse import nvext_json, usage_json
 from dynamo.runtime.identifiers import random_uuid
 
-__all__ = ["Answer", "Api", "CountingApi", "RenderOptions", "Renderer"]
+__all__ = ["Answer", "Api", "CountingApi", "FailureRenderer", "GenerationApi", "RenderOptions", "Renderer"]
 
 R = TypeVar("R", bound=Any)
 
@@ -159,6 +160,13 @@ class Answer:
         return timing | kv_timing(self.work.tally, self.model)
 
 
+class FailureRenderer(Protocol):
+    """Writes the end of a stream that fails once its status is sent."""
+
+    def failed(self, rejected: RequestRejected) -> bytes | None:
+        """Return the last bytes of a stream that fails; None: what the dialect of the API says of any failed stream."""
+
+
 class Renderer(ABC):
     """The events of one answer as the bytes of its API. Made once for each answer."""
 
@@ -243,6 +251,10 @@ class Api(ABC, Generic[R]):
     @abstractmethod
     def validate(self, request: R) -> None:
         """Raise `RequestRejected` for a broken rule."""
+
+
+class GenerationApi(Api[R]):
+    """One whose answers are generated token by token."""
 
     @abstractmethod
     async def prepare(

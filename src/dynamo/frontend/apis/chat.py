@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from dynamo.frontend.apis.base import Answer, Api, Renderer, RenderOptions
+from dynamo.frontend.apis.base import Answer, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.apis.chat_dispatch import DispatchEvents
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer, CollectedChoice
@@ -28,7 +28,7 @@ __all__ = ["ChatApi"]
 _NO_CONTENT: Final = b'"content":""'
 
 
-class ChatApi(Api[ChatRequest]):
+class ChatApi(GenerationApi[ChatRequest]):
     """Chat completions."""
 
     endpoint = "chat_completions"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamo.frontend.apis.base import Answer, Api, Renderer, RenderOptions
+from dynamo.frontend.apis.base import Answer, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.apis.echo import PROMPT_LOGPROBS, EchoedPrompts
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.collector import CollectedAnswer, CollectedChoice
@@ -25,7 +25,7 @@ from dynamo.text.output import Content
 __all__ = ["CompletionApi"]
 
 
-class CompletionApi(Api[CompletionRequest]):
+class CompletionApi(GenerationApi[CompletionRequest]):
     """Text completions."""
 
     endpoint = "completions"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from dynamo.frontend.apis.base import Answer, Api, CountingApi, Renderer, RenderOptions
+from dynamo.frontend.apis.base import Answer, CountingApi, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.apis.messages_blocks import BlockOrder
 from dynamo.frontend.models.length_limits import PromptTooLong
 from dynamo.frontend.models.served import ServedModel
@@ -41,7 +41,7 @@ __all__ = ["MessagesApi", "MessagesCountApi"]
 _STOP_REASONS: Final = {"length": "max_tokens", "content_filter": "refusal"}
 
 
-class MessagesApi(Api[LoweredMessages]):
+class MessagesApi(GenerationApi[LoweredMessages]):
     """Messages: a request becomes a chat request, so that everything of chat serves it."""
 
     endpoint = "messages"

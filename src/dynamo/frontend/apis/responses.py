@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from dynamo.frontend.apis.base import Answer, Api, CountingApi, Renderer, RenderOptions
+from dynamo.frontend.apis.base import Answer, CountingApi, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.http.offload import LARGE_BODY_BYTES, Offload
 from dynamo.frontend.models.length_limits import PromptTooLong
 from dynamo.frontend.models.served import ServedModel
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 MAX_LOGGED_TYPES: Final = 256  # clients choose their names
 
 
-class ResponsesApi(Api[ResponsesRequest]):
+class ResponsesApi(GenerationApi[ResponsesRequest]):
     """Responses, lowered to chat requests."""
 
     endpoint = "responses"

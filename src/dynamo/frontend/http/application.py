@@ -22,7 +22,7 @@ from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePag
 from dynamo.frontend.http.request_id import reject_route, with_request_id
 from dynamo.frontend.http.routes import InferenceFirst
 from dynamo.frontend.http.stored_responses import CancelRoute, InputItemsRoute, StoredResponseRoute
-from dynamo.frontend.pipeline.inference import Call, Pipeline
+from dynamo.frontend.pipeline.inference import Call, GenerationCall, Pipeline
 from dynamo.frontend.pipeline.token_count import TokenCountCall
 from dynamo.frontend.response_store.base import ResponseStore
 from dynamo.frontend.response_store.history import ResponseHistory
@@ -70,8 +70,8 @@ class FrontendRoutes:
         """Return the application that serves the API, its pages, and the admin routes where these share its port."""
         paths = self._settings.paths
         inference = {
-            paths["chat"]: self._inference(Call(ChatApi(), self._pipeline)),
-            paths["completions"]: self._inference(Call(CompletionApi(), self._pipeline)),
+            paths["chat"]: self._inference(GenerationCall(ChatApi(), self._pipeline)),
+            paths["completions"]: self._inference(GenerationCall(CompletionApi(), self._pipeline)),
             **self._responses(paths["responses"]),
             **(self._messages(paths["messages"]) if self._settings.anthropic_api else {}),
         }
@@ -136,7 +136,7 @@ class FrontendRoutes:
     def _responses(self, path: str) -> dict[str, InferenceRoute]:
         counts = TokenCountCall(ResponsesCountApi(self._history, self._offload), self._pipeline)
         return {
-            path: self._inference(Call(ResponsesApi(self._history, self._offload), self._pipeline)),
+            path: self._inference(GenerationCall(ResponsesApi(self._history, self._offload), self._pipeline)),
             f"{path.rstrip('/')}/input_tokens": self._inference(counts),
         }
 
@@ -144,7 +144,7 @@ class FrontendRoutes:
         strips = self._settings.strip_anthropic_preamble
         counts = TokenCountCall(MessagesCountApi(strips_billing_header=strips), self._pipeline)
         return {
-            path: self._inference(Call(MessagesApi(strips_billing_header=strips), self._pipeline)),
+            path: self._inference(GenerationCall(MessagesApi(strips_billing_header=strips), self._pipeline)),
             f"{path.rstrip('/')}/count_tokens": self._inference(counts),
         }
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 from dynamo.errors import DynamoException, Overloaded, ResponseTimeout, RouterQueueLimitExceeded
 from dynamo.frontend.admission.model import Shed, urgency_of
 from dynamo.frontend.admission.process import Admission, NotReady
-from dynamo.frontend.apis.base import Answer, Api, Renderer, RenderOptions
+from dynamo.frontend.apis.base import Answer, Api, FailureRenderer, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.http.offload import LARGE_BODY_BYTES, takes_long
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.directory import ModelDirectory
@@ -40,7 +40,7 @@ from dynamo.protocol.openai.headers import HeaderEffects, apply_headers
 from dynamo.protocol.openai.requests import ChatRequest, Request
 from dynamo.router.stall_detector import StallDetector
 
-__all__ = ["Call", "Pipeline"]
+__all__ = ["Call", "GenerationCall", "OpenAnswer", "Pipeline", "Resolved"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,19 @@ class Resolved(Struct, frozen=True):
     effects: HeaderEffects
 
 
+class OpenAnswer:
+    """Where one answer goes: its sink, its stream if it is streamed, and what writes the stream once that is known."""
+
+    __slots__ = ("renderer", "sink", "stream")
+
+    def __init__(self, sink: AnswerSink) -> None:
+        self.sink = sink
+        self.stream: AnswerStream | None = None
+        self.renderer: FailureRenderer | None = None  # None: the dialect of the API writes the end of a failed stream
+
+
 class Call:
-    """One inference API of a frontend."""
+    """One inference API of a frontend, whatever its answers are made of."""
 
     def __init__(self, api: Api[Any], pipeline: Pipeline) -> None:
         self._api = api
@@ -86,15 +97,6 @@ class Call:
             prefix if prefix[:2] != _X else None
         )  # None: its headers are read as all of that kind are
         self._surface_bit = api.model_type.value
-        self._options, self._continuous = [
-            RenderOptions(
-                continuous_usage=is_continuous or settings.force_include_usage,
-                reasoning_field=settings.reasoning_field_name,
-                dispatches_calls=settings.streaming_tool_dispatch,
-                dispatches_reasoning=settings.streaming_reasoning_dispatch,
-            )
-            for is_continuous in (False, True)
-        ]
         self._limits = BodyLimits(
             settings.json_depth_limit,
             settings.messages_limit,
@@ -237,10 +239,9 @@ class Call:
         if effects.metadata:
             context.metadata = effects.metadata
         begin_record(exchange)
-        stream: AnswerStream | None = None
-        renderer: Renderer | None = None
+        opened = OpenAnswer(sink)
         if request.is_streaming:
-            stream = sink.open_stream(
+            opened.stream = sink.open_stream(
                 peek_seconds=settings.peek_seconds,
                 keep_alive_seconds=_keep_alive(settings, request),
                 late_headers=partial(_late_headers, exchange) if effects.explains_routing else exchange.timer.headers,
@@ -252,13 +253,9 @@ class Call:
             late = ResponseTimeout(f"the request was not answered within {limit:g} s")
             expiry = loop.call_at(context.deadline, exchange.end_with, late)
         try:
-            answer, text = await self._prepare(exchange, resolved)
-            renderer = self._api.renderer(answer, self._continuous if request.continuous_usage else self._options)
-            if answer.work.plan.is_query:
-                await send_placement(answer, renderer, sink, stream)
-            else:
-                await self._deliver(answer, renderer, sink, stream, text)
-            self._count_end(exchange, answer.work.tally)
+            await self._answer(exchange, resolved, opened)
+            assert exchange.tally is not None
+            self._count_end(exchange, exchange.tally)
         except asyncio.CancelledError:
             context.kill()
             prompt_tokens, output_tokens = _used(exchange)
@@ -267,7 +264,7 @@ class Call:
             raise
         except Exception as error:  # the boundary: whatever it is, the client gets a well-formed answer
             context.kill()
-            await self._fail(exchange, error, sink, stream, renderer)
+            await self._fail(exchange, error, opened)
         finally:
             if exchange.phase is not Phase.ENDED:
                 exchange.end()
@@ -275,31 +272,12 @@ class Call:
                 self._pipeline.metrics.requests.moved(resolved.model.name, work.tally.moves)
             if expiry is not None:
                 expiry.cancel()
-            if stream is not None:
-                stream.close()
+            if opened.stream is not None:
+                opened.stream.close()
 
-    async def _prepare(self, exchange: Exchange, resolved: Resolved) -> tuple[Answer, str | None]:
-        """Return what is to be answered, and the text that was tokenised."""
-        pipeline, timer = self._pipeline, exchange.timer
-        request, model = resolved.request, resolved.model
-        plan, text = await self._api.prepare(pipeline.preprocessor, request, resolved.effects, model, timer)
-        exchange.work = work = WorkRequest(plan, timer, pipeline.stalls)
-        exchange.enter(Phase.PREPROCESSED, exchange.now())
-        answer = Answer(exchange, request, model, work, explains_routing=resolved.effects.explains_routing)
-        return answer, text
-
-    async def _deliver(
-        self, answer: Answer, renderer: Renderer, sink: AnswerSink, stream: AnswerStream | None, text: str | None
-    ) -> None:
-        """Generate and answer; `text` is what was tokenised. Raises what went wrong on the way."""
-        request, limit = answer.request, self._settings.backend_stream_timeout_seconds
-        idle = None if limit is None else IdleTimeout(answer.exchange, answer.work.fail_over_idle_streams, limit)
-        if stream is None:
-            await UnaryDelivery(answer, renderer, idle).send(sink)
-        else:
-            head = annotation_events(request, answer, text)
-            with_usage = request.include_usage or self._settings.force_include_usage
-            await StreamDelivery(answer, renderer, idle).send(stream, head, with_usage=with_usage)
+    async def _answer(self, exchange: Exchange, resolved: Resolved, opened: OpenAnswer) -> None:
+        """Prepare the request, have workers serve it, and send the answer. Raises what went wrong on the way."""
+        raise NotImplementedError
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
@@ -323,15 +301,8 @@ class Call:
             self._pipeline.metrics.workers.answered(worker_id, first, tally.prompt_tokens, pace)
         end_record(exchange, now)
 
-    async def _fail(
-        self,
-        exchange: Exchange,
-        error: Exception,
-        sink: AnswerSink,
-        stream: AnswerStream | None,
-        renderer: Renderer | None,
-    ) -> None:
-        """Answer a request that failed, count it and log it. `renderer`: None before there was anything to render."""
+    async def _fail(self, exchange: Exchange, error: Exception, opened: OpenAnswer) -> None:
+        """Answer a request that failed, count it and log it."""
         now, name, counters = asyncio.get_running_loop().time(), exchange.name, exchange.counters
         prompt_tokens, output_tokens = _used(exchange)
         assert counters is not None
@@ -357,18 +328,70 @@ class Call:
             logger.error("request %s failed with %d: %s: %s", name, rejected.status, type(error).__name__, error)
         end_record(exchange, now, rejected.status, failure.error_type, rejected.message)
         exchange.end()
-        if stream is not None:
+        if (stream := opened.stream) is not None:
             await stream.settle()
             if stream.is_committed:
-                last = None if renderer is None else renderer.failed(rejected)
+                last = None if opened.renderer is None else opened.renderer.failed(rejected)
                 if last is None:
                     last = self.dialect.stream_failure(rejected, exchange.request_id)
                 await stream.end(last)
                 return
-        await sink.reject(rejected)
+        await opened.sink.reject(rejected)
 
     def _rejection(self, error: BaseException) -> RequestRejected:
         return rejection_of(error, overload_status=self._settings.overload_status)
+
+
+class GenerationCall(Call):
+    """One inference API whose answers are generated token by token."""
+
+    def __init__(self, api: GenerationApi[Any], pipeline: Pipeline) -> None:
+        super().__init__(api, pipeline)
+        self._generating = api
+        settings = pipeline.settings
+        self._options, self._continuous = [
+            RenderOptions(
+                continuous_usage=is_continuous or settings.force_include_usage,
+                reasoning_field=settings.reasoning_field_name,
+                dispatches_calls=settings.streaming_tool_dispatch,
+                dispatches_reasoning=settings.streaming_reasoning_dispatch,
+            )
+            for is_continuous in (False, True)
+        ]
+
+    async def _answer(self, exchange: Exchange, resolved: Resolved, opened: OpenAnswer) -> None:
+        answer, text = await self._prepare(exchange, resolved)
+        continuous = resolved.request.continuous_usage
+        opened.renderer = renderer = self._generating.renderer(
+            answer, self._continuous if continuous else self._options
+        )
+        if answer.work.plan.is_query:
+            await send_placement(answer, renderer, opened.sink, opened.stream)
+        else:
+            await self._deliver(answer, renderer, opened.sink, opened.stream, text)
+
+    async def _prepare(self, exchange: Exchange, resolved: Resolved) -> tuple[Answer, str | None]:
+        """Return what is to be answered, and the text that was tokenised."""
+        pipeline, timer = self._pipeline, exchange.timer
+        request, model = resolved.request, resolved.model
+        plan, text = await self._generating.prepare(pipeline.preprocessor, request, resolved.effects, model, timer)
+        exchange.work = work = WorkRequest(plan, timer, pipeline.stalls)
+        exchange.enter(Phase.PREPROCESSED, exchange.now())
+        answer = Answer(exchange, request, model, work, explains_routing=resolved.effects.explains_routing)
+        return answer, text
+
+    async def _deliver(
+        self, answer: Answer, renderer: Renderer, sink: AnswerSink, stream: AnswerStream | None, text: str | None
+    ) -> None:
+        """Generate and answer; `text` is what was tokenised. Raises what went wrong on the way."""
+        request, limit = answer.request, self._settings.backend_stream_timeout_seconds
+        idle = None if limit is None else IdleTimeout(answer.exchange, answer.work.fail_over_idle_streams, limit)
+        if stream is None:
+            await UnaryDelivery(answer, renderer, idle).send(sink)
+        else:
+            head = annotation_events(request, answer, text)
+            with_usage = request.include_usage or self._settings.force_include_usage
+            await StreamDelivery(answer, renderer, idle).send(stream, head, with_usage=with_usage)
 
 
 def _keep_alive(settings: FrontendSettings, request: Request) -> float | None:
