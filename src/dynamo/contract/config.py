@@ -132,8 +132,9 @@ class WorkerConfig:
     model_input: ModelInput = ModelInput.Tokens
     """What the engine receives: tokens, or for a `RawEngine` text or tensors."""
     endpoint_types: str = setting(DEFAULT_ENDPOINT_TYPES, "DYN_ENDPOINT_TYPES", endpoint_types_of,
-        "OpenAI surfaces to serve, a comma list of `chat`, `completions`, `embeddings`, `tensor`, `images`, `videos`, "
-        "`audios`; the frontend of this version serves `chat` and `completions`",
+        "OpenAI surfaces to serve, a comma list of `chat`, `completions`, `embeddings`, `classify`, "
+        "`pooling`, `rerank`, `score`, `tensor`, `images`, `videos`, `audios`; those from `embeddings` to `score` need an "
+        "engine with `embed()` ([embeddings](embeddings.md))",
         flag=("--endpoint-types", "--dyn-endpoint-types"), group=_IDENTITY)
     """OpenAI surfaces to serve, a comma list."""
     discovery_backend: str = "etcd"

@@ -20,6 +20,7 @@ from dynamo.contract.chunks import (
     final_chunk,
     usage,
 )
+from dynamo.contract.embedding import Embedding, EmbedRequest, Embeds, embedding
 from dynamo.contract.engine_config import EngineConfig, LlmRegistration
 from dynamo.contract.hooks import (
     Controllable,
@@ -49,6 +50,8 @@ __all__ = [
     "BaseEngine",
     "CompletionUsage",
     "DiffusionEngine",
+    "EmbedRequest",
+    "Embedding",
     "EngineConfig",
     "ForcedTokenSequenceSpec",
     "GenerateChunk",
@@ -64,6 +67,7 @@ __all__ = [
     "RawResponseChunk",
     "chunk",
     "deserialize_logits_processor_entries",
+    "embedding",
     "final_chunk",
     "is_generation_stage",
     "logits_processors_for_request",
@@ -128,8 +132,8 @@ class BaseEngine(Controllable, PublishesLoad, Drains, ReportsFailure, HasProcess
         """
 
 
-class LLMEngine(PublishesKvEvents, BaseEngine):
-    """An engine that turns token ids into token ids."""
+class LLMEngine(PublishesKvEvents, Embeds, BaseEngine):
+    """An engine that turns token ids into token ids, and into vectors where it overrides `embed`."""
 
     @abstractmethod
     def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:

@@ -145,6 +145,7 @@ ROUTES: Final[Mapping[str, Setting]] = {
     "completions": _path("DYN_HTTP_SVC_CMP_PATH", "/v1/completions", "the completions route"),
     "responses": _path("DYN_HTTP_SVC_RESPONSES_PATH", "/v1/responses", "the responses route"),
     "messages": _path("DYN_HTTP_SVC_ANTHROPIC_PATH", "/v1/messages", "the messages route"),
+    "embeddings": _path("DYN_HTTP_SVC_EMB_PATH", "/v1/embeddings", "the embeddings route"),
     "models": _path("DYN_HTTP_SVC_MODELS_PATH", "/v1/models", "the list of models"),
     "health": _path("DYN_HTTP_SVC_HEALTH_PATH", "/health", "the health route"),
     "live": _path("DYN_HTTP_SVC_LIVE_PATH", "/live", "the liveness route"),
@@ -251,6 +252,8 @@ class FrontendSettings(BusySettings, FromEnvironment):
     router_min_initial_workers: int = setting(0, "DYN_ROUTER_MIN_INITIAL_WORKERS", integer(0),
         "A model gets no requests before so many workers of it are there at once, in each namespace and role that answers; "
         "it keeps getting them when they leave. 0: one is enough", flag="--router-min-initial-workers", group=_CLUSTER)
+    embedding_tokens_limit: int = setting(300_000, "DYN_HTTP_EMBEDDING_TOKENS_LIMIT", integer(1),
+        "How many tokens the inputs of one request for embeddings, classes or scores may have together")
     migration_limit: int | None = setting(None, "DYN_MIGRATION_LIMIT", integer(0, MAX_MIGRATIONS),
         "How many other workers each choice of a request may need, before or after its first token; unset: what the "
         "model's card allows, at least 3", flag="--migration-limit", group=_CLUSTER)

@@ -10,7 +10,7 @@ from typing import Final
 
 from dynamo.errors import InvalidArgument
 
-__all__ = ["ModelInput", "ModelType", "WorkerType", "parse_endpoint_types"]
+__all__ = ["VECTORS", "ModelInput", "ModelType", "WorkerType", "parse_endpoint_types"]
 
 
 class ModelInput(Enum):
@@ -124,7 +124,14 @@ _ENDPOINT_TYPES: Final = {
     "videos": ModelType.Videos,
     "audio": ModelType.Audios,
     "audios": ModelType.Audios,
+    "classify": ModelType.Classify,
+    "pooling": ModelType.Pooling,
+    "rerank": ModelType.Rerank,
+    "score": ModelType.Rerank,  # what scores a pair ranks documents
 }
+
+VECTORS: Final = ModelType.Embedding | ModelType.Classify | ModelType.Pooling | ModelType.Rerank
+"""What is served by `LLMEngine.embed`."""
 
 
 def parse_endpoint_types(text: str) -> ModelType:

@@ -21,7 +21,7 @@ from typing import Final
 
 from dynamo.text.cutpoints import ExactCuts, exact_cuts
 from dynamo.text.pieces import PieceTable
-from dynamo.text.tokenizer import BatchTokenizer, ByteTokenizer, JsonTokenizer
+from dynamo.text.tokenizer import BatchTokenizer, ByteTokenizer, JsonTokenizer, TextInput
 
 __all__ = ["CacheStats", "CachedTokenizer"]
 
@@ -96,6 +96,12 @@ class CachedTokenizer:
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
+
+    def encode_inputs(
+        self, inputs: Sequence[TextInput], *, add_special_tokens: bool = True, most_tokens: int | None = None
+    ) -> list[list[int]]:
+        """Encode without the cache: inputs of embeddings are short and rarely share a beginning."""
+        return self._tokenizer.encode_inputs(inputs, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
 
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, visible: frozenset[int] = frozenset()

@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 from tokenizers import Tokenizer as HfTokenizer
 
 from dynamo.errors import InvalidArgument
 from dynamo.text.pieces import MAX_ID, PieceTable, table_for, vocabulary_size
 
-__all__ = ["BatchTokenizer", "ByteTokenizer", "JsonTokenizer", "Tokenizer", "load_tokenizer"]
+__all__ = ["BatchTokenizer", "ByteTokenizer", "JsonTokenizer", "TextInput", "Tokenizer", "load_tokenizer"]
+
+
+TextInput: TypeAlias = str | tuple[str, str]
+"""A text, or two that are judged together."""
 
 
 class Tokenizer(Protocol):
@@ -39,6 +43,16 @@ class Tokenizer(Protocol):
 
     def encode_unlocked(self, text: str) -> list[int]:
         """Return the same ids as `encode`, without holding the interpreter lock: run this method in an executor."""
+        ...
+
+    def encode_inputs(
+        self, inputs: Sequence[TextInput], *, add_special_tokens: bool = True, most_tokens: int | None = None
+    ) -> list[list[int]]:
+        """Return the ids of texts that are to be embedded, with the special tokens that encoders get around them.
+
+        A pair of texts becomes one input. `most_tokens` cuts the end of the (second) text, not the special tokens. Runs
+        outside the interpreter lock.
+        """
         ...
 
     def decode(
@@ -123,6 +137,31 @@ class JsonTokenizer:
             encodings = self.hf.encode_batch_fast(clean, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def encode_inputs(
+        self, inputs: Sequence[TextInput], *, add_special_tokens: bool = True, most_tokens: int | None = None
+    ) -> list[list[int]]:
+        clean = [_clean(text) if isinstance(text, str) else (_clean(text[0]), _clean(text[1])) for text in inputs]
+        encodings = self.hf.encode_batch_fast(clean, add_special_tokens=add_special_tokens)
+        found = [encoding.ids for encoding in encodings]
+        if most_tokens is not None:
+            for place, ids in enumerate(found):
+                if len(ids) > most_tokens:
+                    found[place] = self._cut(clean[place], add_special_tokens, most_tokens)
+        return found
+
+    def _cut(self, text: TextInput, add_special_tokens: bool, most_tokens: int) -> list[int]:
+        first, second = (text, None) if isinstance(text, str) else text
+        head = self.hf.encode(first, add_special_tokens=False)
+        pair = None if second is None else self.hf.encode(second, add_special_tokens=False)
+        room = most_tokens
+        if add_special_tokens:
+            room = max(0, room - self.hf.num_special_tokens_to_add(pair is not None))
+        if pair is not None:
+            pair.truncate(max(0, room - len(head.ids)))
+        head.truncate(room)
+        whole: list[int] = self.hf.post_process(head, pair, add_special_tokens).ids
+        return whole[:most_tokens]
+
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, visible: frozenset[int] = frozenset()
     ) -> str:
@@ -192,6 +231,11 @@ class ByteTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
+    def encode_inputs(
+        self, inputs: Sequence[TextInput], *, add_special_tokens: bool = True, most_tokens: int | None = None
+    ) -> list[list[int]]:
+        return [self.encode(text if isinstance(text, str) else "".join(text))[:most_tokens] for text in inputs]
+
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, visible: frozenset[int] = frozenset()
     ) -> str:
@@ -212,6 +256,12 @@ class ByteTokenizer:
 
     def special_ids_in(self, texts: tuple[str, ...]) -> frozenset[int]:
         return frozenset()
+
+
+def _clean(text: str) -> str:
+    """Return a text that the tokenizer takes: without NULs, and a question mark for a lone surrogate."""
+    text = text.replace("\0", "") if "\0" in text else text
+    return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def _byte_piece(token_id: int) -> bytes:

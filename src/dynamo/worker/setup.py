@@ -22,6 +22,7 @@ from dynamo.runtime.distributed import DistributedRuntime, Endpoint, ServedEndpo
 from dynamo.runtime.request_plane.base import Handler
 from dynamo.runtime.settings import env_bool, env_str
 from dynamo.worker.controls import AdminRoutes, RlDirectory, checked_names, rl_endpoint_name
+from dynamo.worker.embedding import EmbedServing, offers_embeddings
 from dynamo.worker.hooks import await_hook
 from dynamo.worker.hub import HUB_PREFIX
 from dynamo.worker.kv_publishing.lifecycle import Publishing
@@ -215,7 +216,7 @@ class Setup:
                 migration_link=request.get("migration_link"),
             )
 
-        return TokenServing(
+        generate = TokenServing(
             cast(LLMEngine, engine),
             mode=config.disaggregation_mode,
             validate=bool(VALIDATE.value(os.environ)),
@@ -223,6 +224,12 @@ class Setup:
             start_span=start_span,
             running=self.parts.running,
         ).handle
+        if not offers_embeddings(self._engine):
+            return generate
+        serving = EmbedServing(
+            self._engine, generate, served_name=self.parts.served_name, map_builtin_errors=map_errors
+        )
+        return serving.handle
 
     async def canary_payload(self) -> dict[str, Any] | None:
         own: Any = None

@@ -28,13 +28,14 @@ from dynamo.contract.modes import (
 )
 from dynamo.contract.parsers import check_parsers
 from dynamo.errors import CannotConnect, DynamoException, EngineShutdown, InvalidArgument, Unknown, text_of
-from dynamo.protocol.model_types import ModelInput
+from dynamo.protocol.model_types import VECTORS, ModelInput, parse_endpoint_types
 from dynamo.runtime.distributed import DistributedRuntime, Endpoint
 from dynamo.runtime.endpoint import split_endpoint
 from dynamo.runtime.logging import configure_dynamo_logging
 from dynamo.runtime.process_guard import guard_this_process
 from dynamo.runtime.settings import RuntimeSettings
 from dynamo.runtime.tasks import first_of
+from dynamo.worker.embedding import offers_embeddings
 from dynamo.worker.engine_death import EngineDied, raise_when_dead
 from dynamo.worker.engine_failures import ErrorMapping
 from dynamo.worker.hooks import await_hook
@@ -314,6 +315,10 @@ def _check_config(engine: BaseEngine, config: WorkerConfig) -> None:
         if config.model_input is not ModelInput.Tokens:
             raise InvalidArgument(
                 f"model_input must be Tokens for an LLMEngine ({type(engine).__name__}), got {config.model_input}"
+            )
+        if parse_endpoint_types(config.endpoint_types) & VECTORS and not offers_embeddings(engine):
+            raise InvalidArgument(
+                f"endpoint types {config.endpoint_types!r} need vectors, and {type(engine).__name__} does not override embed()"
             )
     else:
         raise InvalidArgument(f"{type(engine).__name__} is neither an LLMEngine nor a RawEngine; subclass one of them")

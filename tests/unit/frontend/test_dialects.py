@@ -13,7 +13,7 @@ from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.http.application import UnmatchedPath
 from dynamo.frontend.http.asgi import BodyBudget
 from dynamo.frontend.http.inference_route import InferenceRoute
-from dynamo.frontend.pipeline.inference import Call
+from dynamo.frontend.pipeline.inference import GenerationCall
 from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.errors import RequestRejected
 from support.asgi_client import Exchange
@@ -38,7 +38,7 @@ class OwnApi(ChatApi):
 
 
 def route(house: Cluster, *, body_limit_bytes: int = 1 << 20) -> InferenceRoute:
-    call = Call(OwnApi(), house.frontend.pipeline)
+    call = GenerationCall(OwnApi(), house.frontend.pipeline)
     return InferenceRoute(call, body_limit_bytes=body_limit_bytes, budget=BodyBudget(1 << 20))
 
 
@@ -130,7 +130,9 @@ async def test_an_api_may_end_a_failed_stream_with_what_its_renderer_knows(
             return made
 
         monkeypatch.setattr(api, "renderer", knowing)
-        app = InferenceRoute(Call(api, house.frontend.pipeline), body_limit_bytes=1 << 20, budget=BodyBudget(1 << 20))
+        app = InferenceRoute(
+            GenerationCall(api, house.frontend.pipeline), body_limit_bytes=1 << 20, budget=BodyBudget(1 << 20)
+        )
         assert (await ask(app, CHAT | {"stream": True})).body.endswith(b"}\n\nevent: known\n\n")
         worker.script = say("ok")
         async with asyncio.timeout(10):

@@ -6,7 +6,7 @@ from pathlib import Path
 from dynamo.errors import ResponseTimeout, WorkerUnavailable
 from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
-from dynamo.frontend.pipeline.inference import Call
+from dynamo.frontend.pipeline.inference import GenerationCall
 from dynamo.frontend.pipeline.sink import AnswerStream, HeaderPairs
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.protocol.openai.errors import RequestRejected
@@ -53,7 +53,7 @@ def make(body: bytes = b"") -> Exchange:
 
 
 async def run(house: Cluster, more: bytes = b"") -> ListSink:
-    call, sink = Call(ChatApi(), house.frontend.pipeline), ListSink()
+    call, sink = GenerationCall(ChatApi(), house.frontend.pipeline), ListSink()
     await call.run(call.open(call.new_id(), Arrival(BODY % more, asyncio.get_running_loop().time())), sink)
     return sink
 

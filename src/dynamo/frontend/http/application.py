@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 
 from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.apis.completions import CompletionApi
+from dynamo.frontend.apis.embeddings import EmbeddingsApi
 from dynamo.frontend.apis.messages import MessagesApi, MessagesCountApi
 from dynamo.frontend.apis.responses import ResponsesApi, ResponsesCountApi
 from dynamo.frontend.busy_threshold import BusyThresholdRoute, LoadFollower
@@ -23,6 +24,7 @@ from dynamo.frontend.http.request_id import reject_route, with_request_id
 from dynamo.frontend.http.routes import InferenceFirst
 from dynamo.frontend.http.stored_responses import CancelRoute, InputItemsRoute, StoredResponseRoute
 from dynamo.frontend.pipeline.inference import Call, GenerationCall, Pipeline
+from dynamo.frontend.pipeline.results import ResultCall
 from dynamo.frontend.pipeline.token_count import TokenCountCall
 from dynamo.frontend.response_store.base import ResponseStore
 from dynamo.frontend.response_store.history import ResponseHistory
@@ -31,6 +33,7 @@ from dynamo.protocol.messages.schema import MESSAGES_API
 from dynamo.protocol.openai.errors import route_not_found
 from dynamo.protocol.openai.schema import ApiDescription
 from dynamo.protocol.responses.schema import RESPONSES_API
+from dynamo.protocol.vectors.schema import VECTORS_API
 
 __all__ = ["FrontendRoutes", "UnmatchedPath"]
 
@@ -72,6 +75,7 @@ class FrontendRoutes:
         inference = {
             paths["chat"]: self._inference(GenerationCall(ChatApi(), self._pipeline)),
             paths["completions"]: self._inference(GenerationCall(CompletionApi(), self._pipeline)),
+            paths["embeddings"]: self._inference(ResultCall(EmbeddingsApi(), self._pipeline)),
             **self._responses(paths["responses"]),
             **(self._messages(paths["messages"]) if self._settings.anthropic_api else {}),
         }
@@ -131,7 +135,7 @@ class FrontendRoutes:
         )
 
     def _described(self) -> Sequence[ApiDescription]:
-        return (RESPONSES_API, *((MESSAGES_API,) if self._settings.anthropic_api else ()))
+        return (VECTORS_API, RESPONSES_API, *((MESSAGES_API,) if self._settings.anthropic_api else ()))
 
     def _responses(self, path: str) -> dict[str, InferenceRoute]:
         counts = TokenCountCall(ResponsesCountApi(self._history, self._offload), self._pipeline)

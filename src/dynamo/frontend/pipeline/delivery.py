@@ -9,7 +9,6 @@ from typing import cast
 
 from dynamo.frontend.apis.base import Answer, Renderer
 from dynamo.frontend.apis.plain import NumberedOutput, PlainOutput
-from dynamo.frontend.http.asgi import ClientGone
 from dynamo.frontend.pipeline.choice import Delta
 from dynamo.frontend.pipeline.collector import CollectedAnswer
 from dynamo.frontend.pipeline.events import ChoiceOutput, TokenSource
@@ -65,14 +64,9 @@ class _Delivery:
 
     def _check_end(self) -> None:
         """Raise unless generation came to its own end. Call it once, before the last bytes are sent."""
-        exchange = self._exchange
         if self._idle is not None:
             self._idle.close()
-        if exchange.is_client_gone:
-            raise ClientGone
-        if exchange.reason is not None:
-            raise exchange.reason
-        exchange.end()
+        self._exchange.check_end()
 
     def close(self) -> None:
         if self._idle is not None:

@@ -15,6 +15,7 @@ from msgspec import Struct, field
 
 from dynamo.errors import DynamoException
 from dynamo.frontend.admission.model import AdmissionSlot
+from dynamo.frontend.http.asgi import ClientGone
 from dynamo.frontend.pipeline.plan import Tally, WorkRequest
 from dynamo.frontend.pipeline.stage_timer import StageTimer
 from dynamo.frontend.request_metrics import RequestMetrics
@@ -127,6 +128,14 @@ class Exchange:
             # A frontend's collector comes seldom, and a refused body may have many megabytes.
             self.timer.on_dispatch = None
             self.arrival.body = b""
+
+    def check_end(self) -> None:
+        """Raise what ended the request early. Call it once, before the last bytes are sent: they end the request."""
+        if self.is_client_gone:
+            raise ClientGone
+        if self.reason is not None:
+            raise self.reason
+        self.end()
 
     def end_with(self, reason: DynamoException) -> None:
         """Kill the work; the client reads `reason`. Does nothing once the request is over or has another reason."""

@@ -38,6 +38,7 @@ from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected, model_not_ready
 from dynamo.protocol.openai.headers import HeaderEffects, apply_headers
 from dynamo.protocol.openai.requests import ChatRequest, Request
+from dynamo.protocol.vectors.requests import ResultRequest
 from dynamo.router.stall_detector import StallDetector
 
 __all__ = ["Call", "GenerationCall", "OpenAnswer", "Pipeline", "Resolved"]
@@ -66,7 +67,7 @@ class Pipeline:
 class Resolved(Struct, frozen=True):
     """A request that keeps every rule, and the model that serves it."""
 
-    request: Request
+    request: Request | ResultRequest
     model: ServedModel
     effects: HeaderEffects
 
@@ -294,7 +295,7 @@ class Call:
         exchange.timer.ended()
         self._pipeline.metrics.requests.observe_stages(exchange.timer)
         first = exchange.counters.first_token_seconds
-        if tally.instances and first is not None:
+        if tally.instances and first is not None and tally.completion_tokens:
             gaps = tally.completion_tokens - 1 if tally.completion_tokens > 1 else 1
             pace = exchange.counters.generating_seconds / gaps
             worker_id = tally.instances[-1].instance_id
@@ -361,10 +362,8 @@ class GenerationCall(Call):
 
     async def _answer(self, exchange: Exchange, resolved: Resolved, opened: OpenAnswer) -> None:
         answer, text = await self._prepare(exchange, resolved)
-        continuous = resolved.request.continuous_usage
-        opened.renderer = renderer = self._generating.renderer(
-            answer, self._continuous if continuous else self._options
-        )
+        options = self._continuous if answer.request.continuous_usage else self._options
+        opened.renderer = renderer = self._generating.renderer(answer, options)
         if answer.work.plan.is_query:
             await send_placement(answer, renderer, opened.sink, opened.stream)
         else:
@@ -373,7 +372,8 @@ class GenerationCall(Call):
     async def _prepare(self, exchange: Exchange, resolved: Resolved) -> tuple[Answer, str | None]:
         """Return what is to be answered, and the text that was tokenised."""
         pipeline, timer = self._pipeline, exchange.timer
-        request, model = resolved.request, resolved.model
+        request: Request = resolved.request  # type: ignore[assignment]  # its API decodes nothing else
+        model = resolved.model
         plan, text = await self._generating.prepare(pipeline.preprocessor, request, resolved.effects, model, timer)
         exchange.work = work = WorkRequest(plan, timer, pipeline.stalls)
         exchange.enter(Phase.PREPROCESSED, exchange.now())
@@ -394,7 +394,7 @@ class GenerationCall(Call):
             await StreamDelivery(answer, renderer, idle).send(stream, head, with_usage=with_usage)
 
 
-def _keep_alive(settings: FrontendSettings, request: Request) -> float | None:
+def _keep_alive(settings: FrontendSettings, request: Request | ResultRequest) -> float | None:
     """Return how long a stream may be silent. A request that may hold back all output has a limit even if others do not."""
     holds_back = isinstance(request, ChatRequest) and request.fills_content
     return settings.keep_alive_seconds or (KEEP_ALIVE_SECONDS if holds_back else None)

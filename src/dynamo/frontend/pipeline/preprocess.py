@@ -41,7 +41,7 @@ from dynamo.text.control_tokens import Guarded, RenderedPrompt
 from dynamo.text.templates import INLINE_BUDGET, BudgetExceeded, BudgetSpec
 from dynamo.text.tokenizer import Tokenizer
 
-__all__ = ["Preprocessor"]
+__all__ = ["CHARACTERS_PER_TOKEN", "MAX_PROMPT_TOKENS", "PROBED_CHARACTERS", "Preprocessor", "least_tokens"]
 
 MAX_PROMPT_TOKENS: Final = 1 << 20  # of a model that does not say how many it takes
 CHARACTERS_PER_TOKEN: Final = 4  # a text of more of them for each token of the limit is probed before it is tokenised
@@ -60,6 +60,10 @@ class Preprocessor:
     def offload(self) -> Offload:
         """Where long work of a request goes."""
         return self._offload
+
+    @property
+    def settings(self) -> FrontendSettings:
+        return self._settings
 
     async def chat(
         self, request: ChatRequest, effects: HeaderEffects, model: ServedModel, overhead: StageTimer
@@ -226,7 +230,7 @@ class Preprocessor:
         limit = context or MAX_PROMPT_TOKENS
         if len(prompt.text) > max(PROBED_CHARACTERS, CHARACTERS_PER_TOKEN * limit):
             # Ids of a text of megabytes are hundreds of megabytes, made while no other thread may run.
-            least = await self._offload(partial(_least_tokens, model.text.tokenizer, prompt.text, limit))
+            least = await self._offload(partial(least_tokens, model.text.tokenizer, prompt.text, limit))
             if least >= limit:
                 raise PromptTooLong(limit, f"at least {least}", is_chat=is_chat)
         encode = _encoder(model, prompt)
@@ -296,7 +300,7 @@ def _encoder(model: ServedModel, prompt: RenderedPrompt) -> Callable[[], list[in
     return partial(tokenizer.encode_unlocked, prompt.text.replace("\0", "") if "\0" in prompt.text else prompt.text)
 
 
-def _least_tokens(tokenizer: Tokenizer, text: str, limit: int) -> int:
+def least_tokens(tokenizer: Tokenizer, text: str, limit: int) -> int:
     """Return a count that the text's tokens reach, looking no further than `limit`.
 
     Where the text is cut it may take a few tokens more than as a whole; as many are taken off.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final
+from typing import Final, Protocol
 
 from msgspec import Struct, field
 
 from dynamo.protocol.openai.errors import RequestRejected
-from dynamo.protocol.openai.shapes import U64_MAX, AgentHints, CommonRequest, NvExt
+from dynamo.protocol.openai.shapes import U64_MAX, AgentHints, NvExt
 
 __all__ = ["DEFAULT_METADATA_PREFIX", "HeaderEffects", "apply_headers"]
 
@@ -55,8 +55,14 @@ class HeaderEffects(Struct):
         return context
 
 
+class Extensible(Protocol):
+    """What headers may write to."""
+
+    nvext: NvExt | None
+
+
 def apply_headers(
-    request: CommonRequest,
+    request: Extensible,
     headers: Mapping[str, str] | Iterable[tuple[str, str]],
     *,
     metadata_prefix: str = DEFAULT_METADATA_PREFIX,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import binascii
 import re
+from collections.abc import Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
 import msgspec
@@ -27,7 +28,7 @@ from dynamo.protocol.openai.shapes import (
 )
 from dynamo.protocol.openai.strict_schema import strictness_fault
 
-__all__ = ["validate_chat", "validate_completion"]
+__all__ = ["check_supported", "validate_chat", "validate_completion"]
 
 MAX_OUTPUT_TOKENS: Final = 1_048_576
 MAX_CHOICES: Final = 128  # n, and batch x n
@@ -76,7 +77,7 @@ def validate_chat(request: ChatRequest) -> None:
     if request.stream_options is not None:
         _check_stream_options(request)
     if request.unsupported:
-        _check_unsupported(request)
+        check_supported(request.unsupported)
     _check_messages(request.messages)
     _check_model(request)
     _check_output_limit(request.max_tokens, "max_tokens")
@@ -111,7 +112,7 @@ def validate_completion(request: CompletionRequest) -> None:
         RequestRejected: 400.
     """
     _check_stream_options(request)
-    _check_unsupported(request)
+    check_supported(request.unsupported)
     _check_model(request)
     prompts = _check_prompt(request)
     if not (request.max_tokens == 0 and request.echo):  # then the prompt is the answer
@@ -150,8 +151,8 @@ def _check_stream_options(request: CommonRequest) -> None:
         _invalid("The 'stream_options' field is only allowed when 'stream' is set to true.", "stream_options")
 
 
-def _check_unsupported(request: CommonRequest) -> None:
-    names = request.unsupported
+def check_supported(names: Sequence[str]) -> None:
+    """Refuse unknown top-level keys of a body."""
     if names:
         shown = ", ".join(f"`{name[:64]}`" for name in names[:MAX_NAMED_UNSUPPORTED])
         more = f" and {len(names) - MAX_NAMED_UNSUPPORTED} more" if len(names) > MAX_NAMED_UNSUPPORTED else ""

@@ -11,7 +11,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -137,12 +137,15 @@ class KvPlacement:
     ) -> KvQuery:
         """Return what the router is asked about a request. The hashes of a prompt are computed once for its record."""
         routing, overrides = body.get("routing"), body.get("router_config_override")
-        prompt = body.get("token_ids") or ()
+        prompt: Sequence[Any] = body.get("token_ids") or ()
+        tokens = len(prompt)
+        if tokens and isinstance(prompt[0], list):
+            prompt, tokens = (), _tokens_of_inputs(prompt)
         if not routing:  # nearly every request names nothing
             sequence = await self._sequence(prompt, record, None, None)
             return KvQuery(
                 sequence=sequence,
-                prompt_tokens=len(prompt),
+                prompt_tokens=tokens,
                 pinned_worker_id=pinned,
                 overrides=read_overrides(overrides) if overrides else None,
             )
@@ -150,7 +153,7 @@ class KvPlacement:
         constraints = routing.get("routing_constraints") or {}
         return KvQuery(
             sequence=await self._sequence(prompt, record, lora_name, cache_salt),
-            prompt_tokens=len(prompt),
+            prompt_tokens=tokens,
             lora_name=lora_name,
             cache_salt=cache_salt,
             priority=read_priority(routing.get("priority_jump") or routing.get("priority")),
@@ -323,3 +326,8 @@ class KvPlacement:
         if tokens > running.counted:
             self.router.output(request_id, tokens - running.counted, now)
             running.counted = tokens
+
+
+def _tokens_of_inputs(inputs: Sequence[Sequence[int]]) -> int:
+    """Count the tokens of several inputs to embed. Nothing of them is in a cache, so only their number matters."""
+    return sum(map(len, inputs))

@@ -1,0 +1,20 @@
+"""A request for one result, as it is to be served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dynamo.frontend.pipeline.plan import Plan, Tally
+
+__all__ = ["ResultPlan"]
+
+
+class ResultPlan(Plan, frozen=True):
+    """The requests to workers that it becomes. Each is answered with one object."""
+
+    parts: Sequence[Mapping[str, Any]] = ()
+    input_tokens: int = 0  # of all parts; 0 where nothing counts them here
+
+    def tally(self) -> Tally:
+        return Tally(self.input_tokens)
