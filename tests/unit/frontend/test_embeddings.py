@@ -71,7 +71,9 @@ async def test_each_input_has_its_vector_in_the_order_of_the_inputs(tmp_path: Pa
         assert status == 200
         assert [entry["embedding"] for entry in body["data"]] == [[3.0, 97.0], [1.0, 122.0]]
         assert [entry["index"] for entry in body["data"]] == [0, 1]
-        assert body["object"] == "list" and body["data"][0]["object"] == "embedding" and body["model"] == "m"
+        assert body["object"] == "list"
+        assert body["data"][0]["object"] == "embedding"
+        assert body["model"] == "m"
         assert body["usage"] == {"prompt_tokens": 4, "total_tokens": 4}
         assert worker.requests[0]["token_ids"] == [[97, 98, 99], [122]]
         assert worker.requests[0]["dimensions"] is None
@@ -82,7 +84,8 @@ async def test_texts_and_token_ids_are_the_same_input(tmp_path: Path, value: Any
     async with cluster(tmp_path) as found:
         worker = await found.worker(embeds(), **EMBEDDING)
         status, body = await ask(found, {"input": value})
-        assert status == 200 and body["data"][0]["embedding"] == [3.0, 97.0]
+        assert status == 200
+        assert body["data"][0]["embedding"] == [3.0, 97.0]
         assert worker.requests[0]["token_ids"] == [[97, 98, 99]]
 
 
@@ -100,7 +103,8 @@ async def test_a_large_batch_is_shared_out_and_comes_back_in_order(tmp_path: Pat
         _, body = await ask(found, {"input": texts})
         assert [entry["embedding"][0] for entry in body["data"]] == [float(len(text)) for text in texts]
         sizes = [len(request["token_ids"]) for worker in workers for request in worker.requests]
-        assert sum(sizes) == 300 and max(sizes) <= 32
+        assert sum(sizes) == 300
+        assert max(sizes) <= 32
         assert all(worker.requests for worker in workers)
         assert body["usage"]["prompt_tokens"] == sum(map(len, texts))
 
@@ -178,7 +182,8 @@ async def test_all_inputs_together_are_bounded(tmp_path: Path) -> None:
         await found.worker(embeds(), **EMBEDDING)
         assert (await ask(found, {"input": ["abcde", "abcde"]}))[0] == 200
         status, answer = await ask(found, {"input": ["abcde", "abcdef"]})
-        assert status == 400 and "DYN_HTTP_EMBEDDING_TOKENS_LIMIT" in answer["message"]
+        assert status == 400
+        assert "DYN_HTTP_EMBEDDING_TOKENS_LIMIT" in answer["message"]
 
 
 WRONG: dict[str, dict[str, Any]] = {
@@ -203,7 +208,8 @@ async def test_a_wrong_answer_of_a_worker_is_one_well_formed_error(tmp_path: Pat
     async with cluster(tmp_path, migration_limit=0) as found:
         worker = await found.worker(script, **EMBEDDING)
         status, body = await ask(found, {"input": ["a", "b"]})
-        assert status == 500 and body["error"]["message"], body
+        assert status == 500, body
+        assert body["error"]["message"]
         worker.script = embeds()
         assert (await ask(found, {"input": ["a", "b"]}))[0] == 200
 
@@ -226,7 +232,8 @@ async def test_what_the_engine_refuses_reaches_the_client(tmp_path: Path) -> Non
     async with cluster(tmp_path) as found:
         await found.worker(fail(InvalidArgument("this model makes vectors of 2 dimensions only")), **EMBEDDING)
         status, body = await ask(found, {"input": "a", "dimensions": 3})
-        assert status == 400 and "2 dimensions" in body["message"]
+        assert status == 400
+        assert "2 dimensions" in body["message"]
 
 
 async def test_a_part_whose_worker_leaves_is_computed_by_another_one(tmp_path: Path) -> None:
@@ -235,7 +242,8 @@ async def test_a_part_whose_worker_leaves_is_computed_by_another_one(tmp_path: P
         await found.worker(embeds(), **EMBEDDING)
         for _ in range(4):
             status, body = await ask(found, {"input": ["abc"] * 100})
-            assert status == 200 and len(body["data"]) == 100
+            assert status == 200
+            assert len(body["data"]) == 100
 
 
 async def test_a_client_that_leaves_stops_every_part(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from dynamo.contract.config import WorkerConfig
-from dynamo.contract.embedding import EmbedRequest, Embedding, embedding
+from dynamo.contract.embedding import Embedding, EmbedRequest, embedding
 from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, final_chunk
 from dynamo.errors import InvalidArgument, Unknown
 from dynamo.runtime.context import Context
@@ -154,14 +155,17 @@ BREACHES: dict[str, tuple[Any, ...]] = {
 @each_case("items", list(BREACHES.values()), ids=list(BREACHES))
 async def test_a_breach_of_embed_is_named(items: tuple[Any, ...]) -> None:
     sink, engine = await serve(yields(*items), {"token_ids": [[1], [2]]})
-    assert isinstance(sink.error, Unknown) and "embed" in str(sink.error)
-    assert sink.objects == [] and engine.is_closed
+    assert isinstance(sink.error, Unknown)
+    assert "embed" in str(sink.error)
+    assert sink.objects == []
+    assert engine.is_closed
 
 
 @each_case("inputs", [[[1], []], [[1], ["a"]], [[1], 2], [[-1]], [[1]] * 2049])
 async def test_a_malformed_request_is_the_callers_fault(inputs: Any) -> None:
     sink, _ = await serve(yields(), {"token_ids": inputs})
-    assert isinstance(sink.error, InvalidArgument) and "token_ids" in str(sink.error)
+    assert isinstance(sink.error, InvalidArgument)
+    assert "token_ids" in str(sink.error)
 
 
 async def test_a_killed_request_closes_the_generator() -> None:
@@ -178,15 +182,13 @@ async def test_a_killed_request_closes_the_generator() -> None:
     await begun.wait()
     context.kill()
     sink, engine = await task
-    assert sink.objects == [] and engine.is_closed
+    assert sink.objects == []
+    assert engine.is_closed
 
 
 async def test_only_an_engine_that_overrides_embed_may_serve_vectors() -> None:
-    assert not offers_embeddings(Plain()) and offers_embeddings(Embedder(yields()))
+    assert not offers_embeddings(Plain())
+    assert offers_embeddings(Embedder(yields()))
     config = WorkerConfig(namespace="ns", endpoint_types="chat,embeddings")
-    try:
+    with pytest.raises(InvalidArgument, match=r"embed\(\)"):
         await Worker(Plain(), config, embedded=True).run()
-    except InvalidArgument as error:
-        assert "embed()" in str(error)
-    else:
-        raise AssertionError("the worker started")

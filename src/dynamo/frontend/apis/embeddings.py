@@ -18,7 +18,7 @@ from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.vectors.answers import embeddings_body
 from dynamo.protocol.vectors.requests import EMBEDDINGS, EmbeddingRequest, check_inputs, client_body, validate_embedding
-from dynamo.protocol.vectors.results import Vectors, check_total, read_openai_embeddings, read_vectors
+from dynamo.protocol.vectors.results import InputVectors, check_total, read_openai_embeddings, read_vectors
 
 __all__ = ["EmbeddingsApi"]
 
@@ -77,13 +77,13 @@ class EmbeddingsApi(ResultApi[EmbeddingRequest]):
         return ResultReply(write() if is_short else await offload(write))
 
 
-def read_parts(answer: ResultAnswer) -> list[Vectors]:
+def read_parts(answer: ResultAnswer) -> list[InputVectors]:
     """Return the vectors of each part. Raises Unknown for what breaks the contract."""
     parts: list[Any] = list(answer.plan.parts)
     return [read_vectors(result, len(part["token_ids"])) for part, result in zip(parts, answer.results, strict=True)]
 
 
-def note_tokens(answer: ResultAnswer, found: list[Vectors]) -> None:
+def note_tokens(answer: ResultAnswer, found: list[InputVectors]) -> None:
     """Take over what the workers count, where all of them do."""
     counts = [each.prompt_tokens for each in found]
     if None not in counts:

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import msgspec
 
 from dynamo.protocol.openai.escaping import json_text
-from dynamo.protocol.vectors.results import Vector
+from dynamo.protocol.vectors.results import InputVector
 
 __all__ = ["embeddings_body", "usage_member"]
 
 
-def embeddings_body(vectors: Iterable[Vector], *, model: str, prompt_tokens: int, base64: bool) -> bytes:
+def embeddings_body(vectors: Iterable[InputVector], *, model: str, prompt_tokens: int, base64: bool) -> bytes:
     """Return the body of `/v1/embeddings`."""
     encode = msgspec.json.encode
     entries = [

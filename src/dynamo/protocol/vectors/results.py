@@ -13,13 +13,13 @@ from msgspec import Struct
 
 from dynamo.errors import Unknown
 
-__all__ = ["MAX_RESULT_BYTES", "Vector", "Vectors", "check_total", "read_openai_embeddings", "read_vectors"]
+__all__ = ["MAX_RESULT_BYTES", "InputVector", "InputVectors", "check_total", "read_openai_embeddings", "read_vectors"]
 
 MAX_RESULT_BYTES: Final = 64 * 1024 * 1024  # of all vectors of one request; nothing larger is gathered in memory
 ITEM_BYTES: Final = 4
 
 
-class Vector(Struct, frozen=True):
+class InputVector(Struct, frozen=True):
     """One vector (or one for each token), as little-endian float32."""
 
     data: bytes
@@ -36,14 +36,14 @@ class Vector(Struct, frozen=True):
         return binascii.b2a_base64(self.data, newline=False)
 
 
-class Vectors(Struct, frozen=True):
+class InputVectors(Struct, frozen=True):
     """The results of some inputs, in their order, and what they cost."""
 
-    items: Sequence[Vector]
+    items: Sequence[InputVector]
     prompt_tokens: int | None = None  # None: the worker does not say
 
 
-def read_vectors(answer: Any, count: int) -> Vectors:
+def read_vectors(answer: Any, count: int) -> InputVectors:
     """Return the `count` vectors of a worker's answer. Raises Unknown naming what is wrong with it."""
     if not isinstance(answer, Mapping) or not isinstance(found := answer.get("embeddings"), list):
         raise Unknown("the worker answered a request for vectors without a list of `embeddings`")
@@ -53,16 +53,16 @@ def read_vectors(answer: Any, count: int) -> Vectors:
     if shapes is not None and (not isinstance(shapes, list) or len(shapes) != count):
         raise Unknown(f"the worker sent `shapes` that are no list of {count}")
     items = [_vector(value, None if shapes is None else shapes[n], n) for n, value in enumerate(found)]
-    return Vectors(items, _tokens(answer.get("prompt_tokens")))
+    return InputVectors(items, _tokens(answer.get("prompt_tokens")))
 
 
-def read_openai_embeddings(answer: Any, count: int) -> Vectors:
+def read_openai_embeddings(answer: Any, count: int) -> InputVectors:
     """Return the vectors of an answer in OpenAI's shape, which models that take text send. Raises Unknown."""
     if not isinstance(answer, Mapping) or not isinstance(found := answer.get("data"), list):
         raise Unknown("the worker answered a request for embeddings without a list of `data`")
     if len(found) != count:
         raise Unknown(f"the worker sent {len(found)} embeddings for {count} inputs")
-    placed: dict[int, Vector] = {}
+    placed: dict[int, InputVector] = {}
     for position, entry in enumerate(found):
         if not isinstance(entry, Mapping) or "embedding" not in entry:
             raise Unknown(f"the worker's data[{position}] has no embedding")
@@ -72,10 +72,10 @@ def read_openai_embeddings(answer: Any, count: int) -> Vectors:
         placed[index] = _vector(entry["embedding"], None, index)
     usage = answer.get("usage")
     tokens = usage.get("prompt_tokens") if isinstance(usage, Mapping) else None
-    return Vectors([placed[index] for index in range(count)], _tokens(tokens))
+    return InputVectors([placed[index] for index in range(count)], _tokens(tokens))
 
 
-def check_total(vectors: Sequence[Vector]) -> None:
+def check_total(vectors: Sequence[InputVector]) -> None:
     """Raise Unknown for vectors that are too many bytes to be gathered."""
     total = sum(len(vector.data) for vector in vectors)
     if total > MAX_RESULT_BYTES:
@@ -84,7 +84,7 @@ def check_total(vectors: Sequence[Vector]) -> None:
         )
 
 
-def _vector(value: Any, shape: Any, position: int) -> Vector:
+def _vector(value: Any, shape: Any, position: int) -> InputVector:
     try:
         if isinstance(value, str):
             data = binascii.a2b_base64(value, strict_mode=True)
@@ -107,7 +107,7 @@ def _vector(value: Any, shape: Any, position: int) -> Vector:
         or math.prod(shape) * ITEM_BYTES != len(data)
     ):
         raise Unknown(f"the worker's embedding {position} does not have its shape")
-    vector = Vector(data, shape)
+    vector = InputVector(data, shape)
     if not math.isfinite(sum(floats := vector.floats())) and not all(map(math.isfinite, floats)):
         raise Unknown(f"the worker's embedding {position} holds NaN or infinity")
     return vector
