@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from openai import OpenAI
-from tokenizers import Tokenizer
 
 from dynamo.runtime.context import Context
 from dynamo.runtime.distributed import DistributedRuntime
@@ -137,16 +136,6 @@ async def chunks_of(client: Any, body: dict[str, Any], context: Context | None =
 async def tokens_of(client: Any, body: dict[str, Any], context: Context | None = None) -> list[int]:
     """The token ids of one request's answer."""
     return [token for chunk in await chunks_of(client, body, context) for token in chunk["token_ids"]]
-
-
-def demo_prompts(count: int = 40) -> list[list[int]]:
-    """Prompts of the demonstration model: sums, each as a chat."""
-    tokenizer = Tokenizer.from_file(str(FILES / "tokenizer.json"))
-    texts = [f"What is {number} + {60 - number}?" for number in range(1, count + 1)]
-    return [
-        tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False).ids
-        for text in texts
-    ]
 
 
 def lives(number: int) -> bool:

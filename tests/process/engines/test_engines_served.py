@@ -20,14 +20,13 @@ from typing import Any, Final
 
 import pytest
 from openai import BadRequestError
-from tokenizers import Tokenizer
 
 from dynamo.errors import DynamoException
 from dynamo.reference.engine import ReferenceEngine
 from dynamo.runtime.context import Context
 from dynamo.runtime.process_guard import descendants
 from support.cases import each_case
-from support.demo_model import FILES
+from support.demo_model import FILES, chat_prompts, first_logprob, sums
 from support.engine_cluster import START_SECONDS, SUM, EngineCase, ServedEngine, served_engine, tokens_of
 from support.patience import PATIENCE_SECONDS
 from support.processes import wait
@@ -68,6 +67,7 @@ WEATHER: Final[dict[str, Any]] = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
+UNSURE: Final = "How many letters?"  # the model is far from sure of the first token
 SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
     "properties": {"sum": {"type": "integer"}},
@@ -142,16 +142,17 @@ def test_a_constraint_holds_behind_thoughts(served: ServedEngine) -> None:
     assert "so 42" in message.reasoning_content
 
 
-def test_log_probabilities(served: ServedEngine) -> None:
+async def test_log_probabilities(served: ServedEngine) -> None:
     if "logprobs" in served.case.lacks:
         with pytest.raises(BadRequestError, match="not built"):
-            served.ask(SUM, logprobs=True)
+            await asyncio.to_thread(served.ask, SUM, logprobs=True)
         return
     wanted = {} if "top_logprobs" in served.case.lacks else {"top_logprobs": 2}
-    answer = served.ask(SUM, temperature=0, logprobs=True, **wanted)
-    first = answer.choices[0].logprobs.content[0]
-    assert first.logprob == pytest.approx(-0.00099, abs=2e-4)
-    assert len(first.top_logprobs or ()) == wanted.get("top_logprobs", 0)
+    for text in (SUM, UNSURE):
+        answer = await asyncio.to_thread(served.ask, text, temperature=0, logprobs=True, max_tokens=1, **wanted)
+        first = answer.choices[0].logprobs.content[0]
+        assert first.logprob == pytest.approx(await first_logprob(*chat_prompts(text)), rel=1e-3, abs=1e-5)
+        assert len(first.top_logprobs or ()) == wanted.get("top_logprobs", 0)
 
 
 def test_several_choices_and_seeds(served: ServedEngine) -> None:
@@ -193,22 +194,12 @@ def test_a_mistake_of_the_client_is_a_400(served: ServedEngine, options: dict[st
         served.ask(SUM, **options)
 
 
-def prompts() -> list[list[int]]:
-    """40 prompts of the demonstration model, each as a chat."""
-    tokenizer = Tokenizer.from_file(str(FILES / "tokenizer.json"))
-    texts = [f"What is {number} + {60 - number}?" for number in range(1, 41)]
-    return [
-        tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False).ids
-        for text in texts
-    ]
-
-
 async def test_its_greedy_tokens_are_those_of_the_reference_engine(served: ServedEngine) -> None:
     engine = ReferenceEngine(FILES)
     await engine.start(0)
     try:
         async with served.straight() as client:
-            for prompt in prompts():
+            for prompt in sums():
                 body = {
                     "token_ids": prompt,
                     "stop_conditions": {"max_tokens": 32},
@@ -256,7 +247,7 @@ async def test_random_aborts_leave_the_engine_free(served: ServedEngine) -> None
         for worker in served.workers.values():
             await worker.idle()
         # Were anything still held, so many at a time would wait for it.
-        body = {"token_ids": prompts()[0], "stop_conditions": {"max_tokens": 4}, "eos_token_ids": [2, 0]}
+        body = {"token_ids": sums(1)[0], "stop_conditions": {"max_tokens": 4}, "eos_token_ids": [2, 0]}
         await asyncio.wait_for(asyncio.gather(*(tokens_of(client, body) for _ in range(32))), PATIENCE_SECONDS)
     for worker in served.workers.values():
         assert not [line for line in worker.log.splitlines() if " ERROR " in line]

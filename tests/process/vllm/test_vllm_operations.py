@@ -17,9 +17,9 @@ from dynamo.reference.weights import read_tensors
 from dynamo.runtime.context import Context
 from support.adapters import write_adapter
 from support.cases import each_case
-from support.demo_model import FILES
+from support.demo_model import FILES, sums
 from support.processes import wait
-from support.vllm_cluster import MODEL, PYTHON, WHY_NOT, VllmCluster, demo_prompts, serve, tokens_of
+from support.vllm_cluster import MODEL, PYTHON, WHY_NOT, VllmCluster, serve, tokens_of
 
 pytestmark = [
     pytest.mark.engines,
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 
-PROMPTS = demo_prompts(6)
+PROMPTS = sums(6)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from dynamo.errors import DynamoException
 from dynamo.reference.engine import ReferenceEngine
 from dynamo.runtime.context import Context
 from support.cases import each_case
-from support.demo_model import FILES
+from support.demo_model import FILES, chat_prompts, first_logprob, sums
 from support.patience import PATIENCE_SECONDS
 from support.processes import wait
 from support.vllm_cluster import (
@@ -35,7 +35,6 @@ from support.vllm_cluster import (
     WHY_NOT,
     VllmCluster,
     chunks_of,
-    demo_prompts,
     lives,
     parts_of,
     serve,
@@ -112,14 +111,17 @@ def test_a_constraint_holds(served: VllmCluster, options: dict[str, Any], expect
     assert content in expected if isinstance(expected, tuple) else content == expected
 
 
-def test_choices_log_probabilities_and_seeds(served: VllmCluster) -> None:
-    answer = served.ask(SUM, n=2, logprobs=True, top_logprobs=2)
+async def test_choices_log_probabilities_and_seeds(served: VllmCluster) -> None:
+    answer = await asyncio.to_thread(served.ask, SUM, n=2, logprobs=True, top_logprobs=2)
+    expected = await first_logprob(*chat_prompts(SUM))
     assert [choice.message.content for choice in answer.choices] == ["42", "42"]
     for choice in answer.choices:
         first = choice.logprobs.content[0]
-        assert first.logprob == pytest.approx(-0.00099, abs=2e-4)
+        assert first.logprob == pytest.approx(expected, abs=1e-5)
         assert len(first.top_logprobs) == 2
-    drawn = [served.ask("Write a poem.", temperature=1.5, seed=7, max_tokens=20) for _ in range(2)]
+    drawn = [
+        await asyncio.to_thread(served.ask, "Write a poem.", temperature=1.5, seed=7, max_tokens=20) for _ in range(2)
+    ]
     assert drawn[0].choices[0].message.content == drawn[1].choices[0].message.content
 
 
@@ -142,7 +144,7 @@ async def test_its_greedy_tokens_are_those_of_the_reference_engine(served: VllmC
     await engine.start(0)
     try:
         async with served.straight() as client:
-            for prompt in demo_prompts():
+            for prompt in sums():
                 body = {
                     "token_ids": prompt,
                     "stop_conditions": {"max_tokens": 32, "ignore_eos": True},
@@ -161,7 +163,7 @@ async def test_its_log_probabilities_are_those_of_the_reference_engine(served: V
     await engine.start(0)
     try:
         async with served.straight() as client:
-            for prompt in demo_prompts(10):
+            for prompt in sums(10):
                 body: dict[str, Any] = {
                     "token_ids": prompt,
                     "stop_conditions": {"max_tokens": 8, "ignore_eos": True},
