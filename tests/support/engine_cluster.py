@@ -22,6 +22,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.settings import RuntimeSettings
 from support.demo_model import FILES
 from support.gguf_model import write_gguf
+from support.leftovers import cluster_apart
 from support.patience import PATIENCE_SECONDS
 from support.processes import Cluster, Frontend, Worker
 
@@ -73,6 +74,7 @@ class ServedEngine:
     frontend: Frontend
     workers: dict[str, Worker]
     client: OpenAI
+    temporary: Path  # for the temporary files of all processes
 
     def ask(self, text: str, *, stream: bool = False, **more: Any) -> Any:
         return self.client.chat.completions.create(
@@ -118,13 +120,13 @@ class ServedEngine:
 @contextmanager
 def served_engine(case: EngineCase, root: Path) -> Iterator[ServedEngine]:
     """A frontend and workers of one engine with the demonstration model."""
-    with Cluster(root) as cluster:
+    with cluster_apart(root) as (cluster, temporary):
         frontend = cluster.frontend("frontend", "--router-mode", "round-robin")
         workers = {name: _start(cluster, case, name) for name in case.workers}
         _wait_started(*workers.values())
         cluster.wait_ready(frontend, *workers.values())
         with OpenAI(base_url=f"{frontend.url}/v1", api_key="none", max_retries=0) as client:
-            yield ServedEngine(case, cluster, frontend, workers, client)
+            yield ServedEngine(case, cluster, frontend, workers, client, temporary)
 
 
 def _start(cluster: Cluster, case: EngineCase, name: str) -> Worker:

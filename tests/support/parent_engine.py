@@ -3,6 +3,9 @@
 It starts four processes: a child, a child in a session of its own, one that has lost its own parent, and one that was
 forked, which does not notice that the engine ends. Their numbers are in DIR/children. The engine is dead when the first
 one is.
+
+That first one also makes shared memory of which nothing but its own mapping knows. The path of it, and of a private
+directory with a file and a socket in it, are in DIR/files.
 """
 
 from __future__ import annotations
@@ -19,9 +22,20 @@ from typing import Any, Self
 
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import EngineConfig, LLMEngine
+from dynamo.runtime.process_guard import private_directory
 from dynamo.worker.run import run
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+CORE = """
+import mmap, os, socket, sys, time
+path, bound = f"/dev/shm/psm_test_{os.getpid()}", socket.socket(socket.AF_UNIX)
+with open(path, "w+b") as file:
+    file.truncate(1 << 20)
+    held = mmap.mmap(file.fileno(), 1 << 20)
+bound.bind(sys.argv[1] + "/core.sock")
+print(path, flush=True)
+time.sleep(600)
+"""
 ORPHAN = "import os, subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL).pid); os._exit(0)"
 TEARDOWN_SECONDS = 600
 
@@ -51,7 +65,12 @@ class ParentEngine(LLMEngine):
         return EngineConfig(model="m")
 
     def start_processes(self) -> None:
-        self.core = subprocess.Popen(SLEEP)
+        private = private_directory("parent")
+        (private / "file").write_text("of the engine")
+        self.core = subprocess.Popen([sys.executable, "-S", "-c", CORE, str(private)], stdout=subprocess.PIPE)
+        assert self.core.stdout is not None
+        shared = self.core.stdout.readline().decode().strip()
+        (self.directory / "files").write_text(f"{private}\n{shared}")
         apart = subprocess.Popen(SLEEP, start_new_session=True)
         orphan = subprocess.run([sys.executable, "-S", "-c", ORPHAN, *SLEEP], stdout=subprocess.PIPE, check=True)
         forked = os.fork()

@@ -19,6 +19,7 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.settings import RuntimeSettings
 from support.demo_model import FILES
+from support.leftovers import cluster_apart
 from support.patience import PATIENCE_SECONDS
 from support.processes import Cluster, Frontend, Worker
 
@@ -37,8 +38,9 @@ START_SECONDS: Final = 900.0  # three processes load torch; with others at work 
 class VllmCluster:
     """A frontend and the workers that serve, by name."""
 
-    def __init__(self, cluster: Cluster, frontend: Frontend, client: OpenAI) -> None:
+    def __init__(self, cluster: Cluster, frontend: Frontend, client: OpenAI, temporary: Path) -> None:
         self.cluster, self.frontend, self.client = cluster, frontend, client
+        self.temporary = temporary  # for the temporary files of all processes
         self.workers: dict[str, Worker] = {}
 
     def start(self, name: str, *flags: str, **env: str) -> None:
@@ -113,11 +115,11 @@ class VllmCluster:
 @contextmanager
 def serve(root: Path, *frontend_flags: str) -> Iterator[VllmCluster]:
     """Run a frontend, and no worker yet; everything is ended at the end."""
-    with Cluster(root) as cluster:
+    with cluster_apart(root) as (cluster, temporary):
         frontend = cluster.frontend("frontend", *frontend_flags)
         frontend.wait_ready()
         with OpenAI(base_url=f"{frontend.url}/v1", api_key="none", max_retries=0) as client:
-            yield VllmCluster(cluster, frontend, client)
+            yield VllmCluster(cluster, frontend, client, temporary)
 
 
 async def chunks_of(client: Any, body: dict[str, Any], context: Context | None = None) -> list[dict[str, Any]]:

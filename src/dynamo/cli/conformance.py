@@ -52,7 +52,10 @@ def main(argv: list[str]) -> int:
         run_raw_conformance,
     )
     from dynamo.contract.engine import RawEngine
+    from dynamo.runtime.process_guard import guard_this_process
 
+    if engine_cls.has_child_processes:
+        guard_this_process()  # an engine that breaks the contract may leave them
     is_raw = issubclass(engine_cls, RawEngine)
     if is_raw and options.encode:
         raise UsageError("--encode is for token engines; a raw engine has no encode role")

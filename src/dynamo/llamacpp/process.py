@@ -8,7 +8,6 @@ import logging
 import secrets
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any, Final
 
 from dynamo.errors import EngineShutdown
 from dynamo.llamacpp.connection import LlamaConnection, call_llama, open_llama
+from dynamo.runtime.process_guard import private_directory
 
 __all__ = ["LlamaProcess"]
 
@@ -36,7 +36,7 @@ class LlamaProcess:
 
     async def start(self, settings: Mapping[str, Any]) -> None:
         """Load the model. Raises EngineShutdown when that fails; llama.cpp's own lines are on standard error."""
-        self._directory = Path(tempfile.mkdtemp(prefix="dynamo-llama-"))
+        self._directory = private_directory("llama")
         began = time.perf_counter()
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -1,4 +1,5 @@
-"""Ends the processes that this process started, once this process is gone, however it ended.
+"""Ends the processes that this process started, and removes their temporary files, once this process is gone, however it
+ended.
 
 A process that is killed cannot end its children. So a second, small process, the guard, watches it: this file, run as a
 program, which imports the standard library only. It notes the descendants of its parent while the parent lives. When
@@ -6,25 +7,40 @@ the parent is gone it kills those that are left, whatever process group or sessi
 started since the last look is found by what it inherited: a mark in the environment, or the descriptor of a pipe where it
 was forked and runs no other program.
 
-The helper processes with which Python's `multiprocessing` removes shared memory get a moment to do so.
+The helper processes with which Python's `multiprocessing` removes shared memory get a moment to do so. What is left then
+the guard removes: directories that came from `private_directory`, and shared memory of known makers that one of the
+killed processes had mapped and no living one has.
 """
 
 from __future__ import annotations
 
+import getpass
 import logging
 import os
+import re
+import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-__all__ = ["Started", "descendants", "guard_this_process"]
+__all__ = [
+    "Started",
+    "descendants",
+    "end_processes",
+    "guard_this_process",
+    "private_directory",
+    "shared_memory_of",
+    "temporary_files_in",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +50,7 @@ LOOK_SECONDS: Final = 2.0  # between two looks; what was started since is found 
 LONGEST_LOOK_SECONDS: Final = 60.0  # each look that finds nothing new doubles the time to the next one, up to this
 LOOK_SECONDS_WITHOUT_PROC: Final = 3.0  # each look is a `ps` then
 SWEEP_SECONDS: Final = 10.0  # a process that is stuck in the kernel cannot be killed; the guard does not wait longer
-HELPER_SECONDS: Final = 2.0  # for `multiprocessing.resource_tracker` to remove what the dead left
+HELPER_SECONDS: Final = 2.0  # for `multiprocessing.resource_tracker`, once all others have ended
 HELPER: Final = b"multiprocessing.resource_tracker"
 
 Started = dict[int, str]
@@ -42,8 +58,24 @@ Started = dict[int, str]
 
 RESTART_SECONDS: Final = 1.0  # at least between two starts: a guard that cannot live is not started in a tight loop
 
+SHARED: Final = Path("/dev/shm")
+SHARED_NAMES: Final = ("psm_", "sem.mp-", "torch_", "nccl-", "sgl_shm_", "sglang_loads_")
+"""How shared memory begins that Python, torch, NCCL and SGLang make; anything else is left alone."""
+
+TEMPORARY: Final = "TMPDIR"
+COMPILED: Final = "TORCHINDUCTOR_CACHE_DIR"
+
+
+class _Mark(NamedTuple):
+    """What all guards of a process look for."""
+
+    process: int
+    text: str  # in the environment of children and in the names of private directories
+    temporary: str  # where these directories are
+
+
 _guard: subprocess.Popen[bytes] | None = None
-_mark: tuple[int, str] | None = None  # of which process, and the mark; all guards of a process look for the same one
+_mark: _Mark | None = None
 _keeper: threading.Thread | None = None
 _pipe: int | None = None  # never used; whoever holds it was forked by this process
 
@@ -54,41 +86,44 @@ def guard_this_process() -> None:
     Raises OSError.
     """
     global _keeper, _mark, _pipe
-    if _mark is None or _mark[0] != os.getpid():  # the first call, or one in a process that was forked
-        _mark, _keeper = (os.getpid(), f"{os.getpid()}-{time.time_ns()}"), None
+    if _mark is None or _mark.process != os.getpid():  # the first call, or one in a process that was forked
+        _mark, _keeper = _Mark(os.getpid(), secrets.token_hex(6), tempfile.gettempdir()), None
     elif _guard is not None and _guard.poll() is None:
         return
     if _pipe is None:
         _pipe, other_end = os.pipe()
         os.close(other_end)
-    _start_guard(_mark[1], _pipe)
+    _start_guard(_mark, _pipe)
     if _keeper is None or not _keeper.is_alive():
         # A daemon: it waits for a process that outlives this one.
-        _keeper = threading.Thread(target=_keep, args=(*_mark, _pipe), name="process guard", daemon=True)
+        _keeper = threading.Thread(target=_keep, args=(_mark, _pipe), name="process guard", daemon=True)
         _keeper.start()
 
 
-def _start_guard(mark: str, pipe: int) -> None:
+def _start_guard(mark: _Mark, pipe: int) -> None:
     global _guard
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     _guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, str(os.fstat(pipe).st_ino)],
+        [
+            *(sys.executable, "-I", "-S", __file__),
+            *(str(mark.process), mark.text, str(os.fstat(pipe).st_ino), mark.temporary),
+        ],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # it outlives what ends the group of its parent
     )
-    os.environ[MARK] = mark
+    os.environ[MARK] = mark.text
     logger.debug("process %d ends the children of this process when this process is gone", _guard.pid)
 
 
-def _keep(process: int, mark: str, pipe: int) -> None:
+def _keep(mark: _Mark, pipe: int) -> None:
     """Start another guard whenever the guard of this process has ended. Runs in a thread for as long as the process lives."""
     while True:
         began, guard = time.monotonic(), _guard
         assert guard is not None
         status = guard.wait()
-        if os.getpid() != process:
+        if os.getpid() != mark.process:
             return
         logger.warning(
             "the guard of child processes (process %d) ended with status %d; starting another", guard.pid, status
@@ -115,6 +150,65 @@ def descendants(of: int) -> Started:
     if _guard is not None:
         found.pop(_guard.pid, None)
     return found
+
+
+def private_directory(name: str) -> Path:
+    """Make a directory for temporary files and sockets; `name` becomes part of its own.
+
+    Whoever asks for it removes it. Once this process is gone its guard removes it, if there is a guard.
+    """
+    is_guarded = _mark is not None and _mark.process == os.getpid()
+    mark, parent = (_mark.text, _mark.temporary) if _mark is not None and is_guarded else ("unguarded", None)
+    return Path(tempfile.mkdtemp(prefix=f"dynamo-{name}-{mark}-", dir=parent))
+
+
+@contextmanager
+def temporary_files_in(directory: Path) -> Iterator[None]:
+    """Have this process, and the processes that it starts in the block, make their temporary files in a directory.
+
+    What torch has compiled stays where the next process finds it.
+    """
+    before, variable = tempfile.tempdir, os.environ.get(TEMPORARY)
+    os.environ.setdefault(COMPILED, str(Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"))
+    tempfile.tempdir = os.environ[TEMPORARY] = str(directory)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+        if variable is None:
+            del os.environ[TEMPORARY]
+        else:
+            os.environ[TEMPORARY] = variable
+
+
+def _user() -> str:
+    """Return the name of the user as torch has it in the name of its directory; the number where there is no name."""
+    with suppress(KeyError, OSError):
+        return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    return str(os.getuid())
+
+
+def shared_memory_of(processes: Iterable[int]) -> set[str]:
+    """Return the names of shared memory of known makers that one of the processes has mapped."""
+    there = _shared_names()
+    return {name for number in processes for name in there & _mapped(number)} if there else set()
+
+
+def end_processes(processes: Started, shared: Iterable[str] = ()) -> None:
+    """Kill the descendants of this process that are left of some, and remove their shared memory. Blocks for seconds at most.
+
+    `shared`: what they had mapped, before anything ended them. What another living process has mapped stays.
+    """
+    until = time.monotonic() + HELPER_SECONDS
+    left = dict(processes)
+    while left and time.monotonic() < until:
+        living = descendants(os.getpid())
+        left = {number: begun for number, begun in left.items() if living.get(number) == begun}
+        for number in left:
+            _kill(number)
+        if left:
+            time.sleep(0.02)
+    _remove_shared(shared, but_for=os.getpid())
 
 
 # -- the table of processes -------------------------------------------------------------------------------------------
@@ -172,16 +266,19 @@ def _below(roots: Iterable[int], table: dict[int, tuple[int, str]]) -> Started:
 
 
 class _Guard:
-    """What the guard knows of its parent's descendants. Bounded by the processes that live."""
+    """What the guard knows of its parent's descendants. Bounded by the processes that live and the shared memory there is."""
 
-    def __init__(self, parent: int, mark: str, pipe: str) -> None:
+    def __init__(self, parent: int, mark: str, pipe: str, temporary: str) -> None:
         self._parent, self._mark, self._pipe = parent, f"{MARK}={mark}".encode(), f"pipe:[{pipe}]"
+        self._private = Path(temporary), f"dynamo-*-{mark}-*"
         self._known: Started = {}
+        self._shared: set[str] = set()  # names of shared memory that the parent or a descendant has mapped
 
     def look(self) -> bool:
         """Note the descendants of now; those whose own parent has died were noted before. Return whether they have changed."""
         before = self._known
         self._note(_table(), self._parent)
+        self._note_shared([self._parent, *self._known])
         return self._known != before
 
     def _note(self, table: dict[int, tuple[int, str]], *roots: int) -> None:
@@ -189,26 +286,46 @@ class _Guard:
         self._known = {**known, **_below([*roots, *known], table)}
         self._known.pop(os.getpid(), None)
 
+    def _note_shared(self, processes: Iterable[int]) -> None:
+        there = _shared_names()
+        self._shared &= there
+        if there - self._shared:
+            self._shared |= shared_memory_of(processes)
+
     def sweep(self) -> list[str]:
         """Kill what is left of the parent's descendants; return what that was."""
-        began = time.monotonic()
+        began = alone_since = time.monotonic()
         killed: dict[int, str] = {}
-        while (since := time.monotonic() - began) < SWEEP_SECONDS:
+        while (now := time.monotonic()) < began + SWEEP_SECONDS:
             table = _table()
             table.pop(os.getpid(), None)
             self._note(table)  # not what is below the parent: its number may be another process's by now
             left = {*self._known, *(number for number in table if self._is_marked(number))}
             if not left:
                 break
-            for number in left:
-                command = _read(number, "cmdline")
-                if HELPER in command and since < HELPER_SECONDS:
+            if not killed:
+                self._note_shared(left)  # their memory, before they are gone
+            commands = {number: _read(number, "cmdline") for number in left}
+            if any(HELPER not in command for command in commands.values()):
+                alone_since = now
+            for number, command in commands.items():
+                if HELPER in command and now < alone_since + HELPER_SECONDS:
                     continue
                 _kill(number)
                 if command:  # else it is ending already
                     killed.setdefault(number, f"{number} ({_read(number, 'comm').decode(errors='replace').strip()})")
             time.sleep(0.02)
         return list(killed.values())
+
+    def remove_files(self) -> list[str]:
+        """Remove the private directories and the shared memory that the dead left; return what that was."""
+        removed = []
+        temporary, pattern = self._private
+        for directory in temporary.glob(pattern):
+            shutil.rmtree(directory, ignore_errors=True)
+            if not directory.exists():
+                removed.append(str(directory))
+        return removed + _remove_shared(self._shared)
 
     def _is_marked(self, number: int) -> bool:
         return self._mark in _read(number, "environ").split(b"\0") or self._pipe in _descriptors(number)
@@ -232,6 +349,34 @@ def _descriptors(number: int) -> set[str]:
     return found
 
 
+def _shared_names() -> set[str]:
+    try:
+        return {name for name in os.listdir(SHARED) if name.startswith(SHARED_NAMES)}
+    except OSError:  # this system shows no such directory
+        return set()
+
+
+def _mapped(number: int) -> set[str]:
+    """Return the names of the shared memory that a process has mapped, as far as that can be read."""
+    before = os.fsencode(SHARED) + b"/"
+    lines = _read(number, "maps").splitlines()
+    return {os.fsdecode(line.partition(before)[2]) for line in lines if before in line}
+
+
+def _remove_shared(names: Iterable[str], but_for: int = 0) -> list[str]:
+    """Remove the shared memory that no living process has mapped but one; return what was removed."""
+    left = _shared_names().intersection(names)
+    for number in _table() if left else ():
+        if number != but_for:
+            left -= _mapped(number)
+    removed = []
+    for name in left:
+        with suppress(OSError):  # another user's, or removed meanwhile
+            (SHARED / name).unlink()
+            removed.append(str(SHARED / name))
+    return removed
+
+
 def _kill(number: int) -> None:
     with suppress(OSError):  # it ended meanwhile
         os.kill(number, signal.SIGKILL)
@@ -251,9 +396,10 @@ def main(argv: list[str]) -> None:
             time.sleep(shortest)  # the only way to see that the parent is gone
         elif select.select([gone], [], [], seconds)[0]:
             break
-    killed = guard.sweep()
-    if killed:
-        sys.stderr.write(f"process {parent} is gone; killed what it left behind: {', '.join(killed)}\n")
+    killed, removed = guard.sweep(), guard.remove_files()
+    for deed, left in (("killed", killed), ("removed", removed)):
+        if left:
+            sys.stderr.write(f"process {parent} is gone; {deed} what it left behind: {', '.join(left)}\n")
 
 
 def _descriptor_of(parent: int) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import threading
 from collections.abc import AsyncGenerator
@@ -24,7 +25,13 @@ from dynamo.contract.requests.generation import Feature, GenerationLimits, read_
 from dynamo.contract.requests.output_grammar import grammar_of
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.runtime.context import Context
-from dynamo.runtime.process_guard import descendants
+from dynamo.runtime.process_guard import (
+    descendants,
+    end_processes,
+    private_directory,
+    shared_memory_of,
+    temporary_files_in,
+)
 from dynamo.sglang.answers import SglangAnswer, logprob_arguments, sampling_parameters
 from dynamo.sglang.arguments import MARK, SglangArguments, read_arguments, server_arguments
 from dynamo.sglang.engine_thread import EngineThread, kept_logging
@@ -48,6 +55,7 @@ class SglangEngine(LLMEngine):
         self._arguments = arguments
         self._thread = EngineThread()
         self._limits: GenerationLimits | None = None
+        self._directory: Path | None = None  # of temporary files; SGLang itself leaves them
         self._children: dict[int, str] = {}
         self._numbers = count()
         self._tells_thoughts = False  # SGLang has a reasoning parser of its own
@@ -100,7 +108,8 @@ class SglangEngine(LLMEngine):
     def _make(self) -> Any:
         from sglang.srt.entrypoints.engine import Engine
 
-        with kept_logging():
+        self._directory = private_directory("sglang")
+        with kept_logging(), temporary_files_in(self._directory):
             return Engine(server_args=server_arguments(self._arguments))
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
@@ -155,14 +164,13 @@ class SglangEngine(LLMEngine):
     async def cleanup(self) -> None:
         self._was_cleaned_up = True
         mine = await asyncio.to_thread(descendants, os.getpid()) if self._thread.engine is not None else {}
+        shared = await asyncio.to_thread(shared_memory_of, mine)
         with suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 await self._thread.close()
-        left = await asyncio.to_thread(descendants, os.getpid())
-        for number, mark in mine.items():
-            if left.get(number) == mark:
-                with suppress(OSError):
-                    os.kill(number, signal.SIGKILL)
+        await asyncio.to_thread(end_processes, mine, shared)
+        if self._directory is not None:
+            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     async def health_check_payload(self) -> dict[str, Any] | None:
         return build_health_check_payload(0)

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import shutil
-import signal
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
@@ -23,7 +22,7 @@ from dynamo.contract.kv_events import KvEventSource
 from dynamo.contract.metrics import register_global_registry
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.runtime.context import Context
-from dynamo.runtime.process_guard import descendants
+from dynamo.runtime.process_guard import descendants, end_processes, shared_memory_of
 from dynamo.vllm.adapters import adapter_limits
 from dynamo.vllm.answers import VllmAnswer
 from dynamo.vllm.arguments import Arguments, read_arguments
@@ -207,10 +206,11 @@ class VllmEngine(LLMEngine):
         with suppress(Exception):
             await started.client.abort([one for ids in self._running.values() for one in ids])
         mine = await asyncio.to_thread(descendants, os.getpid())
+        shared = await asyncio.to_thread(shared_memory_of, mine)
         try:
             await asyncio.to_thread(started.client.shutdown, SHUTDOWN_SECONDS)
         finally:
-            await asyncio.to_thread(_kill, mine)
+            await asyncio.to_thread(end_processes, mine, shared)
             shutil.rmtree(started.directory, ignore_errors=True)
 
     async def is_quiescent(self) -> bool | None:
@@ -294,13 +294,3 @@ async def _handed_over(client: Any, transfer: dict[str, Any] | None) -> AsyncIte
         yield blocks
     finally:
         await blocks.decline()
-
-
-def _kill(processes: dict[int, str]) -> None:
-    """Kill the processes of the engine that have not ended."""
-    left = descendants(os.getpid())
-    for number in processes:
-        if left.get(number) == processes[number]:
-            logger.debug("process %d of vLLM had not ended", number)
-            with suppress(OSError):
-                os.kill(number, signal.SIGKILL)

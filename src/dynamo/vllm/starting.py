@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.runtime.addresses import WILDCARDS, bound_socket, detect_host
+from dynamo.runtime.process_guard import private_directory, temporary_files_in
 from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.runtime.tasks import Background
 from dynamo.vllm.adapters import SPARE_SLOTS
@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 PROGRESS_SECONDS: Final = 10.0
 BIND: Final = "VLLM_CPU_OMP_THREADS_BIND"
 THREADS: Final = "OMP_NUM_THREADS"
-TEMPORARY: Final = "TMPDIR"
+SOCKETS: Final = "VLLM_RPC_BASE_PATH"
+SOCKET_NAME: Final = 36  # characters: vLLM names each by a UUID
+SOCKET_PATH: Final = 103  # characters; systems take no longer ones
 NIXL: Final = "NixlConnector"
 NIXL_HOST: Final = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 NIXL_PORT: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
@@ -78,7 +80,7 @@ def _start(arguments: Arguments, reports: LoadReports) -> Started:
         bind_threads(
             os.environ, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         )
-    directory = Path(tempfile.mkdtemp(prefix="dynamo-vllm-"))
+    directory = private_directory("vllm")
     try:
         args = arguments.vllm
         args.enable_log_requests = False
@@ -94,7 +96,8 @@ def _start(arguments: Arguments, reports: LoadReports) -> Started:
             )
         # Each engine leaves files in the directory for temporary ones.
         _remember_variables(False)  # another engine of this process may have had others
-        with _variables({TEMPORARY: str(directory), **transfer_addresses(args, os.environ)}):
+        variables = {**_socket_directory(directory, os.environ), **transfer_addresses(args, os.environ)}
+        with temporary_files_in(directory), _variables(variables):
             config = _configuration(arguments, args, UsageContext.ENGINE_CONTEXT)
             client = AsyncLLM.from_vllm_config(
                 config, usage_context=UsageContext.ENGINE_CONTEXT, stat_loggers=[reports.factory()]
@@ -129,6 +132,12 @@ def _remember_variables(is_on: bool) -> None:
     change = getattr(envs, "enable_envs_cache" if is_on else "disable_envs_cache", None)
     if change is not None:
         change()
+
+
+def _socket_directory(directory: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return where vLLM puts the sockets between its processes: where temporary files are unless that path is too long."""
+    is_short = len(os.fsencode(directory)) + 1 + SOCKET_NAME <= SOCKET_PATH
+    return {} if SOCKETS in environment else {SOCKETS: str(directory if is_short else directory.parent)}
 
 
 @contextmanager

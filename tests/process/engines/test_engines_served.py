@@ -28,8 +28,8 @@ from dynamo.runtime.process_guard import descendants
 from support.cases import each_case
 from support.demo_model import FILES, chat_prompts, first_logprob, sums
 from support.engine_cluster import START_SECONDS, SUM, EngineCase, ServedEngine, served_engine, tokens_of
+from support.leftovers import Belongings, wait_empty
 from support.patience import PATIENCE_SECONDS
-from support.processes import wait
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
@@ -56,7 +56,7 @@ CASES: Final = (
         {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
         lacks=frozenset({"behind_thoughts"}),
         aborts=100,
-        workers=("b",),  # each takes three processes and minutes to start
+        core="sglang::scheduler",
     ),
 )
 WEATHER: Final[dict[str, Any]] = {
@@ -264,13 +264,6 @@ def streams_while(served: ServedEngine, act: Callable[[], None], count: int = 4)
         return [each.result(PATIENCE_SECONDS * 2) for each in running]
 
 
-def lives(number: int) -> bool:
-    try:
-        return Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
-    except OSError:
-        return False
-
-
 def test_a_killed_engine_ends_its_worker_and_loses_no_token(served: ServedEngine) -> None:
     worker = next(iter(served.workers.values()))
     parts = [number for number in descendants(worker.pid) if served.case.core and served.case.core in title_of(number)]
@@ -290,22 +283,24 @@ def title_of(number: int) -> str:
         return ""
 
 
-def test_a_killed_worker_loses_no_token_and_leaves_no_orphan(served: ServedEngine) -> None:
+def test_a_killed_worker_loses_no_token_and_leaves_nothing_behind(served: ServedEngine) -> None:
     if len(served.workers) < 2:
         served.add_worker("c")
     expected = served.long()
     worker = served.workers.pop("b")
-    parts = list(descendants(worker.pid))
+    belongings = Belongings(worker, served.temporary)
     assert set(streams_while(served, worker.kill)) == {expected}
     assert worker.exit_code() == -signal.SIGKILL
-    wait(lambda: not any(lives(number) for number in parts), lambda: f"the end of {parts}")
+    belongings.wait_gone()
 
 
 def test_sigterm_under_load_loses_nothing_and_ends_in_time(served: ServedEngine) -> None:
     (worker,) = served.workers.values()
-    expected = served.long()
+    expected, belongings = served.long(), Belongings(worker, served.temporary)
     assert set(streams_while(served, worker.terminate)) == {expected}
     assert worker.exit_code() == 0
+    belongings.wait_gone()
+    wait_empty(served.temporary)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -25,6 +25,7 @@ from dynamo.reference.engine import ReferenceEngine
 from dynamo.runtime.context import Context
 from support.cases import each_case
 from support.demo_model import FILES, chat_prompts, first_logprob, sums
+from support.leftovers import Belongings, wait_empty
 from support.patience import PATIENCE_SECONDS
 from support.processes import wait
 from support.vllm_cluster import (
@@ -35,7 +36,6 @@ from support.vllm_cluster import (
     WHY_NOT,
     VllmCluster,
     chunks_of,
-    lives,
     parts_of,
     serve,
     tokens_of,
@@ -256,12 +256,13 @@ def streams_while(served: VllmCluster, act: Callable[[], None], count: int = 8) 
 
 
 @pytest.mark.parametrize(("name", "victim"), [("a", "core"), ("b", "worker")])
-def test_a_killed_process_loses_no_token_and_leaves_no_orphan(served: VllmCluster, name: str, victim: str) -> None:
+def test_a_killed_process_loses_no_token_and_leaves_nothing_behind(served: VllmCluster, name: str, victim: str) -> None:
     if len(served.workers) < 2:  # two at a time: each takes a core
         served.start("c")
         served.wait_serving()
     worker = served.workers.pop(name)
-    parts = parts_of(worker)
+    parts, belongings = parts_of(worker), Belongings(worker, served.temporary)
+    assert belongings.files
     expected, before = served.long(), served.metric("dynamo_frontend_model_migration_total")
     assert expected[1] == 300
     core = next(number for title, number in parts.items() if "EngineCore" in title)
@@ -271,16 +272,18 @@ def test_a_killed_process_loses_no_token_and_leaves_no_orphan(served: VllmCluste
         served.metric("dynamo_frontend_model_migration_total") > before
     )  # else it would have served nothing when it died
     assert worker.exit_code() == (1 if victim == "core" else -signal.SIGKILL)
-    wait(lambda: not any(lives(number) for number in parts.values()), lambda: f"the end of {parts}")
+    belongings.wait_gone()
     if victim == "core":
         assert "the engine died: vLLM's engine core is gone" in worker.log
 
 
 def test_sigterm_under_load_loses_nothing(served: VllmCluster) -> None:
     worker = served.workers["c"]
-    expected = served.long()
+    expected, belongings = served.long(), Belongings(worker, served.temporary)
     assert set(streams_while(served, worker.terminate, 4)) == {expected}
     assert worker.exit_code() == 0
+    belongings.wait_gone()
+    wait_empty(served.temporary)
 
 
 def test_it_keeps_the_contract() -> None:

@@ -1,4 +1,4 @@
-"""Engines with child processes: what a killed worker leaves behind, and how it ends when its engine is dead."""
+"""Engines with child processes: nothing is left behind by a killed worker, and how a worker ends when its engine is dead."""
 
 from __future__ import annotations
 
@@ -46,12 +46,17 @@ class Worker:
         wait(lambda: bool(self.records()), "the instance")
         self.children = [int(number) for number in (home / "children").read_text().split()]
         assert all(lives(number) for number in self.children)
+        self.files = [Path(line) for line in (home / "files").read_text().splitlines()]
+        assert all(path.exists() for path in self.files)
 
     def records(self) -> list[Path]:
         return [path for path in self.store.glob("v1/instances/*") if not path.name.startswith(".")]
 
     def wait_no_child(self) -> None:
         wait(lambda: not any(lives(number) for number in self.children), f"the end of {self.children}")
+
+    def wait_no_file(self) -> None:
+        wait(lambda: not any(path.exists() for path in self.files), f"the end of {self.files}")
 
     def close(self) -> None:
         self.process.close()
@@ -76,12 +81,13 @@ def kill_core(worker: Worker) -> int:
 
 
 @each_case("end", [kill_worker, terminate_worker, kill_core], ids=lambda end: end.__name__)
-def test_no_process_outlives_its_worker(tmp_path: Path, end: Callable[[Worker], int]) -> None:
+def test_no_process_and_no_file_outlives_its_worker(tmp_path: Path, end: Callable[[Worker], int]) -> None:
     worker = Worker(tmp_path / end.__name__)
     try:
         status = end(worker)
         assert worker.process.exit_code() == status
         worker.wait_no_child()
+        worker.wait_no_file()
         if status >= 0:  # it ended by itself: without the teardown, which would take minutes, and with all else done
             assert worker.records() == []
             assert (worker.home / "atexit").exists()
