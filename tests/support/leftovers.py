@@ -1,4 +1,4 @@
-"""What a worker with child processes may leave behind: its processes and its files."""
+"""What a worker with child processes may leave behind: its processes, its files, and errors in its log."""
 
 from __future__ import annotations
 
@@ -37,6 +37,13 @@ def wait_empty(temporary: Path) -> None:
         return [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]
 
     wait(lambda: not left(), lambda: f"the end of {left()}")
+
+
+def errors_of(log: str) -> str:
+    """The errors in a log, each with the lines behind it, where its traceback is."""
+    lines = log.splitlines()
+    begins = [number for number, line in enumerate(lines) if " ERROR " in line]
+    return "\n".join(line for begin in begins for line in lines[begin : begin + 40])
 
 
 def _mark_of(number: int) -> str:

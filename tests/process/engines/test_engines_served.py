@@ -28,7 +28,7 @@ from dynamo.runtime.process_guard import descendants
 from support.cases import each_case
 from support.demo_model import FILES, chat_prompts, first_logprob, sums
 from support.engine_cluster import START_SECONDS, SUM, EngineCase, ServedEngine, served_engine, tokens_of
-from support.leftovers import Belongings, wait_empty
+from support.leftovers import Belongings, errors_of, wait_empty
 from support.patience import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
@@ -250,7 +250,7 @@ async def test_random_aborts_leave_the_engine_free(served: ServedEngine) -> None
         body = {"token_ids": sums(1)[0], "stop_conditions": {"max_tokens": 4}, "eos_token_ids": [2, 0]}
         await asyncio.wait_for(asyncio.gather(*(tokens_of(client, body) for _ in range(32))), PATIENCE_SECONDS)
     for worker in served.workers.values():
-        assert not [line for line in worker.log.splitlines() if " ERROR " in line]
+        assert not errors_of(worker.log)
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------

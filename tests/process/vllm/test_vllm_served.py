@@ -25,9 +25,9 @@ from dynamo.reference.engine import ReferenceEngine
 from dynamo.runtime.context import Context
 from support.cases import each_case
 from support.demo_model import FILES, chat_prompts, first_logprob, sums
-from support.leftovers import Belongings, wait_empty
+from support.leftovers import Belongings, errors_of, wait_empty
 from support.patience import PATIENCE_SECONDS
-from support.processes import wait
+from support.processes import Worker, wait
 from support.vllm_cluster import (
     ENVIRONMENT,
     FLAGS,
@@ -232,7 +232,7 @@ async def test_a_thousand_aborts_leave_every_block_free(served: VllmCluster) -> 
     for worker in served.workers.values():
         for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
             wait(lambda name=name, worker=worker: worker.metric(name) == 0, lambda name=name: f"{name} to be 0")  # type: ignore[misc]
-        assert not [line for line in worker.log.splitlines() if " ERROR " in line]
+        assert not errors_of(worker.log)
 
 
 def test_an_engine_is_halted_put_to_sleep_and_emptied(served: VllmCluster) -> None:
@@ -247,10 +247,13 @@ def test_an_engine_is_halted_put_to_sleep_and_emptied(served: VllmCluster) -> No
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 
-def streams_while(served: VllmCluster, act: Callable[[], None], count: int = 8) -> list[tuple[str, int]]:
+def streams_while(
+    served: VllmCluster, worker: Worker, act: Callable[[], None], count: int = 8
+) -> list[tuple[str, int]]:
+    """Stream answers, and act once the worker generates some of them."""
     with ThreadPoolExecutor(count) as pool:
         running = [pool.submit(served.long) for _ in range(count)]
-        time.sleep(1.0)  # into the middle of them; none of what is asserted depends on it
+        wait(lambda: worker.metric("vllm:num_requests_running") > 0, lambda: "a stream of the worker")
         act()
         return [each.result(PATIENCE_SECONDS * 2) for each in running]
 
@@ -266,7 +269,7 @@ def test_a_killed_process_loses_no_token_and_leaves_nothing_behind(served: VllmC
     expected, before = served.long(), served.metric("dynamo_frontend_model_migration_total")
     assert expected[1] == 300
     core = next(number for title, number in parts.items() if "EngineCore" in title)
-    answers = streams_while(served, lambda: os.kill(core if victim == "core" else worker.pid, signal.SIGKILL))
+    answers = streams_while(served, worker, lambda: os.kill(core if victim == "core" else worker.pid, signal.SIGKILL))
     assert set(answers) == {expected}
     assert (
         served.metric("dynamo_frontend_model_migration_total") > before
@@ -280,7 +283,7 @@ def test_a_killed_process_loses_no_token_and_leaves_nothing_behind(served: VllmC
 def test_sigterm_under_load_loses_nothing(served: VllmCluster) -> None:
     worker = served.workers["c"]
     expected, belongings = served.long(), Belongings(worker, served.temporary)
-    assert set(streams_while(served, worker.terminate, 4)) == {expected}
+    assert set(streams_while(served, worker, worker.terminate, 4)) == {expected}
     assert worker.exit_code() == 0
     belongings.wait_gone()
     wait_empty(served.temporary)
