@@ -164,7 +164,7 @@ def private_directory(name: str) -> Path:
 
 @contextmanager
 def temporary_files_in(directory: Path) -> Iterator[None]:
-    """Have this process, and the processes that it starts in the block, make their temporary files in a directory.
+    """Make temporary files in a directory, in this process and in the processes that it starts in the block.
 
     What torch has compiled stays where the next process finds it.
     """
