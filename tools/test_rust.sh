@@ -33,7 +33,7 @@ cargo test "${flags[@]}" --workspace --all-features
 cargo build "${flags[@]}" --workspace
 cd ..
 export RUST_SCRIPTED_ENGINE=$target/debug/scripted-engine RUST_SAMPLE_ENGINE=$target/debug/sample-backend
-export RUST_MOCKER=$target/debug/mocker
+export RUST_MOCKER=$target/debug/mocker RUST_INTEROP_ENGINE=$target/debug/interop-engine
 RUST_CARGO_FLAGS=$("${PYTHON:-python3}" -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "${flags[@]}")
 export RUST_CARGO_FLAGS
 "${PYTHON:-python3}" -m pytest -q -rs tests/process/rust "$@"
@@ -41,3 +41,4 @@ RUST_WORKERS=all "${PYTHON:-python3}" -m pytest -q -rs tests/process/e2e "$@"
 for half in first second; do # a lost request goes on at a worker in the other language, both ways
   RUST_WORKERS=$half "${PYTHON:-python3}" -m pytest -q -rs tests/process/e2e/test_e2e_workers.py "$@"
 done
+"${PYTHON:-python3}" -m pytest -q -rs -m interop tests/long/interop -k "rust or Rust" "$@" # with DYNAMO_NATIVE_PYTHON

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
@@ -11,13 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+from tokenizers import Tokenizer
+
 from support.etcd_server import EtcdServer
+from support.interop_engine import SENTENCE
 from support.native_frontend import NATIVE_PYTHON, Frontend, Reply, environment, frontend_process, process
 from support.nats_server import nats_server
 from support.tiny_model import write_tiny_model
 
 ENGINE = Path(__file__).parent / "interop_engine.py"
 PYTHONS = {"native": NATIVE_PYTHON, "ours": sys.executable}
+RUST_ENGINE = os.environ.get("RUST_INTEROP_ENGINE", "")
+"""The same engine in Rust (`make test-rust` builds it): a worker of the system "rust"."""
+IN_RUST = pytest.mark.skipif(
+    not RUST_ENGINE, reason="no Rust engine: `make test-rust` builds one (RUST_INTEROP_ENGINE)"
+)
 
 
 @dataclass
@@ -90,11 +100,13 @@ async def interop_cluster(
     more: dict[str, str] | None = None,
     everywhere: dict[str, str] | None = None,
 ) -> AsyncIterator[Cluster]:
-    """`frontend` and each of `workers` is "native" or "ours"; `more` is added to every worker's environment, `everywhere` to
+    """`frontend` is "native" or "ours", each of `workers` may also be "rust"; `more` is added to every worker's environment, `everywhere` to
     that of every process."""
     model_dir = write_tiny_model(root / "model")
     config = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 40_000}))
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    answer = ",".join(map(str, tokenizer.encode(SENTENCE, add_special_tokens=False).ids))
     options = ("--discovery-backend", discovery, "--request-plane", plane)
     async with AsyncExitStack() as stack:
         found = stack.enter_context(services(root, plane=plane, discovery=discovery, events=events))
@@ -103,8 +115,9 @@ async def interop_cluster(
         cluster = Cluster(front, model_dir)
         for number, system in enumerate(workers):
             journal = root / f"worker-{number}.journal"
-            argv = [PYTHONS[system], str(ENGINE), str(model_dir), str(journal), *options]
-            own = {**env, **(more or {})}
+            program = [RUST_ENGINE] if system == "rust" else [PYTHONS[system], str(ENGINE)]
+            argv = [*program, str(model_dir), str(journal), *options]
+            own = {**env, "INTEROP_TOKENS": answer, **(more or {})}
             started = await stack.enter_async_context(process(argv, root / f"worker-{number}.log", own))
             cluster.workers.append(Worker(system, started, journal))
         await front.model_appears()

@@ -115,7 +115,8 @@ class NativeCaller:
 
     async def listen(self) -> None:
         self._server = await asyncio.start_server(self._called_home, "127.0.0.1", 0, backlog=1024)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.listening = self._server.sockets
+        self.port = self.listening[0].getsockname()[1]
 
     async def open(self) -> None:
         await self.listen()

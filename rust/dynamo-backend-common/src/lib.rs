@@ -1,7 +1,7 @@
 //! Write an LLM engine in Rust and serve it behind an OpenAI-compatible frontend.
 //!
-//! An engine implements [`LLMEngine`]; [`run`] serves it: it registers the model, takes requests over the `mux` wire, keeps
-//! to cancellations and limits, answers `/health` and `/metrics`, and ends in order on SIGTERM.
+//! An engine implements [`LLMEngine`]; [`run`] serves it: it registers the model, takes requests over the `mux` wire and
+//! that of ai-dynamo 1.6, keeps to cancellations and limits, answers `/health` and `/metrics`, and ends in order on SIGTERM.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -54,8 +54,8 @@
 //! # What is not built
 //!
 //! Discovery other than `file` and `etcd`, request and event planes other than `tcp` and `zmq`, TLS, an admin port: a setting that asks
-//! for one of these ends the start with an error that says so. The native 1.6 wire, LoRA adapters and the
-//! export of traces over OTLP: a worker runs without them.
+//! for one of these ends the start with an error that says so. LoRA adapters and the export of traces over OTLP: a worker
+//! runs without them.
 
 /// The page for writers of engines: its snippets are compiled and run as they stand there.
 #[cfg(doctest)]

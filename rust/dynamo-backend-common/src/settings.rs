@@ -46,6 +46,12 @@ pub(crate) fn switch(name: &str, default: bool) -> bool {
     }
 }
 
+/// Returns the words of a list with commas between them.
+fn words(name: &str) -> Vec<String> {
+    let value = text(name).unwrap_or_default();
+    value.split(',').map(str::trim).filter(|word| !word.is_empty()).map(str::to_owned).collect()
+}
+
 fn size(name: &str, default: usize, minimum: i64) -> usize {
     usize::try_from(integer(name, default as i64, minimum)).unwrap_or(default)
 }
@@ -74,6 +80,9 @@ pub(crate) struct ListenerSettings {
     pub(crate) write_stall: Duration,
     pub(crate) credit_stall: Duration,
     pub(crate) secret_path: Option<PathBuf>,
+    pub(crate) connect_timeout: Duration,
+    pub(crate) idle: Duration,
+    pub(crate) call_home_networks: Vec<String>,
 }
 
 const MEGABYTE: usize = 1024 * 1024;
@@ -107,6 +116,9 @@ impl ListenerSettings {
             write_stall: seconds("DYN_TCP_WRITE_STALL_SECS", 60.0, 0.1),
             credit_stall: seconds("DYN_TCP_CREDIT_STALL_SECS", 300.0, 0.1),
             secret_path: text("DYN_TCP_SECRET_PATH").map(PathBuf::from),
+            connect_timeout: seconds("DYN_TCP_CONNECT_TIMEOUT", 5.0, 0.1),
+            idle: seconds("DYN_TCP_IDLE_CONNECTION_SECS", 600.0, 1.0),
+            call_home_networks: words("DYN_TCP_CALL_HOME_NETWORKS"),
         }
     }
 }

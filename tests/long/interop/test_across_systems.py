@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator
 
+import openai
 import pytest
 import pytest_asyncio
+from openai.types.chat import ChatCompletionMessageParam
 
-from support.interop_cluster import Cluster, chat_body, interop_cluster
+from support.interop_cluster import IN_RUST, Cluster, chat_body, interop_cluster
 from support.interop_engine import FOREVER, SENTENCE, SILENT
 from support.native_frontend import why_not
 
@@ -47,13 +50,18 @@ DIFFERENT = {
     ("ours", 116): (400, ""),  # a 1.6.1 frontend answers 400 to most 4xx
     ("ours", 113): (500, ""),  # a ValueError of an engine is the engine's mistake, as the guide says
 }
-"""The same by the worker's system, where it is another one."""
+"""The same by the worker's system, where it is another one. A worker in Rust is one of ours."""
+
+CLUSTERS = [
+    *itertools.product([("ours", "native"), ("native", "ours")], ["tcp", "nats"]),
+    pytest.param((("native", "rust"), "tcp"), marks=IN_RUST),
+]
 
 
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=itertools.product([("ours", "native"), ("native", "ours")], ["tcp", "nats"]),
+    params=CLUSTERS,
     ids=lambda param: f"{param[0][1]}-worker-{param[1]}",
 )
 async def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
@@ -81,6 +89,27 @@ async def test_a_chat_answer_is_streamed_with_its_usage(cluster: Cluster) -> Non
     assert [event["usage"]["total_tokens"] > 6 for event in events if event.get("usage")] == [True]
 
 
+async def test_curl_and_the_openai_client_get_their_answers(cluster: Cluster) -> None:
+    url = f"http://127.0.0.1:{cluster.frontend.port}/v1"
+    arguments = ["curl", "-sN", f"{url}/chat/completions", "-H", "content-type: application/json"]
+    curl = await asyncio.create_subprocess_exec(
+        *arguments, "-d", json.dumps(chat_body(stream=True)), stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await asyncio.wait_for(curl.communicate(), 20)
+    lines = [line for line in output.decode().split("\n") if line.startswith("data: ")]
+    texts = [json.loads(line[6:])["choices"][0]["delta"].get("content") or "" for line in lines[:-1]]
+    assert ("".join(texts), lines[-1]) == (SENTENCE, "data: [DONE]")
+
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as client:
+        messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "count"}]
+        answer = await client.chat.completions.create(model="tiny-model", messages=messages, max_tokens=64)
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (SENTENCE, "stop")
+        stream = await client.chat.completions.create(model="tiny-model", messages=messages, max_tokens=64, stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == SENTENCE
+        with pytest.raises(openai.BadRequestError, match="prompt too odd"):
+            await client.chat.completions.create(model="tiny-model", messages=messages, max_tokens=101)
+
+
 async def test_a_completion_arrives_once_for_each_choice(cluster: Cluster) -> None:
     choices = 2 if cluster.workers[0].system == "native" else 1  # 1.6.1 leaves n to the engine, and ours says one thing
     body = {"model": "tiny-model", "prompt": "count", "max_tokens": 64, "n": choices}
@@ -90,7 +119,8 @@ async def test_a_completion_arrives_once_for_each_choice(cluster: Cluster) -> No
 
 @pytest.mark.parametrize("limit", sorted(STATUSES))
 async def test_an_engine_error_has_its_status(cluster: Cluster, limit: int) -> None:
-    status, text = DIFFERENT.get((cluster.workers[0].system, limit), STATUSES[limit])
+    system = "native" if cluster.workers[0].system == "native" else "ours"
+    status, text = DIFFERENT.get((system, limit), STATUSES[limit])
     await cluster.ready()
     reply = await cluster.chat(max_tokens=limit)
     assert reply.status == status, reply.body

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from support.interop_cluster import chat_body, interop_cluster
+from support.interop_cluster import IN_RUST, chat_body, interop_cluster
 from support.interop_engine import FOREVER, SENTENCE
 from support.native_frontend import why_not
 
 REASON = why_not()
 pytestmark = [pytest.mark.interop, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
-ACROSS = pytest.mark.parametrize(("frontend", "worker"), [("ours", "native"), ("native", "ours")])
-PLANES = pytest.mark.parametrize("plane", ["tcp", "nats"])
+PAIRS = [("ours", "native"), ("native", "ours")]
+RUST = ("native", "rust")
 
 
-@ACROSS
+@pytest.mark.parametrize(("frontend", "worker"), [*PAIRS, pytest.param(*RUST, marks=IN_RUST)])
 async def test_a_full_worker_is_an_overload(frontend: str, worker: str, tmp_path: Path) -> None:
     more = {"DYN_ENGINE_REQUEST_LIMIT": "1", "DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "1"}
     async with interop_cluster(tmp_path, frontend=frontend, workers=[worker], more=more) as cluster:
@@ -38,8 +38,10 @@ async def test_a_full_worker_is_an_overload(frontend: str, worker: str, tmp_path
         await cluster.ready()
 
 
-@ACROSS
-@PLANES
+@pytest.mark.parametrize(
+    ("frontend", "worker", "plane"),
+    [*((*pair, plane) for pair in PAIRS for plane in ("tcp", "nats")), pytest.param(*RUST, "tcp", marks=IN_RUST)],
+)
 async def test_a_worker_killed_in_the_middle_loses_no_request_of_ours_and_another_one_serves_on(
     frontend: str, worker: str, plane: str, tmp_path: Path
 ) -> None:

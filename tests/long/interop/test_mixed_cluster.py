@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.interop_cluster import PYTHONS, Cluster, interop_cluster, services
+from support.interop_cluster import IN_RUST, PYTHONS, Cluster, interop_cluster, services
 from support.interop_engine import SENTENCE
 from support.native_frontend import (
     NATIVE_PYTHON,
@@ -71,6 +71,22 @@ async def test_four_workers_of_two_systems_share_the_load_without_an_error(
         assert await flood(cluster) == []
         served = {f"{number} {worker.system}": worker.served() for number, worker in enumerate(cluster.workers)}
         print(f"frontend {frontend}, {plane}, {discovery}, {events}: {served}")
+        assert min(served.values()) >= LEAST_SHARE * REQUESTS, served
+        assert "abort" not in {line for worker in cluster.workers for line in worker.lines()}
+
+
+@IN_RUST
+@pytest.mark.parametrize("discovery", ["file", "etcd"])
+@pytest.mark.parametrize("frontend", ["ours", "native"])
+async def test_workers_in_rust_share_the_load_with_those_of_both_systems(
+    frontend: str, discovery: str, tmp_path: Path
+) -> None:
+    workers = ["native", "ours", "rust", "rust"]
+    async with interop_cluster(tmp_path, frontend=frontend, workers=workers, discovery=discovery) as cluster:
+        await every_worker_is_known(cluster)
+        assert await flood(cluster) == []
+        served = {f"{number} {worker.system}": worker.served() for number, worker in enumerate(cluster.workers)}
+        print(f"frontend {frontend}, {discovery}: {served}")
         assert min(served.values()) >= LEAST_SHARE * REQUESTS, served
         assert "abort" not in {line for worker in cluster.workers for line in worker.lines()}
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from support.interop_cluster import interop_cluster
+from support.interop_cluster import IN_RUST, interop_cluster
 from support.interop_engine import SENTENCE
 from support.native_frontend import why_not
 
@@ -18,7 +18,10 @@ REASON = why_not()
 pytestmark = [pytest.mark.interop, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
 
-@pytest.mark.parametrize(("frontend", "worker"), [("ours", "native"), ("native", "ours")])
+@pytest.mark.parametrize(
+    ("frontend", "worker"),
+    [("ours", "native"), ("native", "ours"), pytest.param("native", "rust", marks=IN_RUST)],
+)
 async def test_a_frontend_serves_from_files_that_the_worker_serves(frontend: str, worker: str, tmp_path: Path) -> None:
     port = low_port()
     more = {"DYN_SYSTEM_PORT": str(port), "DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SELF_HOST_METADATA": "1"}

@@ -49,8 +49,8 @@ impl Recovery {
 impl Handler for Recovery {
     fn serve(self: Arc<Self>, mut call: Call) -> BoxFuture<'static, ()> {
         async move {
-            call.sink.send_object(&self.answer(&call.body));
-            call.sink.end(None);
+            let sent = call.sink.send_object(&self.answer(&call.body));
+            call.sink.end(sent.err().as_ref());
         }
         .boxed()
     }

@@ -1,11 +1,12 @@
 //! The request plane: a listener, its connections, and the sinks that requests answer through.
 
-mod connection;
-mod outgoing;
+mod listener;
+mod mux;
+mod native;
 mod server;
 mod sink;
 
-pub(crate) use server::{Call, Handler, Server};
+pub(crate) use server::{Call, Handler, Server, StreamPlace};
 pub(crate) use sink::Sink;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use futures::future::BoxFuture;
 use tokio::net::{TcpListener, TcpSocket};
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
-use super::connection::{self, Connection};
+use super::mux::Connection;
+use super::native::CallHomePolicy;
 use super::{Sink, lock};
 use crate::context::{AsyncEngineContext, Controller, GenerateContext};
 use crate::error::{BackendError, DynamoError, ErrorType};
@@ -36,8 +37,79 @@ pub(crate) trait Handler: Send + Sync + 'static {
     fn serve(self: Arc<Self>, call: Call) -> BoxFuture<'static, ()>;
 }
 
-/// How long accepting waits after the system had no socket to give.
-const ACCEPT_BACKOFF: Duration = Duration::from_millis(50);
+/// A request's place in the worker, until it is dropped.
+pub(crate) struct Admission {
+    server: Arc<Server>,
+    handler: Arc<dyn Handler>,
+}
+
+impl Drop for Admission {
+    fn drop(&mut self) {
+        self.server.request_ended();
+    }
+}
+
+impl Admission {
+    /// Starts the request, or lets it wait for those that run.
+    pub(crate) fn start(self, call: Call) {
+        match Arc::clone(&self.server.places).try_acquire_owned() {
+            Ok(running) => drop(tokio::spawn(async move { self.run(call, running).await })),
+            Err(_) => drop(tokio::spawn(async move { self.wait(call).await })),
+        }
+    }
+
+    async fn run(&self, call: Call, running: OwnedSemaphorePermit) {
+        self.server.metrics.running.change(1);
+        Arc::clone(&self.handler).serve(call).await;
+        drop(running);
+        self.server.metrics.running.change(-1);
+    }
+
+    /// Waits for a place, in the order of arrival, unless the request ends before it was started.
+    async fn wait(&self, mut call: Call) {
+        let server = &self.server;
+        let late = async {
+            match call.deadline {
+                Some(deadline) => tokio::time::sleep_until(deadline).await,
+                None => std::future::pending().await,
+            }
+        };
+        server.metrics.queued.change(1);
+        let never_started = tokio::select! {
+            biased;
+            () = server.cut.wait() => DynamoError::backend(BackendError::EngineShutdown, "the worker is shutting down"),
+            () = call.controller.stopped() => {
+                DynamoError::backend(BackendError::Cancelled, "cancelled before the request was started")
+            }
+            () = late => DynamoError::backend(BackendError::ResponseTimeout, "the request's deadline passed"),
+            Ok(running) = Arc::clone(&server.places).acquire_owned() => {
+                server.metrics.queued.change(-1);
+                self.run(call, running).await;
+                return;
+            }
+        };
+        server.metrics.queued.change(-1);
+        call.sink.end(Some(&never_started));
+    }
+}
+
+/// The place of an answer that has a connection of its own.
+pub(crate) struct StreamPlace(Arc<Server>);
+
+impl Drop for StreamPlace {
+    fn drop(&mut self) {
+        self.0.native_streams.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// The place of a caller's connection.
+pub(crate) struct ConnectionPlace(Arc<Server>);
+
+impl Drop for ConnectionPlace {
+    fn drop(&mut self) {
+        self.0.open_connections.fetch_sub(1, Ordering::SeqCst);
+    }
+}
 
 /// What all connections share.
 pub(crate) struct Server {
@@ -46,9 +118,16 @@ pub(crate) struct Server {
     pub(crate) metrics: ListenerMetrics,
     /// Set when the streams that still run are to end with `EngineShutdown`.
     pub(crate) cut: Flag,
+    /// Set when connections are to close.
+    pub(crate) leaving: Flag,
+    pub(crate) call_home: CallHomePolicy,
     handlers: RwLock<HashMap<String, Arc<dyn Handler>>>,
     connections: Mutex<HashMap<u64, Arc<Connection>>>,
     next_connection: AtomicU64,
+    /// Connections of callers, over both wires.
+    open_connections: AtomicUsize,
+    /// Answers that have a connection of their own.
+    native_streams: AtomicUsize,
     pending_bytes: AtomicUsize,
     places: Arc<Semaphore>,
     open_requests: AtomicUsize,
@@ -59,6 +138,7 @@ pub(crate) struct Server {
 impl Server {
     pub(crate) fn new(settings: ListenerSettings, metrics: ListenerMetrics) -> Result<Arc<Self>, DynamoError> {
         let secret = settings.secret_path.as_deref().map(SharedSecret::read).transpose()?;
+        let call_home = CallHomePolicy::new(&settings.call_home_networks)?;
         let places = Arc::new(Semaphore::new(settings.run_limit));
         metrics.run_limit.set(settings.run_limit as f64);
         metrics.queue_limit.set(settings.queue_limit as f64);
@@ -67,9 +147,13 @@ impl Server {
             secret,
             metrics,
             cut: Flag::default(),
+            leaving: Flag::default(),
+            call_home,
             handlers: RwLock::default(),
             connections: Mutex::default(),
             next_connection: AtomicU64::new(0),
+            open_connections: AtomicUsize::new(0),
+            native_streams: AtomicUsize::new(0),
             pending_bytes: AtomicUsize::new(0),
             places,
             open_requests: AtomicUsize::new(0),
@@ -98,25 +182,6 @@ impl Server {
         let listener = socket.listen(self.settings.backlog).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         Ok((listener, address))
-    }
-
-    /// Accepts connections for ever.
-    pub(crate) async fn accept(self: Arc<Self>, listener: TcpListener) {
-        loop {
-            match listener.accept().await {
-                Ok((socket, _)) => {
-                    if lock(&self.connections).len() >= self.settings.max_connections {
-                        self.metrics.refused.add(1);
-                        continue; // dropping the socket closes it
-                    }
-                    tokio::spawn(connection::serve(Arc::clone(&self), socket));
-                }
-                Err(error) => {
-                    tracing::warn!("accepting a connection failed: {error}; trying again");
-                    tokio::time::sleep(ACCEPT_BACKOFF).await;
-                }
-            }
-        }
     }
 
     pub(crate) fn add_connection(&self, connection: Arc<Connection>) -> u64 {
@@ -149,76 +214,37 @@ impl Server {
         handlers.insert(path.to_owned(), handler);
     }
 
-    /// Starts a request, lets it wait for a place, or declines it.
-    pub(crate) fn dispatch(self: &Arc<Self>, path: &str, mut call: Call) {
+    /// Returns a place in the worker for a request of this path, or why it is declined.
+    pub(crate) fn admit(self: &Arc<Self>, path: &str) -> Result<Admission, DynamoError> {
         let declined = |text: String| DynamoError::top(ErrorType::WorkerUnavailable, text);
         if self.is_closed.load(Ordering::SeqCst) {
-            call.sink.end(Some(&declined("Server unavailable: worker is shutting down".into())));
-            return;
+            return Err(declined("Server unavailable: worker is shutting down".into()));
         }
         let handlers = self.handlers.read().unwrap_or_else(std::sync::PoisonError::into_inner);
         let Some(handler) = handlers.get(path).cloned() else {
-            drop(handlers);
-            call.sink.end(Some(&declined(format!("Server unavailable: unknown endpoint {path}"))));
-            return;
+            return Err(declined(format!("Server unavailable: unknown endpoint {path}")));
         };
         drop(handlers);
         let limit = self.settings.run_limit + self.settings.queue_limit;
-        if self.open_requests.fetch_add(1, Ordering::SeqCst) >= limit {
-            self.request_ended();
+        let before = self.open_requests.fetch_add(1, Ordering::SeqCst);
+        let admission = Admission { server: Arc::clone(self), handler };
+        if before >= limit {
             self.metrics.rejected.add(1);
-            let full = DynamoError::top(ErrorType::WorkerOverloaded, "Server overloaded: worker at capacity");
-            call.sink.end(Some(&full));
-            return;
+            return Err(DynamoError::top(ErrorType::WorkerOverloaded, "Server overloaded: worker at capacity"));
         }
-        let server = Arc::clone(self);
-        match Arc::clone(&self.places).try_acquire_owned() {
-            Ok(place) => {
-                tokio::spawn(async move {
-                    server.metrics.running.change(1);
-                    handler.serve(call).await;
-                    drop(place);
-                    server.metrics.running.change(-1);
-                    server.request_ended();
-                });
-            }
-            Err(_) => {
-                self.metrics.queued.change(1);
-                tokio::spawn(async move {
-                    server.serve_queued(handler, call).await;
-                    server.request_ended();
-                });
-            }
-        }
+        Ok(admission)
     }
 
-    /// Waits for a place, in the order of arrival, unless the request ends before it was started.
-    async fn serve_queued(&self, handler: Arc<dyn Handler>, mut call: Call) {
-        let places = Arc::clone(&self.places);
-        let late = async {
-            match call.deadline {
-                Some(deadline) => tokio::time::sleep_until(deadline).await,
-                None => std::future::pending().await,
-            }
-        };
-        let never_started = tokio::select! {
-            biased;
-            () = self.cut.wait() => DynamoError::backend(BackendError::EngineShutdown, "the worker is shutting down"),
-            () = call.controller.stopped() => {
-                DynamoError::backend(BackendError::Cancelled, "cancelled before the request was started")
-            }
-            () = late => DynamoError::backend(BackendError::ResponseTimeout, "the request's deadline passed"),
-            place = places.acquire_owned() => {
-                self.metrics.queued.change(-1);
-                self.metrics.running.change(1);
-                handler.serve(call).await;
-                drop(place);
-                self.metrics.running.change(-1);
-                return;
-            }
-        };
-        self.metrics.queued.change(-1);
-        call.sink.end(Some(&never_started));
+    /// Takes a place for an answer with a connection of its own; `None` when there are too many.
+    pub(crate) fn take_stream(self: &Arc<Self>) -> Option<StreamPlace> {
+        let place = StreamPlace(Arc::clone(self));
+        (self.native_streams.fetch_add(1, Ordering::SeqCst) < self.settings.max_streams).then_some(place)
+    }
+
+    /// Takes a place for a connection; `None` when there are too many.
+    pub(crate) fn take_connection(self: &Arc<Self>) -> Option<ConnectionPlace> {
+        let place = ConnectionPlace(Arc::clone(self));
+        (self.open_connections.fetch_add(1, Ordering::SeqCst) < self.settings.max_connections).then_some(place)
     }
 
     fn request_ended(&self) {
@@ -258,18 +284,24 @@ impl Server {
         self.is_closed.store(true, Ordering::SeqCst);
     }
 
+    /// Returns whether no connection is open.
+    fn is_silent(&self) -> bool {
+        self.open_connections.load(Ordering::SeqCst) == 0 && self.native_streams.load(Ordering::SeqCst) == 0
+    }
+
     /// Closes every connection once what waits for it is sent, and returns when that is done or a second has passed.
     pub(crate) async fn close(&self) {
         self.stop_accepting();
+        self.leaving.set();
         for connection in lock(&self.connections).values() {
             connection.outgoing.leaving.set();
         }
         let closed = async {
-            while !lock(&self.connections).is_empty() {
+            while !self.is_silent() {
                 tokio::time::sleep(Duration::from_millis(2)).await;
             }
         };
-        // Whoever does not read its last bytes by then loses them with the process.
+        // A caller that does not read its last bytes by then loses them with the process.
         let _ = tokio::time::timeout(Duration::from_secs(1), closed).await;
     }
 }

@@ -3,7 +3,6 @@
 pub(crate) mod frames;
 pub(crate) mod items;
 pub(crate) mod msgpack;
-#[cfg(test)] // until the listener serves it
 pub(crate) mod native;
 pub(crate) mod secret;
 

@@ -7,8 +7,8 @@ use std::time::Duration;
 use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::sync::Notify;
 
-use super::lock;
 use crate::flag::Flag;
+use crate::plane::lock;
 use crate::wire::items::ItemBatch;
 
 /// Waiting bytes from which on producers wait for the socket.

@@ -9,12 +9,12 @@ use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
 use tokio::net::tcp::OwnedReadHalf;
 
-use super::lock;
+use super::MuxSink;
 use super::outgoing::Outgoing;
-use super::server::{Call, Server};
-use super::sink::{Sink, StreamState};
+use super::sink::StreamState;
 use crate::context::{AsyncEngineContext, Controller, GenerateContext};
 use crate::error::{DynamoError, ErrorType};
+use crate::plane::{Call, Server, Sink, lock};
 use crate::wire::frames::{
     self, END_FLAG, Frame, FrameDecoder, Hello, INITIAL_CREDITS, Open, ProtocolError, VERSION, broken, kind,
 };
@@ -92,8 +92,8 @@ struct Reader {
     half_sent_bytes: usize,
 }
 
-/// Serves one connection until it is lost.
-pub(crate) async fn serve(server: Arc<Server>, socket: TcpStream) {
+/// Serves one connection until it is lost. `first` are bytes of it that were read already.
+pub(crate) async fn serve(server: Arc<Server>, socket: TcpStream, first: &[u8]) {
     // Fails for a socket that is closed already; reading finds that out.
     let _ = socket.set_nodelay(true);
     let (incoming, outgoing) = socket.into_split();
@@ -115,7 +115,7 @@ pub(crate) async fn serve(server: Arc<Server>, socket: TcpStream) {
         half_sent: HashMap::new(),
         half_sent_bytes: 0,
     };
-    if let Err(error) = reader.run(incoming).await {
+    if let Err(error) = reader.run(incoming, first).await {
         tracing::warn!("closing a mux connection: {error}");
         server.metrics.refused.add(1);
         let mut frame = Vec::new();
@@ -132,17 +132,23 @@ pub(crate) async fn serve(server: Arc<Server>, socket: TcpStream) {
 }
 
 impl Reader {
-    async fn run(&mut self, mut incoming: OwnedReadHalf) -> Result<(), ProtocolError> {
+    async fn run(&mut self, mut incoming: OwnedReadHalf, first: &[u8]) -> Result<(), ProtocolError> {
         let server = Arc::clone(&self.server);
         let settings = &server.settings;
         let connection = Arc::clone(&self.connection);
         let mut decoder = FrameDecoder::default();
+        decoder.feed(first)?;
         let mut buffer = vec![0; READ_BYTES];
         let shortest = settings.handshake.min(settings.message).min(settings.silence);
         let mut tick = tokio::time::interval((shortest / 4).min(std::time::Duration::from_secs(5)));
         let began = Instant::now();
         let mut heard = began;
         loop {
+            while let Some(frame) = decoder.next()? {
+                if !self.on_frame(&frame)? {
+                    return Ok(());
+                }
+            }
             let read = tokio::select! {
                 biased;
                 read = incoming.read(&mut buffer) => read,
@@ -159,11 +165,6 @@ impl Reader {
             };
             heard = Instant::now();
             decoder.feed(&buffer[..count])?;
-            while let Some(frame) = decoder.next()? {
-                if !self.on_frame(&frame)? {
-                    return Ok(());
-                }
-            }
         }
     }
 
@@ -392,10 +393,14 @@ impl Reader {
             self.decline(stream, &DynamoError::top(ErrorType::WorkerOverloaded, text));
             return;
         }
+        let admission = match self.server.admit(&open.path) {
+            Ok(admission) => admission,
+            Err(error) => return self.decline(stream, &error),
+        };
         let controller = Controller::new(open.id);
         let state = Arc::new(StreamState::new(Arc::clone(&controller), self.credits));
         self.connection.insert(stream, Arc::clone(&state));
-        let sink = Sink::new(Arc::clone(&self.connection), stream, state);
+        let sink = Sink::Mux(MuxSink::new(Arc::clone(&self.connection), stream, state));
         let deadline = open.deadline_ms.map(|left| {
             tokio::time::Instant::now() + std::time::Duration::from_millis(u64::try_from(left).unwrap_or(0))
         });
@@ -405,7 +410,7 @@ impl Reader {
             open.trace.unwrap_or_default(),
             open.prompt_tokens,
         );
-        self.server.dispatch(&open.path, Call { body, context, controller, sink, deadline });
+        admission.start(Call { body, context, controller, sink, deadline });
     }
 
     fn decline(&self, stream: u32, error: &DynamoError) {
