@@ -17,7 +17,7 @@ ROOT = Path(dynamo.__file__).parent
 PURE_FORBIDDEN = frozenset({"asyncio", "socket", "ssl", "selectors", "time", "os", "threading", "subprocess", "signal"})
 
 # Each room and the rooms it may import. The longest prefix of a module's name decides.
-PURE = frozenset({"errors", "settings", "protocol", "text", "kv", "placement", "scheduling"})
+PURE = frozenset({"errors", "access", "settings", "protocol", "text", "kv", "placement", "scheduling"})
 CONTRACT = frozenset(
     {
         "errors",
@@ -36,6 +36,7 @@ FRONTEND = PURE | {"runtime", "router", "frontend", "prometheus_names", "supervi
 FACADE = WORKER | {"engines", "common", "llm", "_core"}
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
+    "access": frozenset({"errors", "access"}),
     "settings": frozenset({"errors", "settings"}),
     "placement": frozenset({"errors", "kv", "placement"}),
     "protocol": frozenset({"errors", "settings", "protocol"}),
