@@ -82,7 +82,9 @@ class _OneProcess:
             [
                 *("--http-host", self._options.http_host, "--http-port", str(self._options.http_port)),
                 *(() if admin is None else ("--admin-port", str(admin))),
-            ]
+                *(() if self._options.keys is None else ("--keys", self._options.keys)),
+            ],
+            {**os.environ, "DYN_API_KEY": self._options.own_key or ""},
         )
         log_exposure(settings)
         runtime = DistributedRuntime(asyncio.get_running_loop(), "mem", "mem", settings=settings.runtime)

@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "chat": ("dynamo.cli.chat", "talk to a served model in the terminal"),
     "new": ("dynamo.cli.new", "write the package of a new backend, with tests that pass"),
     "conformance": ("dynamo.cli.conformance", "hold an engine to the contract and name what it breaks"),
+    "keys": ("dynamo.cli.keys", "make, show and take away API keys"),
     "simulate": ("dynamo.cli.simulate", "run clusters under virtual time with seeded faults"),
     "explain": ("dynamo.cli.explain", "say why requests went where they went, and what another policy would have done"),
     "bench": ("dynamo.cli.bench.command", "load a server and report throughput and latency"),

@@ -34,12 +34,15 @@ def _frontend_program(options: ServeOptions, listener: int, store: Path, environ
     if options.store is None:  # a private store holds what these workers register, whatever its namespace
         for name in ("DYN_NAMESPACE", "DYN_NAMESPACE_PREFIX"):
             env.pop(name, None)
+    if options.own_key is not None:
+        env["DYN_API_KEY"] = options.own_key
     limits = {"DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": 5.0, "DYN_HTTP_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": 0.0}
     stop_seconds = sum(_seconds(env, name, default) for name, default in limits.items()) + KILL_RESERVE_SECONDS
     arguments = _child(
         *("frontend", stop_seconds, "--listener", str(listener), "--"),
         *("--http-host", options.http_host, "--http-port", str(options.http_port)),
         *(() if options.admin_port is None else ("--admin-port", str(options.admin_port))),
+        *(() if options.keys is None else ("--keys", options.keys)),
         *options.frontend_args,
         *(() if options.frontend_workers is None else ("--workers", str(options.frontend_workers))),
     )
@@ -49,6 +52,7 @@ def _frontend_program(options: ServeOptions, listener: int, store: Path, environ
 def worker_program(options: ServeOptions, store: Path, environ: Mapping[str, str], name: str, slot: int) -> Program:
     """Return a worker's program; no two that run at a time have the same `slot`, as fixed ports count up by it."""
     env = _environment(store, environ)
+    env.pop("DYN_API_KEY", None)  # which is a secret between clients and the frontend
     limits = {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": 30.0, "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": 5.0}
     deadline = sum(_seconds(env, name, default) for name, default in limits.items()) + KILL_RESERVE_SECONDS
     ports = {port: _nth_port(env.get(port, ""), slot) for port in ("DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT")}

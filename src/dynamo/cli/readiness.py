@@ -11,7 +11,7 @@ import socket
 import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 from urllib.parse import quote
 
@@ -36,9 +36,10 @@ class Address:
     port: int
     is_tls: bool = False
     models_path: str = "/v1/models"
+    key: str | None = field(default=None, repr=False)  # the API key, where the frontend needs one
 
     @classmethod
-    def of(cls, host: str, port: int, env: Mapping[str, str]) -> Self:
+    def of(cls, host: str, port: int, env: Mapping[str, str], key: str | None = None) -> Self:
         """Return the address of a frontend that listens on `host`. Raises UsageError for one that this command cannot ask."""
         if env.get("DYN_TLS_CLIENT_CA_CERT_PATH"):
             raise UsageError(
@@ -46,7 +47,7 @@ class Address:
                 "here; start python -m dynamo.frontend and the backend by themselves"
             )
         path = env.get("DYN_HTTP_SVC_MODELS_PATH", "").strip() or "/v1/models"
-        return cls(WILDCARDS.get(host, host), port, bool(env.get("DYN_TLS_CERT_PATH")), path)
+        return cls(WILDCARDS.get(host, host), port, bool(env.get("DYN_TLS_CERT_PATH")), path, key)
 
     @property
     def url(self) -> str:
@@ -102,7 +103,8 @@ async def _get(address: Address, path: str) -> bytes:
         tls.verify_mode = ssl.CERT_NONE
     reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls, limit=MAX_ANSWER_BYTES)
     try:
-        head = f"GET {path} HTTP/1.1\r\nHost: {address.host}\r\nConnection: close\r\n\r\n"
+        authorization = "" if address.key is None else f"Authorization: Bearer {address.key}\r\n"
+        head = f"GET {path} HTTP/1.1\r\nHost: {address.host}\r\n{authorization}Connection: close\r\n\r\n"
         writer.write(head.encode())
         answer_head = await reader.readuntil(b"\r\n\r\n")
         if answer_head.split(b" ", 2)[1] != b"200":
@@ -149,6 +151,8 @@ def ready_text(address: Address, model: str, surfaces: str) -> str:
         path, body = address.models_path, {}
     insecure = "-k " if address.is_tls else ""
     request = f"curl {insecure}{address.url}{path}"
+    if address.key is not None:
+        request += " -H 'Authorization: Bearer KEY'"  # somebody's own: this command's is for itself
     if body:
         request += f" -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     return f"  {request}\n  Ctrl-C stops it (twice: at once)"

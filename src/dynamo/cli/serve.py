@@ -6,11 +6,12 @@ import argparse
 import asyncio
 import math
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -82,6 +83,8 @@ class ServeOptions:
     admin_port: int | None = None  # None: admin routes are on the HTTP port, while that is bound to loopback
     reload: bool = False  # replace the workers when the engine's files change
     engine_reason: str = ""  # why this engine, where nobody named one
+    keys: str | None = None  # a file of API keys; None: as DYN_KEYS says
+    own_key: str | None = field(default=None, repr=False)  # with which this command asks a frontend that needs keys
 
 
 def main(argv: list[str]) -> int:
@@ -91,7 +94,7 @@ def main(argv: list[str]) -> int:
     if options.engine_reason:
         console.say(f"engine {options.engine}: {options.engine_reason} (--engine takes another)")
     with closing(bind(options.http_host, options.http_port)) as listener:
-        address = Address.of(options.http_host, listener.getsockname()[1], os.environ)
+        address = Address.of(options.http_host, listener.getsockname()[1], os.environ, options.own_key)
         if options.in_process:
             from dynamo.cli.in_process import serve_in_process
 
@@ -162,7 +165,19 @@ def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetc
         admin_port=None if given.admin_port is None else _port(str(given.admin_port), flag="--admin-port"),
         reload=given.reload,
         engine_reason=reason,
+        keys=given.keys,
+        own_key=_own_key(given.keys, env),
     )
+
+
+def _own_key(keys: str | None, env: Mapping[str, str]) -> str | None:
+    """Return the key with which this command asks its frontend what it serves; None where no key is needed.
+
+    What a key file holds are hashes: beside one, the frontend gets a random key that this process alone knows.
+    """
+    if given := env.get("DYN_API_KEY", "").strip():
+        return given
+    return secrets.token_urlsafe(32) if keys or env.get("DYN_KEYS", "").strip() else None
 
 
 def _engine_of(given: argparse.Namespace, engine_args: list[str], fetch: Fetch) -> tuple[str, str, list[str]]:
@@ -222,6 +237,11 @@ def _parser(env: Mapping[str, str]) -> CommandParser:
         "the HTTP port, while that is bound to loopback) [DYN_ADMIN_PORT]",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with these options (see below)")
+    parser.add_argument(
+        "--keys",
+        metavar="FILE",
+        help="a file of API keys, made by dynamo keys create: every request needs one [DYN_KEYS]",
+    )
     parser.add_argument(
         "--router-mode",
         choices=ROUTER_MODES,

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from dynamo.errors import WorkerUnavailable
+from dynamo.frontend.access.key_store import KeyStore
 from dynamo.frontend.admission.process import Admission, Stage
 from dynamo.frontend.busy_threshold import LoadFollower
 from dynamo.frontend.cluster_access import ClusterAccess
@@ -85,6 +86,7 @@ class Frontend:
             Preprocessor(settings, self.metrics, preparing),
             self.exchanges,
             StallDetector(_stall_policy(settings), self.metrics.stalled),
+            KeyStore(settings.key_sources) if settings.key_sources.exist else None,
         )
         responses = open_response_store(
             settings.responses_store, settings.response_limits, is_shared_port=peers is not None
@@ -97,6 +99,9 @@ class Frontend:
         self._parts.callback(preparing.close)
         if responses is not None:
             self._parts.push_async_callback(responses.aclose)
+        if self.keys is not None:
+            self.keys.on_look.append(self._cut_revoked)
+            self._parts.push_async_callback(self.keys.aclose)
         self._parts.callback(text_models.close)
         self._parts.push_async_callback(access.aclose)
         self._parts.push_async_callback(self.models.aclose)
@@ -108,6 +113,11 @@ class Frontend:
     def watch(self) -> StallDetector:
         """What watches the streams for a want of progress."""
         return self.pipeline.stalls
+
+    @property
+    def keys(self) -> KeyStore | None:
+        """The keys in service; None where no route needs one."""
+        return self.pipeline.keys
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -125,6 +135,8 @@ class Frontend:
         await self._runtime.start()
         await self.models.start()
         self.loads.start()
+        if self.keys is not None:
+            self.keys.start()
         self._probe.start()
 
     async def drain(self, timeout_seconds: float, *, grace_seconds: float = 0.0) -> bool:
@@ -141,6 +153,13 @@ class Frontend:
     def cut(self) -> int:
         """End every request in flight with a 503 (or an error event); return how many there were."""
         return self.exchanges.end_all(WorkerUnavailable("the frontend is stopping"))
+
+    def _cut_revoked(self) -> None:
+        """End the requests of keys that were taken away, where these say so."""
+        if self.keys is not None and self.keys.cuts_requests:
+            cut = self.exchanges.end_revoked(self.keys.is_gone)
+            if cut:
+                logger.warning("%d request(s) were cut, because their key was revoked", cut)
 
     def stopping(self) -> None:
         """Mark the process as neither ready nor alive: the listener is about to close."""

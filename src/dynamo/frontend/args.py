@@ -11,10 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
+from dynamo.access.key_text import check_imported
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.access.key_store import load_key_file
 from dynamo.frontend.metric_buckets import check_buckets
 from dynamo.frontend.native_flags import INERT, ONE_VALUE, REFUSED
 from dynamo.frontend.settings import DUMP_CONFIG_TO, ROUTES, FrontendSettings
+from dynamo.runtime.addresses import is_loopback
 from dynamo.settings.command import CommandParser
 from dynamo.settings.flags import add_flags
 from dynamo.settings.table import Setting, settings_of, without_secrets
@@ -83,6 +86,7 @@ def _version() -> str:
 def _check(settings: FrontendSettings) -> None:
     _check_routes(settings)
     _check_files(settings)
+    _check_keys(settings)
     _check_tls(settings)
     _check_chaos(settings)
     _check_decisions(settings)
@@ -121,6 +125,22 @@ def _check_files(settings: FrontendSettings) -> None:
             ChatTemplate(Path(settings.custom_jinja_template).read_text(encoding="utf-8"))
         except (InvalidArgument, OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--chat-template {settings.custom_jinja_template}: {error}") from None
+
+
+def _check_keys(settings: FrontendSettings) -> None:
+    for path in (settings.keys_file, settings.admin_keys_file):
+        if path is not None:
+            load_key_file(path)
+    if settings.api_key is not None:
+        try:
+            check_imported(settings.api_key)
+        except ValueError as error:
+            raise ValueError(f"DYN_API_KEY: {error}") from None
+    if settings.admin_port is not None and settings.admin_keys_file is None and not is_loopback(settings.admin_host):
+        raise ValueError(
+            f"--admin-host {settings.admin_host} opens the admin routes to a network: that needs keys for them "
+            "(--admin-keys FILE, made by dynamo keys create --admin)"
+        )
 
 
 def _check_tls(settings: FrontendSettings) -> None:

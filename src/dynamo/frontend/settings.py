@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Final, Self
 from urllib.parse import urlsplit
 
+from dynamo.access.records import Network
+from dynamo.frontend.access.key_store import KeySources
 from dynamo.frontend.admission.model import RequestLimit
 from dynamo.frontend.models.file_policy import FilePolicy
 from dynamo.frontend.response_store.base import StoreLimits
@@ -63,6 +66,7 @@ INLINE_TOKENIZE_CHARACTERS: Final = 2048
 interpreter lock. The hand-over costs about 60 us, so short prompts must not pay it."""
 
 _HTTP: Final = "http"
+_ACCESS: Final = "access"
 _CLUSTER: Final = "cluster"
 _REQUESTS: Final = "requests"
 _OTHER: Final = "other"
@@ -96,6 +100,11 @@ def _read_overload_status(given: str) -> int:
 
 _origins: Final = SettingReader(
     lambda given: tuple(read_origin(each) for each in words.parse(given)), show=",".join, metavar="URL"
+)
+_networks: Final = SettingReader(
+    lambda given: tuple(map(ipaddress.ip_network, words.parse(given))),
+    show=lambda networks: ",".join(map(str, networks)),
+    metavar="CIDR",
 )
 _request_limit: Final = SettingReader(RequestLimit.parse, metavar="N|Nx")
 _overload_status: Final = SettingReader(_read_overload_status)
@@ -180,7 +189,7 @@ class FrontendSettings(BusySettings, FromEnvironment):
     http_port: int = setting(8000, "DYN_HTTP_PORT", port,
         "Port to listen on; 0: any free port, which the log names", flag="--http-port", group=_HTTP)
     admin_host: str = setting(LOOPBACK, "DYN_ADMIN_HOST", text,
-        "Address of the admin port; no key protects it", flag="--admin-host", group=_HTTP)
+        "Address of the admin port; another one than loopback needs `--admin-keys`", flag="--admin-host", group=_HTTP)
     admin_port: int | None = setting(None, "DYN_ADMIN_PORT", port,
         "Port that serves the [admin routes](security.md#admin-routes) (`/busy_threshold`), and then nothing else "
         "does; 0: any free port, which the log names. Unset: they are on the HTTP port while that is bound to "
@@ -211,6 +220,20 @@ class FrontendSettings(BusySettings, FromEnvironment):
     max_queue_age_seconds: float | None = setting(None, "DYN_HTTP_MAX_QUEUE_AGE_SECS", seconds(),
         "A model whose oldest request has waited longer for its first token gets no more; 0: never. Unset: 120 where "
         "all its workers say their `max_num_seqs`, else never", flag="--max-queue-age", group=_HTTP)
+    keys_file: str | None = setting(None, "DYN_KEYS", text,
+        "File of [API keys](keys.md), TOML or JSON: every route needs one of them, but for `/health` and `/live`. Read "
+        "again when it changes", flag="--keys", dest="keys_file", group=_ACCESS)
+    api_key: str | None = setting(None, "DYN_API_KEY", text,
+        "One API key, of at least 16 characters, that may use every route of the API; alone, or beside `--keys`",
+        secret=True)
+    admin_keys_file: str | None = setting(None, "DYN_ADMIN_KEYS", text,
+        "File of the keys for the admin routes. Without one the admin port is at a loopback address only",
+        flag="--admin-keys", dest="admin_keys_file", group=_ACCESS)
+    open_metrics: bool = setting(False, "DYN_OPEN_METRICS", switch,
+        "`/metrics` needs no key, also where the other routes do", flag="--open-metrics", group=_ACCESS)
+    trusted_proxies: tuple[Network, ...] = setting((), "DYN_TRUSTED_PROXIES", _networks,
+        "Networks of proxies whose `X-Forwarded-For` is believed, separated by commas", flag="--trusted-proxies",
+        group=_ACCESS, repeats=True)
     disable_admin_api: bool = setting(False, "DYN_DISABLE_FRONTEND_ADMIN_API", switch,
         "No `/busy_threshold` on any port")
     overload_status: int = setting(DEFAULT_OVERLOAD_STATUS, "DYN_HTTP_OVERLOAD_STATUS_CODE", _overload_status,
@@ -362,6 +385,11 @@ class FrontendSettings(BusySettings, FromEnvironment):
         """
         conditional = self.conditional_disagg
         return conditional.rules.with_default(self.kv_router.router_queue_threshold) if conditional.is_on else None
+
+    @property
+    def key_sources(self) -> KeySources:
+        """Where the API keys come from."""
+        return KeySources(self.keys_file, self.admin_keys_file, self.api_key)
 
     @property
     def response_limits(self) -> StoreLimits:

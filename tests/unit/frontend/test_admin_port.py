@@ -144,12 +144,7 @@ def test_with_discovery_of_one_machine_the_api_is_on_loopback(argv: list[str], e
     [
         ([], {}, logging.INFO, "--http-host 0.0.0.0"),
         ([], CLUSTER, logging.WARNING, "--tls-cert-path"),
-        (
-            ["--admin-port", "0", "--admin-host", "0.0.0.0", "--http-host", "0.0.0.0"],
-            {},
-            logging.WARNING,
-            "--admin-host",
-        ),
+        (["--http-host", "0.0.0.0"], {"DYN_API_KEY": "a-key-of-twenty-bytes"}, logging.WARNING, "plain text"),
     ],
 )
 def test_how_far_a_frontend_is_open_is_logged_once(
@@ -164,6 +159,12 @@ def test_an_address_that_was_chosen_on_one_machine_is_no_warning(caplog: pytest.
     caplog.set_level(logging.INFO)
     log_exposure(parse_args(["--http-host", "0.0.0.0", "--admin-port", "0"], {}))
     assert not caplog.records
+
+
+def test_an_admin_port_that_is_open_to_a_network_needs_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--admin-port", "0", "--admin-host", "0.0.0.0"], {})
+    assert "--admin-keys" in capsys.readouterr().err
 
 
 def test_an_admin_port_with_nothing_to_serve_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from dynamo.errors import Overloaded, Unknown
 from dynamo.frontend.apis.chat import ChatApi
-from dynamo.frontend.http.application import UnmatchedPath
+from dynamo.frontend.http.application import PathDialects, UnmatchedPath
 from dynamo.frontend.http.asgi import BodyBudget
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.pipeline.inference import GenerationCall
@@ -108,7 +108,7 @@ async def test_a_silent_stream_is_kept_alive_as_its_api_says(tmp_path: Path) -> 
 
 async def test_a_path_below_an_api_is_not_found_in_the_shape_of_that_api(tmp_path: Path) -> None:
     async with cluster(tmp_path) as house:
-        unmatched = UnmatchedPath({"/own": route(house)})
+        unmatched = UnmatchedPath(PathDialects({"/own": route(house).dialect}))
         below = await ask(unmatched, b"", "/own/nope")
         assert (below.status, below.json) == (404, {"own": "Route not found: POST /own/nope", "id": "r1"})
         assert below.headers["own-id"] == "r1"

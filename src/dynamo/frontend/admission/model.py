@@ -24,7 +24,9 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from dynamo.errors import Overloaded
-from dynamo.protocol.openai.shapes import NvExt
+from dynamo.protocol.openai.requests import Request
+from dynamo.protocol.openai.shapes import AgentHints, CommonRequest, NvExt
+from dynamo.protocol.vectors.requests import ResultRequest
 
 __all__ = [
     "AdmissionPolicy",
@@ -34,6 +36,7 @@ __all__ = [
     "RequestLimit",
     "Shed",
     "Urgency",
+    "cap_priority",
     "urgency_of",
 ]
 
@@ -70,6 +73,24 @@ def urgency_of(nvext: NvExt | None) -> Urgency:
     if (hints.strict_priority or 0) > 0 or (hints.priority or 0) > 0:
         return Urgency.HIGH
     return Urgency.LOW if (hints.priority or 0) < 0 else Urgency.NORMAL
+
+
+def cap_priority(request: Request | ResultRequest, most: int | None) -> None:
+    """Hold a request to the priority of its key: what it asks for, at most `most`, and `most` where it asks for nothing.
+
+    None: its key has none, and the request keeps its own.
+    """
+    if most is None:
+        return
+    if request.nvext is None:
+        request.nvext = NvExt()
+    hints = request.nvext.agent_hints = request.nvext.agent_hints or AgentHints()
+    asked = hints.priority
+    if isinstance(request, CommonRequest):
+        asked, request.priority = request.priority if asked is None else asked, None
+    hints.priority = most if asked is None else min(most, asked)
+    hints.strict_priority = None  # which would go before all priorities
+    hints.latency_sensitivity = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from dynamo.frontend.pipeline.events import ChoiceOutput, Event, Finished, Logpr
 from dynamo.frontend.pipeline.plan import Plan
 from dynamo.frontend.pipeline.preprocess import Preprocessor
 from dynamo.frontend.pipeline.stage_timer import StageTimer
-from dynamo.frontend.response_store.base import StoredResponse
+from dynamo.frontend.response_store.base import StoredResponse, scoped_owner
 from dynamo.frontend.response_store.history import ResponseHistory
 from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.openai.body import BodyLimits
@@ -127,8 +127,8 @@ class ResponsesApi(GenerationApi[ResponsesRequest]):
 
 
 def owner_of(request: ResponsesRequest) -> str:
-    """Return the tenant that finds the response again; "" where none is named."""
-    return request.effective_cache_salt or ""
+    """Return the owner that finds the response again: a tenant ("": none is named), of the owner of the key."""
+    return scoped_owner(request.key_owner, request.effective_cache_salt or "")
 
 
 class ResponsesCountApi(ResponsesApi, CountingApi[ResponsesRequest]):

@@ -94,16 +94,17 @@ def log_exposure(settings: FrontendSettings) -> None:
             "the API is served at %s only; --http-host 0.0.0.0 (DYN_HTTP_HOST) opens it to the network",
             settings.http_host,
         )
-    elif settings.store not in LOCAL_STORES and settings.tls_cert_path is None:
+    elif settings.tls_cert_path is None and settings.key_sources.protect_clients:
         logger.warning(
-            "anybody who reaches %s:%d can send requests: there are no API keys, and --tls-cert-path is not set "
-            "(docs/security.md)",
+            "API keys are sent to %s:%d in plain text: --tls-cert-path is not set (docs/security.md). Leave this as it "
+            "is only where a proxy in front, on a trusted network, speaks TLS",
             settings.http_host,
             settings.http_port,
         )
-    if settings.admin_port is not None and not is_loopback(settings.admin_host):
+    elif settings.store not in LOCAL_STORES and settings.tls_cert_path is None:
         logger.warning(
-            "anybody who reaches the admin port at %s can change what this frontend serves: no key protects it yet; "
-            "--admin-host 127.0.0.1 closes it",
-            settings.admin_host,
+            "anybody who reaches %s:%d can send requests: there are no API keys (--keys), and --tls-cert-path is not set "
+            "(docs/security.md)",
+            settings.http_host,
+            settings.http_port,
         )

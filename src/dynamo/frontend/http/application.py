@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp
 
+from dynamo.frontend.access.key_store import KeyStore
 from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.apis.completions import CompletionApi
 from dynamo.frontend.apis.embeddings import EmbeddingsApi
@@ -16,6 +17,7 @@ from dynamo.frontend.apis.responses import ResponsesApi, ResponsesCountApi
 from dynamo.frontend.busy_threshold import BusyThresholdRoute, LoadFollower
 from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
 from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply
+from dynamo.frontend.http.auth import IDENTITY, Access, KeyDoor, check_access
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.http.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute, Peers
@@ -28,14 +30,14 @@ from dynamo.frontend.pipeline.results import ResultCall
 from dynamo.frontend.pipeline.token_count import TokenCountCall
 from dynamo.frontend.response_store.base import ResponseStore
 from dynamo.frontend.response_store.history import ResponseHistory
-from dynamo.protocol.dialect import OPENAI
+from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.messages.schema import MESSAGES_API
-from dynamo.protocol.openai.errors import route_not_found
+from dynamo.protocol.openai.errors import RequestRejected, route_not_found
 from dynamo.protocol.openai.schema import ApiDescription
 from dynamo.protocol.responses.schema import RESPONSES_API
 from dynamo.protocol.vectors.schema import VECTORS_API
 
-__all__ = ["FrontendRoutes", "UnmatchedPath"]
+__all__ = ["FrontendRoutes", "GuardedRoute", "PathDialects", "UnmatchedPath"]
 
 
 class FrontendRoutes:
@@ -50,6 +52,7 @@ class FrontendRoutes:
         responses: ResponseStore | None,
     ) -> None:
         """`responses`: None where none are stored."""
+        self._keys = pipeline.keys
         self._settings = pipeline.settings
         self._pipeline = pipeline
         self._models = pipeline.models
@@ -72,38 +75,58 @@ class FrontendRoutes:
     def for_clients(self) -> ASGIApp:
         """Return the application that serves the API, its pages, and the admin routes where these share its port."""
         paths = self._settings.paths
-        inference = {
+        inference: dict[str, InferenceRoute] = {
             paths["chat"]: self._inference(GenerationCall(ChatApi(), self._pipeline)),
             paths["completions"]: self._inference(GenerationCall(CompletionApi(), self._pipeline)),
-            paths["embeddings"]: self._inference(ResultCall(EmbeddingsApi(), self._pipeline)),
+            paths["embeddings"]: self._inference(ResultCall(EmbeddingsApi(), self._pipeline), Access.EMBEDDINGS),
             **self._responses(paths["responses"]),
             **(self._messages(paths["messages"]) if self._settings.anthropic_api else {}),
         }
-        routes = InferenceFirst(inference, self._routes(inference), UnmatchedPath(inference))
-        return _with_cors(routes, self._settings.cors_origins)
+        dialects = PathDialects({path: route.dialect for path, route in inference.items()})
+        routes = InferenceFirst(inference, self._routes(inference), UnmatchedPath(dialects))
+        app: ASGIApp = routes
+        if self._keys is not None:
+            app = self._door(self._keys, routes, dialects, is_open=_client_paths(self._keys, routes.routes))
+        return _with_cors(app, self._settings.cors_origins)
 
     def for_operators(self) -> ASGIApp:
         """Return the application of a port of its own for the admin routes."""
-        return Router(
+        dialects = PathDialects({})
+        routes = Router(
             routes=self._admin_routes(self._busy_threshold()),
             redirect_slashes=False,
-            default=UnmatchedPath({}),
+            default=UnmatchedPath(dialects),
         )
+        keys = self._keys
+        if keys is None:
+            return routes
+        return self._door(keys, routes, dialects, is_open=lambda _: not keys.protects_admin)
+
+    def _door(self, keys: KeyStore, app: ASGIApp, dialects: PathDialects, *, is_open: Callable[[str], bool]) -> KeyDoor:
+        return KeyDoor(app, keys, is_open=is_open, dialect_of=dialects.of, trusted=self._settings.trusted_proxies)
 
     def _routes(self, inference: Mapping[str, InferenceRoute]) -> Sequence[BaseRoute]:
         paths, pipeline = self._settings.paths, self._pipeline
         catalogue = ModelsRoute(self._models, self._settings)
         return [
-            *[_Endpoint(path, route, "POST") for path, route in inference.items()],
+            *[GuardedRoute(path, route, "POST", access=route.access) for path, route in inference.items()],
             *self._stored_responses(paths["responses"]),
-            _Endpoint(paths["models"], catalogue, "GET"),
-            _Endpoint(paths["models"] + "/{model:path}", catalogue, "GET"),
-            _Endpoint(
-                paths["health"], HealthRoute(pipeline.admission, self._models, pipeline.metrics, self._peers), "GET"
+            GuardedRoute(paths["models"], catalogue, "GET", access=Access.ANY_KEY),
+            GuardedRoute(paths["models"] + "/{model:path}", catalogue, "GET", access=Access.ANY_KEY),
+            GuardedRoute(
+                paths["health"],
+                HealthRoute(pipeline.admission, self._models, pipeline.metrics, self._peers),
+                "GET",
+                access=Access.OPEN,
             ),
-            _Endpoint(paths["live"], LiveRoute(pipeline.admission), "GET"),
-            _Endpoint(paths["metrics"], MetricsRoute(pipeline.metrics, self._offload, self._peers), "GET"),
-            _Endpoint("/openapi.json", OpenApiRoute(self._described()), "GET"),
+            GuardedRoute(paths["live"], LiveRoute(pipeline.admission), "GET", access=Access.OPEN),
+            GuardedRoute(
+                paths["metrics"],
+                MetricsRoute(pipeline.metrics, self._offload, self._peers),
+                "GET",
+                access=Access.OPEN if self._settings.open_metrics else Access.METRICS,
+            ),
+            GuardedRoute("/openapi.json", OpenApiRoute(self._described()), "GET", access=Access.ANY_KEY),
             *self._pages(),
             *self._admin_routes(
                 self._busy_threshold() if serves_admin_with_api(self._settings) else AdminElsewhere(self._settings)
@@ -113,9 +136,9 @@ class FrontendRoutes:
     def _stored_responses(self, base: str) -> Sequence[BaseRoute]:
         one = base + "/{response_id}"
         return (
-            _Endpoint(one, StoredResponseRoute(self._history), "GET", "DELETE"),
-            _Endpoint(one + "/input_items", InputItemsRoute(self._history), "GET"),
-            _Endpoint(one + "/cancel", CancelRoute(self._history), "POST"),
+            GuardedRoute(one, StoredResponseRoute(self._history), "GET", "DELETE", access=Access.INFERENCE),
+            GuardedRoute(one + "/input_items", InputItemsRoute(self._history), "GET", access=Access.INFERENCE),
+            GuardedRoute(one + "/cancel", CancelRoute(self._history), "POST", access=Access.INFERENCE),
         )
 
     def _pages(self) -> Sequence[BaseRoute]:
@@ -129,9 +152,9 @@ class FrontendRoutes:
         )
         home = HomePage(lambda: [model.name for model in self._models.models()], paths["chat"], links)
         return (
-            _Endpoint("/", home, "GET"),
-            _Endpoint(DOCS_PATH, DocsPage(), "GET"),
-            _Endpoint(SCRIPT_PATH, ScriptRoute(), "GET"),
+            GuardedRoute("/", home, "GET", access=Access.ANY_KEY),
+            GuardedRoute(DOCS_PATH, DocsPage(), "GET", access=Access.ANY_KEY),
+            GuardedRoute(SCRIPT_PATH, ScriptRoute(), "GET", access=Access.ANY_KEY),
         )
 
     def _described(self) -> Sequence[ApiDescription]:
@@ -152,8 +175,10 @@ class FrontendRoutes:
             f"{path.rstrip('/')}/count_tokens": self._inference(counts),
         }
 
-    def _inference(self, call: Call) -> InferenceRoute:
-        return InferenceRoute(call, body_limit_bytes=self._settings.limits.body_limit_bytes, budget=self._budget)
+    def _inference(self, call: Call, access: Access = Access.INFERENCE) -> InferenceRoute:
+        return InferenceRoute(
+            call, access=access, body_limit_bytes=self._settings.limits.body_limit_bytes, budget=self._budget
+        )
 
     def _busy_threshold(self) -> SameSiteOnly:
         return SameSiteOnly(BusyThresholdRoute(self._loads, self._models, self._budget), self._settings)
@@ -161,7 +186,19 @@ class FrontendRoutes:
     def _admin_routes(self, busy_threshold: SameSiteOnly | AdminElsewhere) -> Sequence[BaseRoute]:
         if self._settings.disable_admin_api:
             return ()
-        return (_Endpoint("/busy_threshold", busy_threshold, "GET", "POST"),)
+        return (GuardedRoute("/busy_threshold", busy_threshold, "GET", "POST", access=Access.ADMIN),)
+
+
+def _client_paths(keys: KeyStore, routes: Sequence[BaseRoute]) -> Callable[[str], bool]:
+    """Return what tells whether a path of the API needs no key."""
+    by_access = {
+        access: frozenset(route.path for route in routes if isinstance(route, GuardedRoute) and route.access is access)
+        for access in (Access.OPEN, Access.ADMIN)
+    }
+    if keys.sources.protect_clients:
+        return by_access[Access.OPEN].__contains__
+    # Keys of admins alone: then the admin routes need one, where they share this port, and nothing else does.
+    return lambda path: path not in by_access[Access.ADMIN]
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -193,13 +230,24 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return named
 
 
-class _Endpoint(Route):
-    """A route whose wrong method is a 405 with an empty body, as 1.6 answers it."""
+class GuardedRoute(Route):
+    """A route, and what it needs of a key; a wrong method is a 405 with an empty body, as 1.6 answers it."""
 
-    def __init__(self, path: str, endpoint: Any, *methods: str) -> None:
+    def __init__(self, path: str, endpoint: Any, *methods: str, access: Access = Access.ADMIN) -> None:
+        """Raises ValueError for an open route whose path has parts that clients fill in: the door knows paths as a whole."""
+        if access is Access.OPEN and "{" in path:
+            raise ValueError(f"a route that needs no key has no parameters in its path, got {path}")
         super().__init__(path, endpoint, methods=methods)
+        self.access = access
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if IDENTITY in scope:
+            try:
+                check_access(scope, self.access)
+            except RequestRejected as rejected:
+                dialect = self.endpoint.dialect if isinstance(self.endpoint, InferenceRoute) else OPENAI
+                await reject_route(scope, send, rejected, dialect)
+                return
         if self.methods is not None and scope["method"] not in self.methods:
             allowed = ", ".join(sorted(self.methods)).encode()
             await reply(with_request_id(scope, send), 405, b"", content_type=None, extra=((b"allow", allowed),))
@@ -209,11 +257,26 @@ class _Endpoint(Route):
             await self.app(scope, receive, with_request_id(scope, send))
 
 
+class PathDialects:
+    """The shape of errors by path: that of an API on its routes and below them, else OpenAI's."""
+
+    def __init__(self, dialects: Mapping[str, Dialect]) -> None:
+        self._exact = dict(dialects)
+        self._below = {path.rstrip("/") + "/": dialect for path, dialect in dialects.items()}
+
+    def of(self, path: str) -> Dialect:
+        """Return the shape of errors at a path."""
+        found = self._exact.get(path)
+        if found is not None:
+            return found
+        return next((dialect for base, dialect in self._below.items() if path.startswith(base)), OPENAI)
+
+
 class UnmatchedPath:
     """A path without a route: 404, below the path of an API in the shape of that API."""
 
-    def __init__(self, inference: Mapping[str, InferenceRoute]) -> None:
-        self._dialects = {path.rstrip("/") + "/": route.dialect for path, route in inference.items()}
+    def __init__(self, dialects: PathDialects) -> None:
+        self._dialects = dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -221,5 +284,4 @@ class UnmatchedPath:
                 await send({"type": "websocket.close", "code": 1000})
             return
         path: str = scope["path"]
-        dialect = next((found for base, found in self._dialects.items() if path.startswith(base)), OPENAI)
-        await reject_route(scope, send, route_not_found(scope["method"], path), dialect)
+        await reject_route(scope, send, route_not_found(scope["method"], path), self._dialects.of(path))

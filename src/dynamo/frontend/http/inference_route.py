@@ -19,6 +19,7 @@ from dynamo.frontend.http.asgi import (
     reply,
     reply_rejected,
 )
+from dynamo.frontend.http.auth import IDENTITY, Access
 from dynamo.frontend.http.event_stream import PUSH_EXTENSION, SPLICE_EXTENSION, EventStream
 from dynamo.frontend.http.request_id import client_request_id, request_id_note
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange
@@ -72,9 +73,12 @@ class AsgiSink:
 class InferenceRoute:
     """One inference API as an ASGI application."""
 
-    def __init__(self, call: Call, *, body_limit_bytes: int, budget: BodyBudget) -> None:
+    def __init__(
+        self, call: Call, *, access: Access = Access.INFERENCE, body_limit_bytes: int, budget: BodyBudget
+    ) -> None:
         self._call, self._body_limit_bytes, self._budget = call, body_limit_bytes, budget
         self.dialect = call.dialect
+        self.access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
@@ -101,6 +105,7 @@ class InferenceRoute:
             request_id_note(headers),
             _address_of(scope),
             path=scope["path"],
+            identity=scope.get(IDENTITY),
         )
         exchange = self._call.open(id, arrival)
         on_leave = sink.on_leave

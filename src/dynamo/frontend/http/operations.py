@@ -13,6 +13,7 @@ import msgspec
 from dynamo.frontend.admission.model import Reason, Urgency
 from dynamo.frontend.admission.process import Admission, Stage
 from dynamo.frontend.http.asgi import Receive, Scope, Send, first_headers, reply
+from dynamo.frontend.http.auth import identity_of, is_closed
 from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.http.request_id import reject_route
 from dynamo.frontend.metrics import FrontendMetrics
@@ -73,6 +74,9 @@ class HealthRoute:
             }
             await reply(send, 503, _encode(body))
             return
+        if is_closed(scope) and not _sees_operations(scope):
+            await reply(send, 200, _encode({"status": "healthy"}))
+            return
         instances = self._models.instances()
         endpoints = sorted({f"dyn://{one['namespace']}.{one['component']}.{one['endpoint']}" for one in instances})
         healthy: dict[str, Any] = {"status": "healthy", "endpoints": endpoints, "instances": instances}
@@ -96,6 +100,11 @@ class HealthRoute:
         trouble = self._models.store_trouble
         if trouble is not None:
             yield f"discovery: {trouble}; workers that come or go are not seen, and the last view is kept"
+
+
+def _sees_operations(scope: Scope) -> bool:
+    identity = identity_of(scope)
+    return identity is not None and identity.sees_operations
 
 
 def _load_of(model: ServedModel, now: float) -> dict[str, Any]:
@@ -181,26 +190,29 @@ class ModelsRoute:
         name = _model_id(scope, self._base)
         anthropic = VERSION_HEADER in first_headers(scope)
         dialect: Dialect = MESSAGES if anthropic else OPENAI
+        identity = identity_of(scope)
         if not name:
-            await reply(send, 200, _encode(self._list(anthropic)))
+            models = [model for model in self._models.models() if identity is None or identity.allows_model(model.name)]
+            await reply(send, 200, _encode(self._list(models, anthropic)))
             return
         ready = _READY.match(name)
         # A model may itself be called ".../ready": the registered name wins.
         if ready is not None and not self._models.is_registered(name):
-            body = self._models.readiness(ready["id"])
+            is_allowed = identity is None or identity.allows_model(ready["id"])
+            body = self._models.readiness(ready["id"]) if is_allowed else None
             if body is None:
                 await reject_route(scope, send, dialect.unknown_model(ready["id"]), dialect)
             else:
                 await reply(send, 200 if body["ready"] else 503, _encode(body))
             return
-        found = self._models.lookup(name)
+        found = None if identity is not None and not identity.allows_model(name) else self._models.lookup(name)
         if found is None:
             await reject_route(scope, send, dialect.unknown_model(name), dialect)
         else:
             await reply(send, 200, _encode(self._describe(found, name, anthropic)))
 
-    def _list(self, anthropic: bool) -> Mapping[str, Any]:
-        data = [self._describe(model, model.name, anthropic) for model in self._models.models()]
+    def _list(self, models: Sequence[ServedModel], anthropic: bool) -> Mapping[str, Any]:
+        data = [self._describe(model, model.name, anthropic) for model in models]
         if anthropic:
             return {
                 "data": data,

@@ -13,6 +13,7 @@ from importlib.resources import files
 from typing import Final
 
 from dynamo.frontend.http.asgi import Receive, Scope, Send, first_headers, reply
+from dynamo.frontend.http.auth import identity_of
 
 __all__ = ["DOCS_PATH", "SCRIPT_PATH", "DocsPage", "HomePage", "ScriptRoute"]
 
@@ -51,7 +52,8 @@ class HomePage:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = first_headers(scope)
-        names = list(self._models())
+        identity = identity_of(scope)
+        names = [name for name in self._models() if identity is None or identity.allows_model(name)]
         request = self._request(scope, headers.get(b"host", b""), names)
         if b"text/html" in headers.get(b"accept", b""):
             await reply(send, 200, self._html(names, request).encode(), content_type=_HTML, extra=_SAFE)

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dynamo.frontend.http.auth import IDENTITY, check_access
 from dynamo.frontend.http.inference_route import InferenceRoute
+from dynamo.frontend.http.request_id import reject_route
+from dynamo.protocol.openai.errors import RequestRejected
 
 __all__ = ["InferenceFirst"]
 
@@ -25,6 +28,13 @@ class InferenceFirst(Router):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._inference:
-            await self._inference[scope["path"]](scope, receive, send)
+            route = self._inference[scope["path"]]
+            if IDENTITY in scope:
+                try:
+                    check_access(scope, route.access)
+                except RequestRejected as rejected:
+                    await reject_route(scope, send, rejected, route.dialect)
+                    return
+            await route(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)

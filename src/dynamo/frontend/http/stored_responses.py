@@ -10,6 +10,8 @@ from urllib.parse import parse_qs
 import msgspec
 
 from dynamo.frontend.http.asgi import Receive, Scope, Send, first_headers, reply, reply_rejected
+from dynamo.frontend.http.auth import identity_of
+from dynamo.frontend.response_store.base import scoped_owner
 from dynamo.frontend.response_store.history import ResponseHistory, not_found
 from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.escaping import json_line
@@ -33,7 +35,9 @@ class _StoredRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         id: str = scope["path_params"]["response_id"]
         query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        owner = first_headers(scope).get(TENANT, b"").decode("latin-1")
+        identity = identity_of(scope)
+        tenant = first_headers(scope).get(TENANT, b"").decode("latin-1")
+        owner = scoped_owner(None if identity is None else identity.owner, tenant)
         try:
             if self._history is None:
                 raise not_found(id)

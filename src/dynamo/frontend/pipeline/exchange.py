@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from msgspec import Struct, field
 
-from dynamo.errors import DynamoException
+from dynamo.errors import Cancelled, DynamoException
+from dynamo.frontend.access.identity import Identity
 from dynamo.frontend.admission.model import AdmissionSlot
 from dynamo.frontend.http.asgi import ClientGone
 from dynamo.frontend.pipeline.plan import Tally, WorkRequest
@@ -22,9 +23,16 @@ from dynamo.frontend.request_metrics import RequestMetrics
 from dynamo.runtime.context import Context
 from dynamo.runtime.tracing import TraceContext
 
-__all__ = ["Arrival", "Exchange", "ExchangeRegister", "Phase"]
+__all__ = ["Arrival", "Exchange", "ExchangeRegister", "KeyRevoked", "Phase"]
 
 _TRACE_HEADERS: Final = (b"traceparent", b"tracestate", b"request-id")
+
+
+class KeyRevoked(Cancelled):
+    """The key of the request was taken away while it ran, and takes its running requests with it."""
+
+    def __init__(self) -> None:
+        super().__init__("This API key was revoked")
 
 
 class Phase(enum.IntEnum):
@@ -56,6 +64,7 @@ class Arrival(Struct):
     request_id_note: str = ""  # for the log, after our own id: the client's id, or what became of it
     client: str | None = None  # the peer's address; None: a caller in this process
     path: str = ""  # of the route
+    identity: Identity | None = None  # the key behind it; None: no key is needed
 
 
 class Exchange:
@@ -97,6 +106,11 @@ class Exchange:
     def tally(self) -> Tally | None:
         """What came of it so far; None until it is preprocessed."""
         return None if self.work is None else self.work.tally
+
+    @property
+    def identity(self) -> Identity | None:
+        """The key behind it; None where no key is needed."""
+        return self.arrival.identity
 
     @property
     def name(self) -> str:
@@ -178,6 +192,13 @@ class ExchangeRegister:
     def remove(self, exchange: Exchange) -> None:
         """Forget a request that is over; idempotent."""
         self._exchanges.pop(exchange, None)
+
+    def end_revoked(self, is_gone: Callable[[Identity], bool]) -> int:
+        """End every request whose key `is_gone`; return how many there were."""
+        found = [exchange for exchange in self if exchange.identity is not None and is_gone(exchange.identity)]
+        for exchange in found:
+            exchange.end_with(KeyRevoked())
+        return len(found)
 
     def end_all(self, reason: DynamoException) -> int:
         """End every request with `reason` (a status, or an error event); return how many there were."""

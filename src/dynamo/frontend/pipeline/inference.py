@@ -15,7 +15,9 @@ from typing import Any, Final
 from msgspec import Struct
 
 from dynamo.errors import DynamoException, Overloaded, ResponseTimeout, RouterQueueLimitExceeded
-from dynamo.frontend.admission.model import Shed, urgency_of
+from dynamo.frontend.access.identity import Identity
+from dynamo.frontend.access.key_store import KeyStore
+from dynamo.frontend.admission.model import Shed, cap_priority, urgency_of
 from dynamo.frontend.admission.process import Admission, NotReady
 from dynamo.frontend.apis.base import Answer, Api, FailureRenderer, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.http.offload import LARGE_BODY_BYTES, takes_long
@@ -34,6 +36,7 @@ from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
 from dynamo.frontend.pipeline.stage_timer import QUEUE, StageTimer, wants_stage_times
 from dynamo.frontend.request_metrics import UNKNOWN_MODEL, RequestType
 from dynamo.frontend.settings import KEEP_ALIVE_SECONDS, FrontendSettings
+from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.body import BodyLimits
 from dynamo.protocol.openai.errors import RequestRejected, model_not_ready
 from dynamo.protocol.openai.headers import HeaderEffects, apply_headers
@@ -62,6 +65,8 @@ class Pipeline:
     preprocessor: Preprocessor
     register: ExchangeRegister
     stalls: StallDetector
+    keys: KeyStore | None = None
+    """The keys in service; None where no route needs one."""
 
 
 class Resolved(Struct, frozen=True):
@@ -186,12 +191,14 @@ class Call:
         # Off the loop where it takes long: other requests wait for the loop, and none for a thread of the executor.
         is_large = takes_long(arrival.body)
         if is_large:
-            self._check_plausible(len(arrival.body))
+            _check_plausible(len(arrival.body), settings.body_bytes_per_token, models.longest_context)
         offload = self._pipeline.preprocessor.offload
         request = await offload(decode) if is_large else decode()
         if is_large:
             request.__dict__["is_large"] = True
         model = models.lookup(request.model)
+        if arrival.identity is not None:
+            _bind_key(request, arrival.identity, self.dialect)
         if model is None and models.is_registered(request.model):
             raise model_not_ready(request.model)
         prefix = self._metadata_prefix
@@ -205,6 +212,8 @@ class Call:
             metadata_prefix=settings.metadata_header_prefix,
             nvext_enabled=not settings.disable_nvext,
         )
+        if arrival.identity is not None:
+            cap_priority(request, arrival.identity.record.priority)
         for warning in effects.warnings:
             logger.warning("%s", warning)
         if request.repaired:
@@ -216,20 +225,6 @@ class Call:
         if model is None or not model.surface_bits & self._surface_bit:
             raise self.dialect.unknown_model(request.model)
         return Resolved(request, model, effects)
-
-    def _check_plausible(self, body_bytes: int) -> None:
-        """Refuse a body that is too long for a prompt of any model, before it is decoded: that is done in one piece."""
-        per_token, longest = self._settings.body_bytes_per_token, self._pipeline.models.longest_context
-        if not per_token or longest is None or body_bytes <= UNSUSPECTED_BODY_BYTES + per_token * longest:
-            return
-        raise RequestRejected(
-            400,
-            f"A body of {body_bytes} bytes cannot be a prompt for any model here: the longest maximum context length is "
-            f"{longest} tokens, and {UNSUSPECTED_BODY_BYTES} bytes and {per_token} for each token are read "
-            "(DYN_HTTP_BODY_BYTES_PER_TOKEN)",
-            code="context_length_exceeded",
-            limit="body_tokens",
-        )
 
     async def _serve_admitted(self, exchange: Exchange, resolved: Resolved, sink: AnswerSink) -> None:
         loop = asyncio.get_running_loop()
@@ -392,6 +387,30 @@ class GenerationCall(Call):
             head = annotation_events(request, answer, text)
             with_usage = request.include_usage or self._settings.force_include_usage
             await StreamDelivery(answer, renderer, idle).send(stream, head, with_usage=with_usage)
+
+
+def _bind_key(request: Request | ResultRequest, identity: Identity, dialect: Dialect) -> None:
+    """Note the owner of a request. Raises the 404 of a model that its key may not use, which is that of an unknown one."""
+    if not identity.allows_model(request.model):
+        raise dialect.unknown_model(request.model)
+    request.__dict__["key_owner"] = identity.owner
+
+
+def _check_plausible(body_bytes: int, per_token: int, longest: int | None) -> None:
+    """Refuse a body that is too long for a prompt of any model, before it is decoded: that is done in one piece.
+
+    `per_token`: bytes that a token may take; `longest`: the longest context, None: not known.
+    """
+    if not per_token or longest is None or body_bytes <= UNSUSPECTED_BODY_BYTES + per_token * longest:
+        return
+    raise RequestRejected(
+        400,
+        f"A body of {body_bytes} bytes cannot be a prompt for any model here: the longest maximum context length is "
+        f"{longest} tokens, and {UNSUSPECTED_BODY_BYTES} bytes and {per_token} for each token are read "
+        "(DYN_HTTP_BODY_BYTES_PER_TOKEN)",
+        code="context_length_exceeded",
+        limit="body_tokens",
+    )
 
 
 def _keep_alive(settings: FrontendSettings, request: Request | ResultRequest) -> float | None:

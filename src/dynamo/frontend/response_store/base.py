@@ -8,7 +8,20 @@ from msgspec import Struct
 
 from dynamo.protocol.responses.output import ItemIds
 
-__all__ = ["ResponseStore", "StoreLimits", "StoreUnavailable", "StoreUsage", "StoredResponse", "stem_of"]
+__all__ = [
+    "ResponseStore",
+    "StoreLimits",
+    "StoreUnavailable",
+    "StoreUsage",
+    "StoredResponse",
+    "scoped_owner",
+    "stem_of",
+]
+
+
+def scoped_owner(key_owner: str | None, tenant: str) -> str:
+    """Return the owner of a response: the tenant that a client names, within the owner of its key where there is one."""
+    return tenant if key_owner is None else f"{key_owner}\n{tenant}"
 
 
 class StoreUnavailable(Exception):

@@ -5,6 +5,7 @@ The statuses and texts themselves are the table in `dynamo.errors`; nothing here
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -96,7 +97,7 @@ class RequestRejected(Exception):
     `param` names the field; `details` is a small JSON object of the flat body; `code` is OpenAI's machine-readable
     string (`model_not_found`); `retry_after_seconds` becomes a `Retry-After` header. `stream_status` differs from
     `status` only where an engine asserted a 5xx that a unary answer must hide. `limit`: the metric label of the
-    listener's limit that was hit.
+    listener's limit that was hit. `more_headers`: what the answer carries besides.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class RequestRejected(Exception):
         stream_status: int | None = None,
         stream_message: str | None = None,
         limit: str | None = None,
+        more_headers: Mapping[str, str] | None = None,
     ) -> None:
         if len(message) > MESSAGE_LIMIT:
             message = message[: MESSAGE_LIMIT - 3] + "..."
@@ -122,6 +124,7 @@ class RequestRejected(Exception):
         self.stream_type = stream_type or stream_type_of(status)
         self.code = code
         self.limit = limit
+        self.more_headers = more_headers or {}
         self.retry_after_seconds = retry_after_seconds
         self.stream_status = status if stream_status is None else stream_status
         self.stream_message = message if stream_message is None else stream_message
@@ -140,7 +143,8 @@ class RequestRejected(Exception):
 
     def headers(self) -> dict[str, str]:
         """Response headers this answer carries besides its content type."""
-        return {} if self.retry_after_seconds is None else {"retry-after": str(self.retry_after_seconds)}
+        found = {} if self.retry_after_seconds is None else {"retry-after": str(self.retry_after_seconds)}
+        return {**found, **self.more_headers} if self.more_headers else found
 
     def frame(self) -> bytes:
         """Return the SSE frame that ends a stream with this answer (the caller sends `[DONE]` after it)."""

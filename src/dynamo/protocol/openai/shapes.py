@@ -234,6 +234,7 @@ class CommonRequest(Struct, kw_only=True, dict=True):
     unsupported: ClassVar[tuple[str, ...]] = ()  # unknown top-level keys, in order; `validation` refuses them
     repaired: ClassVar[bool] = False  # the body was not strict JSON and was mended: worth a warning
 
+    key_owner: ClassVar[str | None] = None  # set on a request that came with a key: whose it is
     is_large: ClassVar[bool] = (
         False  # its body was long, or of many values: nothing of it is looked through on an event loop
     )

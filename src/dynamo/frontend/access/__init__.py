@@ -1,0 +1,3 @@
+"""Who may use a frontend: the keys in service, and what they have used."""
+
+__all__: list[str] = []

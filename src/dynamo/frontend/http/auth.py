@@ -1,0 +1,183 @@
+"""The door of a listener whose routes need keys: nobody passes it without one, whatever is behind it.
+
+Routes say what they need of a key with `Access`; one that says nothing needs an admin's. So a new route is closed until
+somebody opens it. What a client sent as its key goes no further than this module.
+"""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from starlette.types import ASGIApp
+
+from dynamo.access.records import Network, RouteGroup
+from dynamo.frontend.access.identity import Identity, key_rejection
+from dynamo.frontend.access.key_store import KeyStore
+from dynamo.frontend.http.asgi import Receive, Scope, Send
+from dynamo.frontend.http.request_id import reject_route
+from dynamo.protocol.dialect import OPENAI, Dialect
+from dynamo.protocol.openai.errors import RequestRejected
+
+__all__ = ["IDENTITY", "Access", "KeyDoor", "check_access", "client_address", "identity_of", "is_closed"]
+
+IDENTITY: Final = "dynamo.identity"
+"""The entry of a scope that holds the `Identity` of the request's key; there is none where no key is needed."""
+
+CLOSED: Final = (
+    "dynamo.closed"  # the entry of a scope that came through a door, with a key or, on an open route, without
+)
+
+MAX_KEY_BYTES: Final = 1024
+_BEARER: Final = b"bearer "
+_AUTHORIZATION: Final = b"authorization"
+_API_KEY: Final = b"x-api-key"
+
+
+class Access(enum.Enum):
+    """What a route needs of a key."""
+
+    OPEN = enum.auto()
+    """Nothing, not even a key."""
+    ANY_KEY = enum.auto()
+    ADMIN = enum.auto()
+    INFERENCE = RouteGroup.INFERENCE
+    EMBEDDINGS = RouteGroup.EMBEDDINGS
+    MEDIA = RouteGroup.MEDIA
+    FILES = RouteGroup.FILES
+    BATCHES = RouteGroup.BATCHES
+    METRICS = RouteGroup.METRICS
+
+
+def check_access(scope: Scope, access: Access) -> None:
+    """Raise the 403 of a request whose key may not use a route; does nothing where no keys are needed."""
+    identity: Identity | None = scope.get(IDENTITY)
+    if identity is None or access is Access.OPEN or access is Access.ANY_KEY:
+        return
+    if access is Access.ADMIN:
+        identity.check_admin()
+    elif access is not Access.METRICS or not identity.is_admin:
+        identity.check_group(RouteGroup(access.value))
+
+
+def identity_of(scope: Scope) -> Identity | None:
+    """Return the key of a request; None where no keys are needed, or none was sent to an open route."""
+    found: Identity | None = scope.get(IDENTITY)
+    return found
+
+
+def is_closed(scope: Scope) -> bool:
+    """Return whether the listener of a request has a door: then what stands open shows no more than it must."""
+    return CLOSED in scope
+
+
+def client_address(scope: Scope, trusted: Sequence[Network]) -> str | None:
+    """Return the address of the client: the peer's, or what trusted proxies say of the client before them.
+
+    The last address of `X-Forwarded-For` that is not of a trusted proxy counts: what stands before it anybody may write.
+    """
+    client = scope.get("client")
+    if client is None:
+        return None
+    address: str = client[0]
+    if not trusted or not _is_in(address, trusted):
+        return address
+    named = b",".join([value for name, value in scope["headers"] if name == b"x-forwarded-for"])
+    for one in reversed(named.decode("latin-1").split(",")):
+        written = one.strip()
+        if not written:
+            continue
+        address = written
+        if not _is_in(written, trusted):
+            break
+    return address
+
+
+def _is_in(address: str, networks: Iterable[Network]) -> bool:
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return any(found in network for network in networks)
+
+
+class KeyDoor:
+    """An application behind a door: every request needs a key, but for those to the open paths."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyStore,
+        *,
+        is_open: Callable[[str], bool],
+        dialect_of: Callable[[str], Dialect] = lambda _: OPENAI,
+        trusted: Sequence[Network] = (),
+        refused: Callable[[Identity | None, RequestRejected], None] = lambda *_: None,
+    ) -> None:
+        """`is_open`: whether a path needs no key. `dialect_of` gives the shape of errors below a path; `refused` counts a
+        refusal, None: of an unknown key.
+        """
+        self._app, self._keys, self._is_open = app, keys, is_open
+        self._dialect_of, self._trusted, self._refused = dialect_of, trusted, refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)  # which serves nothing else, and closes it
+            return
+        is_open = self._is_open(scope["path"])
+        if self._keys.sources.protect_clients:
+            scope[CLOSED] = True
+        identity: Identity | None = None
+        try:
+            presented = _presented(scope)
+            identity = self._known(presented)
+            identity.check_valid(self._keys.now())
+            if identity.record.cidrs is not None:
+                identity.check_address(client_address(scope, self._trusted))
+        except RequestRejected as rejected:
+            if not is_open:
+                self._refused(identity, rejected)
+                await reject_route(scope, send, rejected, self._dialect_of(scope["path"]))
+                return
+        else:
+            scope[IDENTITY] = identity
+        await self._app(scope, receive, send)
+
+    def _known(self, presented: bytes | None) -> Identity:
+        if presented is None:
+            raise key_rejection(
+                "missing_api_key",
+                "No API key was given. Send it in the header `Authorization: Bearer KEY` or `x-api-key`",
+            )
+        found = self._keys.authenticate(presented) if 0 < len(presented) <= MAX_KEY_BYTES else None
+        if found is None:
+            raise key_rejection("invalid_api_key", "Incorrect API key provided")
+        return found
+
+
+def _presented(scope: Scope) -> bytes | None:
+    """Return what the client sent as its key, and take it out of the headers; None where it sent nothing.
+
+    Raises the 401 of a request with two different keys, or with an authorization that is not a key.
+    """
+    found: bytes | None = None
+    kept: list[tuple[bytes, bytes]] = []
+    is_wrong = is_double = False
+    for pair in scope["headers"]:
+        name, value = pair
+        if name == _AUTHORIZATION:
+            is_wrong = is_wrong or value[:7].lower() != _BEARER
+            value = value[7:].strip()
+        elif name != _API_KEY:
+            kept.append(pair)
+            continue
+        is_double = is_double or (found is not None and found != value)
+        found = value
+    scope["headers"] = kept
+    if is_wrong:
+        raise key_rejection("invalid_api_key", "Incorrect API key provided: the authorization must be `Bearer KEY`")
+    if is_double:
+        raise key_rejection("invalid_api_key", "Incorrect API key provided: the request has two different ones")
+    return found

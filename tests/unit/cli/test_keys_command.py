@@ -1,0 +1,148 @@
+"""`dynamo keys`: what each command leaves in the file, and what it prints."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from dynamo.access.key_text import hash_of
+from dynamo.cli import keys
+from dynamo.cli.main import main
+from dynamo.frontend.access.key_editor import change_key_file
+from dynamo.frontend.access.key_store import load_key_file
+
+
+@pytest.fixture(params=["keys.toml", "keys.json"])
+def path(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("DYN_KEYS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / str(request.param)
+
+
+def run(path: Path, *argv: str) -> int:
+    return keys.main([*argv, "--file", str(path)])
+
+
+def create(path: Path, capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, str]:
+    """The key that was printed, and its id."""
+    assert run(path, "create", *argv) == 0
+    printed = capsys.readouterr().out.strip()
+    return printed, printed.removeprefix("dyn-").partition(".")[0]
+
+
+def test_a_key_is_printed_once_and_its_hash_is_kept(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key, id = create(path, capsys, "--name", "alice", "--model", "llama-*", "--expires", "30d", "--admin")
+    record = load_key_file(str(path)).find(id)
+    assert record is not None
+    assert (record.hash, record.name, record.models, record.role) == (
+        hash_of(key.encode()),
+        "alice",
+        ("llama-*",),
+        "admin",
+    )
+    assert key not in path.read_text()
+    assert key.partition(".")[2] not in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    run(path, "list")
+    assert id in capsys.readouterr().out
+
+
+def test_disable_enable_rotate_and_delete(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, id = create(path, capsys)
+    _, other = create(path, capsys)
+    run(path, "disable", id)
+    assert [record.enabled for record in load_key_file(str(path)).keys] == [False, True]
+    run(path, "enable", id)
+    capsys.readouterr()
+    run(path, "rotate", id, "--keep", "24h")
+    new = capsys.readouterr().out.strip()
+    record = load_key_file(str(path)).find(id)
+    assert record is not None
+    assert record.enabled
+    assert (record.hash, record.previous_hash) == (hash_of(new.encode()), hash_of(old.encode()))
+    run(path, "rotate", id)
+    record = load_key_file(str(path)).find(id)
+    assert record is not None
+    assert record.previous_hash is None
+    capsys.readouterr()
+    run(path, "show", id)
+    assert json.loads(capsys.readouterr().out)["id"] == id
+    run(path, "delete", id)
+    run(path, "delete", other)
+    assert load_key_file(str(path)).keys == ()
+
+
+def test_a_key_of_an_older_gateway_is_imported(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("sk-0123456789abcdef\n"))
+    assert create(path, capsys, "--import") == ("", "")
+    assert load_key_file(str(path)).keys[0].hash == hash_of(b"sk-0123456789abcdef")
+    monkeypatch.setattr("sys.stdin", io.StringIO("sk-short\n"))
+    with pytest.raises(keys.UsageError, match="16 to 512 bytes"):
+        run(path, "create", "--import")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["show", "nobody"], "no key with the id 'nobody'"),
+        (["disable", "nobody"], "no key with the id 'nobody'"),
+        (["delete", "nobody"], "'nobody'"),
+        (["create", "--cidr", "10.0.0.300/8"], "10.0.0.300/8"),
+        (["create", "--name", ""], "name"),
+    ],
+)
+def test_errors_of_use_are_one_line(
+    path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], words: str
+) -> None:
+    create(path, capsys)
+    before = path.read_bytes()
+    assert main(["keys", *argv, "--file", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("list", "show", "delete"):
+        assert main(["keys", command, *([] if command == "list" else ["x"]), "--file", str(tmp_path / "no.toml")]) == 2
+        assert "no.toml" in capsys.readouterr().err
+
+
+def test_commands_at_once_wait_for_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "count"
+    path.write_text("0")
+
+    def add() -> None:
+        for _ in range(25):
+            change_key_file(str(path), lambda text: str(int(text) + 1))
+
+    threads = [threading.Thread(target=add) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert path.read_text() == "200"
+
+
+def test_a_link_stays_a_link_and_a_failed_change_leaves_the_file(tmp_path: Path) -> None:
+    target, link = tmp_path / "real", tmp_path / "link"
+    target.write_text("a")
+    link.symlink_to(target)
+    change_key_file(str(link), lambda text: text + "b")
+    assert link.is_symlink()
+    assert target.read_text() == "ab"
+
+    def broken(text: str) -> str:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        change_key_file(str(link), broken)
+    assert target.read_text() == "ab"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "real", "real.lock"]
