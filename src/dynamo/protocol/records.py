@@ -58,6 +58,10 @@ engine really has blocks is told by `runtime_config.total_kv_blocks` and its eve
 ENCODER_HANDOFF: Final = "encoder_result_handoff"
 """The entry of a worker's `runtime_data` that asks for an encode worker before it: the media of a request go there first."""
 
+MEDIA_KINDS: Final = "media"
+"""The entry of an engine's `runtime_data` that lists the kinds of media it takes: `image`, `video`, `audio`; an empty list: none.
+Without it the model's config.json tells."""
+
 RESUMES_GUIDED: Final = "resumes_guided_decoding"
 """The entry of an engine's `runtime_data` that declares: for a request that lost its worker it brings the grammar up to
 date with what was generated, the tokens behind `Context.prompt_tokens`. An engine that does not would begin the

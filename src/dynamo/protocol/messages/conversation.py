@@ -13,7 +13,8 @@ from typing import Final, NoReturn
 from msgspec import Struct, to_builtins
 
 from dynamo.protocol.messages.shapes import ContentBlocks, InputMessage, invalid, read_as
-from dynamo.protocol.openai.errors import RequestRejected, not_built
+from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.media_parts import PlacedPart
 from dynamo.protocol.openai.shapes import JsonObject
 
 __all__ = ["BILLING_HEADER", "chat_messages", "continues_last"]
@@ -35,6 +36,17 @@ class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: JsonObject
+
+
+class ImageSource(Struct):
+    type: str  # "base64", "url"
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageBlock(Struct, tag_field="type", tag="image"):
+    source: ImageSource
 
 
 class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
@@ -126,21 +138,58 @@ def _user(content: ContentBlocks, where: str) -> list[JsonObject]:
     if not content:
         invalid(where, "must contain at least one content block")
     found: list[JsonObject] = []
-    texts: list[str] = []
+    gathered = _Gathered()
     for number, block in enumerate(content):
         place = f"{where}[{number}]"
         if block.get("type") == "tool_result":
-            if any(texts):
-                found.append({"role": "user", "content": "".join(texts)})
-            texts = []
+            if said := gathered.content():
+                found.append({"role": "user", "content": said})
+            gathered = _Gathered()
             result = read_as(ToolResultBlock, block, place)
-            text = _result_text(result.content, f"{place}.content")
-            found.append({"role": "tool", "tool_call_id": result.tool_use_id, "content": text})
+            told = _result(result.content, f"{place}.content")
+            found.append({"role": "tool", "tool_call_id": result.tool_use_id, "content": told})
         else:
-            texts.append(_text_of(block, place))
-    if any(texts) or not found:
-        found.append({"role": "user", "content": "".join(texts)})
+            gathered.add(block, place)
+    if (said := gathered.content()) or not found:
+        found.append({"role": "user", "content": said})
     return found
+
+
+class _Gathered:
+    """Blocks as the content of a chat message: one text, or parts where there are images."""
+
+    def __init__(self) -> None:
+        self._parts: list[JsonObject] = []
+        self._texts: list[str] = []
+
+    def add(self, block: JsonObject, where: str) -> None:
+        """Add a block. Raises RequestRejected that names it."""
+        if block.get("type") == "image":
+            self._end_text()
+            self._parts.append(_image(block, where))
+        else:
+            self._texts.append(_text_of(block, where))
+
+    def content(self) -> str | list[JsonObject]:
+        """Return what was gathered; "" for nothing."""
+        if not self._parts:
+            return "".join(self._texts)
+        self._end_text()
+        return self._parts
+
+    def _end_text(self) -> None:
+        if any(self._texts):
+            self._parts.append({"type": "text", "text": "".join(self._texts)})
+        self._texts = []
+
+
+def _result(content: ContentBlocks | None, where: str) -> str | list[JsonObject]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    gathered = _Gathered()
+    for number, block in enumerate(content):
+        gathered.add(block, f"{where}[{number}]")
+    return gathered.content()
 
 
 def _result_text(content: ContentBlocks | None, where: str) -> str:
@@ -213,8 +262,22 @@ def _tool_reference(block: JsonObject, where: str) -> str:
     return read_as(ToolReferenceBlock, block, where).tool_name
 
 
-def _image(block: JsonObject, where: str) -> NoReturn:
-    raise not_built('content block type "image" needs multimodal support, which this version does not have yet', where)
+def _image(block: JsonObject, where: str) -> PlacedPart:
+    source = read_as(ImageBlock, block, where).source
+    if source.type == "url" and source.url:
+        url = source.url
+    elif source.type == "base64" and source.data and source.media_type:
+        url = f"data:{source.media_type};base64,{source.data}"
+    elif source.type in ("url", "base64"):
+        needed = "`url`" if source.type == "url" else "`media_type` and `data`"
+        invalid(f"{where}.source", f"an image source of type {source.type} needs {needed}")
+    else:
+        invalid(f"{where}.source", f'image source type "{source.type[:64]}" is not supported: send base64 or a URL')
+    return PlacedPart(where, {"type": "image_url", "image_url": {"url": url}})
+
+
+def _misplaced_image(block: JsonObject, where: str) -> NoReturn:
+    raise RequestRejected(400, f"{where}: an image is not supported here, only in messages of the user", param=where)
 
 
 def _unsupported(block: JsonObject, where: str) -> RequestRejected:
@@ -229,5 +292,5 @@ _READERS: Final[dict[str, Callable[[JsonObject, str], str]]] = {
     "document": _document,
     "search_result": _search_result,
     "tool_reference": _tool_reference,
-    "image": _image,
+    "image": _misplaced_image,
 }

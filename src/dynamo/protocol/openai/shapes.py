@@ -7,6 +7,7 @@ A request is owned by the one HTTP request it came in; only header overrides wri
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from msgspec import Meta, Struct, field
@@ -37,34 +38,50 @@ class RefusalPart(Struct, tag_field="type", tag="refusal"):
 
 
 class MediaUrl(Struct):
-    url: str
-    detail: str | None = None
+    url: str | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
     uuid: str | None = None
 
 
 class ImagePart(Struct, tag_field="type", tag="image_url"):
-    image_url: MediaUrl
+    image_url: MediaUrl | str | None = None
+    uuid: str | None = None  # the name that an engine may keep the content under
 
 
 class VideoPart(Struct, tag_field="type", tag="video_url"):
-    video_url: MediaUrl
+    video_url: MediaUrl | str | None = None
+    uuid: str | None = None
 
 
 class AudioUrlPart(Struct, tag_field="type", tag="audio_url"):
-    audio_url: MediaUrl
+    audio_url: MediaUrl | str | None = None
+    uuid: str | None = None
 
 
 class AudioData(Struct):
     data: str
-    format: str
+    format: Literal["wav", "mp3", "flac", "ogg"]
 
 
 class InputAudioPart(Struct, tag_field="type", tag="input_audio"):
     input_audio: AudioData
+    uuid: str | None = None
+
+
+class FileData(Struct):
+    file_data: str | None = None  # a data URL
+    filename: str | None = None
+    file_id: str | None = None
+
+
+class FilePart(Struct, tag_field="type", tag="file"):
+    file: FileData
+    uuid: str | None = None
 
 
 TextContent: TypeAlias = str | list[TextPart]
-UserPart: TypeAlias = TextPart | ImagePart | VideoPart | AudioUrlPart | InputAudioPart
+UserPart: TypeAlias = TextPart | ImagePart | VideoPart | AudioUrlPart | InputAudioPart | FilePart
+UserContent: TypeAlias = str | list[UserPart]
 
 
 class SystemMessage(Struct, tag_field="role", tag="system"):
@@ -78,7 +95,7 @@ class DeveloperMessage(Struct, tag_field="role", tag="developer"):
 
 
 class UserMessage(Struct, tag_field="role", tag="user"):
-    content: str | list[UserPart]
+    content: UserContent
     name: str | None = None
 
 
@@ -102,7 +119,7 @@ class AssistantMessage(Struct, tag_field="role", tag="assistant"):
 
 
 class ToolMessage(Struct, tag_field="role", tag="tool"):
-    content: TextContent
+    content: UserContent
     tool_call_id: str
 
 
@@ -226,6 +243,29 @@ class NvExt(Struct, forbid_unknown_fields=True):
 # -- requests -----------------------------------------------------------------------------------------------------------
 
 
+class MediaPart(Struct, frozen=True):
+    """One image, video or sound of a request."""
+
+    kind: Literal["image", "video", "audio"]
+    url: str | None  # None: an engine knows the content by its `uuid`
+    uuid: str | None
+    where: str  # what errors call it: messages[1].content[0]
+
+
+class RequestMedia(Struct):
+    """The media of one request, in the order of its messages."""
+
+    parts: list[MediaPart]
+    messages: list[JsonObject]  # the client's own, without the content of data URLs
+    on_end: Callable[[], None] | None = None  # called once when the request has ended; None: nothing is held for it
+
+    def end(self) -> None:
+        """Let go of what is held for the request. Idempotent."""
+        release, self.on_end = self.on_end, None
+        if release is not None:
+            release()
+
+
 class CommonRequest(Struct, kw_only=True, dict=True):
     """The fields chat and text completions share."""
 
@@ -238,6 +278,7 @@ class CommonRequest(Struct, kw_only=True, dict=True):
     is_large: ClassVar[bool] = (
         False  # its body was long, or of many values: nothing of it is looked through on an event loop
     )
+    media: ClassVar[RequestMedia | None] = None  # of a chat: what validation took out of its messages
     clamps_output: ClassVar[bool] = (
         False  # of a subclass: an answer longer than the model's context is cut, not refused
     )

@@ -15,6 +15,7 @@ import msgspec
 
 from dynamo.protocol.openai.body import deserialisation_error
 from dynamo.protocol.openai.errors import RequestRejected, not_built
+from dynamo.protocol.openai.media_parts import take_media
 from dynamo.protocol.openai.shapes import (
     REQUIRED,
     U64_MAX,
@@ -63,7 +64,7 @@ class _Tools(msgspec.Struct):
 
 
 def validate_chat(request: ChatRequest) -> None:
-    """Refuse a chat request that breaks a rule.
+    """Refuse a chat request that breaks a rule, and take the media out of its messages. To be called once.
 
     Raises:
         RequestRejected: 400, or 422 for what is deprecated or not built.
@@ -103,6 +104,8 @@ def validate_chat(request: ChatRequest) -> None:
     if request.tool_choice is not None:
         _check_tool_choice(request)
     _check_not_built(request)
+    if _has_media(request.messages):
+        request.messages, request.__dict__["media"] = take_media(request.messages)
 
 
 def validate_completion(request: CompletionRequest) -> None:
@@ -308,6 +311,14 @@ def _check_messages(messages: list[JsonObject]) -> None:
                 _invalid(f"{where} must be a JSON string that decodes to an object, or that object", where)
 
 
+def _has_media(messages: list[JsonObject]) -> bool:
+    for message in messages:
+        content = message.get("content")
+        if content.__class__ is list and any(part["type"] not in ("text", "refusal") for part in content):
+            return True
+    return False
+
+
 def _check_tools(tools: list[JsonObject]) -> None:
     if len(tools) > MAX_TOOLS:
         _invalid(f"Maximum of {MAX_TOOLS} tools are supported, got {len(tools)}", "tools")
@@ -382,15 +393,6 @@ def _check_not_built(request: ChatRequest) -> None:
         _not_built("audio output needs an audio model", "audio")
     if request.web_search_options is not None:
         _not_built("web_search_options needs a search tool", "web_search_options")
-    for position, message in enumerate(request.messages):
-        content = message.get("content")
-        if isinstance(content, list):
-            for number, part in enumerate(content):
-                if part["type"] not in ("text", "refusal"):
-                    _not_built(
-                        f'content part "{part["type"]}" needs multimodal support',
-                        f"messages[{position}].content[{number}].type",
-                    )
 
 
 # -- completions --------------------------------------------------------------------------------------------------------

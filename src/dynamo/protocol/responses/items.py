@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from dynamo.protocol.openai.body import deserialisation_error
 from dynamo.protocol.openai.errors import RequestRejected, not_built
+from dynamo.protocol.openai.media_parts import PlacedPart
 from dynamo.protocol.openai.shapes import JsonObject
 from dynamo.protocol.responses.tools import CUSTOM_INPUT, OfferedTools
 
@@ -282,7 +283,8 @@ def _image(part: JsonObject, path: str) -> JsonObject:
             raise _refused("an image must be given by its `image_url`: there are no files here", f"{path}.file_id")
         raise _refused("an image needs an `image_url`", f"{path}.image_url")
     detail = part.get("detail")
-    return {"type": "image_url", "image_url": {"url": url, **({"detail": detail} if isinstance(detail, str) else {})}}
+    image = {"url": url, **({"detail": detail} if isinstance(detail, str) else {})}
+    return PlacedPart(path, {"type": "image_url", "image_url": image})
 
 
 def _file_text(part: JsonObject, path: str) -> str:
