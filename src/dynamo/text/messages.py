@@ -19,6 +19,7 @@ ThinkMarks = tuple[str, str]
 
 _TESTS_NULL_CONTENT: Final = re.compile(r"content['\"]?\s*\]?\s*(?:is\s+(?:not\s+)?none|[!=]=\s*none)\b", re.IGNORECASE)
 _OTHER_MEMBER: Final = re.compile(r"\b(?:m|msg|\w*message)(?:\.|\[['\"])(thinking|reasoning)\b")
+_READS_PARTS: Final = re.compile(r"\bfor\s+\w+\s+in\s+[^%}]*\bcontent\b['\"]?\]?\s*(?![\w.])")
 _OPTIONAL: Final = ("tool_calls", "reasoning_content", "reasoning", "refusal", "name", "audio", "function_call")
 
 
@@ -28,6 +29,7 @@ class TemplateTraits:
 
     tests_null_content: bool = False  # a null content means something to it (some write calls only beside a null)
     reasoning_member: str | None = None  # the member it reads earlier reasoning from; None: it reads none
+    reads_parts: bool = False  # it walks through a content that is a list; else media have no place in its prompt
 
 
 def traits_of(source: str) -> TemplateTraits:
@@ -35,7 +37,8 @@ def traits_of(source: str) -> TemplateTraits:
     member = "reasoning_content" if "reasoning_content" in source else None
     if member is None and (other := _OTHER_MEMBER.search(source)) is not None:
         member = other.group(1)
-    return TemplateTraits(_TESTS_NULL_CONTENT.search(source) is not None, member)
+    reads_parts = _READS_PARTS.search(source) is not None
+    return TemplateTraits(_TESTS_NULL_CONTENT.search(source) is not None, member, reads_parts)
 
 
 def readable_messages(

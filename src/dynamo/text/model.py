@@ -12,6 +12,7 @@ from typing import Any, Final
 from dynamo.errors import InvalidArgument
 from dynamo.protocol.openai.responses import ChatLogprobPieces
 from dynamo.text.control_tokens import ControlTokens
+from dynamo.text.media_tokens import NO_MEDIA, MediaTokens, media_tokens
 from dynamo.text.prefix_cache import CachedTokenizer
 from dynamo.text.template_sandbox import NO_CLOCK, BudgetSpec
 from dynamo.text.templates import PLAIN_TEMPLATE, ChatTemplate
@@ -42,6 +43,7 @@ class TextModel:
     vocabulary_size: int | None = None  # one more than the largest id; None: unknown
     control_tokens: ControlTokens | None = None  # None: the tokenizer has none
     has_chat_template: bool = False  # False: `template` is the plain one, because the model brings none
+    media: MediaTokens = NO_MEDIA
     logprob_pieces: ChatLogprobPieces = dataclasses.field(init=False, compare=False, repr=False)
 
     @property
@@ -101,6 +103,7 @@ def load_text_model(
         vocabulary_size=max(loaded.vocab_size, *_ints(_text_config(config).get("vocab_size")), 0),
         control_tokens=ControlTokens.of(loaded),
         has_chat_template=source is not None,
+        media=media_tokens(config, read_json_object(directory / "preprocessor_config.json")),
     )
 
 

@@ -40,6 +40,7 @@ PLAIN_TEMPLATE: Final = (
 
 
 MAX_SOURCE_CHARACTERS: Final = 256 * 1024  # the longest template in use has 30 KiB; this one compiles in seconds
+_MEDIA_PARTS: Final = frozenset({"image", "video", "audio"})  # as validation leaves them in a message
 COSTLY_RENDERINGS: Final = 100  # that go elsewhere at once, after one that took too long where it was
 INLINE_BUDGET: Final = BudgetSpec(steps=20_000, sizes=4 * 1024 * 1024, seconds=0.005)
 """What a rendering may take on an event loop; a conversation of 20 messages takes 300 steps and under a millisecond."""
@@ -102,6 +103,11 @@ class ChatTemplate:
             if token is not None:
                 self._constants[name] = token
 
+    @property
+    def reads_parts(self) -> bool:
+        """Whether the template that is used without tools has a place for media."""
+        return self._default is not None and self._default.traits.reads_parts
+
     def expect_cheap(self) -> bool:
         """Return whether the next rendering is expected to stay within `INLINE_BUDGET`; costly ones are tried again later."""
         if self._costly == 0:
@@ -145,7 +151,7 @@ class ChatTemplate:
         program = (self._named.get("tool_use") if tools else None) or self._default
         if program is None:
             raise TemplateRejected(f"it has only named templates ({', '.join(self._named)}) and none is the default")
-        messages = [_with_joined_text(message) for message in messages]
+        messages = [_with_joined_text(message, program.traits.reads_parts) for message in messages]
         messages = readable_messages(messages, program.traits, think_marks)
         given = {
             **self._constants,
@@ -190,7 +196,7 @@ def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
 
 
-def _with_joined_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_joined_text(message: Mapping[str, Any], reads_parts: bool) -> Mapping[str, Any]:
     content = message.get("content")
     if not isinstance(content, list) or not content:
         return message
@@ -200,7 +206,7 @@ def _with_joined_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
             texts.append(part)
         elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
             texts.append(part["text"])
-        else:
+        elif reads_parts or not isinstance(part, Mapping) or part.get("type") not in _MEDIA_PARTS:
             return message  # images and the like: the template places them itself
     return {**message, "content": "\n".join(texts)}
 
