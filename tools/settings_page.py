@@ -16,6 +16,7 @@ from pages import write_page
 from dynamo.contract import args as worker
 from dynamo.contract.config import ENABLE_STRUCTURAL_TAG, HEALTH_CHECK_PAYLOAD, NAMESPACE_SUFFIX, WorkerConfig
 from dynamo.frontend import settings as frontend
+from dynamo.frontend.media.settings import MediaSettings
 from dynamo.frontend.metric_buckets import LOG_BUCKETS
 from dynamo.frontend.models.file_policy import FilePolicy
 from dynamo.frontend.native_flags import INERT, ONE_VALUE, REFUSED
@@ -74,6 +75,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
         *own(ApiLimits), *own(FrontendSettings, flags=False), frontend.TOKENIZER_CACHE, *frontend.ROUTES.values(),
     ),
     "kv-router": tuple(own(KvRouterSettings, ConditionalSettings)),
+    "media": tuple(own(MediaSettings)),
     "model-files": (*own(FilePolicy), *(made for name, made in settings_of(FrontendSettings) if name in LOADING)),
     "templates": tuple(own(BudgetSpec)),
     "guided": (*own(GuidedLimits), COMPILE_LIMIT),

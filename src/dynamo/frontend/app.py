@@ -25,6 +25,7 @@ from dynamo.frontend.http.application import FrontendRoutes
 from dynamo.frontend.http.offload import Offload, ThreadOffload
 from dynamo.frontend.http.operations import Peers
 from dynamo.frontend.loop_probe import LoopProbe
+from dynamo.frontend.media.intake import MediaIntake
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.cards import Scope as NamespaceScope
 from dynamo.frontend.models.directory import ModelDirectory
@@ -84,6 +85,7 @@ class Frontend:
             self.models,
             self.metrics,
             Preprocessor(settings, self.metrics, preparing),
+            MediaIntake(settings.media, preparing, self.metrics.media),
             self.exchanges,
             StallDetector(_stall_policy(settings), self.metrics.stalled),
             KeyStore(settings.key_sources) if settings.key_sources.exist else None,
@@ -97,6 +99,7 @@ class Frontend:
         self._probe = LoopProbe(self.metrics.event_loop, self.models.measure)
         self._parts = AsyncExitStack()  # closed from the last one to the first: the view of the cluster goes late
         self._parts.callback(preparing.close)
+        self._parts.push_async_callback(self.pipeline.media.aclose)
         if responses is not None:
             self._parts.push_async_callback(responses.aclose)
         if self.keys is not None:

@@ -16,6 +16,9 @@ _MIGRATION_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.
 _EVENT_LOOP_BUCKETS: Final = (0.0, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _TOKENIZER_LATENCY_MS_BUCKETS: Final = (0.5, *(float(2**exponent) for exponent in range(10)))
 
+_PART_BUCKETS: Final = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+_IMAGE_TOKEN_BUCKETS: Final = (0.0, *(float(4**exponent) for exponent in range(2, 9)))
+
 _WORKER: Final = ("worker_id", "dp_rank", "worker_type")
 
 FAMILIES: Final = (
@@ -195,6 +198,21 @@ FAMILIES: Final = (
     ),
     Family("stored_responses", "gauge", "[Responses](responses.md#stored-responses) that are kept"),
     Family("stored_response_bytes", "gauge", "What they take, their inputs included"),
+    Family("images_per_request", "histogram", "Images of a request that has [media](media.md)", buckets=_PART_BUCKETS),
+    Family("videos_per_request", "histogram", "Videos of such a request", buckets=_PART_BUCKETS),
+    Family("audio_per_request", "histogram", "Sounds of such a request", buckets=_PART_BUCKETS),
+    Family(
+        "image_tokens_per_request",
+        "histogram",
+        "By how many tokens the images of such a request make its prompt longer; 0 where that is not known",
+        buckets=_IMAGE_TOKEN_BUCKETS,
+    ),
+    Family(
+        "media_fetches_total",
+        "counter",
+        "Parts of media that a URL names; `outcome` is `fetched`, `cached`, `shared` (another request was fetching it) or `refused` (also of data URLs)",
+        ("outcome",),
+    ),
     Family(
         "encoder_requests_total",
         "counter",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dynamo.frontend.families import FrontendFamilies
+from dynamo.frontend.media.metrics import MediaMetrics
 from dynamo.frontend.model_metrics import ModelMetrics
 from dynamo.frontend.request_metrics import RequestSeries
 from dynamo.frontend.worker_gauges import WorkerGauges
@@ -57,6 +58,7 @@ class FrontendMetrics:
         families = FrontendFamilies(registry, prefix, os.environ if env is None else env)
         self.requests = RequestSeries(families)
         self.preparation = PreparationMetrics(families)
+        self.media = MediaMetrics(families)
         self.models = ModelMetrics(families)
         self.workers = WorkerGauges(registry, families.by_name)
         self.event_loop = EventLoopMetrics(families)

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from dynamo.access.records import Network
 from dynamo.frontend.access.key_store import KeySources
 from dynamo.frontend.admission.model import RequestLimit
+from dynamo.frontend.media.settings import MediaSettings
 from dynamo.frontend.models.file_policy import FilePolicy
 from dynamo.frontend.response_store.base import StoreLimits
 from dynamo.frontend.response_store.opening import IN_MEMORY, read_store_place
@@ -358,6 +359,7 @@ class FrontendSettings(BusySettings, FromEnvironment):
         "How much of that, per model")
     inline_tokenize_characters: int = INLINE_TOKENIZE_CHARACTERS
     guided: GuidedLimits = section(GuidedLimits)
+    media: MediaSettings = section(MediaSettings)
     template_budget: BudgetSpec = section(BudgetSpec)
 
     max_models: int = setting(2000, "DYN_MAX_MODELS", integer(1),

@@ -124,7 +124,7 @@ class ReferenceEngine(LLMEngine):
             max_num_seqs=self._options.max_num_seqs,
             max_num_batched_tokens=self._options.max_num_batched_tokens,
             max_gpu_lora_count=self._options.max_loras or None,
-            runtime_data={RESUMES_GUIDED: True},
+            runtime_data={RESUMES_GUIDED: True, **self._role_options.media.declaration()},
         )
         return self._config
 

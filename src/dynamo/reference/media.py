@@ -19,6 +19,7 @@ from blake3 import blake3
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.contract.requests.multimodal import extract_multimodal_kwargs, require_encoder_result
 from dynamo.errors import InvalidArgument
+from dynamo.protocol.records import MEDIA_KINDS
 
 __all__ = ["DEFAULT_PART_TOKENS", "EncodedMedia", "MediaOptions"]
 
@@ -65,6 +66,12 @@ class MediaOptions:
             raise InvalidArgument(
                 "--route-to-encoder needs --media-tokens: without it the reference engine takes no media"
             )
+
+    def declaration(self) -> dict[str, list[str]]:
+        """Return what the card says of media; a decode worker leaves it to the prefill workers."""
+        if self.mode is DisaggregationMode.DECODE:
+            return {}
+        return {MEDIA_KINDS: ["image", "video", "audio"] if self.part_tokens else []}
 
     def encode(self, request: Mapping[str, Any], vocab_size: int) -> EncodedMedia:
         """Return the digests and tokens of a request's parts. Raises InvalidArgument naming the part that is wrong."""

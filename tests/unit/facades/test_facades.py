@@ -210,7 +210,7 @@ def test_media_settings_are_plain_json() -> None:
     fetcher.allowed_media_domains(["b", "a", "b"])
     assert json.loads(json.dumps(decoder)) == {"image": {"limits": {"max_alloc": 1}}, "video": {}, "audio": {}}
     assert json.loads(json.dumps(fetcher)) == {
-        "timeout_ms": 500,
+        "timeout": {"secs": 0, "nanos": 500_000_000},
         "user_agent": "me",
         "allow_direct_ip": False,
         "allow_direct_port": True,
@@ -218,6 +218,10 @@ def test_media_settings_are_plain_json() -> None:
     }
     with pytest.raises(ValueError, match="timeout_ms"):
         fetcher.timeout_ms(0)
+    with pytest.raises(ValueError, match="'fps'"):
+        decoder.enable_image({"fps": 1})
+    with pytest.raises(ValueError, match="'max_width'"):
+        decoder.enable_video({"limits": {"max_width": 1}})
 
 
 @each_case(

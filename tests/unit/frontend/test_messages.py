@@ -172,10 +172,10 @@ async def test_thinking_that_is_not_wanted_in_the_answer_is_left_empty(house: Cl
         ({"temperature": 3}, 400, "invalid_request_error", "Temperature must be between 0 and 2, got 3"),
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "Stop sequence cannot be empty"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            422,
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]},
+            400,
             "invalid_request_error",
-            'content block type "image" needs multimodal support, which this version does not have yet',
+            'messages[0].content[0].source: image source type "file" is not supported: send base64 or a URL',
         ),
     ],
 )

@@ -37,6 +37,7 @@ from dynamo.contract.requests.multimodal import (
 )
 from dynamo.contract.requests.token_ids import token_ids_to_list
 from dynamo.engines.sample.kv import BLOCK_TOKENS, TOTAL_BLOCKS, SampleKvCache
+from dynamo.protocol.records import MEDIA_KINDS
 from dynamo.runtime.context import Context
 from dynamo.worker.kv_publishing.publisher import SnapshotPublisher
 
@@ -45,6 +46,8 @@ __all__ = ["SampleLLMEngine"]
 VOCABULARY: Final = 32_000
 MAX_TOP_LOGPROBS: Final = 20
 ENCODER_HANDLE: Final = "sample-encoder:"  # how this engine recognises its own encoder's results
+
+MEDIA: Final = ("image", "video", "audio")  # that requests may carry
 
 
 class SampleLLMEngine(LLMEngine):
@@ -88,6 +91,8 @@ class SampleLLMEngine(LLMEngine):
             total_kv_blocks=TOTAL_BLOCKS,
             max_num_seqs=64,
             max_num_batched_tokens=2048,
+            # A decode worker leaves it to the prefill workers, which get the media.
+            runtime_data={} if self.disaggregation_mode is DisaggregationMode.DECODE else {MEDIA_KINDS: list(MEDIA)},
         )
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:

@@ -21,6 +21,7 @@ from dynamo.frontend.admission.model import Shed, cap_priority, urgency_of
 from dynamo.frontend.admission.process import Admission, NotReady
 from dynamo.frontend.apis.base import Answer, Api, FailureRenderer, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.http.offload import LARGE_BODY_BYTES, takes_long
+from dynamo.frontend.media.intake import MediaIntake
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
@@ -63,6 +64,7 @@ class Pipeline:
     models: ModelDirectory
     metrics: FrontendMetrics
     preprocessor: Preprocessor
+    media: MediaIntake
     register: ExchangeRegister
     stalls: StallDetector
     keys: KeyStore | None = None
@@ -356,21 +358,29 @@ class GenerationCall(Call):
         ]
 
     async def _answer(self, exchange: Exchange, resolved: Resolved, opened: OpenAnswer) -> None:
-        answer, text = await self._prepare(exchange, resolved)
-        options = self._continuous if answer.request.continuous_usage else self._options
-        opened.renderer = renderer = self._generating.renderer(answer, options)
-        if answer.work.plan.is_query:
-            await send_placement(answer, renderer, opened.sink, opened.stream)
-        else:
-            await self._deliver(answer, renderer, opened.sink, opened.stream, text)
-
-    async def _prepare(self, exchange: Exchange, resolved: Resolved) -> tuple[Answer, str | None]:
-        """Return what is to be answered, and the text that was tokenised."""
-        pipeline, timer = self._pipeline, exchange.timer
         request: Request = resolved.request  # type: ignore[assignment]  # its API decodes nothing else
-        model = resolved.model
+        try:
+            answer, text = await self._prepare(exchange, resolved, request)
+            options = self._continuous if request.continuous_usage else self._options
+            opened.renderer = renderer = self._generating.renderer(answer, options)
+            if answer.work.plan.is_query:
+                await send_placement(answer, renderer, opened.sink, opened.stream)
+            else:
+                await self._deliver(answer, renderer, opened.sink, opened.stream, text)
+        finally:
+            if request.media is not None:
+                request.media.end()
+
+    async def _prepare(self, exchange: Exchange, resolved: Resolved, request: Request) -> tuple[Answer, str | None]:
+        """Return what is to be answered, and the text that was tokenised."""
+        pipeline, timer, model, media = self._pipeline, exchange.timer, resolved.model, request.media
+        if media is not None:
+            pipeline.media.check_model(model, media)
         plan, text = await self._generating.prepare(pipeline.preprocessor, request, resolved.effects, model, timer)
         exchange.work = work = WorkRequest(plan, timer, pipeline.stalls)
+        if media is not None:
+            work.tally.prompt_tokens += await pipeline.media.fill(media, model, plan, text, exchange.context)
+            timer.mark(QUEUE)
         exchange.enter(Phase.PREPROCESSED, exchange.now())
         answer = Answer(exchange, request, model, work, explains_routing=resolved.effects.explains_routing)
         return answer, text
