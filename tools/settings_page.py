@@ -13,6 +13,14 @@ from typing import Final
 
 from pages import write_page
 
+from dynamo.cli.bench.flags import BenchFlags
+from dynamo.cli.bench.replay.flags import ReplayFlags
+from dynamo.cli.chat import ChatFlags
+from dynamo.cli.conformance import ConformanceFlags
+from dynamo.cli.explain import ExplainFlags
+from dynamo.cli.new import NewFlags
+from dynamo.cli.serve_flags import CONFIG_FILE, ServeFlags
+from dynamo.cli.simulate import SimulateFlags
 from dynamo.contract import args as worker
 from dynamo.contract.config import ENABLE_STRUCTURAL_TAG, HEALTH_CHECK_PAYLOAD, NAMESPACE_SUFFIX, WorkerConfig
 from dynamo.frontend import settings as frontend
@@ -28,7 +36,10 @@ from dynamo.router.conditional import ConditionalSettings
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.router.standalone.settings import RouterServiceSettings
 from dynamo.runtime import settings as runtime
+from dynamo.runtime.logging import LoggingVariables
 from dynamo.runtime.settings import RuntimeSettings
+from dynamo.runtime.tracing import TracingVariables
+from dynamo.settings.foreign import FOREIGN, NO_COLOR
 from dynamo.settings.table import Setting, Status, settings_of
 from dynamo.text.template_sandbox import BudgetSpec
 from dynamo.worker import settings as variables
@@ -66,6 +77,7 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
         NAMESPACE_SUFFIX, *own(ShutdownTimes), variables.VALIDATE, variables.MAP_BUILTIN_ERRORS,
         variables.SELF_HOST_METADATA, variables.RL_ENDPOINT, *topology.VARIABLES,
     ),
+    "foreign": FOREIGN,
     "runtime-flags": tuple(of_runtime()),
     "mocker": (*own(MockerSettings), BOOTSTRAP_HOST),
     "router-service": tuple(own(RouterServiceSettings)),
@@ -79,6 +91,14 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
     "model-files": (*own(FilePolicy), *(made for name, made in settings_of(FrontendSettings) if name in LOADING)),
     "templates": tuple(own(BudgetSpec)),
     "guided": (*own(GuidedLimits), COMPILE_LIMIT),
+    "serve": (CONFIG_FILE, *own(ServeFlags)),
+    "chat": tuple(own(ChatFlags)),
+    "bench": tuple(own(BenchFlags)),
+    "replay": tuple(own(ReplayFlags)),
+    "new": tuple(own(NewFlags)),
+    "conformance": tuple(own(ConformanceFlags)),
+    "simulate": tuple(own(SimulateFlags)),
+    "explain": tuple(own(ExplainFlags)),
     "discovery": (
         *(made for made in own(RuntimeSettings, flags=False) if made.variable in DISCOVERY), runtime.TEMPORARY,
         *own(runtime.EtcdSettings, runtime.KubernetesSettings),
@@ -88,6 +108,8 @@ SETTINGS: Final[Mapping[str, Iterable[Setting]]] = {
         *(made for made in own(RuntimeSettings, flags=False) if made.variable not in DISCOVERY),
     ),
     "events": tuple(own(runtime.EventPlaneSettings, runtime.NatsSettings, flags=False)),
+    "logging": (*own(LoggingVariables), NO_COLOR),
+    "tracing": tuple(own(TracingVariables)),
 }  # fmt: skip
 FLAGS: Final[Mapping[str, Iterable[Setting]]] = {"inert": INERT, "refused": REFUSED}
 
@@ -96,13 +118,13 @@ def table(settings: Iterable[Setting]) -> str:
     """Return the rows of one table, with its head; a variable that sets two fields has one row."""
     rows = {made.variable or made.flags: made for made in reversed(tuple(settings))}
     found = tuple(reversed(rows.values()))
-    has_flags = any(made.flags for made in found)
-    heads = [*(["Flag"] if has_flags else []), "Variable", "Unit", "Default", "Meaning"]
-    lines = [heads, ["---"] * len(heads), *(_cells(made, has_flags) for made in found)]
+    has_flags, has_variables = any(made.flags for made in found), any(made.variable for made in found)
+    heads = ["Flag"] * has_flags + ["Variable"] * has_variables + ["Unit", "Default", "Meaning"]
+    lines = [heads, ["---"] * len(heads), *(_cells(made, has_flags, has_variables) for made in found)]
     return "".join("|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|\n" for line in lines)
 
 
-def _cells(made: Setting, has_flags: bool) -> list[str]:
+def _cells(made: Setting, has_flags: bool, has_variables: bool) -> list[str]:
     flags = [*made.flags, *(made.negative_flags if made.flags and made.read.is_switch else ())]
     shown = made.shown_default
     if shown and made.shown is None and not made.read.is_switch:
@@ -110,7 +132,7 @@ def _cells(made: Setting, has_flags: bool) -> list[str]:
     meaning = f"Kept, for engines that read it: {made.meaning}" if made.status is Status.KEPT else made.meaning
     return [
         *([", ".join(f"`{flag}`" for flag in flags)] if has_flags else []),
-        f"`{made.variable}`" if made.variable else "",
+        *([f"`{made.variable}`" if made.variable else ""] if has_variables else []),
         made.read.unit,
         shown,
         meaning,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 from dynamo.contract.config import (
@@ -18,7 +19,8 @@ from dynamo.contract.health_check import HEALTH_CHECK_KEY
 from dynamo.contract.metrics import EngineMetrics
 from dynamo.contract.modes import NativeDisaggregationMode as DisaggregationMode
 from dynamo.protocol.model_types import ModelInput
-from dynamo.runtime.settings import env_str
+from dynamo.runtime.settings import RuntimeSettings
+from dynamo.settings.table import setting_of
 from dynamo.worker.kv_publishing.publisher import SnapshotPublisher
 from dynamo.worker.worker import Worker as _Worker
 
@@ -59,7 +61,9 @@ class WorkerConfig(_WorkerConfig):
             "discovery_backend": planes.discovery_backend or "",  # empty: the runtime reads its variable
             "request_plane": planes.request_plane or "",
             "event_plane": planes.event_plane,
-            "response_plane": planes.response_plane or env_str("DYN_RESPONSE_PLANE", "tcp"),
+            "response_plane": planes.response_plane
+            or setting_of(RuntimeSettings, "response_plane").value(os.environ)
+            or "tcp",
         }
         super().__init__(
             namespace,

@@ -6,17 +6,22 @@ import http.client
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from typing import Any, Final, TextIO
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self, TextIO
 from urllib.parse import SplitResult, urlsplit
 
 from dynamo.cli.usage import UsageError
 from dynamo.settings.command import CommandParser, did_you_mean
+from dynamo.settings.flags import add_flags
+from dynamo.settings.foreign import has_colour
+from dynamo.settings.readers import integer, number, placeholder, port, text
+from dynamo.settings.table import read_settings, setting, settings_of
 
-__all__ = ["ChatClient", "ServerError", "main"]
+__all__ = ["ChatClient", "ChatFlags", "ServerError", "build_parser", "main"]
 
-DEFAULT_PORT: Final = "8000"
+DEFAULT_PORT: Final = 8000
 CONNECT_SECONDS: Final = 5.0
 READ_SECONDS: Final = 600.0  # a long prompt on a slow machine
 MAX_LINE_BYTES: Final = 1 << 20
@@ -88,8 +93,27 @@ class ChatClient:
         return answer
 
 
-def main(argv: list[str]) -> int:
-    """Hold a conversation, or ask once; return the exit status."""
+@dataclass(frozen=True, slots=True)
+class ChatFlags:
+    """Whom to ask, and how."""
+
+    # fmt: off
+    url: str = setting("", None, placeholder("URL", text), "The server", flag="--url", shown="this machine, at `DYN_HTTP_PORT`")
+    port: int = setting(DEFAULT_PORT, "DYN_HTTP_PORT", port, "Where the server listens, without `--url`")
+    model: str | None = setting(None, None, placeholder("NAME", text), "Which model", flag="--model", shown="the only one, or the first")
+    system: str | None = setting(None, None, text, "Instructions that come before the conversation", flag="--system")
+    max_tokens: int | None = setting(None, None, integer(1), "At most so many tokens per answer", flag="--max-tokens")
+    temperature: float | None = setting(None, None, number(0, metavar="T"), "0 is greedy", flag="--temperature", shown="the server's")
+    api_key: str | None = setting(None, "OPENAI_API_KEY", text, "Sent as `Authorization: Bearer`", flag="--api-key", secret=True)
+    # fmt: on
+
+    def settle(self, env: Mapping[str, str]) -> Self:
+        """Find the server of this machine where no other is named."""
+        return self if self.url else replace(self, url=f"http://127.0.0.1:{self.port}")
+
+
+def build_parser(env: Mapping[str, str]) -> CommandParser:
+    """Make the parser of this command."""
     parser = CommandParser(
         "dynamo chat",
         description="Talk to a served model in the terminal.",
@@ -98,14 +122,14 @@ def main(argv: list[str]) -> int:
         "A MESSAGE of - is read from standard input.\n\nexample:\n  dynamo chat What is 27 + 15?",
     )
     parser.add_argument("message", nargs="*", metavar="MESSAGE", help="ask this, print the answer and leave")
-    port = os.environ.get("DYN_HTTP_PORT", "").strip() or DEFAULT_PORT  # as `dynamo serve` reads it
-    parser.add_argument("--url", default=f"http://127.0.0.1:{port}", help="the server (default: %(default)s)")
-    parser.add_argument("--model", help="which model (default: the only one, or the first)")
-    parser.add_argument("--system", metavar="TEXT", help="instructions that come before the conversation")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="at most so many tokens per answer")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the server's)")
-    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY", help="[OPENAI_API_KEY]")
-    options = parser.parse_args(argv)
+    add_flags(parser, (made for _, made in settings_of(ChatFlags)), env)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Hold a conversation, or ask once; return the exit status."""
+    given = build_parser(os.environ).parse_args(argv)
+    options = read_settings(ChatFlags, os.environ, vars(given))
     client = ChatClient(options.url, options.api_key)
     try:
         body: dict[str, Any] = {"model": _model(client, options.model)}
@@ -114,9 +138,9 @@ def main(argv: list[str]) -> int:
         if options.temperature is not None:
             body["temperature"] = options.temperature
         messages = [] if options.system is None else [{"role": "system", "content": options.system}]
-        if options.message:
-            text = sys.stdin.read() if options.message == ["-"] else " ".join(options.message)
-            _ask(client, body, [*messages, {"role": "user", "content": text}], sys.stdout)
+        if given.message:
+            question = sys.stdin.read() if given.message == ["-"] else " ".join(given.message)
+            _ask(client, body, [*messages, {"role": "user", "content": question}], sys.stdout)
             return 0
         return _converse(client, body, messages)
     except ServerError as error:
@@ -169,7 +193,7 @@ def _ask(client: ChatClient, body: dict[str, Any], messages: list[dict[str, str]
     """Print one answer as it comes, thoughts dimmed on a terminal; return its text."""
     said: list[str] = []
     is_thinking = False
-    dim, plain = ("\x1b[2m", "\x1b[0m") if out.isatty() and not os.environ.get("NO_COLOR") else ("", "")
+    dim, plain = ("\x1b[2m", "\x1b[0m") if has_colour(out, os.environ) else ("", "")
     try:
         for delta in client.stream({**body, "messages": messages}):
             thought = delta.get("reasoning_content") or delta.get("reasoning")

@@ -7,11 +7,15 @@ import inspect
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.cli.engines import load_engine
 from dynamo.cli.usage import UsageError, split_engine_args
 from dynamo.settings.command import CommandParser
+from dynamo.settings.flags import add_flags
+from dynamo.settings.readers import above_zero, switch
+from dynamo.settings.table import read_settings, setting, settings_of
 
 if TYPE_CHECKING:
     from dynamo.contract.engine import BaseEngine
@@ -30,20 +34,35 @@ example:
 """
 
 
-def main(argv: list[str]) -> int:
-    """Run the kit and return the exit status."""
-    own, engine_args = split_engine_args(argv)
+@dataclass(frozen=True, slots=True)
+class ConformanceFlags:
+    """How the engine is judged."""
+
+    # fmt: off
+    encode: bool = setting(False, None, switch, "Judge it in the encode role", flag="--encode", negative="")
+    traceback: bool = setting(False, None, switch, "Show where a broken promise was broken", flag="--traceback",
+        negative="")
+    start_seconds: float = setting(60.0, None, above_zero(unit="s", metavar="SECONDS"), "What `start()` may take",
+        flag="--start-seconds")
+    # fmt: on
+
+
+def build_parser() -> CommandParser:
+    """Make the parser of this command."""
     parser = CommandParser(
         "dynamo conformance", description="Hold an engine to the contract, promise by promise.", epilog=_EPILOG
     )
     parser.add_argument("engine", metavar="module:Class", help="the engine class, a function, or a built-in engine")
-    parser.add_argument("--encode", action="store_true", help="judge it in the encode role")
-    parser.add_argument("--traceback", action="store_true", help="show where a broken promise was broken")
-    parser.add_argument(
-        "--start-seconds", type=float, default=60.0, metavar="SECONDS", help="what start() may take (default: 60)"
-    )
-    options = parser.parse_args(own)
-    engine_cls = load_engine(options.engine)
+    add_flags(parser, (made for _, made in settings_of(ConformanceFlags)), {})
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the kit and return the exit status."""
+    own, engine_args = split_engine_args(argv)
+    given = build_parser().parse_args(own)
+    options = read_settings(ConformanceFlags, {}, vars(given))
+    engine_cls = load_engine(given.engine)
 
     from dynamo.contract.conformance import (
         ConformanceFailure,

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, TextIO
 
+from dynamo.settings.foreign import has_colour
 from dynamo.supervise.lines import record_of
 
 __all__ = ["Console"]
@@ -36,7 +37,7 @@ class Console:
 
     def say(self, text: str, *, strong: bool = False) -> None:
         """Print a line of our own."""
-        self._write(self._out, _painted(text, BOLD) if strong and _has_colour(self._out) else text)
+        self._write(self._out, _painted(text, BOLD) if strong and has_colour(self._out, os.environ) else text)
 
     def complain(self, text: str) -> None:
         """Write a line of our own about something that went wrong."""
@@ -56,7 +57,7 @@ class Console:
             self._write(self._err, record_of(name, line))
             return
         prefix = f"{name:{self._width}} |"
-        if _has_colour(self._err):
+        if has_colour(self._err, os.environ):
             prefix = _painted(prefix, self._colours.get(name, COLOURS[0]))
         self._write(self._err, f"{prefix} {line}")
 
@@ -93,10 +94,6 @@ class Console:
             print(text, file=stream, flush=True)
         except OSError:  # whoever read us has gone (`dynamo serve | head`); the models are served all the same
             self._closed.add(id(stream))
-
-
-def _has_colour(stream: TextIO) -> bool:
-    return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
 def _painted(text: str, colour: str) -> str:

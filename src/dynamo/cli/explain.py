@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,9 @@ from dynamo.placement.policies.kv_policies import kv_policy, kv_policy_types
 from dynamo.router.kv.decisions import DecisionHeader, DecisionRecord, read_decisions, recompute
 from dynamo.router.kv.explain import explain
 from dynamo.settings.command import CommandParser
+from dynamo.settings.flags import add_flags
+from dynamo.settings.readers import SettingReader, each, integer, one_of, placeholder, switch, text
+from dynamo.settings.table import read_settings, setting, settings_of
 
 __all__ = ["Comparison", "main"]
 
@@ -79,28 +81,50 @@ def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "0 %"
 
 
+def _parameter(given: str) -> tuple[str, float]:
+    name, equals, value = given.partition("=")
+    if not equals:
+        raise ValueError(f"{given}: write NAME=VALUE")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise ValueError(f"{given}: {value!r} is not a number") from None
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainFlags:
+    """Which decisions to explain, and what to compare them with."""
+
+    # fmt: off
+    policy: str | None = setting(None, None, one_of(*kv_policy_types()), f"Ask this policy, too: {', '.join(f'`{name}`' for name in kv_policy_types())}",
+        flag="--policy")
+    parameters: tuple[tuple[str, float], ...] = setting((), None, each(SettingReader(_parameter, metavar="NAME=VALUE")),
+        "A parameter of that policy; repeated, all of them", flag="--set", repeats=True)
+    request: str | None = setting(None, None, placeholder("ID", text), "Explain the decisions of this request",
+        flag="--request")
+    show: int = setting(0, None, integer(0), "Explain so many decisions, the first ones", flag="--show")
+    json: bool = setting(False, None, switch, "Write JSON: the explained decisions, then the figures", flag="--json",
+        negative="")
+    # fmt: on
+
+
 def build_parser() -> CommandParser:
     """Make the parser of this command."""
     parser = CommandParser("dynamo explain", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("file", metavar="FILE", help="recorded decisions")
-    parser.add_argument("--policy", choices=kv_policy_types(), help="ask this policy, too")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of that policy (repeatable)"
-    )
-    parser.add_argument("--request", metavar="ID", help="explain the decisions of this request")
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="explain the first N decisions")
-    parser.add_argument("--json", action="store_true", help="write JSON: the explained decisions, then the figures")
+    add_flags(parser, (made for _, made in settings_of(ExplainFlags)), {})
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status: 1 when a decision does not come out as recorded."""
     parser = build_parser()
-    given = parser.parse_args(argv)
+    parsed = parser.parse_args(argv)
+    given = read_settings(ExplainFlags, {}, vars(parsed))
     try:
-        asked = None if given.policy is None else kv_policy(given.policy, _parameters(given.set))
-        with open(given.file, "rb") as file:
-            header, compared = _compare(read_decisions(file, given.file), asked, given)
+        asked = None if given.policy is None else kv_policy(given.policy, dict(given.parameters))
+        with open(parsed.file, "rb") as file:
+            header, compared = _compare(read_decisions(file, parsed.file), asked, given)
     except (InvalidArgument, OSError) as error:
         parser.error(str(error))
     name = "" if header is None else header.policy
@@ -111,9 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if compared.equal == compared.decisions else 1
 
 
-def _compare(
-    decisions: Any, asked: KvPolicy | None, given: argparse.Namespace
-) -> tuple[DecisionHeader | None, Comparison]:
+def _compare(decisions: Any, asked: KvPolicy | None, given: ExplainFlags) -> tuple[DecisionHeader | None, Comparison]:
     compared, policies, header, shown = Comparison(), dict[str, KvPolicy](), None, 0
     for header, record in decisions:
         key = f"{header.policy} {sorted(header.parameters.items())}"
@@ -136,26 +158,13 @@ def _show(record: DecisionRecord, explained: Any, *, as_json: bool) -> None:
         print(json.dumps({"request_id": record.request_id, "model": record.model, **explained}))
         return
     print(f"{record.request_id} ({record.model}), {explained['policy']}: {explained['summary']}")
-    for each in islice(explained["candidates"], 8):
-        terms = ", ".join(f"{name} {value:.1f}" for name, value in each["terms"].items())
-        mark = "*" if each["is_chosen"] else " "
+    for candidate in islice(explained["candidates"], 8):
+        terms = ", ".join(f"{name} {value:.1f}" for name, value in candidate["terms"].items())
+        mark = "*" if candidate["is_chosen"] else " "
         print(
-            f"  {mark} {each['worker_id']:x}.{each['dp_rank']}  {each['cost']:.1f} {explained['unit']} = {terms};  cached "
-            f"{each['cached_blocks']['device']}, requests {each['load']['requests']}, trust {each['trust']}"
+            f"  {mark} {candidate['worker_id']:x}.{candidate['dp_rank']}  {candidate['cost']:.1f} {explained['unit']} = {terms};  cached "
+            f"{candidate['cached_blocks']['device']}, requests {candidate['load']['requests']}, trust {candidate['trust']}"
         )
-
-
-def _parameters(given: Sequence[str]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for one in given:
-        name, equals, value = one.partition("=")
-        if not equals:
-            raise InvalidArgument(f"--set {one}: write NAME=VALUE")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            raise InvalidArgument(f"--set {one}: {value!r} is not a number") from None
-    return found
 
 
 if __name__ == "__main__":

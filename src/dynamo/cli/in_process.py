@@ -44,9 +44,9 @@ def serve_in_process(options: ServeOptions, console: Console, listener: socket.s
     engine_cls = load_engine(options.engine)
     configure_dynamo_logging()
     system_port = SystemSettings.from_env().port
-    if options.workers > 1 and system_port > 0:
+    if options.flags.workers > 1 and system_port > 0:
         raise UsageError(
-            f"DYN_SYSTEM_PORT={system_port} is one port for {options.workers} workers in one process; use 0"
+            f"DYN_SYSTEM_PORT={system_port} is one port for {options.flags.workers} workers in one process; use 0"
         )
     failure: BaseException | None = None
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
@@ -76,13 +76,13 @@ class _OneProcess:
         self._times = shutdown_times({"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0", **os.environ})
 
     async def run(self, engine_cls: type[BaseEngine]) -> None:
-        made = [await self._make(engine_cls) for _ in range(self._options.workers)]
-        admin = self._options.admin_port
+        made = [await self._make(engine_cls) for _ in range(self._options.flags.workers)]
+        admin = self._options.flags.admin_port
         settings = parse_args(
             [
-                *("--http-host", self._options.http_host, "--http-port", str(self._options.http_port)),
+                *("--http-host", self._options.flags.http_host, "--http-port", str(self._options.flags.http_port)),
                 *(() if admin is None else ("--admin-port", str(admin))),
-                *(() if self._options.keys is None else ("--keys", self._options.keys)),
+                *(() if self._options.flags.keys is None else ("--keys", self._options.flags.keys)),
             ],
             {**os.environ, "DYN_API_KEY": self._options.own_key or ""},
         )

@@ -49,7 +49,7 @@ class LocalCluster:
             self._processes,
             partial(takes_requests, address),
             console.say,
-            limit_seconds=options.replace_seconds,
+            limit_seconds=options.flags.replace_seconds,
         )
 
     async def run(self) -> int:
@@ -64,7 +64,7 @@ class LocalCluster:
                     group.create_task(self._announcement.follow_frontend(), name="readiness"),
                     group.create_task(self._restart.run(), name="rolling restart"),
                 ]
-                if self._options.reload:
+                if self._options.flags.reload:
                     self._sources = asyncio.get_running_loop().create_future()
                     beside.append(group.create_task(self._reload(self._sources), name="reload"))
                 for process in self._processes.all():

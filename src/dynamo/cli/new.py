@@ -21,6 +21,9 @@ import dynamo
 from dynamo.cli.installation import Installation
 from dynamo.cli.usage import UsageError
 from dynamo.settings.command import CommandParser
+from dynamo.settings.flags import add_flags
+from dynamo.settings.readers import folder, placeholder, switch, text
+from dynamo.settings.table import read_settings, setting, settings_of
 
 __all__ = ["Names", "main", "rendered", "rendered_crate"]
 
@@ -65,22 +68,35 @@ class Names:
         return cls(name, module, "".join(word.capitalize() for word in stem) + "Engine")
 
 
-def main(argv: list[str]) -> int:
-    """Write the package and return the exit status."""
+@dataclass(frozen=True, slots=True)
+class NewFlags:
+    """What kind of package, and where."""
+
+    # fmt: off
+    dir: Path = setting(Path(), None, folder, "Where to put it", flag="--dir", shown="here")
+    rust: bool = setting(False, None, switch, "Write a crate in Rust instead of a Python package", flag="--rust",
+        negative="")
+    sdk: str | None = setting(None, None, placeholder("PATH|URL", text),
+        "With `--rust`: the crate `dynamo-backend-common`, a directory or a git repository", flag="--sdk")
+    force: bool = setting(False, None, switch, "Overwrite the files of an earlier one", flag="--force", negative="")
+    # fmt: on
+
+
+def build_parser() -> CommandParser:
+    """Make the parser of this command."""
     parser = CommandParser(
         "dynamo new", description="Write a backend's package: engine, command, tests, README.", epilog=_EPILOG
     )
     parser.add_argument("name", metavar="NAME", help="of the package and its command, such as my-backend")
-    parser.add_argument("--dir", type=Path, default=Path(), metavar="D", help="where to put it (default: here)")
-    parser.add_argument("--rust", action="store_true", help="write a crate in Rust instead of a Python package")
-    parser.add_argument(
-        "--sdk",
-        metavar="PATH|URL",
-        help="with --rust: the crate dynamo-backend-common, a directory or a git repository",
-    )
-    parser.add_argument("--force", action="store_true", help="overwrite the files of an earlier one")
-    options = parser.parse_args(argv)
-    names = Names.of(options.name)
+    add_flags(parser, (made for _, made in settings_of(NewFlags)), {})
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Write the package and return the exit status."""
+    given = build_parser().parse_args(argv)
+    options = read_settings(NewFlags, {}, vars(given))
+    names = Names.of(given.name)
     if options.rust:
         package, steps = rendered_crate(names, options.sdk), _crate_steps()
     else:
@@ -171,12 +187,12 @@ def _sdk_source(sdk: str | None) -> str:
 
 def _filled(folder: str, names: Names, values: Mapping[str, str]) -> dict[PurePosixPath, str]:
     found: dict[PurePosixPath, str] = {}
-    for path, text in _templates(files("dynamo.cli") / folder, PurePosixPath()):
+    for path, content in _templates(files("dynamo.cli") / folder, PurePosixPath()):
         for mark, value in values.items():
-            text = text.replace(mark, value)
+            content = content.replace(mark, value)
         parts = [names.module if part == "module" else part for part in path.parts]
         parts[-1] = ".gitignore" if parts[-1] == "gitignore" else parts[-1]
-        found[PurePosixPath(*parts)] = text
+        found[PurePosixPath(*parts)] = content
     return found
 
 

@@ -24,14 +24,16 @@ GRACE_SECONDS: Final = 0.3
 
 def programs(options: ServeOptions, listener: int, store: Path, environ: Mapping[str, str]) -> list[Program]:
     """Return the programs to start: the frontend, then the workers."""
-    workers = (worker_program(options, store, environ, f"worker-{slot + 1}", slot) for slot in range(options.workers))
+    workers = (
+        worker_program(options, store, environ, f"worker-{slot + 1}", slot) for slot in range(options.flags.workers)
+    )
     found = [_frontend_program(options, listener, store, environ), *workers]
     return [replace(program, first_env=_chaos(options, program.name)) for program in found]
 
 
 def _frontend_program(options: ServeOptions, listener: int, store: Path, environ: Mapping[str, str]) -> Program:
     env = _environment(store, environ)
-    if options.store is None:  # a private store holds what these workers register, whatever its namespace
+    if options.flags.store is None:  # a private store holds what these workers register, whatever its namespace
         for name in ("DYN_NAMESPACE", "DYN_NAMESPACE_PREFIX"):
             env.pop(name, None)
     if options.own_key is not None:
@@ -40,11 +42,11 @@ def _frontend_program(options: ServeOptions, listener: int, store: Path, environ
     stop_seconds = sum(_seconds(env, name, default) for name, default in limits.items()) + KILL_RESERVE_SECONDS
     arguments = _child(
         *("frontend", stop_seconds, "--listener", str(listener), "--"),
-        *("--http-host", options.http_host, "--http-port", str(options.http_port)),
-        *(() if options.admin_port is None else ("--admin-port", str(options.admin_port))),
-        *(() if options.keys is None else ("--keys", options.keys)),
+        *("--http-host", options.flags.http_host, "--http-port", str(options.flags.http_port)),
+        *(() if options.flags.admin_port is None else ("--admin-port", str(options.flags.admin_port))),
+        *(() if options.flags.keys is None else ("--keys", options.flags.keys)),
         *options.frontend_args,
-        *(() if options.frontend_workers is None else ("--workers", str(options.frontend_workers))),
+        *(() if options.flags.frontend_workers is None else ("--workers", str(options.flags.frontend_workers))),
     )
     return Program("frontend", arguments, env, stop_seconds, (listener,))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import math
 import os
 import secrets
 import shutil
@@ -20,19 +18,14 @@ from dynamo.cli.engine_choice import HUB_PREFIX, Fetch, choose_engine, fetch_fro
 from dynamo.cli.engines import BUILT_IN, class_path
 from dynamo.cli.readiness import Address, bind
 from dynamo.cli.serve_config import ConfigFile, read_config
+from dynamo.cli.serve_flags import CONFIG_FILE, ServeFlags
 from dynamo.cli.usage import UsageError, split_engine_args
 from dynamo.settings.command import CommandParser
+from dynamo.settings.flags import add_flags
+from dynamo.settings.readers import text
+from dynamo.settings.table import Setting, declared, read_settings, settings_of
 
-__all__ = ["ServeOptions", "main", "read_options"]
-
-DEFAULT_REPLACE_SECONDS: Final = 1800.0  # half an hour to load a model, as the start-up probes of `deploy/` allow
-MAX_WORKERS: Final = 256  # a slip of the keyboard should not start ten thousand processes
-MAX_FRONTEND_WORKERS: Final = 64  # as the frontend itself says
-DEFAULT_HOST: Final = "127.0.0.1"  # nothing is open to a network before somebody asks for it
-# Those of the frontend, whose import takes longer than all of this command; a test holds them to be the same.
-ROUTER_MODES: Final = (
-    "round-robin", "random", "power-of-two", "least-loaded", "kv", "direct", "device-aware-weighted",
-)  # fmt: skip
+__all__ = ["ServeOptions", "build_parser", "main", "read_options"]
 
 _EPILOG: Final = f"""\
 Without a MODEL and an engine, the small demonstration model is served that comes with this package. A MODEL is a directory
@@ -67,23 +60,14 @@ example:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What to serve and where."""
+    """What to serve and where: the flags, and what follows from them."""
 
+    flags: ServeFlags
     engine: str
     engine_args: tuple[str, ...]
-    workers: int
-    http_host: str
-    http_port: int
-    store: Path | None  # None: a private directory, removed at the end
-    in_process: bool
-    frontend_workers: int | None = None  # None: as DYN_FRONTEND_WORKERS says
-    replace_seconds: float = DEFAULT_REPLACE_SECONDS
-    chaos: Path | None = None  # a plan of faults on purpose, allowed
-    frontend_args: tuple[str, ...] = ()
-    admin_port: int | None = None  # None: admin routes are on the HTTP port, while that is bound to loopback
-    reload: bool = False  # replace the workers when the engine's files change
     engine_reason: str = ""  # why this engine, where nobody named one
-    keys: str | None = None  # a file of API keys; None: as DYN_KEYS says
+    frontend_args: tuple[str, ...] = ()
+    chaos: Path | None = None  # a plan of faults, allowed
     own_key: str | None = field(default=None, repr=False)  # with which this command asks a frontend that needs keys
 
 
@@ -93,15 +77,16 @@ def main(argv: list[str]) -> int:
     console = Console(jsonl=_logs_jsonl(os.environ))
     if options.engine_reason:
         console.say(f"engine {options.engine}: {options.engine_reason} (--engine takes another)")
-    with closing(bind(options.http_host, options.http_port)) as listener:
-        address = Address.of(options.http_host, listener.getsockname()[1], os.environ, options.own_key)
-        if options.in_process:
+    flags = options.flags
+    with closing(bind(flags.http_host, flags.http_port)) as listener:
+        address = Address.of(flags.http_host, listener.getsockname()[1], os.environ, options.own_key)
+        if flags.in_process:
             from dynamo.cli.in_process import serve_in_process
 
             return serve_in_process(options, console, listener, address)
         from dynamo.cli.local import LocalCluster
 
-        with _store(options.store) as store:
+        with _store(flags.store) as store:
             return asyncio.run(LocalCluster(options, console, listener, address, store).run())
 
 
@@ -120,53 +105,37 @@ def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetc
     `--help`.
     """
     own, engine_args = split_engine_args(argv)
-    parser = _parser(env)
-    file = _config_file(parser, own)
-    parser.set_defaults(**{name.replace("-", "_"): value for name, value in file.options.items()})
+    parser = build_parser(env)
+    file = _config_file(own)
+    parser.set_defaults(**file.options)
     given = parser.parse_args(own)
+    flags = read_settings(ServeFlags, env, vars(given))
     engine_args = [*file.engine_args, *engine_args]
-    if not 1 <= given.workers <= MAX_WORKERS:
-        raise UsageError(f"--workers {given.workers} is out of range; use 1 to {MAX_WORKERS}")
-    if given.frontend_workers is not None and not 1 <= given.frontend_workers <= MAX_FRONTEND_WORKERS:
-        raise UsageError(
-            f"--frontend-workers {given.frontend_workers} is out of range; use 1 to {MAX_FRONTEND_WORKERS}"
-        )
-    if given.in_process and (given.frontend_workers or 1) > 1:
+    if flags.in_process and (flags.frontend_workers or 1) > 1:
         raise UsageError("--frontend-workers has no meaning with --in-process: that is one process")
-    if not 0 < given.replace_timeout < math.inf:
-        raise UsageError(f"--replace-timeout {given.replace_timeout:g} is out of range; use seconds above 0")
-    if given.in_process and given.store is not None:
+    if flags.in_process and flags.store is not None:
         raise UsageError("--store has no meaning with --in-process: one process finds itself in memory")
-    if given.engine is not None:
-        class_path(given.engine)
+    if flags.engine is not None:
+        class_path(flags.engine)
     _check_planes(engine_args)
-    engine, reason, model_args = _engine_of(given, engine_args, fetch)
-    if given.reload and engine in BUILT_IN:
+    engine, reason, model_args = _engine_of(given.model, flags, engine_args, fetch)
+    if flags.reload and engine in BUILT_IN:
         raise UsageError(
             f"--reload watches the files of your own engine, and {engine} comes with this package; add --engine"
         )
-    if given.reload and given.in_process:
+    if flags.reload and flags.in_process:
         raise UsageError("--reload replaces worker processes, and --in-process has none")
-    if given.in_process and (given.router_mode or file.frontend_args):
+    if flags.in_process and (flags.router_mode or file.frontend_args):
         raise UsageError("--router-mode and [frontend-args] have no meaning with --in-process: there is one worker")
-    router = ("--router-mode", given.router_mode) if given.router_mode else ()
+    router = ("--router-mode", flags.router_mode) if flags.router_mode else ()
     return ServeOptions(
-        engine=engine,
-        engine_args=(*model_args, *engine_args),
-        workers=given.workers,
-        http_host=given.http_host,
-        http_port=_port(str(given.http_port)),
-        store=given.store,
-        in_process=given.in_process,
-        frontend_workers=given.frontend_workers,
-        replace_seconds=given.replace_timeout,
-        chaos=_chaos(given.chaos, given.allow_chaos, engine_args, env, is_one_process=given.in_process),
+        flags,
+        engine,
+        (*model_args, *engine_args),
+        reason,
         frontend_args=(*file.frontend_args, *router),
-        admin_port=None if given.admin_port is None else _port(str(given.admin_port), flag="--admin-port"),
-        reload=given.reload,
-        engine_reason=reason,
-        keys=given.keys,
-        own_key=_own_key(given.keys, env),
+        chaos=_chaos(flags, engine_args),
+        own_key=_own_key(flags.keys, env),
     )
 
 
@@ -180,27 +149,8 @@ def _own_key(keys: str | None, env: Mapping[str, str]) -> str | None:
     return secrets.token_urlsafe(32) if keys or env.get("DYN_KEYS", "").strip() else None
 
 
-def _engine_of(given: argparse.Namespace, engine_args: list[str], fetch: Fetch) -> tuple[str, str, list[str]]:
-    """Return the engine, why ("" where it was named), and its arguments that name the model. Raises UsageError."""
-    if given.engine is not None:
-        return given.engine, "", [] if given.model is None else ["--model-name", given.model]
-    flags = {argument.partition("=")[0] for argument in engine_args}
-    model = None
-    if given.model is not None:
-        model = locate_model(given.model, allow_download=given.allow_download, fetch=fetch)
-    choice = choose_engine(model, has_tokenizer_flag="--tokenizer" in flags)
-    if choice.model is None:
-        return choice.engine, "", []  # the demonstration model goes without saying
-    # A model from the hub is asked for by its name there, and not by the directory it is kept in.
-    is_here = Path(given.model).expanduser().exists()
-    name = "" if is_here else given.model.removeprefix(HUB_PREFIX)
-    if is_here and choice.engine == "vllm":  # the other engines take the directory's name by themselves
-        name = Path(choice.model).resolve().name
-    named = ["--served-model-name", name] if name and "--served-model-name" not in flags else []
-    return choice.engine, choice.reason, ["--model-name", choice.model, *named]
-
-
-def _parser(env: Mapping[str, str]) -> CommandParser:
+def build_parser(env: Mapping[str, str]) -> CommandParser:
+    """Make the parser of this command."""
     parser = CommandParser(
         "dynamo serve",
         description="Start a frontend and workers on this machine. No service is needed.",
@@ -208,143 +158,74 @@ def _parser(env: Mapping[str, str]) -> CommandParser:
         epilog=_EPILOG,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="passed to the engine as --model-name MODEL")
-    parser.add_argument("--engine", metavar="NAME|module:NAME", help="the engine (default: by the model, see below)")
-    parser.add_argument(
-        "--allow-download", action="store_true", help="fetch a MODEL that is not here from the hub, as hub:MODEL does"
-    )
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="how many workers (default: 1)")
-    parser.add_argument(
-        "--host",
-        "--http-host",
-        dest="http_host",
-        default=env.get("DYN_HTTP_HOST", "").strip() or DEFAULT_HOST,
-        metavar="HOST",
-        help="address the frontend listens on; 0.0.0.0 opens it to the network (default: %(default)s) [DYN_HTTP_HOST]",
-    )
-    parser.add_argument(
-        "--port",
-        "--http-port",
-        dest="http_port",
-        default=env.get("DYN_HTTP_PORT", "").strip() or "8000",
-        metavar="PORT",
-        help="its port; 0 takes any free one (default: %(default)s) [DYN_HTTP_PORT]",
-    )
-    parser.add_argument(
-        "--admin-port",
-        default=env.get("DYN_ADMIN_PORT", "").strip() or None,
-        metavar="PORT",
-        help="serve the frontend's admin routes at 127.0.0.1 on this port, and nowhere else; 0 takes any free one (default: on "
-        "the HTTP port, while that is bound to loopback) [DYN_ADMIN_PORT]",
-    )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with these options (see below)")
-    parser.add_argument(
-        "--keys",
-        metavar="FILE",
-        help="a file of API keys, made by dynamo keys create: every request needs one [DYN_KEYS]",
-    )
-    parser.add_argument(
-        "--router-mode",
-        choices=ROUTER_MODES,
-        metavar="MODE",
-        help=f"how a worker is chosen: {', '.join(ROUTER_MODES)} (default: round-robin) [DYN_ROUTER_MODE]",
-    )
-    parser.add_argument(
-        "--reload", action="store_true", help="replace the workers, one by one, when the engine's Python files change"
-    )
-    parser.add_argument(
-        "--store",
-        type=Path,
-        metavar="DIR",
-        help="directory in which the processes find each other; kept at the end (default: a private one)",
-    )
-    parser.add_argument(
-        "--frontend-workers",
-        type=int,
-        metavar="N",
-        help="processes of the frontend, on its one port (default: 1) [DYN_FRONTEND_WORKERS]",
-    )
-    parser.add_argument(
-        "--replace-timeout",
-        type=float,
-        default=DEFAULT_REPLACE_SECONDS,
-        metavar="SECONDS",
-        help="SIGHUP: how long a replacement may take to load its model (default: %(default)g)",
-    )
-    parser.add_argument("--in-process", action="store_true", help="all of it in one process, over memory")
-    parser.add_argument(
-        "--chaos",
-        type=Path,
-        metavar="FILE",
-        help="inject the faults of this plan (TOML); needs --allow-chaos, too [DYN_CHAOS]",
-    )
-    parser.add_argument(
-        "--allow-chaos", action="store_true", help="permit fault injection in these processes [DYN_ALLOW_CHAOS]"
-    )
+    add_flags(parser, (CONFIG_FILE, *(made for _, made in settings_of(ServeFlags))), env)
     return parser
 
 
-def _config_file(parser: CommandParser, own: list[str]) -> ConfigFile:
+def _engine_of(
+    named: str | None, flags: ServeFlags, engine_args: list[str], fetch: Fetch
+) -> tuple[str, str, list[str]]:
+    """Return the engine, why ("" where it was named), and its arguments that name the model. Raises UsageError."""
+    if flags.engine is not None:
+        return flags.engine, "", [] if named is None else ["--model-name", named]
+    given = {argument.partition("=")[0] for argument in engine_args}
+    model = None if named is None else locate_model(named, allow_download=flags.allow_download, fetch=fetch)
+    choice = choose_engine(model, has_tokenizer_flag="--tokenizer" in given)
+    if named is None or choice.model is None:
+        return choice.engine, "", []  # the demonstration model goes without saying
+    # A model from the hub is asked for by its name there, and not by the directory it is kept in.
+    is_here = Path(named).expanduser().exists()
+    name = "" if is_here else named.removeprefix(HUB_PREFIX)
+    if is_here and choice.engine == "vllm":  # the other engines take the directory's name by themselves
+        name = Path(choice.model).resolve().name
+    alias = ["--served-model-name", name] if name and "--served-model-name" not in given else []
+    return choice.engine, choice.reason, ["--model-name", choice.model, *alias]
+
+
+def _config_file(own: list[str]) -> ConfigFile:
     """Read the file that `--config` names, before the other options: it sets their defaults."""
     finder = CommandParser("dynamo serve", add_help=False)
-    finder.add_argument("--config", type=Path)
+    add_flags(finder, [CONFIG_FILE], {})
     path = finder.parse_known_args(own)[0].config
     if path is None:
         return ConfigFile({}, (), ())
-    actions = {
-        name.removeprefix("--"): action
-        for action in parser._actions
-        for name in (action.option_strings or [action.dest])
-        if action.dest not in {"help", "config"}
-    }
-    file = read_config(path, actions.keys())
-    options = {actions[name].dest: _converted(path, name, value, actions[name]) for name, value in file.options.items()}
+    known = {flag.removeprefix("--"): made for _, made in settings_of(ServeFlags) for flag in made.flags}
+    known["model"] = declared(None, text, "", dest="model")
+    file = read_config(path, known.keys())
+    options = {known[name].dest: _converted(path, name, value, known[name]) for name, value in file.options.items()}
     return ConfigFile(options, file.frontend_args, file.engine_args)
 
 
-def _converted(path: Path, name: str, value: object, action: argparse.Action) -> object:
+def _converted(path: Path, name: str, value: object, made: Setting) -> object:
     """Return the value of one key as its flag would give it. Raises UsageError."""
-    if isinstance(action, argparse._StoreTrueAction) or isinstance(value, bool):
-        if not (isinstance(action, argparse._StoreTrueAction) and isinstance(value, bool)):
-            wanted = "true or false" if isinstance(action, argparse._StoreTrueAction) else "a value, not true or false"
+    if made.read.is_switch or isinstance(value, bool):
+        if not (made.read.is_switch and isinstance(value, bool)):
+            wanted = "true or false" if made.read.is_switch else "a value, not true or false"
             raise UsageError(f"--config {path}: {name} must be {wanted}")
         return value
-    kind = action.type if callable(action.type) else str
     try:
-        converted: object = kind(str(value))
-    except (TypeError, ValueError):
-        raise UsageError(f"--config {path}: {name} = {value!r} is not a valid value") from None
-    if action.choices is not None and converted not in action.choices:
-        raise UsageError(f"--config {path}: {name} = {value!r} is not one of {', '.join(map(str, action.choices))}")
+        converted: object = made.read.parse(str(value))
+    except ValueError as error:
+        raise UsageError(f"--config {path}: {name}: {error}") from None
     return converted
 
 
-def _chaos(
-    path: Path | None, is_allowed: bool, engine_args: list[str], env: Mapping[str, str], *, is_one_process: bool
-) -> Path | None:
+def _chaos(flags: ServeFlags, engine_args: list[str]) -> Path | None:
     """Read the fault plan, so that a mistake in the plan is reported before anything starts."""
-    named = env.get("DYN_CHAOS", "").strip()
-    path = path or (Path(named) if named else None)
     if any(argument.partition("=")[0] == "--chaos" for argument in engine_args):
         raise UsageError("--chaos is an option of dynamo serve itself: write it before the --")
-    if path is None:
+    if flags.chaos is None:
         return None
-    if is_one_process:
+    if flags.in_process:
         raise UsageError("--chaos has no meaning with --in-process: a fault would end everything")
     from dynamo.errors import InvalidArgument
     from dynamo.runtime.chaos.admission import admitted
-    from dynamo.runtime.settings import env_bool
 
     try:
-        admitted(str(path), is_allowed or env_bool("DYN_ALLOW_CHAOS", env=env))
+        admitted(str(flags.chaos), flags.allow_chaos)
     except InvalidArgument as error:
         raise UsageError(f"--chaos: {error}") from None
-    return path.absolute()
-
-
-def _port(text: str, *, flag: str = "--http-port") -> int:
-    if not text.isascii() or not text.isdigit() or int(text) > 65535:
-        raise UsageError(f"{flag} {text!r} is not a port; use 0 to 65535")
-    return int(text)
+    return flags.chaos.absolute()
 
 
 def _check_planes(engine_args: list[str]) -> None:

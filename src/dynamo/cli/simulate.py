@@ -6,12 +6,16 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dynamo.cli.usage import UsageError
 from dynamo.frontend.http.offload import processors
 from dynamo.settings.command import CommandParser
+from dynamo.settings.flags import add_flags
+from dynamo.settings.readers import integer, path, placeholder, switch, text
+from dynamo.settings.table import read_settings, setting, settings_of
 
 if TYPE_CHECKING:
     from dynamo.runtime.chaos.plan import Fault
@@ -35,28 +39,40 @@ example:
 """
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the campaign; the exit status."""
+@dataclass(frozen=True, slots=True)
+class SimulateFlags:
+    """Which runs, and what to write of them."""
+
+    # fmt: off
+    runs: int = setting(100, None, integer(1), "How many seeds to run", flag="--runs")
+    seed: int = setting(0, None, integer(), "The first seed", flag="--seed")
+    jobs: int | None = setting(None, None, integer(1, MAX_JOBS), "How many processes share the runs", flag="--jobs",
+        shown="one per processor")
+    faults: str | None = setting(None, None, placeholder("KINDS", text), "Kinds of faults, a comma list, or `none`",
+        flag="--faults", shown="all")
+    plan: Path | None = setting(None, None, path, "A [chaos plan](chaos.md): its faults in place of drawn ones",
+        flag="--plan")
+    print_plan: bool = setting(False, None, switch, "Print the faults of `--seed` as a chaos plan, and leave",
+        flag="--print-plan", negative="")
+    json: Path | None = setting(None, None, path, "Write the report to this file, too", flag="--json")
+    trace: bool = setting(False, None, switch, "Print what happened in every run, line by line", flag="--trace",
+        negative="")
+    # fmt: on
+
+
+def build_parser() -> CommandParser:
+    """Make the parser of this command."""
     parser = CommandParser(
         "dynamo simulate", description="Simulate clusters with seeded faults, under virtual time.", epilog=_EPILOG
     )
-    parser.add_argument("--runs", type=int, default=100, help="how many seeds to run (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="the first seed (default: %(default)s)")
-    parser.add_argument(
-        "--jobs", type=int, metavar="N", help="how many processes share the runs (default: one per processor)"
-    )
-    parser.add_argument("--faults", metavar="KINDS", help="comma list of kinds, or none (default: all)")
-    parser.add_argument("--plan", metavar="FILE", type=Path, help="a chaos plan: its faults in place of drawn ones")
-    parser.add_argument(
-        "--print-plan", action="store_true", help="print the faults of --seed as a chaos plan, and leave"
-    )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report there, too")
-    parser.add_argument("--trace", action="store_true", help="print what happened in every run, line by line")
-    options = parser.parse_args(list(argv))
-    if options.runs < 1:
-        raise UsageError(f"--runs must be at least 1, got {options.runs}")
-    if options.jobs is not None and not 1 <= options.jobs <= MAX_JOBS:
-        raise UsageError(f"--jobs must be from 1 to {MAX_JOBS}, got {options.jobs}")
+    add_flags(parser, (made for _, made in settings_of(SimulateFlags)), {})
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the campaign; the exit status."""
+    given = build_parser().parse_args(list(argv))
+    options = read_settings(SimulateFlags, {}, vars(given))
 
     from dynamo.runtime.chaos.plan import plan_text
     from dynamo.testing.simulation import ALL_KINDS, FaultKind, Outcome, draw, run_scenario, simulate

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Final
 
+from dynamo.contract.config import NAMESPACE_SUFFIX
 from dynamo.contract.endpoint_name import parse_endpoint
 from dynamo.protocol.model_types import ModelType
 from dynamo.protocol.model_types import parse_endpoint_types as parse_surfaces
@@ -37,7 +38,7 @@ def get_worker_namespace(namespace: str | None = None) -> str:
     DYN_NAMESPACE_WORKER_SUFFIX, when set, is appended with a dash.
     """
     found = namespace or os.environ.get("DYN_NAMESPACE") or DEFAULT_NAMESPACE
-    suffix = os.environ.get("DYN_NAMESPACE_WORKER_SUFFIX")
+    suffix = NAMESPACE_SUFFIX.value(os.environ)
     return f"{found}-{suffix}" if suffix else found
 
 

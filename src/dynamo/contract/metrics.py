@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.runtime.endpoint_metrics import endpoint_labels
 from dynamo.runtime.metrics import MetricsRegistry, TypedFamily, escape_label
+from dynamo.settings.foreign import MULTIPROC_DIRECTORY
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -34,7 +35,7 @@ NOT_INSTALLED: Final = (
     "registries of prometheus-client can be read only where that package is installed: "
     "pip install 'dynamo-unified[prometheus]'"
 )
-MULTIPROC_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
+MULTIPROC_VARIABLE: Final = str(MULTIPROC_DIRECTORY.variable)
 
 
 class EngineMetrics:

@@ -25,7 +25,10 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 import msgspec
 
 from dynamo.runtime.log_text import MAX_FIELD_CHARACTERS, is_safe, one_line, safe_lines
-from dynamo.runtime.settings import env_bool, env_str
+from dynamo.runtime.settings import FromEnvironment
+from dynamo.settings.foreign import has_colour
+from dynamo.settings.readers import path, switch, text
+from dynamo.settings.table import setting
 
 if TYPE_CHECKING:
     from dynamo.runtime.context import Context
@@ -34,6 +37,7 @@ __all__ = [
     "LogFilter",
     "LogHandler",
     "LoggingSettings",
+    "LoggingVariables",
     "annotate_log_span",
     "close_log_span",
     "configure_dynamo_logging",
@@ -169,6 +173,26 @@ def _covers(prefix: str, target: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class LoggingVariables(FromEnvironment):
+    """What an operator says about the log. `LoggingSettings` is what follows from it."""
+
+    # fmt: off
+    directives: str = setting("", "DYN_LOG", text,
+        "A level, or `target=level` pairs, separated by commas: `info,dynamo.frontend=debug`", shown="info")
+    style: str = setting("", "DYN_LOGGING_CONSOLE_FORMAT", text, "`readable` or `jsonl`; see [logs](logs.md)",
+        shown="readable")
+    jsonl: bool = setting(False, "DYN_LOGGING_JSONL", switch, "The older way to say `jsonl`")
+    config_path: Path | None = setting(None, "DYN_LOGGING_CONFIG_PATH", path,
+        "A TOML file with levels; `DYN_LOG` wins over it")
+    span_events: bool = setting(False, "DYN_LOGGING_SPAN_EVENTS", switch,
+        "Also log the beginning and the end of each span: of every request, and of blocks that code opens with "
+        "`log_span`")
+    local_time: bool = setting(False, "DYN_LOG_USE_LOCAL_TZ", switch, "Local time instead of UTC")
+    no_ansi: bool = setting(False, "DYN_SDK_DISABLE_ANSI_LOGGING", switch, "No colours")
+    # fmt: on
+
+
+@dataclass(frozen=True, slots=True)
 class LoggingSettings:
     """How this process logs."""
 
@@ -184,28 +208,27 @@ class LoggingSettings:
         cls, env: Mapping[str, str] | None = None, *, is_tty: bool = False, system_config: Path = SYSTEM_CONFIG
     ) -> LoggingSettings:
         """Read `DYN_LOG` over the file of `DYN_LOGGING_CONFIG_PATH` over the system's file. `RUST_LOG` is ignored."""
+        given = LoggingVariables.from_env(env)
         complaints: list[str] = []
         base: LogFilter | None = None
-        named = env_str("DYN_LOGGING_CONFIG_PATH", env=env)
-        for path in (system_config, Path(named) if named else None):
-            if path is not None and (path.is_file() or path is not system_config):
+        for file in (system_config, given.config_path):
+            if file is not None and (file.is_file() or file is not system_config):
                 try:
-                    base = _from_toml(path, base)
+                    base = _from_toml(file, base)
                 except (OSError, ValueError) as error:  # also a TOMLDecodeError
-                    complaints.append(f"the logging configuration {path} cannot be read: {error}")
-        text = env_str("DYN_LOG", env=env)
-        chosen = LogFilter.parse(text, base=base) if text else base or LogFilter()
+                    complaints.append(f"the logging configuration {file} cannot be read: {error}")
+        chosen = LogFilter.parse(given.directives, base=base) if given.directives else base or LogFilter()
         complaints += [f"DYN_LOG: {part!r} is neither a level nor target=level" for part in chosen.rejected]
-        style = (env_str("DYN_LOGGING_CONSOLE_FORMAT", env=env) or "").lower()
+        style = given.style.lower()
         if style not in ("", "readable", "jsonl"):
             complaints.append(f"DYN_LOGGING_CONSOLE_FORMAT={style!r} is neither readable nor jsonl; using readable")
             style = "readable"
         return cls(
             filter=chosen,
-            jsonl=style == "jsonl" or (not style and env_bool("DYN_LOGGING_JSONL", env=env)),
-            ansi=is_tty and not env_bool("DYN_SDK_DISABLE_ANSI_LOGGING", env=env),
-            local_time=env_bool("DYN_LOG_USE_LOCAL_TZ", env=env),
-            span_events=env_bool("DYN_LOGGING_SPAN_EVENTS", env=env),
+            jsonl=style == "jsonl" or (not style and given.jsonl),
+            ansi=is_tty and not given.no_ansi,
+            local_time=given.local_time,
+            span_events=given.span_events,
             complaints=tuple(complaints),
         )
 
@@ -523,7 +546,7 @@ def configure_dynamo_logging(service_name: str | None = None, worker_id: int | s
     because two of them would print every line twice.
     """
     prefix = f"[{service_name}{'' if worker_id is None else f':{worker_id}'}] " if service_name else ""
-    settings = LoggingSettings.from_env(is_tty=_is_terminal(sys.stderr))
+    settings = LoggingSettings.from_env(is_tty=has_colour(sys.stderr, os.environ))
     root = logging.getLogger()
     logging.addLevelName(TRACE, "TRACE")
     held = root.handlers
@@ -544,7 +567,3 @@ def configure_dynamo_logging(service_name: str | None = None, worker_id: int | s
 
 def _root_level(settings: LoggingSettings) -> int:
     return max(settings.filter.lowest, logging.DEBUG)  # records below DEBUG are not made for us
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    return stream is not None and stream.isatty() and "NO_COLOR" not in os.environ

@@ -31,7 +31,7 @@ from dynamo.settings.readers import (
     text,
     words,
 )
-from dynamo.settings.table import NO_FLAGS, Status, declared, read_settings, section, setting
+from dynamo.settings.table import NO_FLAGS, Status, declared, read_settings, section, setting, setting_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +59,6 @@ def env_bool(name: str, default: bool = False, *, env: Mapping[str, str] | None 
     """Read a boolean: 1/true/on/yes or 0/false/off/no, any case."""
     found: bool = declared(name, switch, "", unset=default).value(os.environ if env is None else env)
     return found
-
-
-def env_str(name: str, default: str | None = None, *, env: Mapping[str, str] | None = None) -> str | None:
-    """Read the variable's text, or `default` when it is unset or blank."""
-    return (os.environ if env is None else env).get(name, "").strip() or default
 
 
 def env_int(name: str, default: int, *, minimum: int | None = None, env: Mapping[str, str] | None = None) -> int:
@@ -369,14 +364,15 @@ class EtcdSettings(FromEnvironment):
 class KubernetesSettings(FromEnvironment):
     """Who this process is in its cluster: the downward API's files, or variables of the same meaning."""
 
-    pod_name: str | None = None
-    pod_namespace: str | None = None
-    pod_uid: str | None = None
-    container_name: str | None = None  # only looked at in the container mode
     # fmt: off
+    pod_name: str | None = setting(None, "POD_NAME", text,
+        "Name of this pod, where the downward API has not written the file of that name to `/etc/podinfo`")
+    pod_namespace: str | None = setting(None, "POD_NAMESPACE", text, "Its namespace, likewise")
+    pod_uid: str | None = setting(None, "POD_UID", text, "Its uid, likewise")
+    container_name: str | None = setting(None, "CONTAINER_NAME", text, "Which container this is, for the mode `container`")
     mode: str = setting("pod", "DYN_KUBE_DISCOVERY_MODE", one_of("pod", "container"),
-        "`pod`, or `container`: several workers in one pod, each ready by itself. The pod's own data is described "
-        "under [discovery](discovery.md#kubernetes)")
+        "`pod`, or `container`: several workers in one pod, each ready by itself; see "
+        "[discovery](discovery.md#kubernetes)")
     # fmt: on
 
     @property
@@ -389,23 +385,23 @@ class KubernetesSettings(FromEnvironment):
     def settle(self, env: Mapping[str, str], podinfo: Path = Path("/etc/podinfo")) -> Self:
         """Name the pod of this process."""
 
-        def identity(name: str) -> str | None:
-            file = podinfo / name.lower()
+        def identity(field: str) -> str | None:
+            file = podinfo / field
             try:
                 found = file.read_text().strip()
             except FileNotFoundError:
                 found = ""
             except OSError as error:
-                logger.warning("%s cannot be read (%s); using the variable %s", file, error.strerror, name)
+                variable = setting_of(KubernetesSettings, field).variable
+                logger.warning("%s cannot be read (%s); using the variable %s", file, error.strerror, variable)
                 found = ""
-            return found or env.get(name, "").strip() or None
+            return found or getattr(self, field)
 
         return replace(
             self,
-            pod_name=identity("POD_NAME"),
-            pod_namespace=identity("POD_NAMESPACE"),
-            pod_uid=identity("POD_UID"),
-            container_name=env.get("CONTAINER_NAME", "").strip() or None,
+            pod_name=identity("pod_name"),
+            pod_namespace=identity("pod_namespace"),
+            pod_uid=identity("pod_uid"),
         )
 
 

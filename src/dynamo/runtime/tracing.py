@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from dynamo.runtime.settings import env_bool, env_float, env_str
+from dynamo.runtime.settings import FromEnvironment
+from dynamo.settings.readers import number, switch, text
+from dynamo.settings.table import setting
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -233,6 +235,28 @@ class RequestSpan(ExportedSpan):
 
 
 @dataclass(frozen=True, slots=True)
+class TracingVariables(FromEnvironment):
+    """What an operator says about tracing. `TracingSettings` is what follows from it."""
+
+    # fmt: off
+    is_enabled: bool = setting(False, "OTEL_EXPORT_ENABLED", switch, "Export spans")
+    service_name: str = setting("dynamo", "OTEL_SERVICE_NAME", text, "Name of this service in the spans")
+    endpoint: str | None = setting(None, "OTEL_EXPORTER_OTLP_ENDPOINT", text, "Where spans go",
+        shown="the exporter's own")
+    traces_endpoint: str | None = setting(None, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", text,
+        "The same, for traces only; wins")
+    protocol: str = setting("grpc", "OTEL_EXPORTER_OTLP_PROTOCOL", text, "`grpc` or `http/protobuf`")
+    traces_protocol: str | None = setting(None, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", text,
+        "The same, for traces only; wins")
+    sampler: str | None = setting(None, "OTEL_TRACES_SAMPLER", text,
+        "`always_on`, `always_off`, `traceidratio`, each also with `parentbased_`", shown="`parentbased_always_on`")
+    sampler_ratio: float = setting(1.0, "OTEL_TRACES_SAMPLER_ARG", number(0), "The ratio of `traceidratio`")
+    sample_ratio: float | None = setting(None, "OTEL_TRACES_SAMPLE_RATIO", number(0),
+        "Without a sampler: `parentbased_traceidratio` with this ratio")
+    # fmt: on
+
+
+@dataclass(frozen=True, slots=True)
 class TracingSettings:
     """`OTEL_*` as far as we read them; the OTLP exporters read the rest (endpoints' headers, certificates) themselves."""
 
@@ -246,36 +270,24 @@ class TracingSettings:
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> TracingSettings:
         """Read the settings of this process."""
-        if not env_bool("OTEL_EXPORT_ENABLED", env=env):
+        given = TracingVariables.from_env(env)
+        if not given.is_enabled:
             return cls()
-        protocol = env_str("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", env=env) or env_str(
-            "OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", env=env
-        )
+        protocol = given.traces_protocol or given.protocol
         if protocol not in ("grpc", "http/protobuf"):
             logger.warning('OTLP protocol %r is neither "grpc" nor "http/protobuf"; using grpc', protocol)
             protocol = "grpc"
-        endpoint = env_str("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", env=env)
-        if endpoint is None:
-            endpoint = env_str("OTEL_EXPORTER_OTLP_ENDPOINT", env=env)
-            if endpoint is not None and protocol == "http/protobuf":
-                endpoint = endpoint.rstrip("/") + "/v1/traces"
-        sampler = env_str("OTEL_TRACES_SAMPLER", env=env)
-        ratio = env_float("OTEL_TRACES_SAMPLER_ARG", 1.0, minimum=0.0, env=env)
-        if sampler is None and env_str("OTEL_TRACES_SAMPLE_RATIO", env=env) is not None:
-            sampler = "parentbased_traceidratio"
-            ratio = env_float("OTEL_TRACES_SAMPLE_RATIO", 1.0, minimum=0.0, env=env)
+        endpoint = given.traces_endpoint
+        if endpoint is None and given.endpoint is not None:
+            endpoint = f"{given.endpoint.rstrip('/')}/v1/traces" if protocol == "http/protobuf" else given.endpoint
+        sampler, ratio = given.sampler, given.sampler_ratio
+        if sampler is None and given.sample_ratio is not None:
+            sampler, ratio = "parentbased_traceidratio", given.sample_ratio
         sampler = (sampler or "parentbased_always_on").lower()
         if sampler not in SAMPLERS:
             logger.warning("OTEL_TRACES_SAMPLER=%r is none of %s; every trace is sampled", sampler, sorted(SAMPLERS))
             sampler = "parentbased_always_on"
-        return cls(
-            True,
-            env_str("OTEL_SERVICE_NAME", env=env) or "dynamo",
-            protocol,
-            endpoint,
-            sampler,
-            min(ratio, 1.0),
-        )
+        return cls(True, given.service_name, protocol, endpoint, sampler, min(ratio, 1.0))
 
 
 SAMPLERS: Final = frozenset(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -14,6 +13,8 @@ __all__ = [
     "TRUTHY",
     "OutOfRange",
     "SettingReader",
+    "above_zero",
+    "each",
     "file_path",
     "folder",
     "integer",
@@ -21,9 +22,12 @@ __all__ = [
     "mebibytes",
     "milliseconds",
     "names",
+    "new_file",
     "number",
     "off_at_zero",
     "one_of",
+    "path",
+    "placeholder",
     "port",
     "read_boolean",
     "seconds",
@@ -35,6 +39,7 @@ __all__ = [
 TRUTHY: Final = frozenset({"1", "true", "on", "yes"})
 FALSY: Final = frozenset({"", "0", "false", "off", "no"})
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -66,6 +71,32 @@ class SettingReader(Generic[T_co]):
 
 text: Final[SettingReader[str]] = SettingReader(str)
 folder: Final[SettingReader[Path]] = SettingReader(Path, metavar="DIR")
+path: Final[SettingReader[Path]] = SettingReader(Path, metavar="FILE")
+
+
+def _writable(given: str) -> Path:
+    found = Path(given)
+    if found.is_dir() or not found.absolute().parent.is_dir():
+        raise ValueError(f"cannot write {given}: there is no such directory")
+    return found
+
+
+new_file: Final[SettingReader[Path]] = SettingReader(_writable, metavar="FILE")
+
+
+def placeholder(metavar: str, reader: SettingReader[T]) -> SettingReader[T]:
+    """Return a reader that is shown in --help as `metavar`."""
+    return replace(reader, metavar=metavar)
+
+
+def each(reader: SettingReader[T]) -> SettingReader[tuple[T, ...]]:
+    """Make the reader of a flag that may be repeated: the values of `reader` add up to one tuple."""
+    return SettingReader(
+        lambda given: (reader.parse(given),),
+        show=lambda value: ", ".join(map(reader.show, value)),
+        unit=reader.unit,
+        metavar=reader.metavar,
+    )
 
 
 def _existing_file(path: str) -> str:
@@ -84,6 +115,8 @@ def one_of(*allowed: str, metavar: str = "") -> SettingReader[str]:
     def parse(given: str) -> str:
         word = given.lower()
         if word not in allowed:
+            import difflib  # only a mistake needs it
+
             near = difflib.get_close_matches(word, allowed)
             hint = f" (near: {', '.join(near)})" if near else ""
             raise ValueError(f"{given!r} is unknown; use one of {', '.join(allowed)}{hint}")
@@ -122,6 +155,9 @@ switch: Final[SettingReader[bool]] = SettingReader(
 
 
 def _in_range(value: float, minimum: float | None, maximum: float | None, times: float) -> None:
+    if minimum is not None and maximum is not None and not minimum <= value <= maximum:
+        nearest = minimum if value < minimum else maximum
+        raise OutOfRange(f"{value} is out of range: use {minimum} to {maximum}", nearest * times)
     if minimum is not None and value < minimum:
         raise OutOfRange(f"{value} is below {minimum}", minimum * times)
     if maximum is not None and value > maximum:
@@ -174,6 +210,19 @@ def number(
         return value / parts
 
     return SettingReader(parse, show=lambda value: f"{value * parts:g}", unit=unit, metavar=metavar)
+
+
+def above_zero(most: float | None = None, *, unit: str = "", metavar: str = "N") -> SettingReader[float]:
+    """Make the reader of a finite number above 0."""
+    reader = number(None, most, unit=unit, metavar=metavar)
+
+    def parse(given: str) -> float:
+        value = reader.parse(given)
+        if value <= 0:
+            raise ValueError(f"{given} is not above 0")
+        return value
+
+    return replace(reader, parse=parse)
 
 
 def seconds(minimum: float = 0) -> SettingReader[float]:

@@ -22,6 +22,7 @@ __all__ = [
     "read_settings",
     "section",
     "setting",
+    "setting_of",
     "settings_of",
     "without_secrets",
 ]
@@ -61,7 +62,7 @@ class Setting:
     """One or two sentences in Markdown: the page shows them as they are, --help without the marks."""
     flags: tuple[str, ...] = ()
     negative: str | None = None
-    """The flag that switches off; None: `--no-` and the flag, in each of its spellings."""
+    """The flag that switches off; None: `--no-` and the flag, in each of its spellings; empty: there is none."""
     dest: str = ""
     """The attribute in the parsed arguments."""
     group: str = ""
@@ -78,7 +79,7 @@ class Setting:
     def negative_flags(self) -> tuple[str, ...]:
         """The flags that switch off, one for each spelling of the flag."""
         if self.negative is not None:
-            return (self.negative,)
+            return (self.negative,) if self.negative else ()
         return tuple(f"--no-{flag[2:]}" for flag in self.flags if flag.startswith("--"))
 
     @property
@@ -118,6 +119,7 @@ def setting(
     unset: Any = _SAME,
     secret: bool = False,
     repeats: bool = False,
+    is_read_later: bool = False,
 ) -> T:
     """Make a dataclass field that is a setting.
 
@@ -136,6 +138,7 @@ def setting(
         shown=shown,
         status=status,
         repeats=repeats,
+        is_read_later=is_read_later,
     )
     found: T = dataclasses.field(default=default, repr=not secret, metadata={_SETTING: made})
     return found
@@ -177,6 +180,14 @@ def settings_of(kind: type, *, sections: bool = True) -> Iterator[tuple[str, Set
                 yield from settings_of(entry.metadata[_SECTION])
         elif _SETTING in entry.metadata:
             yield entry.name, entry.metadata[_SETTING]
+
+
+def setting_of(kind: type, field: str) -> Setting:
+    """Return the setting of one field: for code that needs its variable alone, where no table is read."""
+    for name, made in settings_of(kind):
+        if name == field:
+            return made
+    raise LookupError(f"{kind.__name__} has no setting {field!r}")
 
 
 def without_secrets(value: Any) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dynamo.errors import EngineShutdown, InvalidArgument
+from dynamo.settings.foreign import OPENMP_THREADS
 from dynamo.transformers.arguments import CACHE_MB, TransformersArguments
 from dynamo.transformers.row_sampling import ARGUMENT, RowSampler, RowSampling
 
@@ -44,7 +45,7 @@ def load_transformers(arguments: TransformersArguments, directory: Path) -> Load
 
     began = time.perf_counter()
     device = _device(arguments.device)
-    if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    if device == "cpu" and OPENMP_THREADS.value(os.environ) is None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))  # one core is left for the worker's own loop
     dtype = arguments.dtype or ("float32" if device == "cpu" else "auto")
     try:

@@ -8,6 +8,7 @@ from collections.abc import MutableMapping
 from typing import Any, Final
 
 from dynamo.errors import InvalidArgument
+from dynamo.settings.foreign import NO_CREATED_SERIES
 
 __all__ = ["NEWEST", "OLDEST", "check_version", "import_vllm", "prepare_environment"]
 
@@ -19,7 +20,7 @@ DEFAULTS: Final = {
     "VLLM_NO_USAGE_STATS": "1",  # nothing leaves the machine
     "DO_NOT_TRACK": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit the event loop's threads half-way
-    "PROMETHEUS_DISABLE_CREATED_SERIES": "1",  # else every counter comes twice
+    str(NO_CREATED_SERIES.variable): "1",  # else every counter comes twice
 }
 
 

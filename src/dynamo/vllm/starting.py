@@ -18,6 +18,7 @@ from dynamo.runtime.addresses import WILDCARDS, bound_socket, detect_host
 from dynamo.runtime.process_guard import private_directory, temporary_files_in
 from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.runtime.tasks import Background
+from dynamo.settings.foreign import OPENMP_THREADS
 from dynamo.vllm.adapters import SPARE_SLOTS
 from dynamo.vllm.arguments import Arguments
 from dynamo.vllm.errors import configuration_error
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS: Final = 10.0
 BIND: Final = "VLLM_CPU_OMP_THREADS_BIND"
-THREADS: Final = "OMP_NUM_THREADS"
+THREADS: Final = str(OPENMP_THREADS.variable)
 SOCKETS: Final = "VLLM_RPC_BASE_PATH"
 SOCKET_NAME: Final = 36  # characters: vLLM names each by a UUID
 SOCKET_PATH: Final = 103  # characters; systems take no longer ones

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from dynamo.errors import CannotConnect
-from dynamo.runtime.settings import env_bool
+from dynamo.settings.foreign import HUB_CACHE, HUB_HOME, HUB_OFFLINE
+from dynamo.worker.settings import ALLOW_DOWNLOAD
 
 __all__ = [
     "HUB_ANSWER_SECONDS",
@@ -54,7 +55,7 @@ async def fetch_model(remote_name: str, ignore_weights: bool = False) -> str:
     name = remote_name.removeprefix(HUB_PREFIX)
     if name == remote_name and (here := local_path(name)) is not None:
         return str(here)
-    if name == remote_name and not env_bool("DYN_ALLOW_DOWNLOAD"):
+    if name == remote_name and not ALLOW_DOWNLOAD.value(os.environ):
         if (found := cached_copy(name)) is not None:
             return str(found)
         raise CannotConnect(
@@ -83,7 +84,7 @@ async def fetch_model(remote_name: str, ignore_weights: bool = False) -> str:
         return await _in_thread(cached)
     except Exception as error:  # not cached, in one of several ways; the hub's answer is what counts
         logger.debug("model %r is not in the local cache: %s", name, error)
-    if os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in ("1", "true", "yes", "on"):
+    if HUB_OFFLINE.value(os.environ):
         raise CannotConnect(f"fetch {name!r}: not in the local cache, and HF_HUB_OFFLINE is set")
     try:
         async with asyncio.timeout(HUB_ANSWER_SECONDS):
@@ -105,9 +106,8 @@ def local_path(name: str) -> Path | None:
 
 def cached_copy(name: str) -> Path | None:
     """Return the copy of a hub's model that an earlier download left here, or None. Needs no network and no library."""
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    model = cache / f"models--{name.replace('/', '--')}"
+    cache: Path = HUB_CACHE.value(os.environ) or HUB_HOME.value(os.environ) / "hub"
+    model = cache.expanduser() / f"models--{name.replace('/', '--')}"
     try:
         revision = (model / "refs" / "main").read_text().strip()
         found = model / "snapshots" / revision

@@ -33,9 +33,8 @@ from dynamo.protocol.records import (
     decode_card,
     slugify,
 )
-from dynamo.runtime.settings import env_bool
 from dynamo.worker.hub import HUB_PREFIX, cached_copy, fetch_model, local_path
-from dynamo.worker.settings import SELF_HOST_METADATA
+from dynamo.worker.settings import ALLOW_DOWNLOAD, SELF_HOST_METADATA
 
 __all__ = [
     "RESERVED_TAINT_PREFIX",
@@ -413,7 +412,7 @@ async def register_model(
         assets = await asyncio.to_thread(read_context_lengths, source)
     else:
         assets = (
-            None if skip_model_assets else await resolve_assets(source, allow_download=env_bool("DYN_ALLOW_DOWNLOAD"))
+            None if skip_model_assets else await resolve_assets(source, allow_download=ALLOW_DOWNLOAD.value(os.environ))
         )
     members = {
         # A RouterConfig, which this room does not know, or its record.

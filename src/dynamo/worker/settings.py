@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from dynamo.contract.config import WorkerConfig
 from dynamo.settings.readers import switch, text
-from dynamo.settings.table import declared
+from dynamo.settings.table import declared, setting_of
 
-__all__ = ["MAP_BUILTIN_ERRORS", "RL_ENDPOINT", "SELF_HOST_METADATA", "VALIDATE"]
+__all__ = ["ALLOW_DOWNLOAD", "MAP_BUILTIN_ERRORS", "RL_ENDPOINT", "SELF_HOST_METADATA", "VALIDATE"]
 
+ALLOW_DOWNLOAD: Final = setting_of(WorkerConfig, "allow_download")  # also for workers that parse no command line
 VALIDATE: Final = declared(
     "DYN_BACKEND_VALIDATE", switch, "Also fail streams that say something after their last chunk", unset=False
 )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
-from dynamo.contract.config import WorkerConfig
+from dynamo.contract.config import HEALTH_CHECK_PAYLOAD, WorkerConfig
 from dynamo.contract.engine import BaseEngine, LLMEngine, RawEngine
 from dynamo.contract.engine_config import EngineConfig
 from dynamo.contract.health_check import resolve_health_check_payload
@@ -20,7 +20,6 @@ from dynamo.protocol.records import ModelCard
 from dynamo.runtime.context import Context
 from dynamo.runtime.distributed import DistributedRuntime, Endpoint, ServedEndpoint
 from dynamo.runtime.request_plane.base import Handler
-from dynamo.runtime.settings import env_bool, env_str
 from dynamo.worker.controls import AdminRoutes, RlDirectory, checked_names, rl_endpoint_name
 from dynamo.worker.embedding import EmbedServing, offers_embeddings
 from dynamo.worker.hooks import await_hook
@@ -39,7 +38,7 @@ from dynamo.worker.registration import (
 )
 from dynamo.worker.running_requests import RunningRequests
 from dynamo.worker.serving import RawServing, TokenServing
-from dynamo.worker.settings import MAP_BUILTIN_ERRORS, VALIDATE
+from dynamo.worker.settings import ALLOW_DOWNLOAD, MAP_BUILTIN_ERRORS, VALIDATE
 from dynamo.worker.topology import describe_place
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ class Setup:
         if is_raw:
             assets = await asyncio.to_thread(read_context_lengths, config.model_name or engine_config.model)
         else:
-            allowed = config.allow_download or env_bool("DYN_ALLOW_DOWNLOAD")
+            allowed = config.allow_download or ALLOW_DOWNLOAD.value(os.environ)
             assets = await resolve_assets(config.model_name, allow_download=allowed)
         card = await asyncio.to_thread(
             build_card,
@@ -233,7 +232,7 @@ class Setup:
 
     async def canary_payload(self) -> dict[str, Any] | None:
         own: Any = None
-        if self._config.health_check_payload is None and env_str("DYN_HEALTH_CHECK_PAYLOAD") is None:
+        if self._config.health_check_payload is None and HEALTH_CHECK_PAYLOAD.value(os.environ) is None:
             try:
                 own = await await_hook(self._engine.health_check_payload())
             except Exception:  # the canary is a convenience; a worker without one serves as well

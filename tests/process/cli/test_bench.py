@@ -306,21 +306,21 @@ def test_the_line_that_lives_is_for_terminals_only(tmp_path: Path) -> None:
         (["ftp://x"], "'ftp://x' is not a server's URL"),
         (["http://x:99999"], "is not a server's URL"),
         (["http://x", "--rate", "1", "--concurrency", "2"], "--rate and --concurrency exclude each other"),
-        (["http://x", "--rate", "-1"], "--rate: '-1' is not a positive number"),
-        (["http://x", "--rate", "nan"], "is not a positive number"),
+        (["http://x", "--rate", "-1"], "--rate: -1 is not above 0"),
+        (["http://x", "--rate", "nan"], "--rate: 'nan' is not a number"),
         (["http://x", "--constant"], "belong to an open loop"),
-        (["http://x", "--requests", "0"], "--requests: '0' is out of range"),
-        (["http://x", "--input-tokens", "5,x"], "--input-tokens '5,x' is not a length"),
-        (["http://x", "--output-tokens", "0"], "--output-tokens '0' is not a length"),
+        (["http://x", "--requests", "0"], "--requests: 0 is out of range: use 1 to 1000000000000"),
+        (["http://x", "--input-tokens", "5,x"], "--input-tokens: '5,x' is not a length"),
+        (["http://x", "--output-tokens", "0"], "--output-tokens: '0' is not a length"),
         (["http://x", "--shared-prefix-tokens", "128"], "must be less than --input-tokens"),
         (["http://x", "--prefix-groups", "2"], "--prefix-groups needs --shared-prefix-tokens"),
         (["http://x", "--prompts", "/nowhere"], "--prompts /nowhere: No such file"),
         (["http://x", "--prompts", "/nowhere", "--input-tokens", "3"], "brings its own prompts"),
-        (["http://x", "--body", "[1]"], "--body is not a JSON object"),
-        (["http://x", "--body", "{"], "--body is not JSON"),
-        (["http://x", "--header", "nonsense"], "'nonsense' is not a header"),
-        (["http://x", "--json", "/nowhere/r.json"], "cannot write /nowhere/r.json"),
-        (["http://x", "--endpoint", "embeddings"], "invalid choice: 'embeddings'"),
+        (["http://x", "--body", "[1]"], "--body: not a JSON object"),
+        (["http://x", "--body", "{"], "--body: not JSON"),
+        (["http://x", "--header", "nonsense"], "--header: 'nonsense' is not a header"),
+        (["http://x", "--json", "/nowhere/r.json"], "--json: cannot write /nowhere/r.json"),
+        (["http://x", "--endpoint", "embeddings"], "--endpoint: 'embeddings' is unknown; use one of chat, completions"),
     ],
 )
 def test_an_error_of_use_is_one_line_and_status_2(
@@ -475,10 +475,10 @@ def test_groups_share_their_beginning_and_nothing_else() -> None:
 
 def test_lengths_vary_as_told() -> None:
     rng = random.Random(0)
-    drawn = [Length.of("100,20", "--x").draw(rng) for _ in range(2000)]
+    drawn = [Length.of("100,20").draw(rng) for _ in range(2000)]
     assert sum(drawn) / 2000 == pytest.approx(100, rel=0.03)
     assert min(Length(1, 50).draw(rng) for _ in range(200)) == 1
-    assert {Length.of("7", "--x").draw(rng) for _ in range(10)} == {7}
+    assert {Length.of("7").draw(rng) for _ in range(10)} == {7}
 
 
 def test_a_busy_load_generator_says_so() -> None:

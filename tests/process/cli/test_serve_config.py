@@ -27,7 +27,12 @@ def test_a_file_gives_the_options_the_flags_of_the_frontend_and_those_of_the_eng
         '[engine-args]\nmodel-name = "m"\ndelay = 0.5\nlist = ["a", "b"]\n',
     )
     options = read_options(argv, {})
-    assert (options.engine, options.workers, options.http_port, options.http_host) == ("sample", 3, 9001, "::1")
+    assert (options.engine, options.flags.workers, options.flags.http_port, options.flags.http_host) == (
+        "sample",
+        3,
+        9001,
+        "::1",
+    )
     assert options.frontend_args == (
         *("--router-mode", "random", "--max-requests-in-flight", "7", "--ignore-unsupported-fields"),
     )
@@ -38,7 +43,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_environment(t
     argv = written(tmp_path, 'engine = "sample"\nworkers = 3\nport = 9001\n')
     env = {"DYN_HTTP_PORT": "7000", "DYN_HTTP_HOST": "127.0.0.9"}
     options = read_options([*argv, "--workers", "5"], env)
-    assert (options.workers, options.http_port, options.http_host) == (5, 9001, "127.0.0.9")
+    assert (options.flags.workers, options.flags.http_port, options.flags.http_host) == (5, 9001, "127.0.0.9")
 
 
 @pytest.mark.parametrize(
@@ -47,13 +52,13 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_environment(t
         ("worker = 2", "there is no option 'worker'; did you mean workers?"),
         ("workers = [1]", "workers must be a single value"),
         ("workers = true", "workers must be a value, not true or false"),
-        ('workers = "many"', "workers = 'many' is not a valid value"),
+        ('workers = "many"', "workers: 'many' is not an integer from 1 to 256"),
         ("in-process = 1", "in-process must be true or false"),
-        ('router-mode = "kindest"', "router-mode = 'kindest' is not one of round-robin"),
+        ('router-mode = "kindest"', "router-mode: 'kindest' is unknown; use one of round-robin"),
         ("frontend-args = 3", "frontend-args must be a table: write [frontend-args]"),
         ("[engine-args]\nflag = false", "[engine-args] flag must be a text, a number, true, or a list of these"),
         ("[engine-args", "is not valid TOML"),
-        ("workers = 0", "--workers 0 is out of range"),
+        ("workers = 0", "workers: 0 is out of range: use 1 to 256"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, words: str) -> None:
@@ -68,8 +73,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_only_this_machine_can_connect_unless_a_host_is_named() -> None:
-    assert read_options([], {}).http_host == "127.0.0.1"
-    assert read_options(["--host", "0.0.0.0"], {}).http_host == "0.0.0.0"
+    assert read_options([], {}).flags.http_host == "127.0.0.1"
+    assert read_options(["--host", "0.0.0.0"], {}).flags.http_host == "0.0.0.0"
 
 
 # -- reload ---------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from dynamo.cli.parsers import command_parsers
 from dynamo.contract.args import add_backend_arguments
 from dynamo.contract.conformance import FAILURE_NAMES
 from dynamo.errors import RULES
@@ -24,6 +25,7 @@ from support.cases import each_case
 from support.doc_pages import PAGES, READ, ROOT, code, rows
 
 SOURCE = ROOT / "src" / "dynamo"
+COMMANDS = ("serve", "chat", "new", "conformance", "simulate", "explain", "bench", "bench replay")
 
 
 MARKS = re.compile(r"(run|start|start afresh|fresh)(: .+)?|(not run|file): .+")
@@ -153,7 +155,9 @@ def test_every_family_of_the_code_is_on_the_page() -> None:
 
 # -- settings ------------------------------------------------------------------------------------------------------------
 
-_VARIABLE = re.compile(r"(DYN|OTEL|ETCD|NATS|HF|PROMETHEUS|CUDA|NVIDIA)_[A-Z0-9_]*[A-Z0-9]|NO_COLOR|TMPDIR")
+_VARIABLE = re.compile(
+    r"(DYN|OTEL|ETCD|NATS|HF|PROMETHEUS|CUDA|NVIDIA|OMP|OPENAI|POD)_[A-Z0-9_]*[A-Z0-9]|CONTAINER_NAME|NO_COLOR|TMPDIR"
+)
 
 
 def variables_of_the_source() -> set[str]:
@@ -174,10 +178,20 @@ def test_the_table_of_tool_call_formats_is_the_code_s() -> None:
     assert subprocess.run(page, check=False).returncode == 0, "make docs writes the table"
 
 
-def test_the_settings_page_lists_exactly_the_variables_that_are_read() -> None:
+def documented_variables() -> set[str]:
     documented = {name for row in rows("settings.md", "Variable") for name in code(row[0])}
-    documented |= {name for row in rows("settings.md", "Flag", "Variable") for name in code(row[1])}
-    assert documented == variables_of_the_source()
+    return documented | {name for row in rows("settings.md", "Flag", "Variable") for name in code(row[1])}
+
+
+def test_the_settings_page_lists_exactly_the_variables_that_are_read() -> None:
+    assert documented_variables() == variables_of_the_source()
+
+
+def test_no_text_or_comment_names_a_variable_that_is_not_on_the_settings_page() -> None:
+    name = re.compile(r"\bDYN_[A-Z0-9_]*[A-Z0-9](?![A-Z0-9_]*[*{])\b")
+    texts = [path.read_text() for path in SOURCE.rglob("*.py")]
+    named = {found for text in texts for found in name.findall(text)}
+    assert named - documented_variables() - {"DYN_HISTOGRAM_X"} == set()
 
 
 def test_the_settings_tables_are_those_of_the_code() -> None:
@@ -203,20 +217,14 @@ def test_every_flag_of_a_process_is_on_the_settings_page(command: str) -> None:
     assert (sorted(flag for flag in flags if f"`{flag}`" not in page), len(flags) > 50) == ([], True)
 
 
-def documented_flags(heading: str) -> dict[str, tuple[list[str], list[str], str]]:
-    text = READ["settings.md"].path.read_text()
-    section = re.split(r"^## ", text.split(f"## {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
-    lines = [line.strip().strip("|").split("|") for line in section.splitlines() if line.startswith("| `--")]
-    return {code(cells[0])[0]: (code(cells[0]), code(cells[1]), cells[2].strip()) for cells in lines}
-
-
-@pytest.mark.parametrize("command", ["serve", "bench"])
-def test_the_flags_of_a_command_are_those_of_its_help(command: str) -> None:
-    shown = subprocess.run(
-        [sys.executable, "-m", "dynamo.cli.main", command, "--help"], capture_output=True, text=True, check=True
-    ).stdout
-    flags = set(re.findall(r"^  (--[a-z-]+)", shown, re.MULTILINE))
-    assert flags == set(documented_flags(f"dynamo {command}"))
+@each_case("command", COMMANDS)
+def test_the_flags_of_a_command_are_those_of_its_table(command: str) -> None:
+    name = command.rpartition(" ")[2]
+    table = re.search(rf"<!-- table: {name} -->\n((?:\|.*\n)+)", READ["settings.md"].path.read_text())
+    assert table is not None
+    documented = {flag for line in table[1].splitlines() for flag in re.findall(r"`(--[a-z-]+)`", line.split("|")[1])}
+    taken = {flag for action in command_parsers()[command]._actions for flag in action.option_strings}
+    assert documented == taken - {"-h", "--help"}
 
 
 # -- names ---------------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_routing_by_load_alone_is_the_kv_mode_without_caches() -> None:
         (["--router-predicted-ttl-secs", "5", "--no-kv-events"], "--router-predicted-ttl-secs adds to KV events"),
         (["--router-approximate-cache-policy", "lru"], "lru needs --no-router-kv-events"),
         (["--router-policy", "best"], "--router-policy: 'best' is unknown; use one of time, default, two-tier"),
-        (["--router-temperature", "-1"], "--router-temperature: -1.0 is below 0"),
+        (["--router-temperature", "-1"], "--router-temperature: -1.0 is out of range"),
         (["--router-tracking-hash", "keyed-xxh3-v1"], "use one of public-xxh3-v1"),
     ],
 )
@@ -147,7 +147,7 @@ def test_the_short_name_of_a_refused_flag_is_known(capsys: pytest.CaptureFixture
         (["--tls-client-ca-cert-path", "x.pem"], "needs --tls-cert-path"),
         (["--tls-cert-path", "/nowhere/c", "--tls-key-path", "/nowhere/k"], "there is no file /nowhere/c"),
         (["--max-requests-in-flight", "0"], "0 is below 1"),
-        (["--migration-limit", "-1"], "-1 is below 0"),
+        (["--migration-limit", "-1"], "-1 is out of range: use 0 to 4294967295"),
         (["--port", "1"], "unrecognized arguments: --port 1; did you mean --http-port?"),
         (["--discovery-backend", "bogus"], "--discovery-backend: 'bogus' is unknown; use one of auto, file, mem"),
         (["--metrics-prefix", "1st-frontend"], "--metrics-prefix: '1st-frontend'"),

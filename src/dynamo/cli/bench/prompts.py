@@ -38,16 +38,19 @@ class Length:
     deviation: float = 0.0
 
     @classmethod
-    def of(cls, text: str, flag: str) -> Self:
-        """Parse `N` or `MEAN,STDDEV`. Raises UsageError."""
+    def of(cls, text: str) -> Self:
+        """Parse `N` or `MEAN,STDDEV`. Raises ValueError."""
         mean, comma, deviation = text.partition(",")
         try:
             length = cls(float(mean), float(deviation) if comma else 0.0)
         except ValueError:
             length = cls(0)
         if not (1 <= length.mean <= MAX_LENGTH and 0 <= length.deviation <= MAX_LENGTH):
-            raise UsageError(f"{flag} {text!r} is not a length; use a number of tokens, or MEAN,STDDEV such as 512,64")
+            raise ValueError(f"{text!r} is not a length; use a number of tokens, or MEAN,STDDEV such as 512,64")
         return length
+
+    def __str__(self) -> str:
+        return f"{self.mean:g},{self.deviation:g}" if self.deviation else f"{self.mean:g}"
 
     def draw(self, rng: random.Random) -> int:
         """Draw one length."""

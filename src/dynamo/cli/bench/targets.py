@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 from dynamo.cli.usage import UsageError
 
-__all__ = ["ENDPOINT_PATHS", "Target", "headers_from"]
+__all__ = ["ENDPOINT_PATHS", "Target", "header_from"]
 
 ENDPOINT_PATHS: Final = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
@@ -71,12 +71,9 @@ class Target:
         )
 
 
-def headers_from(lines: Sequence[str]) -> dict[str, str]:
-    """Parse the `Name: value` headers of the command line. Raises UsageError."""
-    found = {}
-    for line in lines:
-        name, colon, value = line.partition(":")
-        if not colon or not name.strip() or any(ord(c) < 32 for c in line):
-            raise UsageError(f"--header {line!r} is not a header; use 'Name: value'")
-        found[name.strip()] = value.strip()
-    return found
+def header_from(line: str) -> tuple[str, str]:
+    """Parse one `Name: value`. Raises ValueError."""
+    name, colon, value = line.partition(":")
+    if not colon or not name.strip() or any(ord(c) < 32 for c in line):
+        raise ValueError(f"{line!r} is not a header; use 'Name: value'")
+    return name.strip(), value.strip()

@@ -22,7 +22,7 @@ __all__ = ["RECHECK_SECONDS", "EligibleRanks", "QueueRequest", "QueueUsage", "Ro
 
 MAX_PARKED: Final = 100_000  # requests of one router, whatever the limits of its classes
 RECHECK_SECONDS: Final = 60.0  # read `ready` at least this often, as loads also change in ways that nobody reports
-OVERLAP_REFRESH_SECONDS: Final = 10.0  # DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS
+OVERLAP_REFRESH_SECONDS: Final = 10.0  # the native router's default
 
 P = TypeVar("P")
 

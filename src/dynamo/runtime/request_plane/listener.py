@@ -23,6 +23,7 @@ from dynamo.runtime.request_plane.security import PlaneSecurity
 from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.runtime.tls import ServerTls
 from dynamo.runtime.tls_gate import TlsGate
+from dynamo.settings.foreign import VISIBLE_CUDA, VISIBLE_NVIDIA
 
 logger = logging.getLogger(__name__)
 
@@ -287,7 +288,7 @@ def _too_many(limit: int, first_bytes: bytes) -> bytes:
 def detect_device_type(env: Mapping[str, str] | None = None) -> str:
     """Detect the device type of this worker's instance record: "cuda" unless the environment hides every GPU."""
     env = os.environ if env is None else env
-    cuda, nvidia = env.get("CUDA_VISIBLE_DEVICES"), env.get("NVIDIA_VISIBLE_DEVICES")
+    cuda, nvidia = (env.get(str(made.variable)) for made in (VISIBLE_CUDA, VISIBLE_NVIDIA))  # empty is a value here
     if cuda is not None and cuda.strip().lower() in NO_CUDA:
         return "cpu"
     if nvidia is not None and nvidia.strip().lower() in NO_NVIDIA:

@@ -1,0 +1,71 @@
+"""The flags of `dynamo serve`: one table, from which come its command line, the keys of its file, and the settings page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dynamo.settings.readers import above_zero, folder, integer, one_of, path, placeholder, port, switch, text
+from dynamo.settings.table import declared, setting
+
+__all__ = ["CONFIG_FILE", "MAX_FRONTEND_WORKERS", "ROUTER_MODES", "ServeFlags"]
+
+MAX_WORKERS: Final = 256  # a slip of the keyboard should not start ten thousand processes
+MAX_FRONTEND_WORKERS: Final = 64  # as the frontend itself says
+DEFAULT_HOST: Final = "127.0.0.1"  # nothing is open to a network before somebody asks for it
+DEFAULT_REPLACE_SECONDS: Final = 1800.0  # half an hour to load a model, as the start-up probes of `deploy/` allow
+# Those of the frontend, whose import takes longer than all of this command; a test holds them to be the same.
+ROUTER_MODES: Final = (
+    "round-robin", "random", "power-of-two", "least-loaded", "kv", "direct", "device-aware-weighted",
+)  # fmt: skip
+
+CONFIG_FILE: Final = declared(
+    None, path, "A TOML file with these options, for the frontend and for the engine; see below", flag="--config"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeFlags:
+    """What to serve and where, as it was asked for."""
+
+    # fmt: off
+    engine: str | None = setting(None, None, placeholder("NAME|module:NAME", text),
+        "[Which one](engines.md#which-engine-serves-a-model): a built-in engine, `module:Class`, `module:function`, or "
+        "`file.py:function` ([any Python callable](writing-a-backend.md#any-python-callable))",
+        flag="--engine", shown="by the model")
+    allow_download: bool = setting(False, None, switch,
+        "Fetch a `MODEL` that is not here from the hub, as `hub:MODEL` does", flag="--allow-download", negative="")
+    workers: int = setting(1, None, integer(1, MAX_WORKERS), "How many workers", flag="--workers")
+    http_host: str = setting(DEFAULT_HOST, "DYN_HTTP_HOST", text,
+        "Address the frontend listens on; `0.0.0.0` opens it to the network", flag=("--host", "--http-host"),
+        dest="http_host")
+    http_port: int = setting(8000, "DYN_HTTP_PORT", port, "Its port; 0: any free port",
+        flag=("--port", "--http-port"), dest="http_port")
+    admin_port: int | None = setting(None, "DYN_ADMIN_PORT", port,
+        "Serve the frontend's [admin routes](security.md#admin-routes) at 127.0.0.1 on this port, and nowhere else; 0: any "
+        "free port, which the log names", flag="--admin-port", shown="on the HTTP port, while that is bound to loopback")
+    router_mode: str | None = setting(None, "DYN_ROUTER_MODE", placeholder("MODE", one_of(*ROUTER_MODES)),
+        f"How a worker is chosen: {', '.join(f'`{mode}`' for mode in ROUTER_MODES)}", flag="--router-mode",
+        shown="round-robin", is_read_later=True)
+    reload: bool = setting(False, None, switch,
+        "Replace the workers, one by one, when a Python file in the engine's directory changes", flag="--reload",
+        negative="")
+    keys: str | None = setting(None, "DYN_KEYS", placeholder("FILE", text),
+        "File of [API keys](keys.md), made by `dynamo keys create`: every request needs one", flag="--keys",
+        is_read_later=True)
+    store: Path | None = setting(None, None, folder,
+        "Directory in which the processes find each other, kept at the end", flag="--store", shown="a private one")
+    frontend_workers: int | None = setting(None, "DYN_FRONTEND_WORKERS", integer(1, MAX_FRONTEND_WORKERS),
+        "Processes of the frontend, on its one port", flag="--frontend-workers", shown="1", is_read_later=True)
+    replace_seconds: float = setting(DEFAULT_REPLACE_SECONDS, None, above_zero(unit="s", metavar="SECONDS"),
+        "SIGHUP: how long a replacement may take to load its model "
+        "([rolling restart](deployment.md#a-rolling-restart-on-one-machine))", flag="--replace-timeout")
+    in_process: bool = setting(False, None, switch, "All of it in one process, over memory", flag="--in-process",
+        negative="")
+    chaos: Path | None = setting(None, "DYN_CHAOS", path,
+        "A [chaos plan](chaos.md) (TOML) for the frontend and the workers, each once; one that is started again is well. "
+        "Needs the next one, too", flag="--chaos")
+    allow_chaos: bool = setting(False, "DYN_ALLOW_CHAOS", switch, "Permit fault injection in these processes",
+        flag="--allow-chaos", negative="")
+    # fmt: on
