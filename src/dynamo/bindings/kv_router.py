@@ -106,7 +106,9 @@ class _Routing:
             eagle=self.workers.is_eagle,
             mm_hashes=query.mm_hashes,
         )
-        query.sequence, query.prompt_tokens = sequence_hashes(hashes), len(query.token_ids)
+        query.sequence = sequence_hashes(hashes)
+        if query.prompt_tokens is None:
+            query.prompt_tokens = len(query.token_ids)
         if self.learns and self.chains is not None:
             self.chains.learn(None, hashes)
         return query
@@ -201,7 +203,7 @@ class EndpointKvRouter:
             routing["routing_constraints"] = routing_constraints.as_hint()
         body |= {"routing": routing, "router_config_override": router_config_override}
         if mm_routing_info is None and block_mm_infos is not None:
-            mm_routing_info = {"routing_token_ids": token_ids, "block_mm_infos": block_mm_infos}
+            mm_routing_info = {"block_mm_infos": block_mm_infos}
         for name, value in (
             ("extra_args", extra_args),
             ("multi_modal_data", multi_modal_data),
@@ -222,10 +224,6 @@ class EndpointKvRouter:
         body = _completed(request)
         body["token_ids"] = _tokens(body["token_ids"])
         query = kv_query_of(body)
-        media = body.get("mm_routing_info")
-        if media is not None:
-            query.token_ids = _tokens(media.get("routing_token_ids", body["token_ids"]))
-            query.mm_hashes = media_of_blocks(media.get("block_mm_infos"))
         routing = await self._opened.value()
         answer = await routing.workers.open(body, Context(), query=routing.hashed(query, self._block_size))
         return ChunkStream(answer, self._block_size, received=received, received_at=received_at)

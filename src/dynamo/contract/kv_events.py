@@ -35,6 +35,8 @@ class ZmqSource:
     """Topic to subscribe to. Empty: all topics."""
     dp_rank: int = 0
     """The data-parallel rank whose cache it is."""
+    image_token_id: int | None = None
+    """The token that stands in every place of an image, so that routers recognise prompts with the same images."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Final
 
@@ -135,8 +135,8 @@ def media_pad_token(mm_hash: int) -> int:
     return _PAD_TOKENS_FROM + (mm_hash & _PAD_TOKEN_BITS)
 
 
-def with_pad_tokens(token_ids: Sequence[int], image_token_id: int, mm_hashes: Sequence[int]) -> list[int]:
-    """Return the tokens of one block with each run of the image token replaced by the pad token of the next object.
+def with_pad_tokens(token_ids: Sequence[int], placeholders: Collection[int], mm_hashes: Sequence[int]) -> list[int]:
+    """Return the tokens of one block with each run of a placeholder replaced by the pad token of the next object.
 
     Runs beyond the last object get the pad token of the last one. Without objects the tokens stay as they are.
     """
@@ -147,8 +147,8 @@ def with_pad_tokens(token_ids: Sequence[int], image_token_id: int, mm_hashes: Se
     run = -1
     previous: int | None = None
     for token in token_ids:
-        if token == image_token_id:
-            run += previous != image_token_id
+        if token in placeholders:
+            run += previous != token
             padded.append(pads[min(run, len(pads) - 1)])
         else:
             padded.append(token)

@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from dynamo.errors import InvalidArgument, Overloaded, Unknown, WorkerUnavailable
+from dynamo.kv.media_routing import RoutedPrompt, routed_prompt
 from dynamo.kv.overlap import WorkerRank
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "eligible_ranks",
     "exclusion_of",
     "is_unconstrained",
+    "media_prompt",
     "preferred_weight",
     "read_overrides",
     "read_preferred_taints",
@@ -142,6 +144,14 @@ def read_preferred_taints(given: Mapping[str, float] | None) -> Mapping[str, flo
     for taint, weight in (given or {}).items():
         check_number(f"routing_constraints.preferred_taints.{taint}", weight, lowest=-MAX_WEIGHT)
     return given or {}
+
+
+def media_prompt(info: object, token_ids: Sequence[int]) -> RoutedPrompt:
+    """Return the prompt with its media as it is routed. Raises InvalidArgument that names the member that is wrong."""
+    try:
+        return routed_prompt(info, token_ids)
+    except ValueError as error:
+        raise InvalidArgument(str(error)) from error
 
 
 class KvQuery(msgspec.Struct):

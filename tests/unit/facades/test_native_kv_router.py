@@ -499,7 +499,7 @@ async def test_a_request_that_is_not_one_is_refused_before_it_is_sent() -> None:
     for request, error in (
         ({"token_ids": [1], "stop_conditions": [1]}, TypeError),
         ({"token_ids": [1], "routing": {"dp_rank": "x"}}, InvalidArgument),
-        ({"token_ids": [1], "mm_routing_info": {"block_mm_infos": [{}]}}, ValueError),
+        ({"token_ids": [1], "mm_routing_info": {"block_mm_infos": [{}]}}, InvalidArgument),
         ({"token_ids": [1], "router_config_override": {"prefill_load_scale": -1}}, InvalidArgument),
     ):
         with pytest.raises(error):

@@ -97,6 +97,6 @@ def test_a_pad_token_stands_for_each_run_of_image_tokens() -> None:
     assert media_pad_token(2**64 - 1) == 1_000_000 + 2**30 - 1
     assert media_pad_token(7) == 1_000_007
     image = 99
-    assert with_pad_tokens([1, image, image, 2, image], image, [7, 8]) == [1, 1_000_007, 1_000_007, 2, 1_000_008]
-    assert with_pad_tokens([image, 1, image, 2, image], image, [7, 8]) == [1_000_007, 1, 1_000_008, 2, 1_000_008]
-    assert with_pad_tokens([1, image], image, []) == [1, image]
+    assert with_pad_tokens([1, image, image, 2, image], {image}, [7, 8]) == [1, 1_000_007, 1_000_007, 2, 1_000_008]
+    assert with_pad_tokens([image, 1, image, 2, image], {image}, [7, 8]) == [1_000_007, 1, 1_000_008, 2, 1_000_008]
+    assert with_pad_tokens([1, image], {image}, []) == [1, image]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo.errors import InvalidArgument
+from dynamo.kv.hashing import block_hashes, sequence_hashes
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import Candidate, Placement, PlacementRequest
 from dynamo.placement.kv_query import MAX_OUTPUT, MAX_WEIGHT, KvQuery, PinnedWorkerOverloaded, RankInfo
@@ -143,3 +144,35 @@ async def test_the_largest_numbers_that_are_allowed_give_finite_costs() -> None:
     selection = placement.select(query, 0.0)
     assert math.isfinite(selection.choice.cost)
     assert query.expected_output == MAX_OUTPUT
+
+
+async def test_a_prompt_with_images_is_routed_by_its_expansion() -> None:
+    placement, record = make(1), DispatchRecord()
+    routed = [1, 1_000_007, 1_000_007, 2, 3, 0, 0, 0]
+    media = {"routing_token_ids": routed, "block_mm_infos": [], "expanded_prompt_len": 5}
+    body: Any = {"token_ids": [1, 99, 2, 3], "mm_routing_info": media}
+    query = await placement.query(body, record, pinned=None)
+    assert query.sequence == sequence_hashes(block_hashes(routed, 4))
+    assert query.prompt_tokens == 5
+    again = await placement.query({**body, "routing": {"dp_rank": 0}}, record, pinned=None)
+    assert again.sequence is query.sequence
+    of_service = kv_query_of(body)
+    assert (of_service.token_ids, of_service.prompt_tokens) == (routed, 5)
+
+
+async def test_media_that_are_named_by_block_are_in_the_hashes_of_a_long_prompt() -> None:
+    prompt = list(range(40_000))
+    body: Any = {
+        "token_ids": prompt,
+        "mm_routing_info": {"block_mm_infos": [None] * 9_000 + [{"mm_objects": [{"mm_hash": 7}]}]},
+    }
+    query = await make(1).query(body, DispatchRecord(), pinned=None)
+    assert query.sequence == sequence_hashes(block_hashes(prompt, 4, mm_hashes={9_000: [7]}))
+
+
+async def test_an_expansion_that_cannot_be_read_is_refused_by_name() -> None:
+    body: Any = {"token_ids": [1, 2], "mm_routing_info": {"routing_token_ids": [-1]}}
+    with pytest.raises(InvalidArgument, match="routing_token_ids"):
+        await make(1).query(body, DispatchRecord(), pinned=None)
+    with pytest.raises(InvalidArgument, match="routing_token_ids"):
+        kv_query_of(body)

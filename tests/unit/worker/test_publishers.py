@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dynamo.errors import InvalidArgument
 from dynamo.kv import block_hashes
+from dynamo.kv.hashing import media_pad_token
 from dynamo.worker.kv_publishing.outbox import OUTBOX_MESSAGES
 from dynamo.worker.kv_publishing.publisher import (
     ComponentSnapshot,
@@ -130,6 +131,21 @@ async def test_what_keeps_blocks_apart_is_in_their_hash(options: dict[str, Any],
     blocks = channel.messages[0][0]["event"]["data"]["stored"]["blocks"]
     assert [block["tokens_hash"] for block in blocks] == expected
     assert [block["mm_extra_info"] for block in blocks] == options.get("block_mm_infos", [None, None])
+
+
+async def test_an_engine_with_an_image_token_publishes_blocks_as_routers_hash_prompts_with_images() -> None:
+    channel = Channel()
+    events = KvEventPublisher(Endpoint(), kv_block_size=4, image_token_id=99, channel=channel)
+    info = {"mm_objects": [{"mm_hash": 7, "offsets": []}]}
+    events.publish_stored([1, 99, 99, 99, 99, 2, 3, 4], [4, 4], [1, 2], block_mm_infos=[info, info])
+    events.publish_stored([5, 6, 7, 99], [4], [3], 2)
+    await settle()
+    stored = [each["event"]["data"]["stored"]["blocks"] for message in channel.messages for each in message]
+    pad = media_pad_token(7)
+    assert [block["tokens_hash"] for blocks in stored for block in blocks] == [
+        *block_hashes([1, pad, pad, pad, pad, 2, 3, 4], 4),
+        *block_hashes([5, 6, 7, 99], 4),
+    ]
 
 
 async def test_an_eagle_block_covers_the_token_after_it() -> None:

@@ -17,6 +17,7 @@ import msgspec
 
 from dynamo.errors import DynamoException, WorkerUnavailable
 from dynamo.kv.hashing import block_hashes, sequence_hashes
+from dynamo.kv.media_routing import RoutedPrompt
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement import Candidate, Placement, PlacementReason, PlacementRequest
 from dynamo.placement.kv_query import (
@@ -24,6 +25,7 @@ from dynamo.placement.kv_query import (
     PinnedWorkerOverloaded,
     RankInfo,
     clamp_output,
+    media_prompt,
     read_overrides,
     read_preferred_taints,
     read_priority,
@@ -138,22 +140,24 @@ class KvPlacement:
         """Return what the router is asked about a request. The hashes of a prompt are computed once for its record."""
         routing, overrides = body.get("routing"), body.get("router_config_override")
         prompt: Sequence[Any] = body.get("token_ids") or ()
-        tokens = len(prompt)
+        tokens, media = len(prompt), body.get("mm_routing_info")
         if tokens and isinstance(prompt[0], list):
             prompt, tokens = (), _tokens_of_inputs(prompt)
-        if not routing:  # nearly every request names nothing
-            sequence = await self._sequence(prompt, record, None, None)
+        if not routing and media is None:  # nearly every request names nothing
+            sequence = await self._sequence(RoutedPrompt(prompt, tokens), record, None, None)
             return KvQuery(
                 sequence=sequence,
                 prompt_tokens=tokens,
                 pinned_worker_id=pinned,
                 overrides=read_overrides(overrides) if overrides else None,
             )
+        routing = routing or {}
         lora_name, cache_salt = routing.get("lora_name"), routing.get("cache_salt")
+        routed = RoutedPrompt(prompt, tokens) if media is None else media_prompt(media, prompt)
         constraints = routing.get("routing_constraints") or {}
         return KvQuery(
-            sequence=await self._sequence(prompt, record, lora_name, cache_salt),
-            prompt_tokens=tokens,
+            sequence=await self._sequence(routed, record, lora_name, cache_salt),
+            prompt_tokens=routed.length,
             lora_name=lora_name,
             cache_salt=cache_salt,
             priority=read_priority(routing.get("priority_jump") or routing.get("priority")),
@@ -167,8 +171,9 @@ class KvPlacement:
         )
 
     async def _sequence(
-        self, prompt: Sequence[int], record: DispatchRecord, lora_name: str | None, cache_salt: str | None
+        self, routed: RoutedPrompt, record: DispatchRecord, lora_name: str | None, cache_salt: str | None
     ) -> Sequence[int]:
+        prompt, mm_hashes = routed.token_ids, routed.mm_hashes
         size = self.router.block_size
         known = record.sequences
         if known is None:
@@ -182,7 +187,10 @@ class KvPlacement:
             if start:
                 await asyncio.sleep(0)
             part = prompt[start : start + step + self._is_eagle] if len(prompt) > step else prompt
-            hashes += block_hashes(part, size, lora_name=lora_name, cache_salt=cache_salt, eagle=self._is_eagle)
+            media = {at - len(hashes): objects for at, objects in mm_hashes.items()} if mm_hashes else None
+            hashes += block_hashes(
+                part, size, lora_name=lora_name, cache_salt=cache_salt, eagle=self._is_eagle, mm_hashes=media
+            )
         sequence = sequence_hashes(hashes)
         self._watcher.hashed(perf_counter() - began)
         known.append((prompt, size, sequence))

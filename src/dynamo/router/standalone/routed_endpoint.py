@@ -21,12 +21,14 @@ from dynamo.kv.approximate_index import ApproximateIndex
 from dynamo.kv.block_chains import DumpedIndex
 from dynamo.kv.events import RouterEvent
 from dynamo.kv.index import PrefixIndex
+from dynamo.kv.media_routing import RoutedPrompt
 from dynamo.kv.overlap import OverlapIndex, WorkerRank
 from dynamo.placement.kv_query import (
     KvQuery,
     RankInfo,
     Trust,
     clamp_output,
+    media_prompt,
     read_overrides,
     read_preferred_taints,
     read_priority,
@@ -537,8 +539,12 @@ def kv_query_of(body: Mapping[str, object]) -> KvQuery:
         raise InvalidArgument(f"routing: {error}") from error
     constraints = hints.routing_constraints or _Constraints()
     pinned = hints.backend_instance_id
+    token_ids, media = token_ids_of(body["token_ids"]), body.get("mm_routing_info")
+    prompt = RoutedPrompt(token_ids, len(token_ids)) if media is None else media_prompt(media, token_ids)
     return KvQuery(
-        token_ids=token_ids_of(body["token_ids"]),
+        token_ids=prompt.token_ids,
+        prompt_tokens=prompt.length,
+        mm_hashes=prompt.mm_hashes,
         lora_name=hints.lora_name,
         cache_salt=hints.cache_salt or hints.cache_namespace,
         priority=read_priority(hints.priority_jump or hints.priority),

@@ -77,6 +77,7 @@ class Publishing:
                 enable_local_indexer=self._enable_local_indexer,
                 zmq_endpoint=getattr(source, "endpoint", None),
                 zmq_topic=getattr(source, "topic", None),
+                image_token_id=getattr(source, "image_token_id", None),
                 channel=channel,
             )
         except DynamoException:

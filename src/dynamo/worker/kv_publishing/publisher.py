@@ -20,6 +20,7 @@ from dynamo.kv.engine_events import Cleared, EngineEvent, Removed, Stored
 from dynamo.kv.hashing import block_hashes as hash_blocks
 from dynamo.kv.hashing import to_unsigned
 from dynamo.kv.ledger import KvLedger
+from dynamo.kv.media_routing import padded_blocks
 from dynamo.worker.kv_publishing.last_event import LastEventRepeats
 from dynamo.worker.kv_publishing.load import SnapshotPublisher, WorkerMetricsPublisher
 from dynamo.worker.kv_publishing.metrics import KvPublisherMetrics
@@ -89,6 +90,10 @@ class KvEventPublisher:
         With `zmq_endpoint` the events are those that the engine publishes there (`zmq_topic` "": all of them). Every list
         leaves at once, so `batching_timeout_ms` is only checked. Raises InvalidArgument for a block size below 1, a
         timeout above 15 s, and an address that is none.
+
+        `image_token_id` and `video_token_id` stand in the engine's tokens in every place of an image or video. Blocks with
+        media are then hashed with the pad tokens of their objects in these places, as routers hash the prompt. Without
+        them the hashes of the objects are appended to each block.
         """
         if kv_block_size < 1:
             raise InvalidArgument(f"kv_block_size must be at least 1, got {kv_block_size}")
@@ -106,6 +111,7 @@ class KvEventPublisher:
         self._lock = threading.Lock()  # holds the order of event ids and messages together
         self._ledger = KvLedger(self._envelope)
         self._size_warnings = 0
+        self._placeholders = frozenset(each for each in (image_token_id, video_token_id) if each is not None)
         self._engine: ZmqEngineEvents | None = None
         self._recovery: BackgroundRecovery | None = None
         if own_channel is not None and enable_local_indexer:
@@ -245,13 +251,17 @@ class KvEventPublisher:
         parent = None if blocks.parent_hash is None else to_unsigned(blocks.parent_hash)
         whole = self._whole_blocks(num_block_tokens)
         media = {n: info for n, info in enumerate(block_mm_infos or ()) if info}
+        mm_hashes = {n: [entry["mm_hash"] for entry in info["mm_objects"]] for n, info in media.items()}
+        hashed = token_ids[: whole * self._block_size + is_eagle]
+        if mm_hashes and self._placeholders:
+            hashed, mm_hashes = padded_blocks(hashed, self._block_size, self._placeholders, mm_hashes), {}
         local = hash_blocks(
-            token_ids[: whole * self._block_size + is_eagle],
+            hashed,
             self._block_size,
             lora_name=blocks.lora_name,
             cache_salt=blocks.cache_salt,
             eagle=is_eagle,
-            mm_hashes={n: [entry["mm_hash"] for entry in info["mm_objects"]] for n, info in media.items()},
+            mm_hashes=mm_hashes,
         )
         entries: list[BlockRecord] = [
             {"block_hash": names[n], "tokens_hash": local[n], "mm_extra_info": cast("MediaInfo | None", media.get(n))}
