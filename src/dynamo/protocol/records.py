@@ -33,6 +33,7 @@ from dynamo.protocol.structural_tag import check_structural_tag, complete_struct
 __all__ = [
     "DEFAULT_BLOCK_SIZE",
     "ENCODER_HANDOFF",
+    "LABELS",
     "RESUMES_GUIDED",
     "UNREADABLE",
     "FileRef",
@@ -61,6 +62,9 @@ ENCODER_HANDOFF: Final = "encoder_result_handoff"
 MEDIA_KINDS: Final = "media"
 """The entry of an engine's `runtime_data` that lists the kinds of media it takes: `image`, `video`, `audio`; an empty list: none.
 Without it the model's config.json tells."""
+
+LABELS: Final = "labels"
+"""The entry of an engine's `runtime_data` with the names of the classes that its model knows, in their order."""
 
 RESUMES_GUIDED: Final = "resumes_guided_decoding"
 """The entry of an engine's `runtime_data` that declares: for a request that lost its worker it brings the grammar up to

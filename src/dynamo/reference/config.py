@@ -19,7 +19,12 @@ __all__ = [
     "read_object",
 ]
 
-ARCHITECTURES: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES: Final = tuple(
+    f"{family}{kind}"
+    for kind in ("ForCausalLM", "Model", "ForSequenceClassification")
+    for family in ("Llama", "Qwen2", "Qwen3")
+)
+MAX_LABELS: Final = 4096
 MAX_ROUGH_SIZE: Final = 2**31 - 1  # no dimension of a real model comes near it; a typo may
 
 
@@ -72,6 +77,12 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults = NO_DEFAULTS
+    labels: tuple[str, ...] = ()  # of a model that classifies
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it can say which token comes next."""
+        return self.architecture.endswith("ForCausalLM")
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -131,7 +142,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         norm_eps=source.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=_rope_scaling(rope_fields),
-        tied_embeddings=source.flag("tie_word_embeddings", False),
+        tied_embeddings=source.flag("tie_word_embeddings", False) or not architecture.endswith("ForCausalLM"),
         qkv_bias=is_qwen2 or attention_bias,
         output_bias=attention_bias and not is_qwen2,
         mlp_bias=source.flag("mlp_bias", False),
@@ -140,6 +151,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         bos_token_id=bos,
         eos_token_ids=tuple(eos),
         sampling=_sampling_defaults(directory),
+        labels=_labels(source) if architecture.endswith("ForSequenceClassification") else (),
     )
 
 
@@ -213,6 +225,23 @@ def _special_tokens(directory: Path, source: _Fields) -> tuple[int | None, list[
     return bos, eos
 
 
+def _labels(source: _Fields) -> tuple[str, ...]:
+    """Return the names of the classes; LABEL_0, LABEL_1 where the file has only their number, as its library has it."""
+    names = source.values.get("id2label")
+    if names is None:
+        count = source.integer("num_labels", 2)
+        if count > MAX_LABELS:
+            raise source.wrong("num_labels", count, f"at most {MAX_LABELS}")
+        return tuple(f"LABEL_{number}" for number in range(count))
+    if (
+        not isinstance(names, dict)
+        or not 0 < len(names) <= MAX_LABELS
+        or {str(n) for n in range(len(names))} != set(names)
+    ):
+        raise source.wrong("id2label", names, f"an object with the members 0, 1, ..., at most {MAX_LABELS} of them")
+    return tuple(str(names[str(number)]) for number in range(len(names)))
+
+
 def _sampling_defaults(directory: Path) -> SamplingDefaults:
     path = directory / "generation_config.json"
     if not path.is_file():
@@ -236,14 +265,19 @@ def _sampling_defaults(directory: Path) -> SamplingDefaults:
     )
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds one object. Raises InvalidArgument naming the file."""
+def read_object(path: Path, *, items: str | None = None) -> dict[str, Any]:
+    """Read a JSON file that holds one object. Raises InvalidArgument naming the file.
+
+    `items`: it holds a list, which becomes the member of that name.
+    """
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise InvalidArgument(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
+    if items is not None and isinstance(value, list):
+        return {items: value}
+    if not isinstance(value, dict) or items is not None:
         raise InvalidArgument(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value

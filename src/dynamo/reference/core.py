@@ -12,6 +12,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.reference.blocks import BlockEvent, BlockPool
 from dynamo.reference.lora import Adapter
 from dynamo.reference.model import KvCache, Piece, TransformerModel, make_batch
+from dynamo.reference.pooling import InputJob, Pooled, RunningInput
 from dynamo.reference.request import Job, Limits
 from dynamo.reference.sampler import (
     Drawn,
@@ -95,6 +96,8 @@ class Core:
         self.is_halted = False  # no step computes; what there is waits
         self.cache = KvCache(model.config, blocks, block_size)
         self._choices: dict[Sequenced, RunningChoice] = {}
+        self._inputs: dict[Sequenced, RunningInput] = {}  # to be made vectors of
+        self._pooled: list[Pooled] = []  # vectors that are ready
 
     @property
     def is_idle(self) -> bool:
@@ -119,15 +122,38 @@ class Core:
             self._choices[choice.sequence] = choice
         return choices
 
-    def abort(self, choices: Iterable[RunningChoice]) -> None:
+    def add_inputs(self, jobs: Sequence[InputJob]) -> list[RunningInput]:
+        """Queue inputs of which vectors are to be made."""
+        added: list[RunningInput] = []
+        for index, job in enumerate(jobs):
+            # Every hidden state is needed, so nothing of it may come from the cache.
+            sequence = Sequenced(list(job.prompt), job.priority, job.key, may_share=False, generates=False)
+            sequence.may_name = job.adapter is None or self.adapters.get(job.adapter.name) is job.adapter
+            running = RunningInput(sequence, job, index)
+            try:
+                self.scheduler.add(sequence)
+            except InvalidArgument:
+                self.abort(added)
+                raise
+            self._inputs[sequence] = running
+            added.append(running)
+        return added
+
+    def abort(self, choices: Iterable[RunningChoice | RunningInput]) -> None:
         """Drop choices wherever they are; their blocks are free on return, also those that were kept."""
         for choice in choices:
             self._choices.pop(choice.sequence, None)
+            self._inputs.pop(choice.sequence, None)
             self.scheduler.finish(choice.sequence)
 
     def take_reserved(self) -> list[RunningChoice]:
         """Choices whose blocks are held now and may be filled, those that were aborted meanwhile left out."""
         return [self._choices[s] for s in self.scheduler.take_reserved() if s in self._choices]
+
+    def take_pooled(self) -> list[Pooled]:
+        """Return the vectors that were made since the last call."""
+        pooled, self._pooled = self._pooled, []
+        return pooled
 
     def received(self, choice: RunningChoice, tokens: int) -> None:
         """Go on with the first `tokens` tokens of the prompt in the choice's blocks; 0: the transfer brought none."""
@@ -138,17 +164,20 @@ class Core:
         plan = [] if self.is_halted else self.scheduler.plan()
         if not plan:
             return []
-        pieces = [_piece(work, self._choices[work.sequence].adapter) for work in plan]
+        pieces = [_piece(work, self._adapter(work.sequence)) for work in plan]
         batch = make_batch(pieces, self.pool.block_size)
         hidden = self.model.forward(batch, self.cache)
-        for work, last in zip(plan, batch.last_rows, strict=True):
+        sampling = []
+        for number, (work, last) in enumerate(zip(plan, batch.last_rows, strict=True)):
+            if self._inputs and work.sequence in self._inputs:
+                self._pool(work, hidden[int(last) + 1 - work.count : int(last) + 1])
+                continue
             self._note_prompt(work, hidden, int(last))
-        sampling = [number for number, work in enumerate(plan) if work.samples]
-        emissions = self._sample([plan[n] for n in sampling], hidden[batch.last_rows[sampling]]) if sampling else []
-        for work in plan:
-            if not work.samples:
+            if work.samples:
+                sampling.append(number)
+            else:
                 self.scheduler.computed(work)
-        return emissions
+        return self._sample([plan[n] for n in sampling], hidden[batch.last_rows[sampling]]) if sampling else []
 
     def clear_cache(self) -> int:
         """Forget all cached prefixes; how many blocks had one. Sequences keep theirs."""
@@ -190,7 +219,8 @@ class Core:
         if self.adapters.pop(name, None) is None:
             return
         self.pool.clear()
-        for choice in self._choices.values():
+        running: list[RunningChoice | RunningInput] = [*self._choices.values(), *self._inputs.values()]
+        for choice in running:
             if choice.adapter is not None and choice.adapter.name == name:
                 choice.sequence.may_share = choice.sequence.may_name = False
 
@@ -217,6 +247,20 @@ class Core:
             adapter=job.adapter,
             prompt_logprobs=job.prompt_logprobs if number == 0 else None,
         )
+
+    def _adapter(self, sequence: Sequenced) -> Adapter | None:
+        running = self._choices.get(sequence)
+        return self._inputs[sequence].adapter if running is None else running.adapter
+
+    def _pool(self, work: Work, hidden: Array) -> None:
+        """Take the hidden states of one piece of an input; behind the last one its vector is ready."""
+        running = self._inputs[work.sequence]
+        running.take(hidden, work.start)
+        self.scheduler.computed(work)
+        if work.samples:
+            del self._inputs[work.sequence]
+            self.scheduler.finish(work.sequence)
+            self._pooled.append(Pooled(running, running.result(self.model.weights)))
 
     def _sample(self, works: Sequence[Work], hidden: Array) -> list[Emission | Failure]:
         logits = self.model.logits(hidden)

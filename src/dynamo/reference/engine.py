@@ -6,29 +6,32 @@ request -> `generate` -> inbox -> [step thread: Core.step] -> one call per step 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from dynamo.contract.args import worker_config_from
 from dynamo.contract.config import WorkerConfig
+from dynamo.contract.embedding import Embedding, EmbedRequest
 from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine
 from dynamo.contract.health_check import build_health_check_payload
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import DynamoException, EngineShutdown, InvalidArgument
-from dynamo.protocol.records import RESUMES_GUIDED
+from dynamo.protocol.records import LABELS, RESUMES_GUIDED
 from dynamo.reference.flags import read_arguments
 from dynamo.reference.job_stream import JobStream
 from dynamo.reference.kv_transfer import Ticket, TransferOptions
 from dynamo.reference.loading import Options, load_core
 from dynamo.reference.media import MediaOptions
 from dynamo.reference.operations import CONTROLS, UPDATES, Operations
+from dynamo.reference.pooling import read_inputs
 from dynamo.reference.preparing import Preparation
 from dynamo.reference.publishing import EngineReports
 from dynamo.reference.request import read_request
 from dynamo.reference.roles import DecodeRole, PrefillRole, RoleOptions
 from dynamo.reference.step_thread import StepThread
+from dynamo.reference.vector_stream import VectorStream
 from dynamo.runtime.context import Context
 from dynamo.runtime.metrics import TypedFamily
 from dynamo.worker.kv_publishing.publisher import KvEventSource, PushSource, SnapshotPublisher
@@ -69,7 +72,7 @@ class ReferenceEngine(LLMEngine):
         self._preparation: Preparation | None = None
         self._operations: Operations | None = None
         self._config: EngineConfig | None = None
-        self._streams: dict[str, list[JobStream]] = {}  # by context id; clients may repeat one
+        self._streams: dict[str, list[JobStream | VectorStream]] = {}  # by context id; clients may repeat one
         self._reports = EngineReports()
         self._is_closed = False
 
@@ -124,7 +127,11 @@ class ReferenceEngine(LLMEngine):
             max_num_seqs=self._options.max_num_seqs,
             max_num_batched_tokens=self._options.max_num_batched_tokens,
             max_gpu_lora_count=self._options.max_loras or None,
-            runtime_data={RESUMES_GUIDED: True, **self._role_options.media.declaration()},
+            runtime_data={
+                RESUMES_GUIDED: True,
+                **self._role_options.media.declaration(),
+                **_labels(core.limits.pooling.labels),
+            },
         )
         return self._config
 
@@ -178,12 +185,33 @@ class ReferenceEngine(LLMEngine):
                         holds_blocks = False
                     yield chunk
         finally:
-            siblings = self._streams[context.id()]
-            siblings.remove(stream)
-            if not siblings:
-                del self._streams[context.id()]
+            self._forget(context, stream)
             if not stream.is_complete or holds_blocks:
                 steps.submit_if_running(partial(stream.abort, results=steps.results))
+
+    async def embed(self, request: EmbedRequest, context: Context) -> AsyncGenerator[Embedding, None]:
+        steps, operations = self._steps, self._operations
+        if steps is None or operations is None or self._is_closed:
+            raise EngineShutdown("the reference engine is not running")
+        operations.check_serving()
+        stream = VectorStream(read_inputs(request, steps.limits, operations.adapters))
+        self._streams.setdefault(context.id(), []).append(stream)
+        try:
+            await steps.ask(partial(stream.open, vectors=steps.vectors))
+            while not stream.is_complete and not context.is_stopped():
+                await stream.wait()
+                for vector in stream.take():
+                    yield vector
+        finally:
+            self._forget(context, stream)
+            if not stream.is_complete:
+                steps.submit_if_running(partial(stream.abort, vectors=steps.vectors))
+
+    def _forget(self, context: Context, stream: JobStream | VectorStream) -> None:
+        siblings = self._streams[context.id()]
+        siblings.remove(stream)
+        if not siblings:
+            del self._streams[context.id()]
 
     async def _receive(
         self,
@@ -289,3 +317,8 @@ class ReferenceEngine(LLMEngine):
 
     def attach_snapshot_publisher(self, publisher: SnapshotPublisher) -> None:
         self._reports.snapshots = publisher
+
+
+def _labels(labels: Sequence[str]) -> dict[str, Any]:
+    """Return what the model's card says of its classes, which the frontend names in answers."""
+    return {LABELS: list(labels)} if labels else {}

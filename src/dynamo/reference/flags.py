@@ -15,6 +15,7 @@ from dynamo.reference.guided import COMPILE_LIMIT
 from dynamo.reference.kv_transfer import TRANSPORTS, TransferOptions, check_installed
 from dynamo.reference.loading import Options
 from dynamo.reference.media import DEFAULT_PART_TOKENS, MediaOptions
+from dynamo.reference.pooling_config import MODES
 from dynamo.reference.roles import RoleOptions
 from dynamo.runtime.settings import RequestPlaneSettings
 from dynamo.settings.table import read_settings
@@ -44,6 +45,8 @@ def read_arguments(
             max_num_batched_tokens=args.max_num_batched_tokens,
             prefix_caching=not args.no_prefix_caching,
             max_loras=args.max_loras,
+            pooling=args.pooling,
+            normalize=args.normalize,
             guided=read_settings(GuidedLimits, os.environ),
             guided_compile_seconds=COMPILE_LIMIT.value(os.environ),
         )
@@ -144,5 +147,15 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="let each image, sound or video of a request stand as N tokens that are drawn from its content; nothing is seen "
         "or heard, this shows the way of media through encode workers (default: 0, media are refused; encode workers: 16)",
+    )
+    add(
+        "--pooling",
+        choices=MODES,
+        help="how the vector of an input is made of its tokens (default: as the model's modules.json says, or mean)",
+    )
+    add(
+        "--normalize",
+        action=argparse.BooleanOptionalAction,
+        help="give vectors the length 1 (default: as the model's modules.json says, or yes)",
     )
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its start; publish no KV events")

@@ -13,6 +13,7 @@ from dynamo.reference.config import ModelConfig, read_model_config
 from dynamo.reference.core import Core
 from dynamo.reference.guided import COMPILE_SECONDS
 from dynamo.reference.model import TransformerModel
+from dynamo.reference.pooling_config import read_pooling
 from dynamo.reference.weights import load_weights, weight_bytes
 
 __all__ = ["Options", "available_memory_bytes", "check_memory", "load_core"]
@@ -36,6 +37,8 @@ class Options:
     max_num_batched_tokens: int = 512  # longer steps mean fewer of them, and streams that wait longer for their token
     prefix_caching: bool = True
     max_loras: int = 8  # adapters loaded at once
+    pooling: str | None = None  # how vectors are made: mean, last or cls; None: as the model's files have it
+    normalize: bool | None = None  # whether vectors have the length 1; None: as the model's files have it
     guided: GuidedLimits = DEFAULT_GUIDED_LIMITS
     guided_compile_seconds: float = COMPILE_SECONDS  # of CPU, for one grammar
 
@@ -72,7 +75,8 @@ def load_core(directory: Path, options: Options, *, available_bytes: int | None 
         max_step_tokens=options.max_num_batched_tokens,
         prefix_caching=options.prefix_caching,
     )
-    core.limits = replace(core.limits, guided=options.guided)
+    pooling = read_pooling(directory, config, mode=options.pooling, normalize=options.normalize)
+    core.limits = replace(core.limits, guided=options.guided, pooling=pooling, generates=config.has_head)
     return core
 
 

@@ -14,10 +14,11 @@ from dynamo.reference.blocks import PrefixKey
 from dynamo.reference.config import NO_DEFAULTS, SamplingDefaults
 from dynamo.reference.guided import GuideSpec, read_guide
 from dynamo.reference.lora import Adapter
+from dynamo.reference.pooling_config import NO_POOLING, Pooling
 from dynamo.reference.sampler import Sampling, Stop
 from dynamo.reference.steering import Steering
 
-__all__ = ["Job", "Limits", "read_request"]
+__all__ = ["Job", "Limits", "adapter_of", "read_request"]
 
 MAX_CHOICES: Final = 128
 MAX_LOGPROBS: Final = 20  # OpenAI's bound
@@ -42,6 +43,8 @@ class Limits:
     eos_token_ids: tuple[int, ...]  # the model's, for a request that names none
     defaults: SamplingDefaults = NO_DEFAULTS  # the model's, for options that a request leaves open
     guided: GuidedLimits = DEFAULT_GUIDED_LIMITS
+    pooling: Pooling = NO_POOLING  # how vectors are made
+    generates: bool = True  # False: the model has no head, and makes vectors only
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ def read_request(
 
     Raises InvalidArgument naming the field for what cannot be served.
     """
+    if not limits.generates:
+        raise InvalidArgument("this model has no head for tokens: it makes vectors, and generates nothing")
     for name, what in UNSUPPORTED.items():
         if request.get(name):
             raise InvalidArgument(f"{name} is set, but the reference engine does not support {what}")
@@ -90,7 +95,7 @@ def read_request(
     routing = _Group("routing", request.get("routing"))
     if sampling.get("use_beam_search"):
         raise InvalidArgument("sampling_options.use_beam_search is not supported by the reference engine")
-    adapter = _adapter(routing.text("lora_name"), request.get("model"), adapters)
+    adapter = adapter_of(routing.text("lora_name"), request.get("model"), adapters)
     choices = sampling.integer("n", 1, 1, MAX_CHOICES)
     if sampling.integer("best_of", choices, 1, MAX_CHOICES) != choices:
         raise InvalidArgument("sampling_options.best_of must equal n: the reference engine returns all it generates")
@@ -120,7 +125,7 @@ def read_request(
     )
 
 
-def _adapter(lora_name: str | None, model: Any, adapters: Mapping[str, Adapter]) -> Adapter | None:
+def adapter_of(lora_name: str | None, model: Any, adapters: Mapping[str, Adapter]) -> Adapter | None:
     """Return the adapter of a request: the router's choice, or a model name that is an adapter's."""
     if lora_name is None:
         return adapters.get(model) if isinstance(model, str) else None

@@ -34,6 +34,7 @@ class Sequenced:
     cached: int = -1  # of them, taken from the cache at the first admission; -1: never admitted
     preemptions: int = 0
     is_finished: bool = False
+    generates: bool = True  # tokens come behind the prompt
     blocks: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)  # of the full blocks of `tokens`, as far as they were needed
 
@@ -87,7 +88,7 @@ class Scheduler:
 
     def add(self, sequence: Sequenced) -> None:
         """Queue a sequence. Raises InvalidArgument for one that could never run."""
-        needed = self._blocks_for(len(sequence.tokens) + 1)
+        needed = self._blocks_for(len(sequence.tokens) + sequence.generates)
         if not sequence.tokens or needed > self.pool.blocks:
             raise InvalidArgument(
                 f"a prompt of {len(sequence.tokens)} tokens needs {needed} KV blocks, the cache has {self.pool.blocks}"

@@ -14,7 +14,9 @@ from dynamo.errors import DynamoException, EngineShutdown
 from dynamo.reference.blocks import BlockEvent
 from dynamo.reference.core import Core, Emission, Failure, RunningChoice
 from dynamo.reference.job_stream import JobStream
+from dynamo.reference.pooling import Pooled, RunningInput
 from dynamo.reference.request import Limits
+from dynamo.reference.vector_stream import VectorStream
 
 __all__ = ["Command", "StepThread"]
 
@@ -40,6 +42,7 @@ class StepThread:
     ) -> None:
         """`after_step` is called in the thread, `on_failure` at most once on the loop: no step comes after it."""
         self.results: dict[RunningChoice, JobStream] = {}  # of the choices on their way; touched by the thread only
+        self.vectors: dict[RunningInput, VectorStream] = {}  # of the inputs on their way; as `results`
         self._core, self._loop = core, loop
         self._after_step, self._on_failure = after_step, on_failure
         self._inbox: list[Command] = []  # bounded by the requests in flight: two commands each
@@ -116,6 +119,8 @@ class StepThread:
                 reserved = self._core.take_reserved()
                 if emissions or reserved:
                     self._deliver(emissions, reserved)
+                if pooled := self._core.take_pooled():
+                    self._deliver_vectors(pooled)
         except Exception as error:  # the cache may be half written: nothing after this could be trusted
             logger.exception("the reference engine failed; its requests end")
             failure = EngineShutdown(f"the reference engine failed: {type(error).__name__}: {error}")
@@ -149,6 +154,9 @@ class StepThread:
                 del self.results[emission.choice]
             calls.append(partial(stream.put, emission))
         self._call(calls)
+
+    def _deliver_vectors(self, pooled: Sequence[Pooled]) -> None:
+        self._call([partial(self.vectors.pop(each.choice).put, each) for each in pooled])
 
     def _call(self, calls: Sequence[Callable[[], None]]) -> None:
         try:

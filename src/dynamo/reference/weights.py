@@ -54,6 +54,7 @@ class Weights:
     layers: tuple[Layer, ...]
     final_norm: Array
     head: Array  # the embedding itself when they are tied
+    classes: Array | None = None  # (labels, hidden), of a model that classifies
 
 
 # What a model that sleeps has.
@@ -79,13 +80,16 @@ def load_weights(directory: Path, config: ModelConfig) -> Weights:
     tensors = open_tensors(directory)
     take, arena = _Taker(tensors, directory), _Arena(tensors.values())
     hidden = config.hidden_size
-    embedding = arena.keep(take("model.embed_tokens.weight", config.vocab_size, hidden))
+    # Models without a head were often saved without the name of the part that holds the rest.
+    prefix = "model." if "model.embed_tokens.weight" in tensors or "embed_tokens.weight" not in tensors else ""
+    embedding = arena.keep(take(f"{prefix}embed_tokens.weight", config.vocab_size, hidden))
     tied = config.tied_embeddings
     return Weights(
         embedding=embedding,
-        layers=tuple(_layer(take, arena, f"model.layers.{number}", config) for number in range(config.layers)),
-        final_norm=take("model.norm.weight", hidden),
+        layers=tuple(_layer(take, arena, f"{prefix}layers.{number}", config) for number in range(config.layers)),
+        final_norm=take(f"{prefix}norm.weight", hidden),
         head=embedding if tied else arena.keep(take("lm_head.weight", config.vocab_size, hidden)),
+        classes=take("score.weight", len(config.labels), hidden) if config.labels else None,
     )
 
 
