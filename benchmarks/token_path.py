@@ -15,7 +15,7 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -79,6 +79,12 @@ class Counter:
         self.seen += 1
         return True
 
+    @staticmethod
+    def take_step(lanes: Sequence[Counter], ids: Sequence[int], now: float) -> Sequence[int]:
+        for lane in lanes:
+            lane.seen += 1
+        return ()
+
     def take_tokens(self, ids: list[int]) -> bool:
         self.seen += len(ids)
         return True
@@ -98,6 +104,10 @@ class Taker:
 
     def splicer(self, opening: bytes, closing: bytes) -> Taker:
         return self
+
+    @staticmethod
+    def push_each(splicers: Sequence[Taker], middles: Sequence[bytes], now: float) -> Sequence[int]:
+        return ()
 
 
 class Bench:
@@ -138,7 +148,7 @@ class Bench:
         """Take the texts of one choice, as JSON."""
         exchange, model, work = self._request(stream)
         single = SingleGeneration(model, work, exchange.context)
-        counters = SimpleNamespace(tokens=lambda count, now: None)
+        counters = SimpleNamespace(tokens=lambda count, now: None, token_each=lambda requests, now: None)
         await single.next()
         output = PlainOutput((b"", b""), Taker(), [], counters, None)  # type: ignore[arg-type]
         await single.push(lambda deltas: True, output)

@@ -189,6 +189,28 @@ class RequestMetrics:
             self._observe_gap((now - self._last_at) / count, count)
         self._last_at = now
 
+    @staticmethod
+    def token_each(requests: Sequence[RequestMetrics], now: float) -> None:
+        """Count one token of each request, all of which arrived together at `now`.
+
+        In a step of an engine nearly all requests of a model had their last token at the same time: these are one observation.
+        """
+        last_at, count = 0.0, 0
+        model: ModelSeries | None = None
+        for request in requests:
+            before, series = request._last_at, request._series.model
+            if request._first_at is None:
+                request.tokens(1, now)
+                continue
+            request._last_at = now
+            if before != last_at or series is not model:
+                if model is not None:
+                    model.inter_token.observe_many(now - last_at, count)
+                last_at, model, count = before, series, 0
+            count += 1
+        if model is not None:
+            model.inter_token.observe_many(now - last_at, count)
+
     @property
     def key(self) -> tuple[str, str, str]:
         """Its model, endpoint and request type, as the labels have them."""

@@ -13,6 +13,7 @@ from dynamo.frontend.http.event_stream import EventStream
 from dynamo.frontend.http.offload import keep_large_blocks_apart, takes_long
 from dynamo.frontend.metric_buckets import log_buckets
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.request_metrics import RequestMetrics
 from dynamo.protocol.openai.sse import KEEP_ALIVE
 from dynamo.runtime.metrics import MetricsRegistry
 from support.cases import each_case
@@ -213,3 +214,24 @@ def test_large_blocks_are_kept_apart_unless_the_environment_tunes_the_heap() -> 
     assert keep_large_blocks_apart({"PATH": "/bin"}) == (platform.libc_ver()[0] == "glibc")
     assert not keep_large_blocks_apart({"MALLOC_ARENA_MAX": "1"})
     assert not keep_large_blocks_apart({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"})
+
+
+def test_the_tokens_of_a_step_are_counted_as_if_they_came_one_by_one() -> None:
+    """Requests of two models; one has had no token yet, and two had their last one at another time than the rest."""
+    exposed = []
+    for is_together in (True, False):
+        registry = MetricsRegistry()
+        series = FrontendMetrics(registry, env={}).requests
+        requests = [series.begin(f"m{number // 4}", "chat_completions", "stream", 0.0) for number in range(8)]
+        for number, request in enumerate(requests[1:]):
+            request.tokens(1, 1.0 if number not in (2, 5) else 1.25)
+        for now in (2.0, 2.5):
+            if is_together:
+                RequestMetrics.token_each(requests, now)
+            else:
+                for request in requests:
+                    request.tokens(1, now)
+        assert [request.generating_seconds for request in requests] == [0.5, 1.5, 1.5, 1.25, 1.5, 1.5, 1.25, 1.5]
+        exposed.append(registry.expose())
+    assert exposed[0] == exposed[1]
+    assert b'inter_token_latency_seconds_count{model="m0"} 7' in exposed[0]

@@ -5,12 +5,44 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dynamo.frontend.apis.plain import NumberedOutput, PlainOutput, PlainTokens
 from dynamo.runtime.request_plane.base import StreamItem
 from dynamo.text import ByteTokenizer, ChoiceDecoder
+from support.properties import examples
+
+
+class Spliced:
+    """The short way of a `Stream`."""
+
+    def __init__(self, push: Callable[[bytes, float], bool]) -> None:
+        self.push = push
+
+    @staticmethod
+    def push_each(splicers: Sequence[Spliced], middles: Sequence[bytes], now: float) -> list[int]:
+        pushed = [one.push(middle, now) for one, middle in zip(splicers, middles, strict=True)]
+        return [place for place, is_pushed in enumerate(pushed) if not is_pushed]
+
+
+class Counters:
+    """Remembers what was counted."""
+
+    def __init__(self) -> None:
+        self.counted: list[int] = []
+
+    def tokens(self, count: int, now: float) -> None:
+        self.counted.append(count)
+
+    @staticmethod
+    def token_each(requests: Sequence[Counters], now: float) -> None:
+        for request in requests:
+            request.tokens(1, now)
 
 
 class Stream:
@@ -26,7 +58,7 @@ class Stream:
 
     def splicer(self, opening: bytes, closing: bytes) -> Any:
         self._ends = (opening, closing)
-        return SimpleNamespace(push=self._splice) if self._has_splicer else None
+        return Spliced(self._splice) if self._has_splicer else None
 
     def _splice(self, middle: bytes, now: float) -> bool:
         return self.push(middle.join(self._ends), now)
@@ -42,10 +74,11 @@ class Way:
 
     def __init__(self, stream: Stream, *, is_numbered: bool = False) -> None:
         self.stream, self.refused, self.generated = stream, list[bytes](), list[int]()
-        self.counted, self.others = list[int](), list[list[int]]()
+        self.others = list[list[int]]()
         self.tally = SimpleNamespace(completion_tokens=0)
         self.decoder = ChoiceDecoder(ByteTokenizer(), [], {"stop_token_ids": [ord("z")]}, {}, include_stop_str=False)
-        counters: Any = SimpleNamespace(tokens=lambda count, now: self.counted.append(count))
+        counters: Any = Counters()
+        self.counted: list[int] = counters.counted
         output: PlainOutput
         if is_numbered:
             numbers = itertools.count()
@@ -133,3 +166,39 @@ async def test_the_event_that_a_slow_client_cannot_take_is_kept_for_the_writer()
         assert (way.stream.events, way.refused) == ([b'<"a">'], [b'<"b">'])
         way.tokens.settle()
         assert way.tally.completion_tokens == 2
+
+
+@given(
+    steps=st.lists(st.lists(st.sampled_from('ab"z\u20ac'), min_size=4, max_size=4), max_size=6),
+    full=st.sets(st.tuples(st.integers(0, 5), st.integers(0, 3))),
+)
+@examples(60)
+def test_a_step_of_many_choices_is_what_its_tokens_are_one_by_one(
+    steps: list[list[str]], full: set[tuple[int, int]]
+) -> None:
+    """z: the stop token; a character of several bytes is one token for each; the third choice has no splicer."""
+
+    async def run() -> None:
+        together, singly = ([Way(Stream(has_splicer=place != 2)) for place in range(4)] for _ in range(2))
+        open_ways = set(range(4))
+        bytes_of = [b"".join(step[place].encode() for step in steps) for place in range(4)]
+        for number in range(min(map(len, bytes_of))):
+            places = sorted(open_ways)
+            for place in places:
+                for ways in (together, singly):
+                    ways[place].stream.is_full = (number, place) in full
+            ids = [bytes_of[place][number] for place in places]
+            lanes = [together[place].tokens for place in places]
+            left = PlainTokens.take_step(lanes, ids, 1.0) if lanes else []
+            assert left == sorted(left)
+            over = {places[at] for at in left if not lanes[at].take_token(ids[at], 1.0)}
+            assert over == {p for p, one in zip(places, ids, strict=True) if not singly[p].tokens.take_token(one, 1.0)}
+            open_ways -= over
+        for one, other in zip(together, singly, strict=True):
+            one.tokens.settle()
+            other.tokens.settle()
+            assert vars(one.stream) | {"_splice": None} == vars(other.stream) | {"_splice": None}
+            assert (one.generated, one.refused, one.others) == (other.generated, other.refused, other.others)
+            assert (one.counted, one.tally) == (other.counted, other.tally)
+
+    asyncio.run(run())

@@ -202,6 +202,65 @@ async def test_in_a_step_too_a_reader_that_fails_or_refuses_costs_no_other_strea
     assert (well.seen, well.closed) == ([0, 1], [])
 
 
+class StepLane(Lane):
+    """Takes even ids together with those of other lanes, and odd ones by itself; 7 makes it leave the lane of `other`."""
+
+    def __init__(self, log: list[Any], stream: MuxStream, other: MuxStream | None = None) -> None:
+        super().__init__(lambda ids: bool(log.append((stream.stream_id, ids))) or self._leave(ids))
+        self._log, self._stream, self._other = log, stream, other
+
+    def _leave(self, ids: list[int]) -> bool:
+        if ids == [7] and self._other is not None:
+            self._other.listen(None)
+        return True
+
+    @staticmethod
+    def take_step(lanes: list[StepLane], ids: list[int], now: float) -> list[int]:
+        lanes[0]._log.append([one for one in ids if one % 2 == 0])
+        return [place for place, one in enumerate(ids) if one % 2]
+
+
+async def test_lanes_of_one_kind_take_a_step_together_and_the_rest_one_by_one() -> None:
+    wire, log = Wire(), list[Any]()
+    one, two, three = wire.open(), wire.open(), wire.open()
+    for stream in (one, two, three):
+        stream.open_lane(StepLane(log, stream), lambda error: None)
+
+    def tokens(*ids: int, offset: int = 0) -> list[StreamItem]:
+        return [StreamItem(s.stream_id, 0, offset, [id]) for s, id in zip((one, two, three), ids, strict=True)]
+
+    wire.connection.data_received(step(*tokens(2, 3, 4)))
+    assert log == [[2, 4], (two.stream_id, [3])]
+    log.clear()
+    wire.connection.data_received(step(*tokens(6, 8, 10, offset=1)))
+    assert log == [[6, 8, 10]]
+    log.clear()
+    two.open_lane(Lane(lambda ids: bool(log.append((two.stream_id, ids))) or True), lambda error: None)
+    wire.connection.data_received(step(*tokens(2, 4, 6, offset=2)))  # two kinds: nothing is taken together
+    assert log == [(one.stream_id, [2]), (two.stream_id, [4]), (three.stream_id, [6])]
+    assert [stream.tokens_taken for stream in (one, two, three)] == [3, 3, 3]
+
+
+async def test_a_stream_that_is_twice_in_a_step_keeps_its_order() -> None:
+    wire, log = Wire(), list[Any]()
+    stream = wire.open()
+    stream.open_lane(StepLane(log, stream), lambda error: None)
+    wire.connection.data_received(
+        step(StreamItem(stream.stream_id, 0, 0, [3]), StreamItem(stream.stream_id, 0, 1, [4]))
+    )
+    assert log == [(stream.stream_id, [3]), (stream.stream_id, [4])]
+
+
+async def test_a_reader_that_left_while_a_step_was_handed_out_finds_its_token_again() -> None:
+    wire, log = Wire(), list[Any]()
+    one, two = wire.open(), wire.open()
+    one.open_lane(StepLane(log, one, two), lambda error: None)
+    two.open_lane(StepLane(log, two), lambda error: None)
+    wire.connection.data_received(step(StreamItem(one.stream_id, 0, 0, [7]), StreamItem(two.stream_id, 0, 0, [9])))
+    assert log == [[], (one.stream_id, [7])]
+    assert [(item.offset, item.token_ids) for item in await two.next_batch()] == [(0, [9])]
+
+
 async def test_a_step_whose_columns_differ_in_length_breaks_the_wire() -> None:
     wire = Wire()
     wire.open()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dynamo.runtime.context import Context
-from dynamo.runtime.http.cycle import Cycle
+from dynamo.runtime.http.cycle import Cycle, Splicer
 from dynamo.runtime.http.gate import Gate
 from dynamo.runtime.request_plane.base import StreamItem
 from dynamo.runtime.request_plane.mux.connection import MuxConnection
@@ -95,3 +95,23 @@ async def test_outside_a_frame_a_push_is_written_at_once() -> None:
     cycle = await answer(Socket("one", log))
     assert cycle.push(b"x")
     assert log[-1] == ("one", b"1\r\nx\r\n")
+
+
+async def test_events_that_are_pushed_together_are_those_that_are_pushed_one_by_one() -> None:
+    log: list[Any] = []
+    answers = [await answer(Socket(name, log)) for name in ("one", "two", "three", "four")]
+    splicers = [cycle.splicer(b"<", b">") for cycle in answers]
+    answers[1]._gate.write_paused = True
+    answers[2].disconnect()
+    log.clear()
+    middles = [b"a", b"b", b"c", b"d" * 1100]  # the last one's chunk head is not a ready one
+    assert Splicer.push_each(splicers, middles, 5.0) == [1, 2]
+    assert log == [("one", b"3\r\n<a>\r\n"), ("four", b"%x\r\n<%b>\r\n" % (1102, middles[3]))]
+    assert [splicer.pushed_at for splicer in splicers] == [5.0, 0.0, 0.0, 5.0]
+    batch = WriteBatch.of_this_loop()
+    batch.is_open = True
+    log.clear()
+    assert Splicer.push_each(splicers, [b"e"] * 4, 6.0) == [1, 2]
+    assert log == []
+    batch.flush()
+    assert log == [("one", b"3\r\n<e>\r\n"), ("four", b"3\r\n<e>\r\n")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from dynamo.protocol.openai.errors import RequestRejected
 
@@ -20,6 +20,11 @@ class SplicedEvents(Protocol):
 
     def push(self, middle: bytes, now: float) -> bool:
         """Do what `AnswerStream.push` does for `opening + middle + closing`."""
+
+    @staticmethod
+    def push_each(splicers: Sequence[Any], middles: Sequence[bytes], now: float) -> Sequence[int]:
+        """Push one event through each of `splicers`, which are all of this kind; return the places of those that refused it,
+        in order."""
 
 
 class AnswerStream(Protocol):

@@ -104,7 +104,12 @@ error. The server runs one task per request and cancels it only when the process
 
 
 class TokenLane(Protocol):
-    """Takes token ids that came with nothing else. Called on the event loop; must not wait."""
+    """Takes token ids that came with nothing else. Called on the event loop; must not wait.
+
+    A class of lanes may also have a static `take_step(lanes, ids, now)`, for ids that come together, one for each lane. It
+    takes those that concern nothing but their own lane, and returns the places of the others in order: for these,
+    `take_token` is called. It must not raise.
+    """
 
     def take_token(self, token_id: int, now: float) -> bool:
         """Take one id. `now` is the loop time of the frame it came with. False: the lane is to be closed."""

@@ -7,8 +7,9 @@ the listener of any other stream is called once, at the end, however many items 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
-from dynamo.runtime.request_plane.base import END_INDEX, StreamItem
+from dynamo.runtime.request_plane.base import END_INDEX, StreamItem, TokenLane
 from dynamo.runtime.request_plane.mux.frames import ProtocolError
 from dynamo.runtime.request_plane.mux.stream import MAX_BUFFERED_ITEMS, MuxStream
 from dynamo.runtime.request_plane.stream import StreamState
@@ -31,6 +32,9 @@ class InboundStreams:
     def on_step(self, stream_ids: list[int], offsets: list[int], token_ids: list[int], now: float) -> None:
         """Hand out one token for each of many streams: the hottest loop of a frontend. `now` is loop time."""
         find, grant_at = self.streams.get, MuxStream.GRANT_AT
+        streams: list[MuxStream] = []
+        lanes: list[TokenLane] = []
+        ids: list[int] = []
         others: list[StreamItem] = []
         for stream_id, offset, token_id in zip(stream_ids, offsets, token_ids, strict=True):
             stream = find(stream_id)
@@ -44,15 +48,28 @@ class InboundStreams:
             stream.consumed += 1
             if stream.consumed >= grant_at:
                 stream.renew_credit()
-            try:
-                if lane.take_token(token_id, now):
-                    continue
-            except BaseException as error:
-                stream.close_lane(error)
-            else:
-                stream.close_lane(None)
+            streams.append(stream)
+            lanes.append(lane)
+            ids.append(token_id)
+        if lanes:
+            for place in _take_step(lanes, ids, now):
+                self._pass_token(streams[place], lanes[place], ids[place], now)
         if others:
             self.on_items(others)
+
+    def _pass_token(self, stream: MuxStream, lane: TokenLane, token_id: int, now: float) -> None:
+        """Pass on an id that was counted as passed on to `lane`."""
+        if stream.lane is not lane:  # its reader has left because of what the same frame brought for another stream
+            stream.lane_ids = [token_id]
+            stream.pass_tokens()
+            return
+        try:
+            if lane.take_token(token_id, now):
+                return
+        except BaseException as error:
+            stream.close_lane(error)
+        else:
+            stream.close_lane(None)
 
     def on_items(self, items: list[StreamItem]) -> None:
         """Hand out items of any streams. Raises ProtocolError."""
@@ -135,3 +152,12 @@ class InboundStreams:
         self.streams.pop(stream_id, None)
         if not self.streams:
             self.idle_since = self._loop.time()
+
+
+def _take_step(lanes: list[TokenLane], ids: list[int], now: float) -> Iterable[int]:
+    """Let lanes of one kind take their ids together; return the places of the ids that were not taken, in order."""
+    take = getattr(lanes[0], "take_step", None)
+    if take is None or len(set(map(type, lanes))) > 1 or len(set(map(id, lanes))) < len(lanes):
+        return range(len(lanes))
+    places: Iterable[int] = take(lanes, ids, now)
+    return places
