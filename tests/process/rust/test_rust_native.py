@@ -312,12 +312,14 @@ async def test_fuzzed_frames_end_their_connection_and_nothing_else(worker: RustW
                     stranger = bytearray(request_frame(path, {}, two_part(chance.randbytes(chance.randrange(200)))))
                 case 3:
                     stranger = bytearray(chance.randbytes(chance.choice([1, 8, 100, 5000])))
-            with socket.create_connection(worker.address(), timeout=PATIENCE_SECONDS) as connection:
-                with contextlib.suppress(OSError):  # it may be closed before all was sent
-                    connection.sendall(stranger)
-                    connection.shutdown(socket.SHUT_WR)
-                    while connection.recv(65_536):
-                        pass
+            with (
+                socket.create_connection(worker.address(), timeout=PATIENCE_SECONDS) as connection,
+                contextlib.suppress(OSError),  # it may be closed before all was sent
+            ):
+                connection.sendall(stranger)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(65_536):
+                    pass
         assert tokens(await (await caller.call(path, body(3))).everything()) == [1, 2, 3]
         await idle(worker)
     assert "panicked" not in worker.log

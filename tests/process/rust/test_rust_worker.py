@@ -290,12 +290,14 @@ async def test_fuzzed_frames_end_their_connection_and_nothing_else(worker: RustW
             payload = pack([{"path": "p", "id": "r", "size": chance.randrange(2**33)}, None])
         announced = chance.choice([len(payload), len(payload) + 3, 2**32 - 1, 65_536])
         stranger = struct.pack(">IBBHI", announced, kind, chance.randrange(256), 0, chance.randrange(8)) + payload
-        with socket.create_connection(address, timeout=PATIENCE_SECONDS) as connection:
-            with contextlib.suppress(OSError):  # it may be closed before all was sent
-                connection.sendall((MAGIC + hello if round_number % 3 else b"") + stranger)
-                connection.shutdown(socket.SHUT_WR)
-                while connection.recv(65_536):
-                    pass
+        with (
+            socket.create_connection(address, timeout=PATIENCE_SECONDS) as connection,
+            contextlib.suppress(OSError),  # it may be closed before all was sent
+        ):
+            connection.sendall((MAGIC + hello if round_number % 3 else b"") + stranger)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65_536):
+                pass
     assert (await read_all(await client.open(instance, body(3), Context())))[-1].finish_reason == "length"
     assert "panicked" not in worker.log
     assert worker.resident_bytes() - before < 16 * 1024 * 1024
