@@ -118,12 +118,17 @@ def _start(arguments: Arguments, reports: LoadReports) -> Started:
 def _configuration(arguments: Arguments, args: Any, context: Any) -> Any:
     """Return vLLM's `VllmConfig`. Raises InvalidArgument for flags or a model with which it can never start."""
     try:
-        return args.create_engine_config(context)
+        config = args.create_engine_config(context)
     except Exception as error:
         refusal = configuration_error(error, is_local=is_local(arguments.model))
         if refusal is None:
             raise
         raise refusal from error
+    profiler = getattr(config, "profiler_config", None)
+    if hasattr(profiler, "ignore_frontend"):
+        # vLLM starts and stops torch's profiler of this process in a pool of threads; in another thread torch crashes.
+        profiler.ignore_frontend = True
+    return config
 
 
 def _remember_variables(is_on: bool) -> None:
