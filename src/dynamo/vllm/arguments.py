@@ -10,24 +10,25 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
-from dynamo.contract.config import DEFAULT_COMPONENT, WorkerConfig
+from dynamo.contract.config import DEFAULT_COMPONENT, DEFAULT_ENDPOINT_TYPES, WorkerConfig
 from dynamo.contract.endpoint_name import ENDPOINT_SCHEME
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import InvalidArgument
 from dynamo.vllm.errors import configuration_error
 from dynamo.vllm.installed import import_vllm
 from dynamo.vllm.model_files import check_model, check_weights, is_local
+from dynamo.vllm.pooling import POOLING
 from dynamo.vllm.roles import ROLES, VllmRole, make_role
 
 __all__ = ["Arguments", "read_arguments"]
 
 PROGRAM: Final = "dynamo.vllm"
+VECTORS: Final = "embedding"  # what a pooling worker serves where nothing else is said
 _EPILOG: Final = "Every other flag is vLLM's own and is passed on as it is; they follow below where vLLM is installed."
 
 # Names of other releases and systems, and what to write here.
 _REFUSED: Final = {
     "--headless": "secondary nodes of one engine are not built; start vLLM's own on them",
-    "--embedding-worker": "embedding workers are not built",
     "--classify-worker": "classification workers are not built",
     "--realtime": "speech workers are not built",
     "--enable-multimodal": "images, audio and video are not built",
@@ -64,8 +65,10 @@ def read_arguments(argv: Sequence[str] | None = None) -> Arguments:
     if not own.model:
         parser.error("--model is missing: the directory or name of a model")
     check_model(own.model)
-    worker = _worker_config(own, names)
     vllm = _vllm_arguments(own.model, names, rest)
+    if own.embedding_worker:
+        vllm.runner = POOLING
+    worker = _worker_config(own, names, is_pooling=vllm.runner == POOLING)
     if vllm.kv_transfer_config is not None and not any("kv_load_failure_policy" in word for word in rest):
         # vLLM's default ends a request whose blocks could not be fetched; here its prompt is computed.
         vllm.kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -74,7 +77,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> Arguments:
         served_name=names[0] if names else None,
         aliases=tuple(names[1:]),
         has_kv_events_config=any(word.partition("=")[0] == "--kv-events-config" for word in rest),
-        is_kv_routed=worker.enable_kv_routing,
+        is_kv_routed=worker.enable_kv_routing and vllm.runner != POOLING,
         vllm=vllm,
         role=make_role(worker.disaggregation_mode, vllm.kv_transfer_config, has_adapters=bool(vllm.enable_lora)),
         worker=worker,
@@ -94,9 +97,17 @@ def check_built(own: argparse.Namespace, rest: Sequence[str]) -> None:
         raise InvalidArgument(f"--disaggregation-mode {own.disaggregation_mode}: encode workers are not built for vLLM")
 
 
-def _worker_config(own: argparse.Namespace, names: Sequence[str]) -> WorkerConfig:
-    """Return the worker's configuration; a prefill worker is its own component, unless another one is named."""
+def _worker_config(own: argparse.Namespace, names: Sequence[str], *, is_pooling: bool) -> WorkerConfig:
+    """Return the worker's configuration; a prefill worker is its own component, unless another one is named.
+
+    A pooling worker serves embeddings. Raises InvalidArgument where it is to be one half of a request.
+    """
     name = names[0] if names else None
+    if is_pooling:
+        if own.disaggregation_mode is not DisaggregationMode.AGGREGATED:
+            raise InvalidArgument("--disaggregation-mode: a pooling worker generates nothing that could be divided")
+        types = VECTORS if own.endpoint_types == DEFAULT_ENDPOINT_TYPES else own.endpoint_types
+        return worker_config_from(own, model_name=own.model, served_model_name=name, endpoint_types=types)
     is_default = own.component == DEFAULT_COMPONENT and not own.endpoint.startswith(ENDPOINT_SCHEME)
     if is_default and own.disaggregation_mode is DisaggregationMode.PREFILL:
         component = own.disaggregation_mode.discovery_component
@@ -119,6 +130,11 @@ def _own_parser() -> BackendArgumentParser:
         nargs="+",
         metavar="NAME",
         help="names that clients use: the first is the model's, the others are aliases",
+    )
+    group.add_argument(
+        "--embedding-worker",
+        action="store_true",
+        help="make embeddings: vLLM's `--runner pooling`, and `/v1/embeddings`",
     )
     add_backend_arguments(parser)
     return parser

@@ -12,12 +12,18 @@ import shutil
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from dynamo.contract.config import WorkerConfig
+from dynamo.contract.embedding import Embedding, EmbedRequest
 from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, MetricsHandle
-from dynamo.contract.health_check import bos_token_id_or, build_health_check_payload
+from dynamo.contract.health_check import (
+    bos_token_id_or,
+    build_health_check_payload,
+    build_raw_health_check_payload,
+)
 from dynamo.contract.kv_events import KvEventSource
 from dynamo.contract.metrics import register_global_registry
 from dynamo.errors import EngineShutdown, InvalidArgument
@@ -28,6 +34,7 @@ from dynamo.vllm.answers import VllmAnswer
 from dynamo.vllm.arguments import Arguments, read_arguments
 from dynamo.vllm.errors import map_vllm_error
 from dynamo.vllm.operations import CONTROLS, UPDATES, VllmOperations
+from dynamo.vllm.pooling import POOLING, VllmPooling, check_tasks
 from dynamo.vllm.reports import LoadReports, event_sources
 from dynamo.vllm.starting import Started, start_vllm
 from dynamo.vllm.submissions import VllmSubmissions, local_ranks
@@ -55,6 +62,7 @@ class VllmEngine(LLMEngine):
         self._reports = LoadReports()
         self._started: Started | None = None
         self._submissions: VllmSubmissions | None = None
+        self._pooling: VllmPooling | None = None  # of a worker that makes vectors
         self._operations: VllmOperations | None = None
         self._running: dict[str, list[str]] = {}  # vLLM's request ids by context id; clients may repeat one
         self._numbers = count()
@@ -76,6 +84,10 @@ class VllmEngine(LLMEngine):
         limits = adapter_limits(config.lora_config, is_cpu=started.is_cpu)
         self._operations = VllmOperations(started.client, self._make_step, model=model.model, limits=limits)
         self._submissions = VllmSubmissions(started.client, config, self._arguments.role, self._operations.adapters)
+        if model.runner_type == POOLING:
+            tasks = await started.client.get_supported_tasks()
+            check_tasks(tasks, self._arguments.worker.endpoint_types)
+            self._pooling = VllmPooling(started.client, config, self._operations.adapters, tasks)
         ranks = len(self._ranks)
         blocks = (
             None if cache.num_gpu_blocks is None else cache.num_gpu_blocks // ranks
@@ -118,6 +130,8 @@ class VllmEngine(LLMEngine):
         started, submissions, operations = self._started, self._submissions, self._operations
         if started is None or submissions is None or operations is None or self._was_cleaned_up:
             raise EngineShutdown("vLLM is not running")
+        if self._pooling is not None:
+            raise InvalidArgument("this worker makes embeddings and generates nothing")
         role = self._arguments.role
         transfer = role.transfer(request)
         async with _handed_over(started.client, transfer) as blocks:
@@ -161,6 +175,18 @@ class VllmEngine(LLMEngine):
                         return
                     raise
 
+    async def embed(self, request: EmbedRequest, context: Context) -> AsyncGenerator[Embedding, None]:
+        started, pooling, operations = self._started, self._pooling, self._operations
+        if started is None or operations is None or self._was_cleaned_up:
+            raise EngineShutdown("vLLM is not running")
+        if pooling is None:
+            raise InvalidArgument("this worker generates; one that makes embeddings is started with --embedding-worker")
+        operations.check_serving()
+        if context.is_stopped():
+            return
+        for vector in await pooling.vectors(request, partial(self._registered, context)) or ():
+            yield vector
+
     @contextmanager
     def _registered(self, context: Context) -> Iterator[str]:
         """Give a request an id of its own at vLLM, by which `abort` finds it: clients may repeat theirs."""
@@ -176,6 +202,10 @@ class VllmEngine(LLMEngine):
 
     async def _make_step(self) -> None:
         """Generate a token that nobody gets: vLLM publishes what has happened to its cache with every step."""
+        if self._pooling is not None:
+            async for _ in self.embed({"token_ids": [[0]], "task": self._pooling.canary_task}, Context()):
+                pass
+            return
         request: GenerateRequest = {"token_ids": [0], "stop_conditions": {"max_tokens": 1, "ignore_eos": True}}
         async for _ in self.generate(request, Context()):
             pass
@@ -252,7 +282,10 @@ class VllmEngine(LLMEngine):
         if self._started is not None:
             with suppress(Exception):  # started without one
                 tokenizer = self._started.client.get_tokenizer()
-        return build_health_check_payload(bos_token_id_or(tokenizer, 0))
+        bos = bos_token_id_or(tokenizer, 0)
+        if self._pooling is not None:
+            return build_raw_health_check_payload({"token_ids": [[bos]], "task": self._pooling.canary_task})
+        return build_health_check_payload(bos)
 
     async def kv_event_sources(self) -> list[KvEventSource]:
         return [] if self._started is None else event_sources(self._started.config.kv_events_config, self._ranks)

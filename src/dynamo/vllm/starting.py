@@ -124,7 +124,7 @@ def _configuration(arguments: Arguments, args: Any, context: Any) -> Any:
         if refusal is None:
             raise
         raise refusal from error
-    profiler = getattr(config, "profiler_config", None)
+    profiler: Any = getattr(config, "profiler_config", None)
     if hasattr(profiler, "ignore_frontend"):
         # vLLM starts and stops torch's profiler of this process in a pool of threads; in another thread torch crashes.
         profiler.ignore_frontend = True
