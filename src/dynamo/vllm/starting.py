@@ -76,6 +76,8 @@ def _start(arguments: Arguments, reports: LoadReports) -> Started:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    # vLLM chooses how many requests and tokens a step has by what it is used for: as many as `vllm serve` has.
+    context = UsageContext.OPENAI_API_SERVER
     is_cpu = bool(current_platform.is_cpu())
     if is_cpu:
         bind_threads(
@@ -99,10 +101,8 @@ def _start(arguments: Arguments, reports: LoadReports) -> Started:
         _remember_variables(False)  # another engine of this process may have had others
         variables = {**_socket_directory(directory, os.environ), **transfer_addresses(args, os.environ)}
         with temporary_files_in(directory), _variables(variables):
-            config = _configuration(arguments, args, UsageContext.ENGINE_CONTEXT)
-            client = AsyncLLM.from_vllm_config(
-                config, usage_context=UsageContext.ENGINE_CONTEXT, stat_loggers=[reports.factory()]
-            )
+            config = _configuration(arguments, args, context)
+            client = AsyncLLM.from_vllm_config(config, usage_context=context, stat_loggers=[reports.factory()])
     except InvalidArgument:
         shutil.rmtree(directory, ignore_errors=True)
         raise

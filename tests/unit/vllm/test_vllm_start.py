@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from dynamo.errors import InvalidArgument
 from dynamo.runtime.addresses import bound_socket
+from dynamo.vllm import starting
+from dynamo.vllm.arguments import Arguments
 from dynamo.vllm.errors import configuration_error
 from dynamo.vllm.model_files import check_model, check_weights, is_local
+from dynamo.vllm.reports import LoadReports
 from dynamo.vllm.starting import NIXL_HOST, NIXL_PORT, transfer_addresses
 from support.cases import each_case
 from support.demo_model import FILES
@@ -96,3 +101,61 @@ def test_workers_of_one_machine_announce_their_blocks_at_different_ports() -> No
     assert transfer_addresses(arguments, environment | chosen) == chosen
     for other in (None, {"kv_connector": "ExampleConnector"}):
         assert transfer_addresses(SimpleNamespace(kv_transfer_config=other), environment) == {}
+
+
+class FakeVllm:
+    """What `_start` uses of vLLM; notes what it is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.contexts: list[str] = []
+        self.variables: dict[str, str] = {}
+        self.config = SimpleNamespace(profiler_config=SimpleNamespace(ignore_frontend=False))
+        usage = SimpleNamespace(ENGINE_CONTEXT="engine", OPENAI_API_SERVER="server")
+        for name, members in {
+            "vllm": {"__version__": "0.32.0", "envs": SimpleNamespace()},
+            "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: False)},
+            "vllm.usage": {},
+            "vllm.usage.usage_lib": {"UsageContext": usage},
+            "vllm.v1": {},
+            "vllm.v1.engine": {},
+            "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_vllm_config=self.make_client)},
+        }.items():
+            module = ModuleType(name)
+            vars(module).update(members)
+            monkeypatch.setitem(sys.modules, name, module)
+        self.args = SimpleNamespace(
+            enable_prefix_caching=False,
+            enable_lora=False,
+            kv_transfer_config=None,
+            create_engine_config=self.make_config,
+        )
+
+    def make_config(self, context: str) -> Any:
+        self.contexts.append(context)
+        return self.config
+
+    def make_client(self, config: Any, *, usage_context: str, stat_loggers: list[Any]) -> str:
+        self.contexts.append(usage_context)
+        self.variables = dict(os.environ)
+        return "client"
+
+
+def test_vllm_is_started_with_the_batch_sizes_of_vllm_serve_and_without_a_profiler_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    vllm = FakeVllm(monkeypatch)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    arguments = SimpleNamespace(vllm=vllm.args, model="demo", is_kv_routed=False, has_kv_events_config=False)
+    started = starting._start(cast(Arguments, arguments), LoadReports())
+    assert vllm.contexts == ["server", "server"]
+    assert vllm.config.profiler_config.ignore_frontend is True
+    assert started.directory.parent == tmp_path
+    assert vllm.variables["TMPDIR"] == str(started.directory)
+
+
+@each_case("length, is_apart", [(20, True), (66, True), (67, False), (100, False)])
+def test_sockets_are_in_the_private_directory_where_their_paths_are_short_enough(length: int, is_apart: bool) -> None:
+    directory = Path("/" + "d" * (length - 3) + "/e")
+    chosen = starting._socket_directory(directory, {})["VLLM_RPC_BASE_PATH"]
+    assert Path(chosen) == (directory if is_apart else directory.parent)
+    assert starting._socket_directory(directory, {"VLLM_RPC_BASE_PATH": "/x"}) == {}
