@@ -14,6 +14,7 @@ from dynamo.contract.config import DEFAULT_COMPONENT, DEFAULT_ENDPOINT_TYPES, Wo
 from dynamo.contract.endpoint_name import ENDPOINT_SCHEME
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import InvalidArgument
+from dynamo.protocol.model_types import ModelType, parse_endpoint_types
 from dynamo.vllm.errors import configuration_error
 from dynamo.vllm.installed import import_vllm
 from dynamo.vllm.model_files import check_model, check_weights, is_local
@@ -107,6 +108,8 @@ def _worker_config(own: argparse.Namespace, names: Sequence[str], *, is_pooling:
         if own.disaggregation_mode is not DisaggregationMode.AGGREGATED:
             raise InvalidArgument("--disaggregation-mode: a pooling worker generates nothing that could be divided")
         types = VECTORS if own.endpoint_types == DEFAULT_ENDPOINT_TYPES else own.endpoint_types
+        if parse_endpoint_types(types) & (ModelType.Chat | ModelType.Completions):
+            raise InvalidArgument(f"--endpoint-types {types}: a pooling worker generates nothing")
         return worker_config_from(own, model_name=own.model, served_model_name=name, endpoint_types=types)
     is_default = own.component == DEFAULT_COMPONENT and not own.endpoint.startswith(ENDPOINT_SCHEME)
     if is_default and own.disaggregation_mode is DisaggregationMode.PREFILL:

@@ -17,11 +17,13 @@ from safetensors.numpy import save_file
 from dynamo.contract.kv_events import ComponentSnapshot, ZmqSource
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import EngineShutdown, HttpError, InvalidArgument, WorkerUnavailable
+from dynamo.vllm import arguments
 from dynamo.vllm.answers import VllmAnswer
 from dynamo.vllm.arguments import check_built, served_names
 from dynamo.vllm.errors import map_vllm_error
 from dynamo.vllm.installed import DEFAULTS, check_version, prepare_environment
 from dynamo.vllm.operations import VllmOperations
+from dynamo.vllm.pooling import check_tasks
 from dynamo.vllm.reports import LoadReports, event_sources, events_address
 from dynamo.vllm.sampling import VllmLimits, constraint_of, read_sampling
 from dynamo.vllm.starting import bind_threads
@@ -85,7 +87,7 @@ def test_the_first_served_name_is_the_name_and_the_others_are_aliases(values: An
     "own, rest, named",
     [
         ({}, ["--headless"], "--headless"),
-        ({}, ["--embedding-worker=1"], "--embedding-worker"),
+        ({}, ["--classify-worker=1"], "--classify-worker"),
         ({"connector": ["nixl"]}, [], "--kv-transfer-config"),
         ({"disaggregation_mode": DisaggregationMode.ENCODE}, [], "--disaggregation-mode encode"),
     ],
@@ -95,6 +97,49 @@ def test_what_is_not_built_is_refused_by_name(own: dict[str, Any], rest: list[st
     check_built(argparse.Namespace(connector=None, disaggregation_mode=DisaggregationMode.AGGREGATED), ["--seed", "1"])
     with pytest.raises(InvalidArgument, match=named):
         check_built(argparse.Namespace(**given), rest)
+
+
+@each_case(
+    "flags, types",
+    [
+        ([], "embedding"),
+        (["--endpoint-types", "classify"], "classify"),
+    ],
+)
+def test_a_pooling_worker_serves_embeddings_unless_other_vectors_are_named(flags: list[str], types: str) -> None:
+    own = arguments._own_parser().parse_args(["--model", "m", "--embedding-worker", *flags])
+    assert own.embedding_worker
+    assert arguments._worker_config(own, [], is_pooling=True).endpoint_types == types
+    assert arguments._worker_config(own, [], is_pooling=False).endpoint_types == own.endpoint_types
+
+
+def test_a_pooling_worker_is_no_half_of_a_request() -> None:
+    own = arguments._own_parser().parse_args(["--model", "m", "--disaggregation-mode", "prefill"])
+    with pytest.raises(InvalidArgument, match="--disaggregation-mode: a pooling worker"):
+        arguments._worker_config(own, [], is_pooling=True)
+
+
+def test_a_pooling_worker_does_not_chat() -> None:
+    own = arguments._own_parser().parse_args(["--model", "m", "--endpoint-types", "chat,embedding"])
+    with pytest.raises(InvalidArgument, match="--endpoint-types chat,embedding: a pooling worker"):
+        arguments._worker_config(own, [], is_pooling=True)
+
+
+@each_case(
+    "tasks, types, refused",
+    [
+        (("embed", "token_embed"), "embedding", None),
+        (("classify",), "classify", None),
+        (("classify",), "embeddings", "its tasks are classify"),
+        ((), "classify", "its tasks are none"),
+    ],
+)
+def test_a_model_without_the_task_is_refused(tasks: tuple[str, ...], types: str, refused: str | None) -> None:
+    if refused is None:
+        check_tasks(tasks, types)
+        return
+    with pytest.raises(InvalidArgument, match=refused):
+        check_tasks(tasks, types)
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
