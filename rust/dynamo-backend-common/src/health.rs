@@ -9,8 +9,10 @@ use serde_json::{Value, json};
 
 use crate::context::{AsyncEngineContext, Controller, GenerateContext};
 use crate::engine::LLMEngine;
+use crate::metrics::ListenerMetrics;
 use crate::output::FinishReason;
 use crate::plane::lock;
+use crate::progress::Progress;
 use crate::request::{HEALTH_CHECK_KEY, PreprocessedRequest};
 use crate::settings;
 
@@ -26,6 +28,8 @@ struct State {
 pub(crate) struct Health {
     began: Instant,
     state: Arc<Mutex<State>>,
+    progress: Arc<Progress>,
+    listener: ListenerMetrics,
 }
 
 const STARTING: &str = "no endpoint is served yet";
@@ -35,10 +39,17 @@ const LEAVING: &str = "the process is shutting down";
 const PAUSED: &str = "it takes no requests now";
 
 impl Health {
-    pub(crate) fn new() -> Self {
+    /// `listener` is where requests are counted that run or wait.
+    pub(crate) fn new(listener: ListenerMetrics) -> Self {
         let began = Instant::now();
         let state = State { reason: Some(STARTING), endpoint: None, last_answer: began };
-        Self { began, state: Arc::new(Mutex::new(state)) }
+        let progress = Progress::new(settings::float("DYN_HEALTH_PROGRESS_TIMEOUT_SECS", 300.0, 0.0));
+        Self { began, state: Arc::new(Mutex::new(state)), progress, listener }
+    }
+
+    /// Returns the watch over running requests.
+    pub(crate) fn progress(&self) -> &Arc<Progress> {
+        &self.progress
     }
 
     /// Lists the endpoint as serving; with a canary only once that has seen it answer.
@@ -86,7 +97,11 @@ impl Health {
     /// Returns the answer of `/health`, and whether it is a good one.
     pub(crate) fn body(&self) -> (bool, Value) {
         let state = lock(&self.state);
-        let is_ready = state.reason.is_none();
+        let reason = match state.reason {
+            Some(LEAVING) => Some(LEAVING.to_owned()),
+            reason => self.progress.trouble().or(reason.map(str::to_owned)),
+        };
+        let is_ready = reason.is_none();
         let word = if is_ready { "ready" } else { "notready" };
         let uptime = self.began.elapsed();
         let mut body = json!({
@@ -95,10 +110,17 @@ impl Health {
             "endpoints": {},
         });
         if let Some(endpoint) = &state.endpoint {
-            body["endpoints"][endpoint] = json!(word);
+            body["endpoints"][endpoint] = json!(if state.reason.is_none() { "ready" } else { "notready" });
         }
-        if let Some(reason) = state.reason {
+        if let Some(reason) = reason {
             body["reason"] = json!(reason);
+        }
+        let (running, silent, longest) = self.progress.silence();
+        let queued = self.listener.queued.get();
+        if running > 0 || queued > 0.0 {
+            body["load"] = json!({
+                "running": running, "queued": queued as u64, "silent_seconds": silent, "longest_silence_seconds": longest,
+            });
         }
         (is_ready, body)
     }

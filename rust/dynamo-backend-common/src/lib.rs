@@ -53,7 +53,7 @@
 //!
 //! # What is not built
 //!
-//! Discovery other than `file` and `etcd`, request and event planes other than `tcp` and `zmq`, TLS, an admin port: a setting that asks
+//! Discovery other than `file` and `etcd`, request and event planes other than `tcp` and `zmq`, TLS, fault injection: a setting that asks
 //! for one of these ends the start with an error that says so. LoRA adapters and the export of traces over OTLP: a worker
 //! runs without them.
 
@@ -68,6 +68,7 @@ mod config;
 mod context;
 mod discovery;
 pub mod engine;
+mod environment;
 mod error;
 mod events;
 mod flag;
@@ -81,6 +82,7 @@ mod metrics;
 mod output;
 mod place;
 mod plane;
+mod progress;
 mod publishing;
 mod random;
 mod request;

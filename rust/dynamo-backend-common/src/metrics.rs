@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::plane::lock;
+use crate::progress::Progress;
 
 /// A number that only grows.
 #[derive(Clone, Debug, Default)]
@@ -169,6 +170,7 @@ struct Shared {
     requests: Arc<RequestMetrics>,
     listener: ListenerMetrics,
     began: Mutex<Option<Instant>>,
+    progress: Mutex<Option<Arc<Progress>>>,
 }
 
 impl std::fmt::Debug for EngineMetrics {
@@ -207,6 +209,11 @@ impl EngineMetrics {
 
     pub(crate) fn listener(&self) -> &ListenerMetrics {
         &self.shared.listener
+    }
+
+    /// Exposes the silence of running requests.
+    pub(crate) fn watch(&self, progress: &Arc<Progress>) {
+        *lock(&self.shared.progress) = Some(Arc::clone(progress));
     }
 
     /// Sets the labels of the worker; empty values give no label.
@@ -286,6 +293,22 @@ impl EngineMetrics {
         ] {
             page.family(name, "gauge", help);
             page.sample(name, &[], gauge.get());
+        }
+        let (_, silent, longest) = lock(&shared.progress).as_ref().map_or((0, 0, 0), |progress| progress.silence());
+        for (name, help, seconds) in [
+            (
+                "dynamo_work_handler_longest_silence_seconds",
+                "How long the request that has been silent for longest had no token",
+                longest,
+            ),
+            (
+                "dynamo_work_handler_silence_seconds",
+                "For how long no running request of the engine has had a token, although one had room for it",
+                silent,
+            ),
+        ] {
+            page.family(name, "gauge", help);
+            page.sample(name, &[], seconds as f64);
         }
         page.family(
             "dynamo_work_handler_enqueue_rejected_total",

@@ -7,6 +7,7 @@ use tokio::task::JoinHandle;
 
 use crate::config::{DisaggregationMode, EngineConfig, WorkerConfig};
 use crate::discovery::{self, Discovery};
+use crate::environment::advertised;
 use crate::error::DynamoError;
 use crate::events::EventPublisher;
 use crate::kv::ledger::Rank;
@@ -17,7 +18,6 @@ use crate::metrics::{ComponentSnapshot, EngineMetrics};
 use crate::place::Place;
 use crate::plane::Server;
 use crate::settings;
-use crate::worker::advertised;
 
 /// Receives the publisher of snapshots.
 pub type OnSnapshotPublisherReady = Box<dyn FnOnce(SnapshotPublisher) + Send>;

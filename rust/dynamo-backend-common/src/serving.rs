@@ -21,6 +21,7 @@ use crate::load::{Load, RunningRequest};
 use crate::metrics::RequestMetrics;
 use crate::output::{FinishReason, LLMEngineOutput};
 use crate::plane::{Call, Handler, Server, Sink};
+use crate::progress::{Progress, WatchedRequest};
 use crate::request::PreprocessedRequest;
 use crate::wire::msgpack::{self, Refusal};
 
@@ -43,6 +44,7 @@ pub(crate) struct TokenServing {
     pub(crate) mode: DisaggregationMode,
     pub(crate) metrics: Arc<RequestMetrics>,
     pub(crate) server: Arc<Server>,
+    pub(crate) progress: Arc<Progress>,
     /// The book of what runs; `None` for an engine without KV blocks.
     pub(crate) load: Option<Arc<Load>>,
     /// Hears of every request that was answered without an error.
@@ -73,15 +75,18 @@ impl TokenServing {
         let timer = self.metrics.begin();
         let Call { body, context, controller, mut sink, deadline } = call;
         self.metrics.request_bytes.add(body.len() as u64);
+        let watched = self.progress.enter();
         let (end, aborting) = match read_request(&body, self.server.settings.max_decoded_bytes) {
             Ok(request) => {
                 drop(body);
-                self.run(request, &context, &mut sink, deadline).await
+                self.run(request, &context, &mut sink, &watched, deadline).await
             }
             Err(error) => (End::Failed(error), None),
         };
         if controller.is_stopped() {
             self.metrics.cancellations.add(1);
+        } else {
+            watched.answered();
         }
         match end {
             End::Done => {
@@ -108,13 +113,14 @@ impl TokenServing {
         request: PreprocessedRequest,
         context: &GenerateContext,
         sink: &mut Sink,
+        watched: &WatchedRequest,
         deadline: Option<Instant>,
     ) -> (End, Option<JoinHandle<()>>) {
         let mut aborting = None;
         let end = {
             let watch = self.watch(context, deadline, &mut aborting);
             tokio::pin!(watch);
-            let pump = AssertUnwindSafe(self.pump(request, context, sink)).catch_unwind();
+            let pump = AssertUnwindSafe(self.pump(request, context, sink, watched)).catch_unwind();
             tokio::pin!(pump);
             tokio::select! {
                 biased;
@@ -177,14 +183,21 @@ impl TokenServing {
         }
     }
 
-    async fn pump(&self, request: PreprocessedRequest, context: &GenerateContext, sink: &mut Sink) -> End {
+    async fn pump(
+        &self,
+        request: PreprocessedRequest,
+        context: &GenerateContext,
+        sink: &mut Sink,
+        watched: &WatchedRequest,
+    ) -> End {
         let choices = u32::from(request.sampling_options.n.unwrap_or(1)).max(1);
         let running = self.load.as_ref().map(|load| load.begin(&request));
         let mut stream = match self.engine.generate(request, context.clone()).await {
             Ok(stream) => stream,
             Err(error) => return End::Failed(error),
         };
-        match self.relay(&mut stream, choices, context, sink, running.as_ref()).await {
+        let relayed = self.relay(&mut stream, choices, context, sink, (watched, running.as_ref()));
+        match relayed.await {
             Ok(end) => end,
             Err(error) => End::Failed(error),
         }
@@ -197,7 +210,7 @@ impl TokenServing {
         choices: u32,
         context: &GenerateContext,
         sink: &mut Sink,
-        running: Option<&RunningRequest>,
+        (watched, running): (&WatchedRequest, Option<&RunningRequest>),
     ) -> Result<End, DynamoError> {
         let patience = self.server.settings.credit_stall;
         let (mut open_choices, mut burst) = (choices, 0);
@@ -217,6 +230,7 @@ impl TokenServing {
             if !chunk.token_ids.is_empty() && !context.has_first_token() {
                 context.notify_first_token();
             }
+            watched.add();
             if let Some(running) = running {
                 running.add(chunk.token_ids.len());
             }
@@ -250,7 +264,13 @@ impl TokenServing {
                 burst = 0;
                 tokio::task::yield_now().await;
             }
-            if !sink.has_credit() && !sink.wait_credit(patience).await {
+            if sink.has_credit() {
+                continue;
+            }
+            watched.hold_back(true);
+            let is_read = sink.wait_credit(patience).await;
+            watched.hold_back(false);
+            if !is_read {
                 context.kill();
                 let text = "the caller did not read its stream for longer than DYN_TCP_CREDIT_STALL_SECS allows";
                 return Err(DynamoError::backend(BackendError::Cancelled, text));

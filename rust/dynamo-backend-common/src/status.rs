@@ -39,6 +39,18 @@ pub(crate) struct Status {
     files: RwLock<HashMap<String, PathBuf>>,
     control: RwLock<Option<Control>>,
     is_local: bool,
+    /// Controls are answered on a port of their own.
+    has_admin: bool,
+}
+
+/// Which of the listeners a request came to.
+#[derive(Clone, Copy, PartialEq)]
+enum Door {
+    Status,
+    /// The port of controls; whether only this machine reaches it.
+    Admin {
+        is_local: bool,
+    },
 }
 
 struct Reply {
@@ -97,6 +109,7 @@ impl Status {
             files: RwLock::default(),
             control: RwLock::default(),
             is_local,
+            has_admin: settings::integer("DYN_ADMIN_PORT", -1, -1) >= 0,
         })
     }
 
@@ -119,14 +132,34 @@ impl Status {
             );
             DynamoError::top(ErrorType::CannotConnect, text)
         };
-        let listener = TcpListener::bind((host, port)).await.map_err(failed)?;
-        let address = listener.local_addr().map_err(failed)?;
-        let status = Arc::clone(self);
-        tokio::spawn(async move { status.accept(listener).await });
+        self.open((host, port), |_| Door::Status).await.map_err(failed)
+    }
+
+    /// Listens for controls on a port of their own; likewise.
+    pub(crate) async fn listen_admin(self: &Arc<Self>, host: &str, port: u16) -> Result<SocketAddr, DynamoError> {
+        let failed = |error: std::io::Error| {
+            let text = format!(
+                "the admin listener cannot listen on {host}:{port} ({error}); set DYN_ADMIN_PORT to a free port, or 0 for \
+                 any"
+            );
+            DynamoError::top(ErrorType::CannotConnect, text)
+        };
+        self.open((host, port), |address| Door::Admin { is_local: address.ip().is_loopback() }).await.map_err(failed)
+    }
+
+    async fn open(
+        self: &Arc<Self>,
+        place: (&str, u16),
+        door: impl FnOnce(SocketAddr) -> Door,
+    ) -> std::io::Result<SocketAddr> {
+        let listener = TcpListener::bind(place).await?;
+        let address = listener.local_addr()?;
+        let (status, door) = (Arc::clone(self), door(address));
+        tokio::spawn(async move { status.accept(listener, door).await });
         Ok(address)
     }
 
-    async fn accept(self: Arc<Self>, listener: TcpListener) {
+    async fn accept(self: Arc<Self>, listener: TcpListener, door: Door) {
         let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         loop {
             let Ok((socket, _)) = listener.accept().await else {
@@ -136,7 +169,7 @@ impl Status {
             let Ok(place) = Arc::clone(&places).try_acquire_owned() else { continue };
             let status = Arc::clone(&self);
             tokio::spawn(async move {
-                if let Err(error) = status.serve(socket).await {
+                if let Err(error) = status.serve(socket, door).await {
                     tracing::debug!("a connection to the status server ended: {error}");
                 }
                 drop(place);
@@ -144,7 +177,7 @@ impl Status {
         }
     }
 
-    async fn serve(&self, mut socket: TcpStream) -> std::io::Result<()> {
+    async fn serve(&self, mut socket: TcpStream, door: Door) -> std::io::Result<()> {
         let mut buffer = Vec::new();
         loop {
             let read = tokio::time::timeout(REQUEST_PATIENCE, read_request(&mut socket, &mut buffer)).await;
@@ -153,7 +186,7 @@ impl Status {
                 Ok(Ok(None)) | Err(_) => return Ok(()),
                 Ok(Err(refusal)) => return write_reply(&mut socket, &refusal, false, true).await,
             };
-            let reply = self.answer(&request).await;
+            let reply = self.answer(&request, door).await;
             write_reply(&mut socket, &reply, request.method == "HEAD", request.is_last).await?;
             if request.is_last {
                 return Ok(());
@@ -161,20 +194,46 @@ impl Status {
         }
     }
 
-    async fn answer(&self, request: &Request) -> Reply {
+    async fn answer(&self, request: &Request, door: Door) -> Reply {
+        let is_local = match door {
+            Door::Status => self.is_local,
+            Door::Admin { is_local } => is_local,
+        };
         if let Some(name) = request.path.strip_prefix("/engine/") {
-            if let Some(reason) = cross_site_reason(request).filter(|_| self.is_local) {
+            if let Some(reason) = cross_site_reason(request).filter(|_| is_local) {
                 tracing::warn!("a request for /engine/{name} was declined: {reason}");
                 let text = format!("this request may come from a page of another site: {reason}");
                 return Reply::json(403, &json!({"error": "Forbidden", "message": text}));
             }
-            return self.answer_control(name, &request.body).await;
+            return match self.elsewhere(door) {
+                Some(text) => {
+                    let text = format!("this route is not here: {text}");
+                    Reply::json(404, &json!({"error": "Route not found", "message": text}))
+                }
+                None => self.answer_control(name, &request.body).await,
+            };
+        }
+        if door != Door::Status {
+            return Reply::text(404, "Route not found");
         }
         let reply = self.read(&request.path);
         if reply.status != 404 && !matches!(request.method.as_str(), "GET" | "HEAD") {
             return Reply::text(405, "Method not allowed");
         }
         reply
+    }
+
+    /// Returns where controls are answered, if not at this door.
+    fn elsewhere(&self, door: Door) -> Option<&'static str> {
+        match door {
+            Door::Admin { .. } => None,
+            Door::Status if self.has_admin => Some("it is served on the admin port only (DYN_ADMIN_PORT)"),
+            Door::Status if !self.is_local => Some(
+                "engine routes are not served on a port that is open to a network. Set DYN_ADMIN_PORT (0: any free port), \
+                 which serves them at 127.0.0.1",
+            ),
+            Door::Status => None,
+        }
     }
 
     fn read(&self, path: &str) -> Reply {
@@ -201,10 +260,6 @@ impl Status {
     }
 
     async fn answer_control(&self, name: &str, body: &[u8]) -> Reply {
-        if !self.is_local {
-            let text = "this route is not here: engine routes are not served on a port that is open to a network";
-            return Reply::json(404, &json!({"error": "Route not found", "message": text}));
-        }
         let body = match body.trim_ascii() {
             [] => json!({}),
             text => match serde_json::from_slice(text) {

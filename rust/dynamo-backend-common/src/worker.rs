@@ -19,6 +19,7 @@ use crate::card::{self, Assets, CardFile};
 use crate::config::{DisaggregationMode, EngineConfig, WorkerConfig};
 use crate::discovery::{self, Discovery};
 use crate::engine::{LLMEngine, MetricsCtx};
+use crate::environment::{self, LOOPBACK, advertised};
 use crate::error::{BackendError, DynamoError, ErrorType};
 use crate::flag::Flag;
 use crate::health::{self, Health};
@@ -39,7 +40,6 @@ const CUT_PATIENCE: Duration = Duration::from_secs(2);
 /// How often a long wait is logged.
 const HEARTBEAT: Duration = Duration::from_secs(5);
 const QUIESCENCE_POLL: Duration = Duration::from_millis(500);
-const LOOPBACK: &str = "127.0.0.1";
 
 /// Whether and when the end was asked for.
 struct StopRequest {
@@ -110,7 +110,9 @@ impl Worker {
     /// Prepares to serve an engine.
     pub fn new(engine: Arc<dyn LLMEngine>, config: WorkerConfig) -> Self {
         let stop = StopRequest { times: ShutdownTimes::from_env(), flag: Flag::default(), at: Mutex::default() };
-        let (health, metrics) = (Health::new(), EngineMetrics::default());
+        let metrics = EngineMetrics::default();
+        let health = Health::new(metrics.listener().clone());
+        metrics.watch(health.progress());
         Self { engine, config, stop: Arc::new(stop), health, metrics, number: 0, hears_signals: AtomicBool::new(false) }
     }
 
@@ -123,7 +125,7 @@ impl Worker {
     /// Serves until SIGTERM or SIGINT, and returns after the clean-up; the error is what failed first.
     pub async fn run(self) -> Result<(), DynamoError> {
         self.config.check()?;
-        check_environment(&self.config)?;
+        environment::check(&self.config)?;
         self.listen_to_signals()?;
         let worker_id = crate::random::worker_id()
             .map_err(|error| DynamoError::builder().message("the system has no random numbers").cause(error).build())?;
@@ -190,6 +192,17 @@ impl Worker {
         let address = status.listen(&host, port).await?;
         let url = format!("http://{}", advertised(&address.ip().to_string(), address.port()));
         tracing::info!("status server on {url}");
+        if let Ok(port) = u16::try_from(settings::integer("DYN_ADMIN_PORT", -1, -1)) {
+            let host = settings::text("DYN_ADMIN_HOST").unwrap_or_else(|| LOOPBACK.to_owned());
+            let address = status.listen_admin(&host, shifted(port, self.number)).await?;
+            tracing::info!("engine routes on http://{}", advertised(&address.ip().to_string(), address.port()));
+            if !address.ip().is_loopback() {
+                tracing::warn!(
+                    "anybody who reaches the admin port at {host} can change this engine: no key protects it; \
+                     DYN_ADMIN_HOST={LOOPBACK} closes it"
+                );
+            }
+        }
         Ok(Some((status, url)))
     }
 
@@ -384,6 +397,7 @@ impl Worker {
         let health = self.health.clone();
         health.serving(&self.config.endpoint, payload.is_some());
         let answered = self.health.clone();
+        parts.tasks.push(tokio::spawn(Arc::clone(self.health.progress()).watch()));
         server.register(
             route,
             Arc::new(TokenServing {
@@ -391,6 +405,7 @@ impl Worker {
                 mode: self.config.disaggregation_mode,
                 metrics: Arc::clone(self.metrics.requests()),
                 server: Arc::clone(&server),
+                progress: Arc::clone(self.health.progress()),
                 load,
                 answered: Arc::new(move || answered.answered()),
             }),
@@ -498,50 +513,6 @@ async fn guarded<T>(name: &str, hook: impl Future<Output = Result<T, DynamoError
         Ok(outcome) => outcome,
         Err(_) => Err(DynamoError::backend(BackendError::Unknown, format!("{name}() panicked; see above"))),
     }
-}
-
-/// Refuses what the operator set and this SDK cannot do: going on without it would be worse than not starting.
-fn check_environment(config: &WorkerConfig) -> Result<(), DynamoError> {
-    let chosen = |own: &Option<String>, name: &str| own.clone().or_else(|| settings::text(name));
-    if let Some(plane) = chosen(&config.runtime.request_plane, "DYN_REQUEST_PLANE").filter(|plane| plane != "tcp") {
-        let text = format!("request_plane {plane:?} is not built into the Rust SDK: use tcp");
-        return Err(DynamoError::invalid(text));
-    }
-    if let Some(plane) = chosen(&config.runtime.event_plane, "DYN_EVENT_PLANE").filter(|plane| plane != "zmq") {
-        let text = format!("event_plane {plane:?} is not built into the Rust SDK: use zmq");
-        return Err(DynamoError::invalid(text));
-    }
-    for name in ["DYN_TCP_TLS_CERT_PATH", "DYN_TCP_TLS_KEY_PATH", "DYN_TCP_TLS_CLIENT_CA_CERT_PATH"] {
-        if settings::text(name).is_some() {
-            let text = format!(
-                "{name} is set, and the Rust SDK has no TLS: unset it, and use DYN_TCP_SECRET_PATH on a trusted network or \
-                 a tunnel on another one"
-            );
-            return Err(DynamoError::invalid(text));
-        }
-    }
-    if settings::integer("DYN_SYSTEM_PORT", -1, -1) >= 0 && settings::integer("DYN_ADMIN_PORT", -1, -1) >= 0 {
-        let text = "DYN_ADMIN_PORT is set, and the Rust SDK has no admin port: unset it. Engine routes are on DYN_SYSTEM_PORT \
-                    while DYN_SYSTEM_HOST is a loopback address";
-        return Err(DynamoError::invalid(text));
-    }
-    Ok(())
-}
-
-/// Returns HOST:PORT as others reach it.
-pub(crate) fn advertised(host: &str, port: u16) -> String {
-    let host = if matches!(host, "0.0.0.0" | "::") { own_address() } else { host.to_owned() };
-    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
-}
-
-/// Returns the address that the route to other machines uses; loopback where there is none.
-fn own_address() -> String {
-    // A datagram socket that is connected sends nothing, and learns its own address. No packet may be sent to that network.
-    let found = std::net::UdpSocket::bind("0.0.0.0:0").and_then(|socket| {
-        socket.connect("192.0.2.1:9")?;
-        socket.local_addr()
-    });
-    found.map_or_else(|_| LOOPBACK.to_owned(), |address| address.ip().to_string())
 }
 
 /// Returns the port of worker `number` of a process; 0, any free port, stays that.

@@ -33,6 +33,7 @@ from dynamo.runtime.request_plane.mux.frames import MAGIC, Kind, frame, pack
 from dynamo.runtime.request_plane.secret import SharedSecret
 from dynamo.runtime.request_plane.security import PlaneSecurity
 from support.patience import PATIENCE_SECONDS
+from support.processes import get
 from support.rust_worker import NEEDS_ENGINE, RustWorker, body
 from support.streams import read_all
 
@@ -168,6 +169,31 @@ async def test_probes_and_metrics(worker: RustWorker, client: MuxClient) -> None
     assert worker.get("/engine/control/sleep")[0] == 404
 
 
+def test_an_admin_port_serves_controls_and_nothing_else_does(tmp_path: Path) -> None:
+    worker = RustWorker.start(tmp_path, DYN_ADMIN_PORT="0", DYN_TCP_TLS_INSECURE="0")
+    try:
+        admin = int(worker.wait_log(r"engine routes on http://127\.0\.0\.1:(\d+)")[1])
+        worker.wait_log("Serving ")
+        status, text = worker.get("/engine/control/sleep")
+        assert (status, "DYN_ADMIN_PORT" in text) == (404, True)
+        there = get(admin, "/engine/control/sleep")
+        assert (there[0], b"Route /engine/control/sleep not found" in there[1]) == (404, True)
+        assert get(admin, "/health") == (404, b"Route not found")
+        assert worker.get("/health")[0] == 200
+    finally:
+        worker.close()
+
+
+def test_an_admin_port_that_is_taken_ends_the_start(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        worker = RustWorker.start(tmp_path, DYN_ADMIN_PORT=str(taken.getsockname()[1]))
+        try:
+            assert worker.exit_code() == 1
+            assert "set DYN_ADMIN_PORT to a free port" in worker.log
+        finally:
+            worker.close()
+
+
 async def test_its_load_reaches_subscribers(worker: RustWorker, client: MuxClient) -> None:
     """Over ZeroMQ's own library: the publisher in Rust speaks its wire without it."""
     instance = worker.instance()
@@ -247,7 +273,10 @@ async def test_the_shared_secret_is_asked_for(tmp_path: Path) -> None:
         (["--discovery-backend", "kubernetes"], {}, "discovery_backend"),
         (["--request-plane", "nats"], {}, "request_plane"),
         ([], {"DYN_TCP_TLS_CERT_PATH": "/tmp/cert"}, "DYN_TCP_TLS_CERT_PATH"),
-        ([], {"DYN_ADMIN_PORT": "0"}, "DYN_ADMIN_PORT"),
+        ([], {"DYN_TCP_TLS_CA_CERT_PATH": "/tmp/ca"}, "DYN_TCP_TLS_CA_CERT_PATH"),
+        ([], {"DYN_TCP_TLS_INSECURE": "1"}, "DYN_TCP_TLS_INSECURE"),
+        ([], {"DYN_CHAOS": "/tmp/plan.toml"}, "DYN_CHAOS"),
+        ([], {"DYN_ADMIN_PORT": "0", "DYN_SYSTEM_PORT": "-1"}, "DYN_SYSTEM_PORT"),
         (["--endpoint-types", "chats"], {}, "chats"),
         (["--model-name", "/no/such/model"], {}, "/no/such/model"),
         ([], {"DYN_TCP_SECRET_PATH": "/no/such/file"}, "DYN_TCP_SECRET_PATH"),

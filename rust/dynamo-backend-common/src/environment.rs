@@ -1,0 +1,71 @@
+//! What the environment of a worker asks for: what cannot be had ends the start, and how others reach its listeners.
+
+use crate::config::WorkerConfig;
+use crate::error::DynamoError;
+use crate::settings;
+
+/// An address that only this machine reaches.
+pub(crate) const LOOPBACK: &str = "127.0.0.1";
+
+/// Settings of TLS, for listeners and for the answers of native callers.
+const TLS: [&str; 8] = [
+    "DYN_TCP_TLS_CERT_PATH",
+    "DYN_TCP_TLS_KEY_PATH",
+    "DYN_TCP_TLS_CA_CERT_PATH",
+    "DYN_TCP_TLS_INSECURE",
+    "DYN_TCP_TLS_SERVER_NAME",
+    "DYN_TCP_TLS_CLIENT_CERT_PATH",
+    "DYN_TCP_TLS_CLIENT_KEY_PATH",
+    "DYN_TCP_TLS_CLIENT_CA_CERT_PATH",
+];
+
+/// Refuses what the operator set and this SDK cannot do: going on without it would be worse than not starting.
+pub(crate) fn check(config: &WorkerConfig) -> Result<(), DynamoError> {
+    let chosen = |own: &Option<String>, name: &str| own.clone().or_else(|| settings::text(name));
+    if let Some(plane) = chosen(&config.runtime.request_plane, "DYN_REQUEST_PLANE").filter(|plane| plane != "tcp") {
+        let text = format!("request_plane {plane:?} is not built into the Rust SDK: use tcp");
+        return Err(DynamoError::invalid(text));
+    }
+    if let Some(plane) = chosen(&config.runtime.event_plane, "DYN_EVENT_PLANE").filter(|plane| plane != "zmq") {
+        let text = format!("event_plane {plane:?} is not built into the Rust SDK: use zmq");
+        return Err(DynamoError::invalid(text));
+    }
+    let asks_for_tls = |name: &str| match name {
+        "DYN_TCP_TLS_INSECURE" => settings::switch(name, false),
+        _ => settings::text(name).is_some(),
+    };
+    for name in TLS {
+        if asks_for_tls(name) {
+            let text = format!(
+                "{name} is set, and the Rust SDK has no TLS: unset it, and use DYN_TCP_SECRET_PATH on a trusted network or \
+                 a tunnel on another one"
+            );
+            return Err(DynamoError::invalid(text));
+        }
+    }
+    if settings::text("DYN_CHAOS").is_some() {
+        let text = "DYN_CHAOS is set, and the Rust SDK injects no faults: unset it for this worker";
+        return Err(DynamoError::invalid(text));
+    }
+    if settings::integer("DYN_ADMIN_PORT", -1, -1) >= 0 && settings::integer("DYN_SYSTEM_PORT", -1, -1) < 0 {
+        let text = "DYN_ADMIN_PORT is set, and DYN_SYSTEM_PORT is not: set it, too (0: any free port)";
+        return Err(DynamoError::invalid(text));
+    }
+    Ok(())
+}
+
+/// Returns HOST:PORT as others reach it.
+pub(crate) fn advertised(host: &str, port: u16) -> String {
+    let host = if matches!(host, "0.0.0.0" | "::") { own_address() } else { host.to_owned() };
+    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
+/// Returns the address that the route to other machines uses; loopback where there is none.
+fn own_address() -> String {
+    // A datagram socket that is connected sends nothing, and learns its own address. No packet may be sent to that network.
+    let found = std::net::UdpSocket::bind("0.0.0.0:0").and_then(|socket| {
+        socket.connect("192.0.2.1:9")?;
+        socket.local_addr()
+    });
+    found.map_or_else(|_| LOOPBACK.to_owned(), |address| address.ip().to_string())
+}
