@@ -10,10 +10,13 @@ from starlette.types import ASGIApp
 
 from dynamo.frontend.access.key_store import KeyStore
 from dynamo.frontend.apis.chat import ChatApi
+from dynamo.frontend.apis.classes import ClassifyApi, PoolingApi
 from dynamo.frontend.apis.completions import CompletionApi
 from dynamo.frontend.apis.embeddings import EmbeddingsApi
 from dynamo.frontend.apis.messages import MessagesApi, MessagesCountApi
 from dynamo.frontend.apis.responses import ResponsesApi, ResponsesCountApi
+from dynamo.frontend.apis.results import ResultApi
+from dynamo.frontend.apis.scores import RerankApi, ScoreApi
 from dynamo.frontend.busy_threshold import BusyThresholdRoute, LoadFollower
 from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
 from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply
@@ -78,7 +81,7 @@ class FrontendRoutes:
         inference: dict[str, InferenceRoute] = {
             paths["chat"]: self._inference(GenerationCall(ChatApi(), self._pipeline)),
             paths["completions"]: self._inference(GenerationCall(CompletionApi(), self._pipeline)),
-            paths["embeddings"]: self._inference(ResultCall(EmbeddingsApi(), self._pipeline), Access.EMBEDDINGS),
+            **self._vectors(paths["embeddings"]),
             **self._responses(paths["responses"]),
             **(self._messages(paths["messages"]) if self._settings.anthropic_api else {}),
         }
@@ -159,6 +162,17 @@ class FrontendRoutes:
 
     def _described(self) -> Sequence[ApiDescription]:
         return (VECTORS_API, RESPONSES_API, *((MESSAGES_API,) if self._settings.anthropic_api else ()))
+
+    def _vectors(self, embeddings: str) -> dict[str, InferenceRoute]:
+        apis: dict[str, ResultApi[Any]] = {embeddings: EmbeddingsApi(), "/v1/rerank": RerankApi(is_list=True)}
+        for api, paths in (
+            (ClassifyApi(), ("/v1/classify", "/classify")),
+            (PoolingApi(), ("/v1/pooling", "/pooling")),
+            (ScoreApi(), ("/v1/score", "/score")),
+            (RerankApi(is_list=False), ("/v2/rerank", "/rerank")),
+        ):
+            apis.update(dict.fromkeys(paths, api))
+        return {path: self._inference(ResultCall(api, self._pipeline), Access.EMBEDDINGS) for path, api in apis.items()}
 
     def _responses(self, path: str) -> dict[str, InferenceRoute]:
         counts = TokenCountCall(ResponsesCountApi(self._history, self._offload), self._pipeline)

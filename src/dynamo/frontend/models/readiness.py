@@ -11,13 +11,13 @@ from dynamo.frontend.models.encode_pools import EncodePools
 from dynamo.frontend.models.instances import InstanceBook
 from dynamo.frontend.models.prefill_pools import PrefillPools
 from dynamo.frontend.models.served import ServedModels, ServingRules
-from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType
+from dynamo.protocol.model_types import VECTORS, ModelInput, ModelType, WorkerType
 
 __all__ = ["DECODE", "ENCODE", "PREFILL", "Readiness", "unservable"]
 
 logger = logging.getLogger(__name__)
 
-SERVABLE: Final = ModelType.Chat | ModelType.Completions | ModelType.Embedding
+SERVABLE: Final = ModelType.Chat | ModelType.Completions | VECTORS
 PREFILL, DECODE, ENCODE = str(WorkerType.Prefill), str(WorkerType.Decode), str(WorkerType.Encode)
 
 
@@ -131,7 +131,7 @@ def unservable(group: Group) -> str | None:
     if card.model_input not in (str(ModelInput.Tokens), str(ModelInput.Text)):
         return f"model_input {card.model_input!r} is not in this version (use Tokens or Text)"
     if not card.surfaces & SERVABLE:
-        return f"model_type {card.model_type!r} is not in this version (use Chat, Completions or Embedding)"
+        return f"model_type {card.model_type!r} is not in this version (use Chat, Completions, Embedding, Classify, Pooling or Rerank)"
     return None
 
 

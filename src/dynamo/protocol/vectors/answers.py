@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from dynamo.protocol.openai.escaping import json_text
 from dynamo.protocol.vectors.results import InputVector
 
-__all__ = ["embeddings_body", "usage_member"]
+__all__ = [
+    "classes_body",
+    "embeddings_body",
+    "pooling_body",
+    "ranked_list",
+    "ranked_results",
+    "result_head",
+    "scores_body",
+    "usage_member",
+]
 
 
 def embeddings_body(vectors: Iterable[InputVector], *, model: str, prompt_tokens: int, base64: bool) -> bytes:
@@ -25,6 +34,77 @@ def embeddings_body(vectors: Iterable[InputVector], *, model: str, prompt_tokens
         json_text(model),
         usage_member(prompt_tokens),
     )
+
+
+def classes_body(head: bytes, vectors: Sequence[InputVector], labels: Sequence[str], *, prompt_tokens: int) -> bytes:
+    """Return the body of `/v1/classify`; `head` is what `result_head` returned."""
+    entries = []
+    for index, vector in enumerate(vectors):
+        shares = vector.floats().tolist()
+        best = max(range(len(shares)), key=shares.__getitem__)
+        label = labels[best] if len(labels) == len(shares) else f"LABEL_{best}"
+        entries.append(
+            b'{"index":%d,"label":%b,"probs":%b,"num_classes":%d}'
+            % (index, json_text(label), msgspec.json.encode(shares), len(shares))
+        )
+    counts = b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":0}' % (prompt_tokens, prompt_tokens)
+    return b'%b,"data":[%b],"usage":%b}' % (head, b",".join(entries), counts)
+
+
+def pooling_body(head: bytes, vectors: Sequence[InputVector], *, prompt_tokens: int, base64: bool) -> bytes:
+    """Return the body of `/v1/pooling`: a vector, or a list of them where each token has one."""
+    entries = []
+    for index, vector in enumerate(vectors):
+        shape = b""
+        if vector.shape is not None:
+            shape = b',"shape":' + msgspec.json.encode(list(vector.shape))
+        data = b'"%b"' % vector.base64() if base64 else msgspec.json.encode(_rows(vector))
+        entries.append(b'{"index":%d,"object":"pooling","data":%b%b}' % (index, data, shape))
+    return b'%b,"data":[%b],"usage":%b}' % (head, b",".join(entries), usage_member(prompt_tokens))
+
+
+def scores_body(head: bytes, scores: Sequence[float], *, prompt_tokens: int) -> bytes:
+    """Return the body of `/v1/score`."""
+    entries = [
+        b'{"index":%d,"object":"score","score":%b}' % (index, msgspec.json.encode(score))
+        for index, score in enumerate(scores)
+    ]
+    return b'%b,"data":[%b],"usage":%b}' % (head, b",".join(entries), usage_member(prompt_tokens))
+
+
+def ranked_list(ranked: Sequence[tuple[int, float]], texts: Sequence[str] | None) -> bytes:
+    """Return the body of `/v1/rerank`, the bare list of 1.6.1. `texts`: the documents, where they are wanted."""
+    return msgspec.json.encode(
+        [
+            {"score": score, "index": index, **({} if texts is None else {"document": texts[index]})}
+            for index, score in ranked
+        ]
+    )
+
+
+def ranked_results(
+    id: str, model: str, ranked: Sequence[tuple[int, float]], texts: Sequence[str] | None, *, prompt_tokens: int
+) -> bytes:
+    """Return the body of `/rerank` and `/v2/rerank`: the object of Jina, Cohere and vLLM."""
+    results = [
+        {"index": index, "relevance_score": score, **({} if texts is None else {"document": {"text": texts[index]}})}
+        for index, score in ranked
+    ]
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    return msgspec.json.encode({"id": id, "model": model, "usage": usage, "results": results})
+
+
+def result_head(id: str, created: int, model: str) -> bytes:
+    """Return the beginning of the answers that are lists with an id, without the comma behind it."""
+    return b'{"id":%b,"object":"list","created":%d,"model":%b' % (json_text(id), created, json_text(model))
+
+
+def _rows(vector: InputVector) -> list[float] | list[list[float]]:
+    values = vector.floats().tolist()
+    if vector.shape is None or len(vector.shape) == 1:
+        return values
+    width = vector.shape[-1]
+    return [values[start : start + width] for start in range(0, len(values), width)]
 
 
 def usage_member(prompt_tokens: int) -> bytes:

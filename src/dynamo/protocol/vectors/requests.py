@@ -8,26 +8,41 @@ from typing import Any, ClassVar, Final, NoReturn, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from dynamo.protocol.openai.errors import RequestRejected
+from dynamo.protocol.openai.errors import RequestRejected, not_built
 from dynamo.protocol.openai.reader import RequestReader
 from dynamo.protocol.openai.shapes import I64, U32, NvExt
 from dynamo.protocol.openai.validation import check_supported
 
 __all__ = [
+    "CLASSIFY",
     "EMBEDDINGS",
     "MAX_INPUTS",
+    "POOLING",
+    "RERANK",
+    "SCORE",
+    "ClassifyRequest",
     "EmbeddingRequest",
     "Inputs",
+    "PoolingRequest",
+    "RankedDocument",
+    "RerankRequest",
     "ResultRequest",
+    "ScoreRequest",
     "VectorRequest",
     "check_inputs",
     "client_body",
+    "refuse",
+    "validate_classify",
     "validate_embedding",
+    "validate_pooling",
+    "validate_rerank",
+    "validate_score",
 ]
 
 MAX_INPUTS: Final = 2048  # OpenAI's limit
 MAX_DIMENSIONS: Final = 1 << 20
 ENCODING_FORMATS: Final = ("float", "base64")
+POOLING_TASKS: Final = ("embed", "classify", "score", "token_embed", "token_classify")
 
 Inputs: TypeAlias = Sequence[str] | Sequence[list[int]]
 """What is to be embedded: texts, or token ids that the client has made."""
@@ -74,7 +89,91 @@ class AnyEmbedding(EmbeddingRequest, forbid_unknown_fields=False):
     """The same request, read past unknown keys."""
 
 
+class ClassifyRequest(VectorRequest, kw_only=True, forbid_unknown_fields=True):
+    """`/v1/classify`."""
+
+    use_activation: bool | None = None
+    request_id: str | None = None  # the client's own name of it; `x-request-id` does the same
+    cache_salt: str | None = None
+
+
+class PoolingRequest(VectorRequest, kw_only=True, forbid_unknown_fields=True):
+    """`/v1/pooling`."""
+
+    task: str | None = None
+    encoding_format: str | None = None
+    embed_dtype: str | None = None
+    endianness: str | None = None
+    dimensions: I64 | None = None
+    use_activation: bool | None = None
+    normalize: bool | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+
+
+class ScoreRequest(ResultRequest, kw_only=True, forbid_unknown_fields=True):
+    """`/v1/score`: one text against many, or each of a list against its partner."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+    encoding_format: str | None = None
+    truncate_prompt_tokens: I64 | None = None
+    use_activation: bool | None = None
+    priority: I64 | None = None
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return what is compared. Call only after validation."""
+        first, second = ([text] if isinstance(text, str) else text for text in (self.text_1, self.text_2))
+        return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+class RankedDocument(Struct):
+    """A document as Jina's and Cohere's clients may send it."""
+
+    text: str
+
+
+class RerankRequest(ResultRequest, kw_only=True, forbid_unknown_fields=True):
+    """`/v1/rerank`, `/v2/rerank`, `/rerank`."""
+
+    query: str
+    documents: list[str | RankedDocument]
+    top_n: I64 | None = None
+    return_documents: bool | None = None
+    truncate_prompt_tokens: I64 | None = None
+    max_tokens_per_doc: I64 | None = None
+    priority: I64 | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the query with each document."""
+        return [(self.query, text) for text in self.texts]
+
+
+class AnyClassify(ClassifyRequest, forbid_unknown_fields=False):
+    """The same request, read past unknown keys."""
+
+
+class AnyPooling(PoolingRequest, forbid_unknown_fields=False):
+    """The same request, read past unknown keys."""
+
+
+class AnyScore(ScoreRequest, forbid_unknown_fields=False):
+    """The same request, read past unknown keys."""
+
+
+class AnyRerank(RerankRequest, forbid_unknown_fields=False):
+    """The same request, read past unknown keys."""
+
+
 EMBEDDINGS: Final = RequestReader(EmbeddingRequest, AnyEmbedding)
+CLASSIFY: Final = RequestReader(ClassifyRequest, AnyClassify)
+POOLING: Final = RequestReader(PoolingRequest, AnyPooling)
+SCORE: Final = RequestReader(ScoreRequest, AnyScore)
+RERANK: Final = RequestReader(RerankRequest, AnyRerank)
 
 
 def validate_embedding(request: EmbeddingRequest) -> None:
@@ -83,6 +182,73 @@ def validate_embedding(request: EmbeddingRequest) -> None:
     check_choice("encoding_format", request.encoding_format, ENCODING_FORMATS)
     if request.dimensions is not None and not 1 <= request.dimensions <= MAX_DIMENSIONS:
         refuse(f"Dimensions must be at least 1 and at most {MAX_DIMENSIONS}, got {request.dimensions}", "dimensions")
+
+
+def validate_classify(request: ClassifyRequest) -> None:
+    """Refuse a request that breaks a rule."""
+    check_vector_request(request)
+
+
+def validate_pooling(request: PoolingRequest) -> None:
+    """Refuse a request that breaks a rule, and forms of vectors that are not built."""
+    check_vector_request(request)
+    check_choice("task", request.task, POOLING_TASKS)
+    if request.dimensions is not None:
+        refuse("dimensions is currently not supported", "dimensions")
+    check_choice("encoding_format", request.encoding_format, (*ENCODING_FORMATS, "bytes", "bytes_only"))
+    check_choice("embed_dtype", request.embed_dtype, ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"))
+    check_choice("endianness", request.endianness, ("native", "little", "big"))
+    for field, built in (
+        ("encoding_format", ENCODING_FORMATS),
+        ("embed_dtype", ("float32",)),
+        ("endianness", ("native", "little")),
+    ):
+        value = getattr(request, field)
+        if value is not None and value not in built:
+            raise not_built(f"Validation: `{field}` '{value}' is not in this version", field)
+
+
+def validate_score(request: ScoreRequest) -> None:
+    """Refuse a request that breaks a rule."""
+    check_result_request(request)
+    first, second = (_texts(getattr(request, field), field) for field in ("text_1", "text_2"))
+    if len(first) not in (1, len(second)):
+        refuse(
+            f"Text_1 must be one text, or as many as text_2: got {len(first)} and {len(second)}",
+            "text_1",
+        )
+
+
+def validate_rerank(request: RerankRequest) -> None:
+    """Refuse a request that breaks a rule, in the words of 1.6.1 where it has some."""
+    check_result_request(request)
+    if not request.query.strip():
+        refuse("Query cannot be empty or whitespace only", "query")
+    if not request.documents:
+        refuse("Documents cannot be empty", "documents")
+    if len(request.documents) > MAX_INPUTS:
+        refuse(f"Documents must have at most {MAX_INPUTS} entries, got {len(request.documents)}", "documents")
+    for position, text in enumerate(request.texts):
+        if not text.strip():
+            refuse("Each document cannot be empty or whitespace only", f"documents[{position}]")
+    if request.top_n is not None and request.top_n < 1:
+        refuse("Parameter 'top_n' must be larger than 0", "top_n")
+    if request.max_tokens_per_doc is not None:
+        raise not_built(
+            "Validation: `max_tokens_per_doc` is not in this version (truncate_prompt_tokens is)", "max_tokens_per_doc"
+        )
+
+
+def _texts(value: str | list[str], field: str) -> Sequence[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not texts:
+        refuse(f"{field.capitalize()} cannot be an empty list", field)
+    if len(texts) > MAX_INPUTS:
+        refuse(f"{field.capitalize()} must have at most {MAX_INPUTS} entries, got {len(texts)}", field)
+    for position, text in enumerate(texts):
+        if not text:
+            refuse(f"{field.capitalize()}[{position}] cannot be empty", f"{field}[{position}]")
+    return texts
 
 
 def check_vector_request(request: VectorRequest) -> None:

@@ -7,7 +7,14 @@ from typing import Any, Final
 from msgspec import Struct
 
 from dynamo.protocol.openai.schema import ApiDescription, generation_errors, json_content
-from dynamo.protocol.vectors.requests import EmbeddingRequest
+from dynamo.protocol.vectors.requests import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RankedDocument,
+    RerankRequest,
+    ScoreRequest,
+)
 
 __all__ = ["VECTORS_API"]
 
@@ -47,7 +54,100 @@ def _post(operation: str, summary: str, request: str, answer: str) -> dict[str, 
     }
 
 
+class ClassUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+
+
+class ClassifiedInput(Struct):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifiedList(Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[ClassifiedInput]
+    usage: ClassUsage
+
+
+class PooledInput(Struct):
+    index: int
+    object: str
+    data: list[float] | list[list[float]] | str
+    shape: list[int] | None = None
+
+
+class PooledList(Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[PooledInput]
+    usage: InputUsage
+
+
+class ScoredPair(Struct):
+    index: int
+    object: str
+    score: float
+
+
+class ScoreList(Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[ScoredPair]
+    usage: InputUsage
+
+
+class RankedEntry(Struct):
+    """One document of `/v1/rerank`, whose answer is a list of them."""
+
+    score: float
+    index: int
+    document: str | None = None
+
+
+class RankedResult(Struct):
+    index: int
+    relevance_score: float
+    document: RankedDocument | None = None
+
+
+class RankedResults(Struct):
+    id: str
+    model: str
+    usage: InputUsage
+    results: list[RankedResult]
+
+
+def _listed(operation: dict[str, Any]) -> dict[str, Any]:
+    """Return an operation whose answer is a list of what it names."""
+    content = operation["post"]["responses"]["200"]["content"]["application/json"]
+    content["schema"] = {"type": "array", "items": content["schema"]}
+    return operation
+
+
+_TYPES: Final[list[Any]] = [
+    EmbeddingRequest, ClassifyRequest, PoolingRequest, ScoreRequest, RerankRequest,
+    EmbeddingList, ClassifiedList, PooledList, ScoreList, RankedEntry, RankedResults,
+]  # fmt: skip
+
 VECTORS_API: Final = ApiDescription(
-    [EmbeddingRequest, EmbeddingList],
-    {"/v1/embeddings": _post("createEmbedding", "Turn texts into vectors", "EmbeddingRequest", "EmbeddingList")},
+    _TYPES,
+    {
+        "/v1/embeddings": _post("createEmbedding", "Turn texts into vectors", "EmbeddingRequest", "EmbeddingList"),
+        "/v1/classify": _post("classify", "Judge texts", "ClassifyRequest", "ClassifiedList"),
+        "/v1/pooling": _post("pool", "Return what a model's pooling makes of texts", "PoolingRequest", "PooledList"),
+        "/v1/score": _post("score", "Score pairs of texts", "ScoreRequest", "ScoreList"),
+        "/v1/rerank": _listed(_post("rerankList", "Rank documents, as a list", "RerankRequest", "RankedEntry")),
+        "/v2/rerank": _post("rerank", "Rank documents", "RerankRequest", "RankedResults"),
+    },
 )

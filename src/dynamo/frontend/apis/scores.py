@@ -1,0 +1,187 @@
+"""`/v1/score`, and reranking in its two shapes: how well pairs of texts fit.
+
+A model with one class judges both texts together (a cross encoder). Any other model makes a vector of each text, and the score
+is the cosine between them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar
+
+from dynamo.errors import Unknown
+from dynamo.frontend.apis.classes import labels_of
+from dynamo.frontend.apis.embeddings import note_tokens, read_parts
+from dynamo.frontend.apis.results import ResultAnswer, ResultApi, ResultReply
+from dynamo.frontend.http.offload import Offload
+from dynamo.frontend.models.served import ServedModel
+from dynamo.frontend.pipeline.inputs import InputRules, check_served, encode_inputs, result_plan, vector_plan
+from dynamo.frontend.pipeline.preprocess import Preprocessor
+from dynamo.frontend.pipeline.result_plan import ResultPlan
+from dynamo.frontend.pipeline.stage_timer import StageTimer
+from dynamo.protocol.model_types import ModelType
+from dynamo.protocol.openai.body import BodyLimits
+from dynamo.protocol.vectors.answers import ranked_list, ranked_results, result_head, scores_body
+from dynamo.protocol.vectors.requests import (
+    RERANK,
+    SCORE,
+    RerankRequest,
+    ScoreRequest,
+    client_body,
+    validate_rerank,
+    validate_score,
+)
+from dynamo.protocol.vectors.results import InputVector, check_total
+
+__all__ = ["RerankApi", "ScoreApi"]
+
+R = TypeVar("R", bound=Any)
+
+
+class _PairApi(ResultApi[R]):
+    """Scores pairs of texts."""
+
+    model_type = ModelType.Rerank | ModelType.Embedding
+
+    async def plan(self, preprocessor: Preprocessor, request: R, model: ServedModel, timer: StageTimer) -> ResultPlan:
+        check_served(model, "Scores")
+        if model.takes_text:
+            return result_plan(preprocessor, request, model, [client_body(request)], 0)
+        rules = InputRules(self._field, truncate=request.truncate_prompt_tokens)
+        if _judges_pairs(model):
+            ids = await encode_inputs(preprocessor, model, request.pairs(), rules, timer)
+            return vector_plan(preprocessor, request, model, ids, {"task": "score"})
+        texts = list(dict.fromkeys(chain.from_iterable(request.pairs())))  # each is embedded once
+        ids = await encode_inputs(preprocessor, model, texts, rules, timer)
+        return vector_plan(preprocessor, request, model, ids, {"task": "embed"})
+
+    @property
+    @abstractmethod
+    def _field(self) -> str:
+        """The member that a refusal names."""
+
+    async def _scores(self, offload: Offload, request: R, answer: ResultAnswer) -> list[float]:
+        found = read_parts(answer)
+        vectors = list(chain.from_iterable(each.items for each in found))
+        check_total(vectors)
+        note_tokens(answer, found)
+        if _judges_pairs(answer.model):
+            scores = [vector.floats() for vector in vectors]
+            if any(len(score) != 1 for score in scores):
+                raise Unknown("the worker sent more than one number for a pair of texts")
+            return [score[0] for score in scores]
+        return await offload(partial(_cosines, request.pairs(), vectors))
+
+
+class ScoreApi(_PairApi[ScoreRequest]):
+    """vLLM's score."""
+
+    endpoint = "score"
+    id_prefix = "score-"
+    _field = "text_2"
+
+    def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> ScoreRequest:
+        request: ScoreRequest = SCORE.read(body, ignore_unsupported=ignore_unsupported, limits=limits)
+        return request
+
+    def validate(self, request: ScoreRequest) -> None:
+        validate_score(request)
+
+    async def render(self, offload: Offload, request: ScoreRequest, answer: ResultAnswer) -> ResultReply:
+        if answer.model.takes_text:
+            scores = [_number(entry, "score") for entry in _entries(answer, "data", len(request.pairs()))]
+        else:
+            scores = await self._scores(offload, request, answer)
+        head = result_head(answer.id, int(time.time()), request.model)
+        return ResultReply(scores_body(head, scores, prompt_tokens=answer.tally.prompt_tokens))
+
+
+class RerankApi(_PairApi[RerankRequest]):
+    """Documents by how well they answer a query, the best first."""
+
+    endpoint = "rerank"
+    id_prefix = "rerank-"
+    _field = "documents"
+
+    def __init__(self, *, is_list: bool) -> None:
+        """`is_list`: the answer is the bare list of 1.6.1, and not the object of Jina, Cohere and vLLM."""
+        self._is_list = is_list
+
+    def decode(self, body: bytes, *, ignore_unsupported: bool, limits: BodyLimits) -> RerankRequest:
+        request: RerankRequest = RERANK.read(body, ignore_unsupported=ignore_unsupported, limits=limits)
+        return request
+
+    def validate(self, request: RerankRequest) -> None:
+        validate_rerank(request)
+
+    async def render(self, offload: Offload, request: RerankRequest, answer: ResultAnswer) -> ResultReply:
+        count = len(request.documents)
+        if answer.model.takes_text:
+            scores = _placed(_ranked_entries(answer), count, request.top_n)
+        else:
+            scores = dict(enumerate(await self._scores(offload, request, answer)))
+        ranked = sorted(scores.items(), key=lambda entry: (-entry[1], entry[0]))[: request.top_n]
+        texts = None if request.return_documents is False else request.texts
+        if self._is_list:
+            return ResultReply(ranked_list(ranked, texts))
+        tokens = answer.tally.prompt_tokens
+        return ResultReply(ranked_results(answer.id, request.model, ranked, texts, prompt_tokens=tokens))
+
+
+def _judges_pairs(model: ServedModel) -> bool:
+    return len(labels_of(model)) == 1
+
+
+def _cosines(pairs: Sequence[tuple[str, str]], vectors: Sequence[InputVector]) -> list[float]:
+    texts = list(dict.fromkeys(chain.from_iterable(pairs)))
+    values = {text: vector.floats() for text, vector in zip(texts, vectors, strict=True)}
+    if len({len(each) for each in values.values()}) > 1:
+        raise Unknown("the workers sent embeddings of different lengths")
+    norms = {text: math.sqrt(sum(map(operator.mul, each, each))) for text, each in values.items()}
+    return [
+        sum(map(operator.mul, values[first], values[second])) / ((norms[first] * norms[second]) or 1.0)
+        for first, second in pairs
+    ]
+
+
+def _entries(answer: ResultAnswer, member: str, count: int) -> list[Any]:
+    found = answer.results[0]
+    entries = found.get(member) if isinstance(found, Mapping) else None
+    if not isinstance(entries, list) or len(entries) != count:
+        raise Unknown(f"the worker did not answer with a list of `{member}` of length {count}")
+    return entries
+
+
+def _ranked_entries(answer: ResultAnswer) -> list[Any]:
+    """Return the list of a worker that reranks by itself, bare or as `results`."""
+    found = answer.results[0]
+    entries = found.get("results") if isinstance(found, Mapping) else found
+    if not isinstance(entries, list):
+        raise Unknown("the worker did not answer a request for a ranking with a list")
+    return entries
+
+
+def _placed(entries: Sequence[Any], count: int, top_n: int | None) -> dict[int, float]:
+    """Return the score of each document. Raises Unknown for a document that is not there, or there twice."""
+    scores: dict[int, float] = {}
+    for entry in entries:
+        index = entry.get("index") if isinstance(entry, Mapping) else None
+        if type(index) is not int or not 0 <= index < count or index in scores:
+            raise Unknown(f"the worker ranked the document {index!r} of {count}")
+        scores[index] = _number(entry, "score" if "score" in entry else "relevance_score")
+    if len(scores) < min(count, top_n or count):
+        raise Unknown(f"the worker ranked {len(scores)} of {count} documents")
+    return scores
+
+
+def _number(entry: Any, member: str) -> float:
+    value = entry.get(member) if isinstance(entry, Mapping) else None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise Unknown(f"the worker sent the `{member}` {value!r}")
+    return float(value)
