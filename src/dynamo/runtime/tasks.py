@@ -42,7 +42,10 @@ async def first_of(*awaitables: Awaitable[Any]) -> int:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    tasks[done].result()
+    try:
+        tasks[done].result()
+    finally:
+        tasks.clear()  # one of them has the error that leaves here, whose traceback has this frame
     return done
 
 

@@ -11,6 +11,7 @@ import socket
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urljoin, urlsplit
@@ -20,7 +21,7 @@ from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.media.addresses import FetchTarget, MediaRefused, check_address, check_url
 from dynamo.frontend.media.cache import MediaCache
 from dynamo.frontend.media.content import Media, read_data_url, read_media
-from dynamo.frontend.media.http_get import get
+from dynamo.frontend.media.http_get import Answered, get
 from dynamo.frontend.media.metrics import FetchOutcome
 from dynamo.frontend.media.settings import FetchRules, MediaSettings
 from dynamo.runtime.tasks import Background
@@ -165,6 +166,7 @@ class PartFetcher:
             if flight.waiting == 0 and not flight.task.done():
                 self._flights.pop(key, None)
                 flight.task.cancel()
+            del flight  # its task has the error that is raised here, whose traceback has this frame
 
     def _landed(self, key: _FlightKey, task: asyncio.Task[Media]) -> None:
         flight = self._flights.get(key)
@@ -187,9 +189,11 @@ class PartFetcher:
         try:
             async with self._place(rules), asyncio.timeout(rules.timeout_seconds):
                 self._count("fetched")
-                data, cache_control = await self._follow(url, rules, take)
-            media = await self._offload(lambda: read_media(data, kind, max_pixels=self._settings.pixels))
-            return self.cache.add(key, media, cache_control)
+                answered = await self._follow(url, rules, take)
+            if answered.is_compressed:  # what it unpacks to is counted before it is there
+                take(self._settings.file_bytes)
+            media = await self._offload(partial(self._read_answer, answered, kind))
+            return self.cache.add(key, media, answered.cache_control)
         except TimeoutError:
             raise MediaRefused(f"it was not fetched within {rules.timeout_seconds:g} s") from None
         finally:
@@ -208,7 +212,11 @@ class PartFetcher:
         finally:
             self._places.release()
 
-    async def _follow(self, url: str, rules: FetchRules, take: Callable[[int], None]) -> tuple[bytes, str]:
+    def _read_answer(self, answered: Answered, kind: str) -> Media:
+        data = answered.unpacked(self._settings.file_bytes)
+        return read_media(data, kind, max_pixels=self._settings.pixels)
+
+    async def _follow(self, url: str, rules: FetchRules, take: Callable[[int], None]) -> Answered:
         """Return the content behind a URL and its redirects, every rule kept at every hop."""
         target = check_url(url, rules)
         for _ in range(MAX_REDIRECTS + 1):
@@ -217,7 +225,7 @@ class PartFetcher:
                 target, addresses, agent=rules.user_agent, max_bytes=self._settings.file_bytes, take=take
             )
             if answered.location is None:
-                return answered.body, answered.cache_control
+                return answered
             try:
                 url = urljoin(url, answered.location)
             except ValueError:

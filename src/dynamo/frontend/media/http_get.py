@@ -28,10 +28,33 @@ _REDIRECTS: Final = (301, 302, 303, 307, 308)
 class Answered:
     """What a server answered: the body, or where it lies instead."""
 
-    __slots__ = ("body", "cache_control", "location")
+    __slots__ = ("_window_bits", "body", "cache_control", "location")
 
-    def __init__(self, body: bytes, location: str | None, cache_control: str) -> None:
+    def __init__(self, body: bytes, location: str | None, cache_control: str, window_bits: int | None = None) -> None:
+        """`window_bits`: of zlib, where the server compressed the body; None: it did not."""
         self.body, self.location, self.cache_control = body, location, cache_control
+        self._window_bits = window_bits
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether `unpacked` has something to do."""
+        return self._window_bits is not None
+
+    def unpacked(self, max_bytes: int) -> bytes:
+        """Return the body as it was before its server compressed it. Blocks; raises MediaRefused where it is longer."""
+        if self._window_bits is None:
+            return self.body
+        inflate = zlib.decompressobj(self._window_bits)
+        try:
+            found = inflate.decompress(self.body, max_bytes + 1)
+        except zlib.error:
+            raise MediaRefused("its server sent a content encoding that cannot be read") from None
+        if len(found) > max_bytes:
+            del found  # the traceback of an error keeps this frame
+            raise _too_long(max_bytes)
+        if not inflate.eof:
+            raise MediaRefused("its server closed the connection too early")
+        return found
 
 
 async def get(
@@ -95,16 +118,17 @@ async def _read(reader: asyncio.StreamReader, max_bytes: int, take: Callable[[in
             if head_bytes > MAX_HEAD_BYTES and not answer.status:
                 raise MediaRefused("the headers of its server are too long")
     except httptools.HttpParserError as error:
-        if isinstance(error.__context__, MediaRefused | Overloaded | zlib.error):  # raised inside a callback
-            raise _plain(error.__context__) from None
+        if isinstance(error.__context__, MediaRefused | Overloaded):  # raised inside a callback
+            raise error.__context__ from None
         raise MediaRefused("its server does not speak HTTP/1.1") from None
-    return answer.result()
+    else:
+        return answer.result()
+    finally:
+        answer.close()
 
 
-def _plain(error: BaseException) -> BaseException:
-    if isinstance(error, zlib.error):
-        return MediaRefused("its server sent a content encoding that cannot be read")
-    return error
+def _too_long(max_bytes: int) -> MediaRefused:
+    return MediaRefused(f"it has more than the {max_bytes} bytes allowed (DYN_MM_MAX_FILE_SIZE_MB)")
 
 
 class _AnswerReader:
@@ -115,9 +139,14 @@ class _AnswerReader:
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
         self._body = bytearray()
-        self._inflate: Any = None
+        self._window_bits: int | None = None
         self.status = 0  # 0 until the head is complete
         self.is_complete = False
+
+    def close(self) -> None:
+        """Let go of the body and the parser, which calls this object back: a circle that only the collector would find."""
+        self._body = bytearray()
+        del self._parser
 
     def feed(self, data: bytes) -> None:
         """Take what the server sent. Raises MediaRefused inside the parser's own errors."""
@@ -143,24 +172,21 @@ class _AnswerReader:
             raise MediaRefused(f"its server answered with status {status}")
         length = self._headers.get("content-length", "")
         if length.isdigit() and int(length[:20]) > self._max_bytes:
-            raise self._too_long()
+            raise _too_long(self._max_bytes)
         coding = self._headers.get("content-encoding", "").strip().lower()
         if coding not in ("", "identity"):
             if coding not in _CODINGS:
                 raise MediaRefused("its server sent a content encoding that was not asked for")
-            self._inflate = zlib.decompressobj(_CODINGS[coding])
+            self._window_bits = _CODINGS[coding]
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of the body, inflated where the server compressed it; the inflated size counts."""
+        """Take a piece of the body."""
         if self.is_complete:
             return
-        if self._inflate is None:
-            self._add(body)
-            return
-        rest = body
-        while rest and not self._inflate.eof:
-            self._add(self._inflate.decompress(rest, _READ_BYTES))
-            rest = self._inflate.unconsumed_tail
+        if len(self._body) + len(body) > self._max_bytes:
+            raise _too_long(self._max_bytes)
+        self._take(len(body))
+        self._body += body
 
     def on_message_complete(self) -> None:
         """Take the end of the answer."""
@@ -180,15 +206,4 @@ class _AnswerReader:
             if not location:
                 raise MediaRefused("its server redirected it to nowhere")
             return Answered(b"", location, "")
-        if self._inflate is not None and not self._inflate.eof:
-            raise MediaRefused("its server closed the connection too early")
-        return Answered(bytes(self._body), None, self._headers.get("cache-control", ""))
-
-    def _add(self, piece: bytes) -> None:
-        if len(self._body) + len(piece) > self._max_bytes:
-            raise self._too_long()
-        self._take(len(piece))
-        self._body += piece
-
-    def _too_long(self) -> MediaRefused:
-        return MediaRefused(f"it has more than the {self._max_bytes} bytes allowed (DYN_MM_MAX_FILE_SIZE_MB)")
+        return Answered(bytes(self._body), None, self._headers.get("cache-control", ""), self._window_bits)

@@ -139,8 +139,10 @@ class MediaIntake:
                 return None
             return await self.fetcher.content(part.url, part.kind, rules)
         except MediaRefused as error:
-            self._metrics.refused()
-            raise refused_part(part.where, f"{part.kind}_url {shown_url(part.url)}: {error}") from None
+            reason = str(error)
+        # Outside the handler: the frames of the fetch, with what they hold, must not live on as the context of this error.
+        self._metrics.refused()
+        raise refused_part(part.where, f"{part.kind}_url {shown_url(part.url)}: {reason}")
 
     def _check_limits(self, media: RequestMedia, contents: Sequence[Media | None], model: ServedModel) -> None:
         """Raise RequestRejected for what is too much together, or more than the card's decoder takes."""
@@ -261,9 +263,11 @@ def _decoder_fault(decoder: Any, content: Media) -> str | None:
 
 async def _together(work: Sequence[Coroutine[Any, Any, Media | None]]) -> list[Media | None]:
     """Run all of it; the first failure ends the others and is raised."""
+    tasks: list[asyncio.Task[Media | None]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in work]
+            tasks += [group.create_task(each) for each in work]
     except BaseExceptionGroup as failures:
+        tasks.clear()  # one of them has the error, whose traceback has this frame
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
