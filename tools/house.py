@@ -27,6 +27,7 @@ MAX_PARAMETERS: Final = 6
 MAX_CLASS_LINES: Final = 300
 MAX_ATTRIBUTES: Final = 12
 MAX_FILE_LINES: Final = 600
+LARGEST: Final = 12  # files that are listed
 PURE_ROOMS: Final = ("kv", "placement", "router")
 TASK_MAKERS: Final = frozenset({"create_task", "ensure_future"})
 
@@ -164,6 +165,18 @@ def long_files(house: Iterable[Module]) -> Figure:
     return Figure("files over 600 lines", len(found), "0", tuple(found))
 
 
+def largest_files(house: Iterable[Module]) -> Figure:
+    """Name the largest files, each with the one idea that its docstring begins with."""
+    found = sorted(house, key=lambda module: -module.lines)[:LARGEST]
+    ideas = [(ast.get_docstring(module.tree) or "").split("\n", 1)[0] for module in found]
+    return Figure(
+        "lines of the largest file",
+        found[0].lines,
+        f"<= {MAX_FILE_LINES}",
+        tuple(Finding(module.name, f"{module.lines} lines: {idea}") for module, idea in zip(found, ideas, strict=True)),
+    )
+
+
 def loose_tasks(house: Iterable[Module]) -> Figure:
     """Count tasks that are made outside `runtime/tasks.py` and no task group."""
     found = []
@@ -270,6 +283,12 @@ def stays_of_a_request(house: Iterable[Module]) -> Figure:
     return Figure("stays of a chat request on its way to the worker", len(found), "<= 14", found)
 
 
+def stays_of_a_token(house: Iterable[Module]) -> Figure:
+    """Count the stays of a token on its way from the engine's chunk to the client's socket."""
+    found = tuple(Finding(stay["module"], ", ".join(stay["functions"])) for stay in _way("--token"))
+    return Figure("stays of a token on its way to the client", len(found), "<= 14", found)
+
+
 def climbs_of_a_request(house: Iterable[Module]) -> Figure:
     """Count the stays that lead back into a higher room."""
     found = tuple(Finding(stay["module"], ", ".join(stay["functions"])) for stay in _way() if stay["is_climb"])
@@ -277,9 +296,9 @@ def climbs_of_a_request(house: Iterable[Module]) -> Figure:
 
 
 @cache
-def _way() -> list[dict[str, Any]]:
+def _way(*arguments: str) -> list[dict[str, Any]]:
     # In a process of its own: tracing slows everything in it down, and a frontend leaves much behind.
-    command = [sys.executable, str(Path(__file__).with_name("way.py"))]
+    command = [sys.executable, str(Path(__file__).with_name("way.py")), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
@@ -291,6 +310,7 @@ FIGURES: Final[tuple[tuple[str, Callable[[list[Module]], Figure]], ...]] = (
     ("parameters", long_parameter_lists),
     ("classes", large_classes),
     ("files", long_files),
+    ("largest", largest_files),
     ("tasks", loose_tasks),
     ("any", untyped),
     ("nouns", nouns_used_twice),
@@ -298,6 +318,7 @@ FIGURES: Final[tuple[tuple[str, Callable[[list[Module]], Figure]], ...]] = (
     ("pipeline", room_sizes),
     ("way", stays_of_a_request),
     ("climbs", climbs_of_a_request),
+    ("token", stays_of_a_token),
 )
 
 
@@ -310,11 +331,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     house = modules()
-    figures = {key: measure(house) for key, measure in FIGURES}
     if options.list:
-        for finding in figures[options.list].findings:
+        for finding in dict(FIGURES)[options.list](house).findings:
             print(f"{finding.where}: {finding.text}")
         return 0
+    figures = {key: measure(house) for key, measure in FIGURES}
     ceilings = {key: value for key, value in _settings().items() if key != "exempt"}
     worse = [key for key, figure in figures.items() if figure.value > ceilings.get(key, float("inf"))]
     if options.tighten:

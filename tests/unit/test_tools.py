@@ -53,7 +53,7 @@ def test_a_docstring_begins_with_a_verb_or_not(doc: str, expected: bool) -> None
 
 def test_a_stay_is_a_run_of_work_in_one_module_and_a_climb_leads_to_a_higher_room() -> None:
     def call(module: str, *, is_work: bool = True) -> SimpleNamespace:
-        return SimpleNamespace(module=module, function="f", is_work=is_work)
+        return SimpleNamespace(module=module, function="f", does_work=lambda least: is_work)
 
     way = [
         call("frontend/a"),

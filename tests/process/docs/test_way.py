@@ -1,4 +1,4 @@
-"""The architecture page lists the stays of a chat request as they are traced."""
+"""The architecture page lists the stays of a chat request and of a token as they are traced."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_the_page_lists_the_stays_of_a_request() -> None:
+@pytest.mark.parametrize(
+    ("heading", "arguments"),
+    [("### Its stays", []), ("### The stays of a token", ["--token"])],
+    ids=["request", "token"],
+)
+def test_the_page_lists_the_stays(heading: str, arguments: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "way.py")],
+        [sys.executable, str(ROOT / "tools" / "way.py"), *arguments],
         capture_output=True,
         text=True,
         timeout=3 * PATIENCE_SECONDS,
@@ -27,6 +32,6 @@ def test_the_page_lists_the_stays_of_a_request() -> None:
     )
     assert done.returncode == 0, done.stderr
     traced = [(stay["is_climb"], stay["module"]) for stay in json.loads(done.stdout)]
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    listed = re.findall(r"(?m)^\d+\. (\^ )?`([^`]+)`: ", page)
+    section = re.split(r"(?m)^#", (ROOT / "docs" / "architecture.md").read_text().split(f"{heading}\n")[1])[0]
+    listed = re.findall(r"(?m)^\d+\. (\^ )?`([^`]+)`: ", section)
     assert [(bool(climb), module) for climb, module in listed] == traced
