@@ -181,6 +181,7 @@ def _document(settings: MockerSettings, mode: DisaggregationMode) -> Any:
             "kv_transfer_bytes_per_token": size,
             "kv_transfer_bandwidth": settings.kv_transfer_bandwidth,
             "kv_transfer_timing_mode": settings.kv_transfer_timing_mode,
+            "native_host_offload": _host_offload(settings),
             "timing_model": timing,
             "sglang": {
                 "schedule_policy": settings.sglang_schedule_policy,
@@ -194,6 +195,22 @@ def _document(settings: MockerSettings, mode: DisaggregationMode) -> Any:
         "startup_time": settings.startup_time,
         "dynamo": {"reasoning": reasoning, "response_replay_trace_path": settings.response_replay_trace_path},
     }
+
+
+def _host_offload(settings: MockerSettings) -> dict[str, Any] | None:
+    bandwidths = {
+        name: value
+        for name, value in (
+            ("d2h_bandwidth_gbps", settings.host_offload_d2h_bandwidth_gbps),
+            ("h2d_bandwidth_gbps", settings.host_offload_h2d_bandwidth_gbps),
+        )
+        if value is not None
+    }
+    if settings.num_host_blocks is None:
+        if bandwidths:
+            raise InvalidArgument("--host-offload-d2h- and -h2d-bandwidth-gbps need --num-host-blocks")
+        return None
+    return {"num_host_blocks": settings.num_host_blocks, **bandwidths}
 
 
 def _worker(

@@ -19,7 +19,7 @@ from dynamo.mocker.output import ReasoningShape
 from dynamo.mocker.profile import read_profile
 from dynamo.mocker.timing import FixedTiming, PolynomialTiming
 from dynamo.runtime.addresses import LOOPBACK
-from dynamo.scheduling import PassTiming, SchedulerOptions, SglangOptions
+from dynamo.scheduling import HostTierOptions, PassTiming, SchedulerOptions, SglangOptions
 
 __all__ = [
     "AIS",
@@ -95,13 +95,15 @@ _SGLANG: Final = frozenset(
         "schedule_conservativeness",
     }
 )
+_OFFLOAD: Final = frozenset({"num_host_blocks", "d2h_bandwidth_gbps", "h2d_bandwidth_gbps", "scope"})
+HOST_BANDWIDTH_GBPS: Final = 32.0
 # Members of the native object whose meaning is not built here: null, or the value that changes nothing, is fine.
 _NOT_BUILT: Final[Mapping[str, object]] = {
     "engine.prefill_schedule_interval": 1,
     "engine.prefill_decode_interval": 0,
     "engine.kv_cache_groups": None,
     "engine.kv_cache_capacity_bytes": None,
-    "engine.native_host_offload": None,
+    "engine.native_host_offload.scope": None,
     "gpu_memory_utilization": None,
     "dynamo.router_queue_policy": None,
 }
@@ -238,7 +240,7 @@ def read_configuration(document: object) -> MockOptions:
         startup_seconds=top.number("startup_time", 0.0) or 0.0,
         transfer=KvTransferTime(
             engine.number("kv_transfer_bandwidth", None),
-            engine.integer("kv_transfer_bytes_per_token", engine.integer("kv_bytes_per_token", None)),
+            _transfer_bytes(engine),
         ),
         seed=engine.integer("aic_mtp_seed", 42) or 0,
         reasoning=_reasoning(dynamo.raw("reasoning")),
@@ -280,11 +282,39 @@ def _scheduler(engine: _Section, backend: str) -> SchedulerOptions:
             role=engine.text("worker_type", "aggregated"),
             block_size=engine.integer("block_size", DEFAULT_BLOCK_SIZES.get(backend, 64), minimum=1) or 1,
             accept_rates=() if drafts is None else tuple(float(rate) for rate in padded[:drafts]),
+            host=_host_tier(engine),
             sglang=SglangOptions(**sglang.given(_SGLANG)),
             **engine.given(_SCHEDULER),
         )
     except InvalidArgument as error:
         raise InvalidArgument(f"engine.{error}") from error
+
+
+def _host_tier(engine: _Section) -> HostTierOptions | None:
+    if not engine.has("native_host_offload"):
+        return None
+    offload = _Section(engine.raw("native_host_offload"), "engine.native_host_offload", _OFFLOAD)
+    blocks = offload.integer("num_host_blocks", None, minimum=1)
+    if blocks is None:
+        raise InvalidArgument("native_host_offload.num_host_blocks is missing")
+    token_bytes = engine.integer("kv_cache_bytes_per_token", _transfer_bytes(engine))
+    if not token_bytes:
+        raise InvalidArgument("native_host_offload needs kv_cache_bytes_per_token or kv_transfer_bytes_per_token")
+    block_bytes = token_bytes * (engine.integer("block_size", DEFAULT_BLOCK_SIZES["vllm"]) or 1)
+    to_host, to_device = (
+        offload.number(name, HOST_BANDWIDTH_GBPS) for name in ("d2h_bandwidth_gbps", "h2d_bandwidth_gbps")
+    )
+    if not to_host or not to_device:
+        raise InvalidArgument("native_host_offload needs bandwidths above 0")
+    return HostTierOptions(
+        num_host_blocks=blocks,
+        to_host_block_ms=block_bytes / (to_host * 1e6),
+        to_device_block_ms=block_bytes / (to_device * 1e6),
+    )
+
+
+def _transfer_bytes(engine: _Section) -> int | None:
+    return engine.integer("kv_transfer_bytes_per_token", engine.integer("kv_bytes_per_token", None))
 
 
 def _timing(model: object) -> PassTiming:

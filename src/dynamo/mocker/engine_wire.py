@@ -17,7 +17,7 @@ import zmq
 from dynamo.errors import CannotConnect
 from dynamo.mocker.stream import MockStream
 from dynamo.runtime.event_plane.zmq import SocketReader
-from dynamo.scheduling import BlockRun, EvictedBlocks
+from dynamo.scheduling import DEVICE_TIER, HOST_TIER, BlockRun, EvictedBlocks
 
 __all__ = ["EngineWire"]
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 KEPT_MESSAGES: Final = 10_000  # for subscribers that missed some
 HIGH_WATER_MARK: Final = 10_000  # messages that wait for one subscriber; what it does not read is lost to it
-MEDIUM: Final = "GPU"
+MEDIA: Final = {DEVICE_TIER: "GPU", HOST_TIER: "CPU"}
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -67,7 +67,12 @@ class EngineWire:
 
     def _event(self, event: BlockRun | EvictedBlocks) -> dict[str, Any]:
         if isinstance(event, EvictedBlocks):
-            return {"type": "BlockRemoved", "block_hashes": event.identities, "medium": MEDIUM, "group_idx": 0}
+            return {
+                "type": "BlockRemoved",
+                "block_hashes": event.identities,
+                "medium": MEDIA[event.tier],
+                "group_idx": 0,
+            }
         return {
             "type": "BlockStored",
             "block_hashes": event.identities,
@@ -75,7 +80,7 @@ class EngineWire:
             "token_ids": self._tokens(event),
             "block_size": self._block_size,
             "lora_id": None,
-            "medium": MEDIUM,
+            "medium": MEDIA[event.tier],
             "lora_name": event.request.lora_name,
             "extra_keys": _extra_keys(event),
             "group_idx": 0,

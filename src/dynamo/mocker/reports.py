@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from dynamo.contract.kv_events import ComponentSnapshot, KvEventSource, PushSource, ZmqSource
@@ -59,7 +61,8 @@ class MockReports:
                 if self._wires:
                     self._wires[rank].publish(result.events)
                 elif (publisher := self._publishers.get(rank)) is not None:
-                    publisher.publish_changes([change for event in result.events for change in block_changes(event)])
+                    for tier, events in groupby(result.events, attrgetter("tier")):
+                        publisher.publish_changes([change for event in events for change in block_changes(event)], tier)
             if result.first:
                 self._publish_prompts(rank, result)
             self._publish_load(rank)

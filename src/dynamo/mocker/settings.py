@@ -16,7 +16,7 @@ from dynamo.settings.readers import (
     switch,
     text,
 )
-from dynamo.settings.table import Setting, Status, declared, setting
+from dynamo.settings.table import Status, declared, setting
 
 __all__ = ["BOOTSTRAP_HOST", "REFUSED_FLAGS", "MockerSettings"]
 
@@ -109,6 +109,15 @@ class MockerSettings:
         flag="--preemption-mode", group=_CACHE)
     trtllm_capacity_scheduler_policy: str = setting("guaranteed_no_evict", None, one_of("guaranteed_no_evict"),
         "Policy of trtllm; there is one", flag="--trtllm-capacity-scheduler-policy", group=_CACHE)
+    num_host_blocks: int | None = setting(None, None, integer(1),
+        "Blocks of a second tier of the cache in host memory, for each rank (vllm); see "
+        "[the host tier](mocker.md#the-host-tier)", flag="--num-host-blocks", group=_CACHE, shown="no such tier")
+    host_offload_d2h_bandwidth_gbps: float | None = setting(None, None, number(0, unit="GB/s"),
+        "Speed of copies to the host; needs `--num-host-blocks`", flag="--host-offload-d2h-bandwidth-gbps",
+        group=_CACHE, shown="32")
+    host_offload_h2d_bandwidth_gbps: float | None = setting(None, None, number(0, unit="GB/s"),
+        "Speed of copies back to the device; needs `--num-host-blocks`", flag="--host-offload-h2d-bandwidth-gbps",
+        group=_CACHE, shown="32")
 
     speedup_ratio: float = setting(1.0, None, number(0),
         "Divides every time; 0: nothing takes time (the native mocker then leaves times as they are)",
@@ -174,13 +183,4 @@ class MockerSettings:
     # fmt: on
 
 
-def _refused(*flags: str) -> Setting:
-    return declared(None, text, "", flag=flags, status=Status.REFUSED)
-
-
-REFUSED_FLAGS: Final = (
-    _refused("--num-host-blocks"),
-    _refused("--host-offload-d2h-bandwidth-gbps"),
-    _refused("--host-offload-h2d-bandwidth-gbps"),
-    declared(None, switch, "", flag="--sglang-generate", status=Status.REFUSED),
-)
+REFUSED_FLAGS: Final = (declared(None, switch, "", flag="--sglang-generate", status=Status.REFUSED),)

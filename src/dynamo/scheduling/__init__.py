@@ -12,7 +12,9 @@ none are made, and a pass costs less.
 from __future__ import annotations
 
 from dynamo.scheduling.batching import TrtllmCore, VllmCore
-from dynamo.scheduling.core import BlockRun, EvictedBlocks, PassPlan, PassResult, SchedulerCore
+from dynamo.scheduling.block_changes import DEVICE_TIER, HOST_TIER, BlockRun, EvictedBlocks
+from dynamo.scheduling.core import PassPlan, PassResult, SchedulerCore
+from dynamo.scheduling.host_tier import HostTier, HostTierOptions
 from dynamo.scheduling.options import PassTiming, SchedulerOptions, SglangOptions
 from dynamo.scheduling.pool import PrefixPool
 from dynamo.scheduling.radix import SglangCore
@@ -20,8 +22,12 @@ from dynamo.scheduling.ranks import RankGroup, pass_duration
 from dynamo.scheduling.request import ScheduledRequest
 
 __all__ = [
+    "DEVICE_TIER",
+    "HOST_TIER",
     "BlockRun",
     "EvictedBlocks",
+    "HostTier",
+    "HostTierOptions",
     "PassPlan",
     "PassResult",
     "PassTiming",

@@ -54,14 +54,22 @@ class VllmCore(SchedulerCore):
 
     def _admit(self, budget: int, now_ms: float) -> None:
         options, waiting, running = self.options, self.waiting, self.running
-        block_size = options.block_size
-        while waiting and budget > 0 and len(running) < options.max_num_seqs:
+        block_size, host = options.block_size, self.host
+        while waiting and budget > 0:
+            if len(running) + (0 if host is None else len(host.loads)) >= options.max_num_seqs:
+                return
             request = waiting[0]
             found = self._admissible(request)
             if found is None:
                 return
-            missing = request.known - found * block_size
             computes_prompts = self._computes(request)
+            if host is not None and computes_prompts:
+                loaded = host.match(request.identities, found, self._reusable(request))
+                if loaded:
+                    waiting.popleft()
+                    self._load(request, found, found + loaded, now_ms)
+                    continue
+            missing = request.known - found * block_size
             count = missing if not computes_prompts else min(missing, budget)
             if count < missing and not options.enable_chunked_prefill:
                 if budget < options.max_num_batched_tokens:
@@ -75,6 +83,18 @@ class VllmCore(SchedulerCore):
             running.append(request)
             self._planned.append(request)
             budget -= count if computes_prompts else 1
+
+    def _load(self, request: ScheduledRequest, found: int, blocks: int, now_ms: float) -> None:
+        """Admit a request with `found` blocks of the device and the next ones, up to `blocks`, of the host."""
+        is_first = request.cached_tokens < 0
+        self._pin_prefix(request, found, now_ms)
+        request.computed = blocks * self.options.block_size
+        if not self._grow(request, request.computed):
+            raise RuntimeError(f"request {request.request_id} was admitted without room for its blocks")
+        if is_first:
+            request.cached_tokens = min(request.computed, request.prompt_tokens)
+        assert self.host is not None
+        self.host.load(request, blocks - found, now_ms)
 
     def _admissible(self, request: ScheduledRequest) -> int | None:
         """Return how many cached blocks the request can reuse; None when the cache has no room for it now."""

@@ -17,11 +17,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
+from dynamo.scheduling.block_changes import BlockRun, EvictedBlocks
+from dynamo.scheduling.host_tier import HostTier
 from dynamo.scheduling.options import PassTiming, SchedulerOptions
 from dynamo.scheduling.pool import PrefixPool
 from dynamo.scheduling.request import ScheduledRequest
 
-__all__ = ["BlockRun", "EvictedBlocks", "PassPlan", "PassResult", "SchedulerCore"]
+__all__ = ["PassPlan", "PassResult", "SchedulerCore"]
 
 _NEVER: Final = 1 << 62  # tokens
 
@@ -40,37 +42,6 @@ class PassPlan:
     decode_requests: int
     decode_context: int
     """Tokens of context of the requests that decode."""
-
-
-@dataclass(slots=True, eq=False)
-class BlockRun:
-    """Blocks of one request that became complete, and that the cache did not hold before: block numbers [begin, end)."""
-
-    request: ScheduledRequest
-    begin: int
-    end: int
-
-    @property
-    def parent(self) -> int | None:
-        """The identity of the block before; None: the run begins the sequence."""
-        return self.request.identities[self.begin - 1] if self.begin else None
-
-    @property
-    def identities(self) -> list[int]:
-        """The blocks' names: chained hashes."""
-        return self.request.identities[self.begin : self.end]
-
-    @property
-    def content(self) -> list[int]:
-        """Hashes of each block's own tokens."""
-        return self.request.content[self.begin : self.end]
-
-
-@dataclass(slots=True, eq=False)
-class EvictedBlocks:
-    """Blocks that the cache holds no more."""
-
-    identities: list[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +67,7 @@ class SchedulerCore(ABC):
         """`seed` decides which drafts are accepted, and the identities of output blocks of requests without tokens."""
         self.options = options
         self.pool = PrefixPool(options.num_gpu_blocks)
+        self.host = None if options.host is None else HostTier(options.host, options.speedup_ratio)
         self.waiting: deque[ScheduledRequest] = deque()
         self.running: list[ScheduledRequest] = []
         self.preemptions = 0
@@ -142,7 +114,7 @@ class SchedulerCore(ABC):
     @property
     def has_work(self) -> bool:
         """Whether a pass would do anything."""
-        return bool(self.running or self.waiting or self._rejected)
+        return bool(self.running or self.waiting or self._rejected or (self.host is not None and self.host.loads))
 
     # -- one pass --------------------------------------------------------------------------------------------------------
 
@@ -153,8 +125,17 @@ class SchedulerCore(ABC):
         if not self.has_work:
             return None
         self._in_pass = True
+        host = self.host
+        if host is None:
+            self._schedule(now_ms)
+            return self._measured()
+        self.running += host.begin_pass(now_ms)
         self._schedule(now_ms)
-        return self._measured()
+        plan = self._measured()
+        if not self._planned:
+            plan.duration_ms = max(plan.duration_ms, host.wait_ms(now_ms))
+        host.pass_ends_ms = now_ms + plan.duration_ms
+        return plan
 
     @abstractmethod
     def _schedule(self, now_ms: float) -> None:
@@ -233,6 +214,8 @@ class SchedulerCore(ABC):
             self.running = [request for request in self.running if not request.is_over or request.held]
         if self._cancelled:
             self._drop_cancelled()
+        if self.host is not None:
+            self.host.end_pass(result.events)
         return result
 
     def _burst(self, rates: tuple[float, ...], room: int) -> int:
@@ -300,6 +283,8 @@ class SchedulerCore(ABC):
             self._release(request)
         gone = set(map(id, dropped))
         self.running = [request for request in self.running if id(request) not in gone]
+        if self.host is not None:
+            self.host.loads = [load for load in self.host.loads if id(load.request) not in gone]
         self.waiting = deque(request for request in self.waiting if id(request) not in gone)
 
     def _computes(self, request: ScheduledRequest) -> bool:

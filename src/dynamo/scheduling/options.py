@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from dynamo.errors import InvalidArgument
+from dynamo.scheduling.host_tier import HostTierOptions
 
 __all__ = ["PassTiming", "SchedulerOptions", "SglangOptions"]
 
@@ -65,6 +66,8 @@ class SchedulerOptions:
     """Divides the times of decode steps once more. 0: they take no time."""
     accept_rates: tuple[float, ...] = ()
     """Chance of each draft token to be accepted after the one before it; empty: no speculation."""
+    host: HostTierOptions | None = None
+    """A second tier of the cache in host memory; None: there is none."""
     sglang: SglangOptions = field(default_factory=SglangOptions)
 
     def __post_init__(self) -> None:
@@ -82,6 +85,8 @@ class SchedulerOptions:
         self._check_speculation()
         if self.backend == "trtllm" and self.role != "aggregated":
             raise InvalidArgument(f"worker_type {self.role} is not built for backend trtllm: use vllm or sglang")
+        if self.host is not None and (self.backend != "vllm" or not self.enable_prefix_caching):
+            raise InvalidArgument("native_host_offload needs backend vllm with enable_prefix_caching")
         if self.backend == "sglang":
             if not self.enable_chunked_prefill:
                 raise InvalidArgument("enable_chunked_prefill cannot be false for backend sglang")

@@ -84,7 +84,13 @@ def test_roles_in_both_forms() -> None:
         ([*MODEL, "--ais-perf-model"], "aisimulate, which is not public"),
         ([*MODEL, "--aic-system", "h200"], "aisimulate, which is not public"),
         ([*MODEL, "--bootstrap-ports", "1"], "for prefill workers only"),
-        ([*MODEL, "--num-host-blocks", "1"], "not in this version"),
+        ([*MODEL, "--num-host-blocks", "1"], "needs kv_cache_bytes_per_token or kv_transfer_bytes_per_token"),
+        ([*MODEL, "--num-host-blocks", "1", "--kv-bytes-per-token", "1", "--engine-type", "sglang"], "backend vllm"),
+        (
+            [*MODEL, "--num-host-blocks", "1", "--kv-bytes-per-token", "1", "--no-enable-prefix-caching"],
+            "prefix_caching",
+        ),
+        ([*MODEL, "--host-offload-h2d-bandwidth-gbps", "1"], "need --num-host-blocks"),
         ([*MODEL, "--block-size", "1"], "block_size must be an integer of at least 2"),
         ([*MODEL, "--ais-nextn", "2", "--decode-speedup-ratio", "2"], "decode_speedup_ratio must be 1"),
         ([*MODEL, "--num-workers", "2", "--zmq-kv-events-ports", "5000"], "one port for each of the 2 workers"),
@@ -150,7 +156,18 @@ def test_a_configuration_file_takes_the_place_of_the_flags(tmp_path: Path) -> No
         ({"engine": {"timing_model": {"type": "fixed"}}}, r"engine\.timing_model\.prefill_ms is missing"),
         ({"engine": {"timing_model": {"type": "external", "provider": "ais"}}}, "aisimulate"),
         ({"engine": {"kv_cache_groups": [1]}}, r"engine\.kv_cache_groups is not built"),
-        ({"engine": {"native_host_offload": {"num_host_blocks": 1}}}, "not built"),
+        ({"engine": {"native_host_offload": {"num_host_blocks": 1, "scope": "cluster"}}}, r"scope is not built"),
+        ({"engine": {"native_host_offload": {}}}, r"native_host_offload\.num_host_blocks is missing"),
+        ({"engine": {"native_host_offload": {"num_host_blocks": 0}}}, r"num_host_blocks must be an integer"),
+        (
+            {
+                "engine": {
+                    "kv_bytes_per_token": 1,
+                    "native_host_offload": {"num_host_blocks": 1, "h2d_bandwidth_gbps": 0},
+                }
+            },
+            "bandwidths above 0",
+        ),
         ({"dynamo": {"bootstrap_port": -1}}, r"dynamo\.bootstrap_port must be an integer from 0"),
         ({"dp_size": 0}, "dp_size must be an integer from 1"),
     ],
@@ -176,3 +193,13 @@ def test_the_bytes_of_a_token_come_from_the_model(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert kv_bytes_per_token(str(tmp_path), dtype) == expected
     assert kv_bytes_per_token("my-model") is None
+
+
+def test_the_host_tier_knows_how_long_the_copy_of_a_block_takes() -> None:
+    argv = [*MODEL, "--num-host-blocks", "100", "--block-size", "16", "--kv-bytes-per-token", "131072"]
+    (worker,) = read_arguments([*argv, "--host-offload-d2h-bandwidth-gbps", "16"]).workers
+    host = worker.options.scheduler.host
+    assert host is not None
+    assert host.num_host_blocks == 100
+    assert host.to_host_block_ms == pytest.approx(16 * 131_072 / 16e9 * 1000)
+    assert host.to_device_block_ms == pytest.approx(16 * 131_072 / 32e9 * 1000)

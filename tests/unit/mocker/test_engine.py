@@ -19,7 +19,7 @@ from dynamo.mocker.engine import HANDOFF, REJECTED, MockEngine
 from dynamo.mocker.output import ReasoningShape, ResponseTrace
 from dynamo.placement.replica_events import BookedWorker, BookingEvent, decode_bookings
 from dynamo.runtime.context import Context
-from dynamo.scheduling import SchedulerOptions
+from dynamo.scheduling import HostTierOptions, SchedulerOptions
 from support.processes import until
 
 
@@ -187,12 +187,14 @@ class Reports:
     def __init__(self) -> None:
         self.loads: list[tuple[int, int]] = []
         self.changes: list[Any] = []
+        self.tiers: list[tuple[str, ...]] = []
 
     def publish(self, rank: int, snapshot: ComponentSnapshot) -> None:
         self.loads.append((rank, snapshot.kv_used_blocks))
 
-    def publish_changes(self, changes: Any) -> None:
+    def publish_changes(self, changes: Any, tier: str) -> None:
         self.changes += changes
+        self.tiers.append((tier, *(next(iter(change)) for change in changes)))
 
 
 async def test_ranks_take_requests_in_turn_and_publish_their_own_blocks() -> None:
@@ -208,6 +210,22 @@ async def test_ranks_take_requests_in_turn_and_publish_their_own_blocks() -> Non
     await answer(engine, request(13, 1, routing={"dp_rank": 1}))
     stored = [[len(change["stored"]["blocks"]) for change in each.changes] for each in told]
     assert stored == [[2, 1], [2, 1, 1]]
+    await engine.cleanup()
+
+
+async def test_blocks_of_the_host_tier_are_published_as_such() -> None:
+    tier = HostTierOptions(num_host_blocks=3, to_host_block_ms=1.0, to_device_block_ms=1.0)
+    engine = MockEngine("m", MockOptions(scheduler=replace(instant.scheduler, host=tier)))
+    await engine.start(0)
+    (source,) = await engine.kv_event_sources()
+    assert isinstance(source, PushSource)
+    told = Reports()
+    source.on_ready(told)
+    await answer(engine, request(13))
+    await answer(engine, request(1, 1, token_ids=list(range(500, 513))))
+    await answer(engine, request(1, 1))
+    assert ("host_pinned", "stored") in told.tiers
+    assert ("host_pinned", "stored", "removed") in told.tiers
     await engine.cleanup()
 
 

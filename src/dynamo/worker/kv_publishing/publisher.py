@@ -172,11 +172,11 @@ class KvEventPublisher:
         """
         self._send([data for number, event in enumerate(events) for data in self._checked(number, event)])
 
-    def publish_changes(self, changes: Sequence[BlockChange]) -> None:
+    def publish_changes(self, changes: Sequence[BlockChange], tier: str = "device") -> None:
         """Publish changes that have their published shape already, at most 128 blocks each: of an engine that computes
-        the hashes of block contents itself.
+        the hashes of block contents itself. All are of one storage tier.
         """
-        self._send(changes)
+        self._send(changes, tier)
 
     def publish_cleared(self) -> None:
         """Publish the loss of all blocks of the engine."""
