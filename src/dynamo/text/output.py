@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias, assert_never
+from typing import TypeAlias, assert_never, final
+
+from msgspec import Struct
 
 __all__ = [
     "CallArguments",
@@ -26,37 +28,43 @@ __all__ = [
 ]
 
 
-class Content(NamedTuple):
+@final
+class Content(Struct, frozen=True, gc=False):
     """Text for the reader."""
 
     text: str
 
 
-class Reasoning(NamedTuple):
+@final
+class Reasoning(Struct, frozen=True, gc=False):
     """Text the model wrote to itself."""
 
     text: str
 
 
-class CallBegan(NamedTuple):
+@final
+class CallBegan(Struct, frozen=True, gc=False):
     """A call of this function; the arguments that follow, up to the next `CallBegan`, are its own."""
 
     name: str
     id: str | None = None  # None: the text carries none
 
 
-class CallArguments(NamedTuple):
+@final
+class CallArguments(Struct, frozen=True, gc=False):
     """The next piece of the arguments: all pieces together are the text of a JSON object, if the call ends."""
 
     text: str
     call: int | None = None  # of which call, counted from 0; None: of the last one that began
 
 
-class CallEnded(NamedTuple):
+@final
+class CallEnded(Struct, frozen=True, gc=False):
     """The call is complete. A call that never ends was cut short, and its arguments are no whole JSON."""
 
 
-class CallDropped(NamedTuple):
+@final
+class CallDropped(Struct, frozen=True, gc=False):
     """The last call that began is none after all, or was cut off: its text is content.
 
     A stream has shown its beginning already and leaves it unfinished; an answer in one piece has the text instead.
@@ -65,7 +73,8 @@ class CallDropped(NamedTuple):
     text: str
 
 
-class Idle(NamedTuple):
+@final
+class Idle(Struct, frozen=True):
     """A parser that holds nothing back: text without any of `characters` becomes one event of this kind."""
 
     characters: frozenset[str]

@@ -31,14 +31,15 @@ class _ParsedChoice:
 class ParsingStage:
     """Events in, events out. Only chat answers are parsed."""
 
-    __slots__ = ("_choices", "_counters", "_plan", "_tokenizer", "_work")
+    __slots__ = ("_choices", "_counters", "_counts_reasoning", "_plan", "_tokenizer", "_work")
 
     def __init__(self, plan: OutputPlan, work: WorkRequest, tokenizer: Tokenizer | None) -> None:
         """`tokenizer`: None where the model takes text, and there are no tokens to count."""
         self._plan, self._work, self._tokenizer = plan, work, tokenizer
         self._choices: dict[int, _ParsedChoice] = {}
         self._counters: dict[int, ReasoningCounter] = {}
-        if plan.has_reasoning and tokenizer is not None:
+        self._counts_reasoning = plan.has_reasoning and tokenizer is not None
+        if self._counts_reasoning:
             work.tally.reasoning_tokens = 0
 
     def outputs(self, outputs: Sequence[ChoiceOutput]) -> list[ChoiceOutput]:
@@ -49,7 +50,7 @@ class ParsingStage:
         choice = self._choices.get(output.choice)
         if choice is None:
             choice = self._choices[output.choice] = _ParsedChoice(self._plan.parser())
-        if output.token_ids:
+        if self._counts_reasoning and output.token_ids:
             self._count_reasoning(output)
         idle = choice.parser.idle
         if idle is not None and len(output.events) == 1 and choice.logprobs is None:
@@ -88,14 +89,15 @@ class ParsingStage:
             events.append(event)
 
     def _count_reasoning(self, output: ChoiceOutput) -> None:
-        work, tokenizer = self._work, self._tokenizer
-        if work.tally.reasoning_tokens is None or tokenizer is None:
-            return
-        counter = self._counters.get(output.choice)
+        work, counter = self._work, self._counters.get(output.choice)
         if counter is None:
+            tokenizer = self._tokenizer
+            assert tokenizer is not None
             prompt = work.plan.prompts[output.choice // work.plan.choices]
             skip = (work.plan.body.get("output_options") or {}).get("skip_special_tokens")
             counter = self._counters[output.choice] = self._plan.counter(
                 tokenizer, prompt, skip_special_tokens=skip is None or bool(skip)
             )
-        work.tally.reasoning_tokens += counter.count(output.token_ids)
+        counted = counter.count(output.token_ids)
+        if counted:
+            work.tally.reasoning_tokens = (work.tally.reasoning_tokens or 0) + counted
