@@ -13,7 +13,7 @@ from typing import Final
 
 from pages import write_page
 
-from dynamo.frontend.metric_families import FAMILIES as FRONTEND
+from dynamo.frontend.metrics.table import FAMILIES as FRONTEND
 from dynamo.mocker.metrics import FAMILIES as MOCKER
 from dynamo.router.kv.metrics import FAMILIES as KV_ROUTER
 from dynamo.router.kv.queue_metrics import FAMILIES as ROUTER_QUEUE

@@ -25,7 +25,7 @@ from dynamo.contract import args as worker
 from dynamo.contract.config import ENABLE_STRUCTURAL_TAG, HEALTH_CHECK_PAYLOAD, NAMESPACE_SUFFIX, WorkerConfig
 from dynamo.frontend import settings as frontend
 from dynamo.frontend.media.settings import MediaSettings
-from dynamo.frontend.metric_buckets import LOG_BUCKETS
+from dynamo.frontend.metrics.buckets import LOG_BUCKETS
 from dynamo.frontend.models.file_policy import FilePolicy
 from dynamo.frontend.native_flags import INERT, ONE_VALUE, REFUSED
 from dynamo.frontend.settings import ApiLimits, FrontendSettings

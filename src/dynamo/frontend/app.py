@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING
 from dynamo.errors import WorkerUnavailable
 from dynamo.frontend.access.key_store import KeyStore
 from dynamo.frontend.admission.process import Admission, Stage
-from dynamo.frontend.busy_threshold import LoadFollower
-from dynamo.frontend.cluster_access import ClusterAccess
 from dynamo.frontend.http.application import FrontendRoutes
 from dynamo.frontend.http.offload import Offload, ThreadOffload
 from dynamo.frontend.http.operations import Peers
-from dynamo.frontend.loop_probe import LoopProbe
 from dynamo.frontend.media.intake import MediaIntake
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.metrics.loop_probe import LoopProbe
+from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.models.cards import Scope as NamespaceScope
+from dynamo.frontend.models.cluster_access import ClusterAccess
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.text_models import TextModelLoader
 from dynamo.frontend.pipeline.exchange import ExchangeRegister

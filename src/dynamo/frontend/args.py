@@ -14,7 +14,7 @@ from typing import Final
 from dynamo.access.key_text import check_imported
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.access.key_store import load_key_file
-from dynamo.frontend.metric_buckets import check_buckets
+from dynamo.frontend.metrics.buckets import check_buckets
 from dynamo.frontend.native_flags import INERT, ONE_VALUE, REFUSED
 from dynamo.frontend.settings import DUMP_CONFIG_TO, ROUTES, FrontendSettings
 from dynamo.runtime.addresses import is_loopback

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.frontend.args import parse_args
-from dynamo.frontend.busy_threshold import LOAD_TOPIC
+from dynamo.frontend.models.busy_threshold import LOAD_TOPIC
 from dynamo.protocol.records import ModelRuntimeConfig
 from dynamo.router import busy_workers
 from dynamo.router.busy_workers import BusyThresholds, LoadReport

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from dynamo.frontend.busy_threshold import LOAD_TOPIC
+from dynamo.frontend.models.busy_threshold import LOAD_TOPIC
 from dynamo.kv.engine_events import BadPayload, read_payload
 from dynamo.kv.events import BadEvents, read_events
 from dynamo.placement.replica_events import BadReplicaEvents, decode_binding, decode_bookings

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+from dynamo.frontend.metrics.requests import RequestMetrics
 from dynamo.frontend.pipeline.idle_timeout import IdleTimeout
 from dynamo.frontend.pipeline.sink import AnswerStream, SplicedEvents
-from dynamo.frontend.request_metrics import RequestMetrics
 from dynamo.protocol.openai.escaping import json_text
 from dynamo.runtime.request_plane.base import StreamItem
 from dynamo.text.decoder import ChoiceDecoder

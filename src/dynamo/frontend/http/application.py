@@ -17,7 +17,6 @@ from dynamo.frontend.apis.messages import MessagesApi, MessagesCountApi
 from dynamo.frontend.apis.responses import ResponsesApi, ResponsesCountApi
 from dynamo.frontend.apis.results import ResultApi
 from dynamo.frontend.apis.scores import RerankApi, ScoreApi
-from dynamo.frontend.busy_threshold import BusyThresholdRoute, LoadFollower
 from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
 from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply
 from dynamo.frontend.http.auth import IDENTITY, Access, KeyDoor, check_access
@@ -28,6 +27,7 @@ from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePag
 from dynamo.frontend.http.request_id import reject_route, with_request_id
 from dynamo.frontend.http.routes import InferenceFirst
 from dynamo.frontend.http.stored_responses import CancelRoute, InputItemsRoute, StoredResponseRoute
+from dynamo.frontend.models.busy_threshold import BusyThresholdRoute, LoadFollower
 from dynamo.frontend.pipeline.inference import Call, GenerationCall, Pipeline
 from dynamo.frontend.pipeline.results import ResultCall
 from dynamo.frontend.pipeline.token_count import TokenCountCall

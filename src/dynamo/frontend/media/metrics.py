@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from dynamo.frontend.families import FrontendFamilies
+from dynamo.frontend.metrics.families import FrontendFamilies
 from dynamo.protocol.openai.shapes import MediaPart
 
 __all__ = ["FetchOutcome", "MediaMetrics"]

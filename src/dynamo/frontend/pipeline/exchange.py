@@ -17,9 +17,9 @@ from dynamo.errors import Cancelled, DynamoException
 from dynamo.frontend.access.identity import Identity
 from dynamo.frontend.admission.model import AdmissionSlot
 from dynamo.frontend.http.asgi import ClientGone
+from dynamo.frontend.metrics.requests import RequestMetrics
 from dynamo.frontend.pipeline.plan import Tally, WorkRequest
 from dynamo.frontend.pipeline.stage_timer import StageTimer
-from dynamo.frontend.request_metrics import RequestMetrics
 from dynamo.runtime.context import Context
 from dynamo.runtime.tracing import TraceContext
 

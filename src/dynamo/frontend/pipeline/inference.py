@@ -23,6 +23,7 @@ from dynamo.frontend.apis.base import Answer, Api, FailureRenderer, GenerationAp
 from dynamo.frontend.http.offload import LARGE_BODY_BYTES, takes_long
 from dynamo.frontend.media.intake import MediaIntake
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.metrics.requests import UNKNOWN_MODEL, RequestType
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
 from dynamo.frontend.pipeline.delivery import StreamDelivery, UnaryDelivery, annotation_events, send_placement
@@ -35,7 +36,6 @@ from dynamo.frontend.pipeline.request_records import CLIENT_LEFT, begin_record, 
 from dynamo.frontend.pipeline.routing_answer import routing_headers
 from dynamo.frontend.pipeline.sink import AnswerSink, AnswerStream, HeaderPairs
 from dynamo.frontend.pipeline.stage_timer import QUEUE, StageTimer, wants_stage_times
-from dynamo.frontend.request_metrics import UNKNOWN_MODEL, RequestType
 from dynamo.frontend.settings import KEEP_ALIVE_SECONDS, FrontendSettings
 from dynamo.protocol.dialect import Dialect
 from dynamo.protocol.openai.body import BodyLimits

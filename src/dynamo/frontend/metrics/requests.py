@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Literal
 
-from dynamo.frontend.families import FrontendFamilies
+from dynamo.frontend.metrics.families import FrontendFamilies
 from dynamo.frontend.pipeline.stage_timer import ROUTE, STAGES, StageTimer
 from dynamo.router.migration import Move
 from dynamo.runtime.metrics import Counter, Gauge, Histogram, count_down, count_over, count_up, observe_each

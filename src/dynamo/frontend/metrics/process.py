@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dynamo.frontend.families import FrontendFamilies
 from dynamo.frontend.media.metrics import MediaMetrics
-from dynamo.frontend.model_metrics import ModelMetrics
-from dynamo.frontend.request_metrics import RequestSeries
-from dynamo.frontend.worker_gauges import WorkerGauges
+from dynamo.frontend.metrics.families import FrontendFamilies
+from dynamo.frontend.metrics.models import ModelMetrics
+from dynamo.frontend.metrics.requests import RequestSeries
+from dynamo.frontend.metrics.workers import WorkerGauges
 from dynamo.router.stall_detector import StallKind
 from dynamo.runtime.metric_snapshots import absorb
 from dynamo.runtime.metrics import Histogram, MetricsRegistry

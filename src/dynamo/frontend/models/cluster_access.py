@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dynamo.frontend.admission.model import AdmissionPolicy
-from dynamo.frontend.busy_threshold import LOAD_TOPIC
+from dynamo.frontend.models.busy_threshold import LOAD_TOPIC
 from dynamo.frontend.models.card_routing import CardRouting, GroupRouting
 from dynamo.frontend.models.served import ServingRules
 from dynamo.frontend.settings import FrontendSettings

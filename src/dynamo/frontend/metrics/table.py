@@ -1,4 +1,4 @@
-"""The metrics of a frontend as a table; `metrics.py` counts them."""
+"""The metrics of a frontend as a table; its neighbours count them."""
 
 from __future__ import annotations
 

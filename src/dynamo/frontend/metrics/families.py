@@ -1,11 +1,11 @@
-"""The families of `metric_families`, opened in one registry under one prefix."""
+"""The families of the table, opened in one registry under one prefix."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dynamo.frontend.metric_buckets import buckets_of
-from dynamo.frontend.metric_families import FAMILIES
+from dynamo.frontend.metrics.buckets import buckets_of
+from dynamo.frontend.metrics.table import FAMILIES
 from dynamo.runtime.metrics import Counter, Gauge, Histogram, MetricsRegistry, Vector
 
 __all__ = ["FrontendFamilies"]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from dynamo.frontend.families import FrontendFamilies
-from dynamo.frontend.metric_families import MODEL_FACTS
+from dynamo.frontend.metrics.families import FrontendFamilies
+from dynamo.frontend.metrics.table import MODEL_FACTS
 from dynamo.runtime.metrics import Counter, Vector
 
 __all__ = ["ModelMetrics"]
