@@ -2,62 +2,40 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import Any, Final, Self, TextIO
-from urllib.parse import SplitResult, urlsplit
+from dataclasses import dataclass
+from typing import Any, Final, TextIO
 
+from dynamo.cli.api_client import EXIT_FAILED, MAX_LINE_BYTES, ApiClient, ServerError, ServerFlags, error_text
 from dynamo.cli.usage import UsageError
 from dynamo.settings.command import CommandParser, did_you_mean
 from dynamo.settings.flags import add_flags
 from dynamo.settings.foreign import has_colour
-from dynamo.settings.readers import integer, number, placeholder, port, text
+from dynamo.settings.readers import integer, number, placeholder, text
 from dynamo.settings.table import read_settings, setting, settings_of
 
 __all__ = ["ChatClient", "ChatFlags", "ServerError", "build_parser", "main"]
 
-DEFAULT_PORT: Final = 8000
-CONNECT_SECONDS: Final = 5.0
-READ_SECONDS: Final = 600.0  # a long prompt on a slow machine
-MAX_LINE_BYTES: Final = 1 << 20
-EXIT_FAILED: Final = 1
-
 _COMMANDS: Final = {"/reset": "forget the conversation", "/quit": "leave (also Ctrl-D)", "/help": "show these commands"}
 
 
-class ServerError(Exception):
-    """The server did not answer, or answered with an error; the message is for a person."""
-
-
-class ChatClient:
+class ChatClient(ApiClient):
     """Asks one server over HTTP."""
-
-    def __init__(self, url: str, api_key: str | None) -> None:
-        """Raises UsageError for a URL that is not HTTP."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise UsageError(f"{url!r} is not an HTTP address; write for example http://127.0.0.1:{DEFAULT_PORT}")
-        self._parts: SplitResult = parts
-        self._base = parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
 
     def models(self) -> list[str]:
         """Return the names of the models that are served. Raises ServerError."""
-        with closing(self._connect()) as connection:
-            answer = self._request(connection, "GET", "/v1/models")
+        with closing(self.connect()) as connection:
+            answer = self.request(connection, "GET", "/v1/models")
             return [str(model["id"]) for model in json.loads(answer.read())["data"]]
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the delta of each chunk of one chat answer. Raises ServerError, also in the middle."""
-        with closing(self._connect()) as connection:
-            answer = self._request(connection, "POST", "/v1/chat/completions", {**body, "stream": True})
+        with closing(self.connect()) as connection:
+            answer = self.request(connection, "POST", "/v1/chat/completions", {**body, "stream": True})
             while line := answer.readline(MAX_LINE_BYTES):
                 if not line.startswith(b"data:"):
                     continue
@@ -66,50 +44,22 @@ class ChatClient:
                     return
                 chunk = json.loads(data)
                 if "error" in chunk:
-                    raise ServerError(_error_text(chunk))
+                    raise ServerError(error_text(chunk))
                 for choice in chunk.get("choices", ()):
                     yield choice.get("delta") or {}
             raise ServerError("the connection ended before the answer did")
 
-    def _connect(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        return kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_SECONDS)
-
-    def _request(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: dict[str, Any] | None = None
-    ) -> http.client.HTTPResponse:
-        try:
-            connection.connect()
-            connection.sock.settimeout(READ_SECONDS)
-            content = None if body is None else json.dumps(body).encode()
-            connection.request(method, self._base + path, content, self._headers)
-            answer = connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            raise ServerError(
-                f"no answer from {self._parts.geturl()}: {error or type(error).__name__}; is it running? `dynamo serve` starts one"
-            ) from error
-        if answer.status != 200:
-            raise ServerError(f"{answer.status}: {_error_text(_json(answer.read(MAX_LINE_BYTES)))}")
-        return answer
-
 
 @dataclass(frozen=True, slots=True)
-class ChatFlags:
+class ChatFlags(ServerFlags):
     """Whom to ask, and how."""
 
     # fmt: off
-    url: str = setting("", None, placeholder("URL", text), "The server", flag="--url", shown="this machine, at `DYN_HTTP_PORT`")
-    port: int = setting(DEFAULT_PORT, "DYN_HTTP_PORT", port, "Where the server listens, without `--url`")
     model: str | None = setting(None, None, placeholder("NAME", text), "Which model", flag="--model", shown="the only one, or the first")
     system: str | None = setting(None, None, text, "Instructions that come before the conversation", flag="--system")
     max_tokens: int | None = setting(None, None, integer(1), "At most so many tokens per answer", flag="--max-tokens")
     temperature: float | None = setting(None, None, number(0, metavar="T"), "0 is greedy", flag="--temperature", shown="the server's")
-    api_key: str | None = setting(None, "OPENAI_API_KEY", text, "Sent as `Authorization: Bearer`", flag="--api-key", secret=True)
     # fmt: on
-
-    def settle(self, env: Mapping[str, str]) -> Self:
-        """Find the server of this machine where no other is named."""
-        return self if self.url else replace(self, url=f"http://127.0.0.1:{self.port}")
 
 
 def build_parser(env: Mapping[str, str]) -> CommandParser:
@@ -210,17 +160,3 @@ def _ask(client: ChatClient, body: dict[str, Any], messages: list[dict[str, str]
             out.write(plain + "\n" if is_thinking else "\n")
             out.flush()
     return "".join(said)
-
-
-def _json(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except ValueError:
-        return data.decode("utf-8", "replace")[:500]
-
-
-def _error_text(body: Any) -> str:
-    if isinstance(body, dict):
-        error = body.get("error")
-        return str((error.get("message") if isinstance(error, dict) else error) or body.get("message") or body)
-    return str(body)

@@ -24,6 +24,7 @@ COMMANDS: Final = {
     "conformance": ("dynamo.cli.conformance", "hold an engine to the contract and name what it breaks"),
     "keys": ("dynamo.cli.keys", "make, show and take away API keys"),
     "simulate": ("dynamo.cli.simulate", "run clusters under virtual time with seeded faults"),
+    "batch": ("dynamo.cli.batch", "run a file of requests as a batch, and look after batches"),
     "explain": ("dynamo.cli.explain", "say why requests went where they went, and what another policy would have done"),
     "bench": ("dynamo.cli.bench.command", "load a server and report throughput and latency"),
 }

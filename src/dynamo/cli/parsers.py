@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo.cli import chat, conformance, explain, new, serve, simulate
+from dynamo.cli import batch, chat, conformance, explain, new, serve, simulate
 from dynamo.cli.bench import options as bench
 from dynamo.cli.bench.replay import options as replay
 from dynamo.settings.command import CommandParser
@@ -18,6 +18,7 @@ def command_parsers() -> dict[str, CommandParser]:
         "new": new.build_parser(),
         "conformance": conformance.build_parser(),
         "simulate": simulate.build_parser(),
+        "batch": batch.build_parser({}),
         "explain": explain.build_parser(),
         "bench": bench.build_parser(),
         "bench replay": replay.build_parser(),

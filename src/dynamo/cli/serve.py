@@ -125,15 +125,19 @@ def read_options(argv: list[str], env: Mapping[str, str], *, fetch: Fetch = fetc
         )
     if flags.reload and flags.in_process:
         raise UsageError("--reload replaces worker processes, and --in-process has none")
-    if flags.in_process and (flags.router_mode or file.frontend_args):
-        raise UsageError("--router-mode and [frontend-args] have no meaning with --in-process: there is one worker")
+    if flags.in_process and (flags.router_mode or flags.files_dir or file.frontend_args):
+        raise UsageError(
+            "--router-mode, --files-dir and [frontend-args] have no meaning with --in-process: there is one worker, and no "
+            "frontend process"
+        )
     router = ("--router-mode", flags.router_mode) if flags.router_mode else ()
+    files = ("--files-dir", flags.files_dir) if flags.files_dir else ()
     return ServeOptions(
         flags,
         engine,
         (*model_args, *engine_args),
         reason,
-        frontend_args=(*file.frontend_args, *router),
+        frontend_args=(*file.frontend_args, *router, *files),
         chaos=_chaos(flags, engine_args),
         own_key=_own_key(flags.keys, env),
     )

@@ -54,6 +54,8 @@ class ServeFlags:
     keys: str | None = setting(None, "DYN_KEYS", placeholder("FILE", text),
         "File of [API keys](keys.md), made by `dynamo keys create`: every request needs one", flag="--keys",
         is_read_later=True)
+    files_dir: str | None = setting(None, "DYN_FILES_DIR", placeholder("DIR", text),
+        "Serve [files and batches](batches.md), and keep them in this directory", flag="--files-dir", is_read_later=True)
     store: Path | None = setting(None, None, folder,
         "Directory in which the processes find each other, kept at the end", flag="--store", shown="a private one")
     frontend_workers: int | None = setting(None, "DYN_FRONTEND_WORKERS", integer(1, MAX_FRONTEND_WORKERS),

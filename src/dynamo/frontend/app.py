@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from dynamo.errors import WorkerUnavailable
 from dynamo.frontend.access.key_store import KeyStore
 from dynamo.frontend.admission.process import Admission, Stage
+from dynamo.frontend.batches.opening import open_batches
 from dynamo.frontend.http.application import FrontendRoutes
 from dynamo.frontend.http.offload import Offload, ThreadOffload
 from dynamo.frontend.http.operations import Peers
@@ -60,7 +61,7 @@ class Frontend:
         """`now` is the clock that chat templates may print; `peers` are the other processes on the same port."""
         self.settings = settings
         limit = settings.max_requests_in_flight
-        self.admission = Admission(limit) if peers is None else peers.admission(limit)
+        admission = Admission(limit) if peers is None else peers.admission(limit)
         self.metrics = FrontendMetrics(runtime.metrics, prefix=settings.metrics_prefix)
         self._runtime = runtime
         access = ClusterAccess(settings, runtime)
@@ -81,7 +82,7 @@ class Frontend:
         preparing: Offload = ThreadOffload(settings.preprocess_workers) if offload is None else offload
         self.pipeline = Pipeline(
             settings,
-            self.admission,
+            admission,
             self.models,
             self.metrics,
             Preprocessor(settings, self.metrics, preparing),
@@ -93,7 +94,8 @@ class Frontend:
         responses = open_response_store(
             settings.responses_store, settings.response_limits, is_shared_port=peers is not None
         )
-        routes = FrontendRoutes(self.pipeline, self.loads, preparing, peers, responses)
+        self.batches = open_batches(settings, self.pipeline)
+        routes = FrontendRoutes(self.pipeline, self.loads, preparing, peers, responses, self.batches)
         self.asgi = routes.for_clients()
         self.admin_asgi = routes.for_operators()
         self._probe = LoopProbe(self.metrics.event_loop, self.models.measure)
@@ -111,6 +113,13 @@ class Frontend:
         self._parts.push_async_callback(self.loads.aclose)
         self._parts.callback(self.watch.close)
         self._parts.callback(self._probe.stop)
+        if self.batches is not None:
+            self._parts.push_async_callback(self.batches.aclose)
+
+    @property
+    def admission(self) -> Admission:
+        """How many requests are in flight, and whether new ones are welcome."""
+        return self.pipeline.admission
 
     @property
     def watch(self) -> StallDetector:
@@ -141,6 +150,8 @@ class Frontend:
         if self.keys is not None:
             self.keys.start()
         self._probe.start()
+        if self.batches is not None:
+            self.batches.start()
 
     async def drain(self, timeout_seconds: float, *, grace_seconds: float = 0.0) -> bool:
         """Decline new requests and wait for those in flight; whether all of them ended in time.

@@ -190,6 +190,11 @@ class ModelAdmission:
         self._limit = None if limit is None else limit.places(capacity, self._policy.share)
 
     @property
+    def capacity(self) -> int | None:
+        """How many requests the workers run at once, this process's share of them; None: not all of them reported it."""
+        return self._capacity
+
+    @property
     def limit(self) -> int | None:
         """How many may be in flight at once in this process; None: as many as the frontend bears."""
         return self._limit

@@ -17,9 +17,12 @@ from dynamo.frontend.apis.messages import MessagesApi, MessagesCountApi
 from dynamo.frontend.apis.responses import ResponsesApi, ResponsesCountApi
 from dynamo.frontend.apis.results import ResultApi
 from dynamo.frontend.apis.scores import RerankApi, ScoreApi
+from dynamo.frontend.batches.service import BatchService
 from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
 from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply
 from dynamo.frontend.http.auth import IDENTITY, Access, KeyDoor, check_access
+from dynamo.frontend.http.batch_routes import BatchCancelRoute, BatchesRoute, BatchRoute, FilesAreOff
+from dynamo.frontend.http.file_routes import FileContentRoute, FileRoute, FilesRoute
 from dynamo.frontend.http.inference_route import InferenceRoute
 from dynamo.frontend.http.offload import Offload
 from dynamo.frontend.http.operations import HealthRoute, LiveRoute, MetricsRoute, ModelsRoute, OpenApiRoute, Peers
@@ -33,6 +36,7 @@ from dynamo.frontend.pipeline.results import ResultCall
 from dynamo.frontend.pipeline.token_count import TokenCountCall
 from dynamo.frontend.response_store.base import ResponseStore
 from dynamo.frontend.response_store.history import ResponseHistory
+from dynamo.protocol.batches.schema import BATCHES_API
 from dynamo.protocol.dialect import OPENAI, Dialect
 from dynamo.protocol.messages.schema import MESSAGES_API
 from dynamo.protocol.openai.errors import RequestRejected, route_not_found
@@ -53,8 +57,9 @@ class FrontendRoutes:
         offload: Offload,
         peers: Peers | None,
         responses: ResponseStore | None,
+        batches: BatchService | None,
     ) -> None:
-        """`responses`: None where none are stored."""
+        """`responses`: None where none are stored. `batches`: None where files and batches are switched off."""
         self._keys = pipeline.keys
         self._settings = pipeline.settings
         self._pipeline = pipeline
@@ -74,13 +79,22 @@ class FrontendRoutes:
             )
         )
         self._budget = BodyBudget(pipeline.settings.pending_bodies_limit_bytes)
+        self._batches = batches
+        self._calls = {
+            "/v1/chat/completions": GenerationCall(ChatApi(), pipeline),
+            "/v1/completions": GenerationCall(CompletionApi(), pipeline),
+            "/v1/embeddings": ResultCall(EmbeddingsApi(), pipeline),
+            "/v1/responses": GenerationCall(ResponsesApi(self._history, offload), pipeline),
+        }
+        if batches is not None:
+            batches.serve(self._calls)
 
     def for_clients(self) -> ASGIApp:
         """Return the application that serves the API, its pages, and the admin routes where these share its port."""
         paths = self._settings.paths
         inference: dict[str, InferenceRoute] = {
-            paths["chat"]: self._inference(GenerationCall(ChatApi(), self._pipeline)),
-            paths["completions"]: self._inference(GenerationCall(CompletionApi(), self._pipeline)),
+            paths["chat"]: self._inference(self._calls["/v1/chat/completions"]),
+            paths["completions"]: self._inference(self._calls["/v1/completions"]),
             **self._vectors(paths["embeddings"]),
             **self._responses(paths["responses"]),
             **(self._messages(paths["messages"]) if self._settings.anthropic_api else {}),
@@ -114,6 +128,7 @@ class FrontendRoutes:
         return [
             *[GuardedRoute(path, route, "POST", access=route.access) for path, route in inference.items()],
             *self._stored_responses(paths["responses"]),
+            *self._files_and_batches(),
             GuardedRoute(paths["models"], catalogue, "GET", access=Access.ANY_KEY),
             GuardedRoute(paths["models"] + "/{model:path}", catalogue, "GET", access=Access.ANY_KEY),
             GuardedRoute(
@@ -144,6 +159,25 @@ class FrontendRoutes:
             GuardedRoute(one + "/cancel", CancelRoute(self._history), "POST", access=Access.INFERENCE),
         )
 
+    def _files_and_batches(self) -> Sequence[BaseRoute]:
+        service = self._batches
+        if service is None:
+            off = FilesAreOff()
+            return [
+                GuardedRoute(base + below, off, "GET", "POST", "DELETE", access=access)
+                for base, access in (("/v1/files", Access.FILES), ("/v1/batches", Access.BATCHES))
+                for below in ("", "/{rest:path}")
+            ]
+        files, one = FilesRoute(service.files), FileRoute(service.files)
+        return (
+            GuardedRoute("/v1/files", files, "GET", "POST", access=Access.FILES),
+            GuardedRoute("/v1/files/{file_id}", one, "GET", "DELETE", access=Access.FILES),
+            GuardedRoute("/v1/files/{file_id}/content", FileContentRoute(service.files), "GET", access=Access.FILES),
+            GuardedRoute("/v1/batches", BatchesRoute(service, self._budget), "GET", "POST", access=Access.BATCHES),
+            GuardedRoute("/v1/batches/{batch_id}", BatchRoute(service), "GET", access=Access.BATCHES),
+            GuardedRoute("/v1/batches/{batch_id}/cancel", BatchCancelRoute(service), "POST", access=Access.BATCHES),
+        )
+
     def _pages(self) -> Sequence[BaseRoute]:
         """Return the pages for people."""
         paths = self._settings.paths
@@ -161,7 +195,8 @@ class FrontendRoutes:
         )
 
     def _described(self) -> Sequence[ApiDescription]:
-        return (VECTORS_API, RESPONSES_API, *((MESSAGES_API,) if self._settings.anthropic_api else ()))
+        files = (BATCHES_API,) if self._batches is not None else ()
+        return (VECTORS_API, RESPONSES_API, *((MESSAGES_API,) if self._settings.anthropic_api else ()), *files)
 
     def _vectors(self, embeddings: str) -> dict[str, InferenceRoute]:
         apis: dict[str, ResultApi[Any]] = {embeddings: EmbeddingsApi(), "/v1/rerank": RerankApi(is_list=True)}
@@ -177,7 +212,7 @@ class FrontendRoutes:
     def _responses(self, path: str) -> dict[str, InferenceRoute]:
         counts = TokenCountCall(ResponsesCountApi(self._history, self._offload), self._pipeline)
         return {
-            path: self._inference(GenerationCall(ResponsesApi(self._history, self._offload), self._pipeline)),
+            path: self._inference(self._calls["/v1/responses"]),
             f"{path.rstrip('/')}/input_tokens": self._inference(counts),
         }
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from dynamo.frontend.batches.metrics import BatchMetrics
 from dynamo.frontend.media.metrics import MediaMetrics
 from dynamo.frontend.metrics.families import FrontendFamilies
 from dynamo.frontend.metrics.models import ModelMetrics
@@ -60,6 +61,7 @@ class FrontendMetrics:
         self.preparation = PreparationMetrics(families)
         self.media = MediaMetrics(families)
         self.models = ModelMetrics(families)
+        self.batches = BatchMetrics(families)
         self.workers = WorkerGauges(registry, families.by_name)
         self.event_loop = EventLoopMetrics(families)
         stalled = families.counters("stalled_streams_total")

@@ -11,6 +11,7 @@ __all__ = ["FAMILIES", "MODEL_FACTS"]
 _TOKENIZE_BUCKETS: Final = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
 _STAGE_BUCKETS: Final = (*_TOKENIZE_BUCKETS, 2.5, 5.0)
 _OVERHEAD_BUCKETS: Final = (0.00001, 0.00005, *_STAGE_BUCKETS, 10.0, 30.0, 60.0, 300.0)
+_LINE_BUCKETS: Final = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TEMPLATE_BUCKETS: Final = (0.00001, 0.00005, 0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05)
 _MIGRATION_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _EVENT_LOOP_BUCKETS: Final = (0.0, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -213,6 +214,18 @@ FAMILIES: Final = (
         "Parts of media that a URL names; `outcome` is `fetched`, `cached`, `shared` (another request was fetching it) or `refused` (also of data URLs)",
         ("outcome",),
     ),
+    Family("batch_jobs", "gauge", "[Batches](batches.md) by their state", ("status",)),
+    Family(
+        "batch_lines_total",
+        "counter",
+        "Lines of batches that were executed; `result` is `completed` or `failed`",
+        ("result",),
+    ),
+    Family("batch_backlog_lines", "gauge", "Lines of running batches without a result: a signal to scale by"),
+    Family("batch_oldest_line_age_seconds", "gauge", "Since the oldest batch with such lines was made"),
+    Family("batch_line_duration_seconds", "histogram", "What the last attempt of a line took", buckets=_LINE_BUCKETS),
+    Family("batch_paused_jobs", "gauge", "Batches whose results the disk does not take"),
+    Family("files_bytes", "gauge", "Size of all [files](batches.md#files)"),
     Family(
         "encoder_requests_total",
         "counter",

@@ -6,25 +6,23 @@ The database is used in one thread of its own: a call waits for the disk, and th
 from __future__ import annotations
 
 import asyncio
-import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.response_store.base import StoredResponse, StoreLimits, StoreUnavailable, StoreUsage, stem_of
+from dynamo.frontend.sqlite_file import open_database, writing
 
 __all__ = ["SqliteResponseStore"]
 
 T = TypeVar("T")
 
 VERSION: Final = 1  # of the table; a file of another version is not touched
-BUSY_SECONDS: Final = 5.0  # to wait for another process that writes
 
 _TABLE: Final = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -47,10 +45,7 @@ class SqliteResponseStore:
         self._is_closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dynamo-response-store")
         try:
-            self._database = _open(path)
-        except (OSError, sqlite3.Error) as error:
-            self._thread.shutdown()
-            raise InvalidArgument(f"the store of responses {path} cannot be opened: {error}") from error
+            self._database = open_database(path, "the store of responses", VERSION, (_TABLE, _INDEX))
         except InvalidArgument:
             self._thread.shutdown()
             raise
@@ -83,7 +78,7 @@ class SqliteResponseStore:
 
     def _put(self, stored: StoredResponse) -> StoreUsage:
         row = (stem_of(stored.id), stored.id, stored.owner, stored.previous_id, self._now(), stored.size)
-        with self._writing() as database:
+        with writing(self._database) as database:
             database.execute(
                 "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (*row, stored.response, stored.input_items),
@@ -91,14 +86,14 @@ class SqliteResponseStore:
             return self._sweep(database)
 
     def _get(self, id: str, owner: str) -> StoredResponse | None:
-        with self._writing() as database:
+        with writing(self._database) as database:
             found = self._find(database, id, owner)
             if found is not None:
                 database.execute("UPDATE responses SET used_at = ? WHERE stem = ?", (self._now(), stem_of(id)))
         return found
 
     def _delete(self, id: str, owner: str) -> bool:
-        with self._writing() as database:
+        with writing(self._database) as database:
             found = self._find(database, id, owner)
             if found is None or found.id != id:
                 return False
@@ -106,7 +101,7 @@ class SqliteResponseStore:
         return True
 
     def _usage(self) -> StoreUsage:
-        with self._writing() as database:
+        with writing(self._database) as database:
             return self._sweep(database)
 
     def _find(self, database: sqlite3.Connection, id: str, owner: str) -> StoredResponse | None:
@@ -129,35 +124,3 @@ class SqliteResponseStore:
         oldest_first.close()
         database.executemany("DELETE FROM responses WHERE stem = ?", gone)
         return StoreUsage(entries, size)
-
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Hold the file for one change, against other processes as well."""
-        database = self._database
-        database.execute("BEGIN IMMEDIATE")
-        try:
-            yield database
-        except BaseException:
-            database.execute("ROLLBACK")
-            raise
-        database.execute("COMMIT")
-
-
-def _open(path: Path) -> sqlite3.Connection:
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # conversations are nobody else's to read
-    database = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-    try:
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")
-        database.execute("BEGIN IMMEDIATE")
-        (version,) = database.execute("PRAGMA user_version").fetchone()
-        if version not in (0, VERSION):
-            raise InvalidArgument(f"the store of responses {path} is of version {version}; this is version {VERSION}")
-        database.execute(_TABLE)
-        database.execute(_INDEX)
-        database.execute(f"PRAGMA user_version = {VERSION}")
-        database.execute("COMMIT")
-    except BaseException:
-        database.close()
-        raise
-    return database

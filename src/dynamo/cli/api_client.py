@@ -1,0 +1,119 @@
+"""A small client of a served API for the commands of a terminal: the standard library, and errors that are sentences."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+from urllib.parse import SplitResult, urlsplit
+
+from dynamo.cli.usage import UsageError
+from dynamo.settings.readers import placeholder, port, text
+from dynamo.settings.table import setting
+
+__all__ = ["EXIT_FAILED", "MAX_LINE_BYTES", "ApiClient", "ServerError", "ServerFlags", "error_text"]
+
+DEFAULT_PORT: Final = 8000
+CONNECT_SECONDS: Final = 5.0
+READ_SECONDS: Final = 600.0  # a long prompt on a slow machine
+MAX_LINE_BYTES: Final = 1 << 20
+EXIT_FAILED: Final = 1
+
+
+class ServerError(Exception):
+    """The server did not answer, or answered with an error; the message is for a person."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        """`status`: of the answer; None where there was none."""
+        super().__init__(message)
+        self.status = status
+
+
+class ApiClient:
+    """One server."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        """Raises UsageError for a URL that is not HTTP."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise UsageError(f"{url!r} is not an HTTP address; write for example http://127.0.0.1:{DEFAULT_PORT}")
+        self._parts: SplitResult = parts
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def connect(self) -> http.client.HTTPConnection:
+        """Return a connection that is not made yet; the caller closes it."""
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        return kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_SECONDS)
+
+    def request(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        raw: Any = None,
+        headers: dict[str, str] | None = None,
+    ) -> http.client.HTTPResponse:
+        """Send one request and return its answer, once its headers are there. Raises ServerError unless it is a success.
+
+        `raw`: a body that is sent as it is (bytes, or an iterable of them), with `headers` that say what it is.
+        """
+        try:
+            connection.connect()
+            connection.sock.settimeout(READ_SECONDS)
+            content = raw if body is None else json.dumps(body).encode()
+            connection.request(method, self._base + path, content, self._headers | (headers or {}))
+            answer = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(
+                f"no answer from {self._parts.geturl()}: {error or type(error).__name__}; is it running? `dynamo serve` starts one"
+            ) from error
+        if not 200 <= answer.status < 300:
+            raise ServerError(f"{answer.status}: {error_text(_json(answer.read(MAX_LINE_BYTES)))}", answer.status)
+        return answer
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Send one request and return its answer, read as JSON. Raises ServerError."""
+        with closing(self.connect()) as connection:
+            answer = self.request(connection, method, path, body)
+            try:
+                return json.loads(answer.read())
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                raise ServerError(f"the answer to {method} {path} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFlags:
+    """Which server to ask, and with which key."""
+
+    # fmt: off
+    url: str = setting("", None, placeholder("URL", text), "The server", flag="--url", shown="this machine, at `DYN_HTTP_PORT`")
+    port: int = setting(DEFAULT_PORT, "DYN_HTTP_PORT", port, "Where the server listens, without `--url`")
+    api_key: str | None = setting(None, "OPENAI_API_KEY", text, "Sent as `Authorization: Bearer`", flag="--api-key", secret=True)
+    # fmt: on
+
+    def settle(self, env: Mapping[str, str]) -> Self:
+        """Find the server of this machine where no other is named."""
+        return self if self.url else replace(self, url=f"http://127.0.0.1:{self.port}")
+
+
+def error_text(body: Any) -> str:
+    """Return the message of an error body of any shape."""
+    if isinstance(body, dict):
+        error = body.get("error")
+        return str((error.get("message") if isinstance(error, dict) else error) or body.get("message") or body)
+    return str(body)
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode("utf-8", "replace")[:500]

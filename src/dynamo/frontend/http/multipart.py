@@ -1,0 +1,152 @@
+"""Forms with a file (`multipart/form-data`), read piece by piece: no more of the file is in memory than has just arrived."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Final
+
+from msgspec import Struct
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from dynamo.frontend.http.asgi import ClientGone, Headers, Receive
+from dynamo.protocol.openai.errors import RequestRejected
+
+__all__ = ["FilePiece", "FormField", "read_form"]
+
+MAX_FIELDS: Final = 32
+MAX_FIELD_BYTES: Final = 64 * 1024  # of all fields together, without the file
+MAX_HEADER_BYTES: Final = 16 * 1024  # of one part
+
+
+class FormField(Struct, frozen=True):
+    """A field without a file."""
+
+    name: str
+    value: str
+
+
+class FilePiece(Struct, frozen=True):
+    """The next bytes of a file."""
+
+    name: str  # of the field
+    filename: str
+    data: bytes
+
+
+class _Form:
+    """Turns what the parser reports into fields and pieces of files."""
+
+    def __init__(self, boundary: bytes) -> None:
+        self.found: list[FormField | FilePiece] = []
+        self.is_ended = False
+        self._header_name = bytearray()
+        self._header_value = bytearray()
+        self._header_bytes = 0
+        self._options: dict[bytes, bytes] = {}
+        self._value = bytearray()
+        self._fields = 0
+        self._field_bytes = 0
+        self.parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._part_begins,
+                "on_part_data": self._part_data,
+                "on_part_end": self._part_ends,
+                "on_header_field": self._header_field,
+                "on_header_value": self._header_data,
+                "on_header_end": self._header_ends,
+                "on_headers_finished": self._headers_end,
+                "on_end": self._ended,
+            },
+        )
+
+    @property
+    def _name(self) -> str:
+        return self._options.get(b"name", b"").decode("utf-8", "replace")
+
+    def _part_begins(self) -> None:
+        self._fields += 1
+        if self._fields > MAX_FIELDS:
+            raise _refused(f"A form may have at most {MAX_FIELDS} fields")
+        self._options, self._header_bytes = {}, 0
+        self._value.clear()
+
+    def _header_field(self, data: bytes, start: int, end: int) -> None:
+        self._count_header(end - start)
+        self._header_name += data[start:end]
+
+    def _header_data(self, data: bytes, start: int, end: int) -> None:
+        self._count_header(end - start)
+        self._header_value += data[start:end]
+
+    def _count_header(self, size: int) -> None:
+        self._header_bytes += size
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise _refused("The headers of a form's part are too long")
+
+    def _header_ends(self) -> None:
+        if bytes(self._header_name).lower() == b"content-disposition":
+            _, self._options = parse_options_header(bytes(self._header_value))
+        self._header_name.clear()
+        self._header_value.clear()
+
+    def _headers_end(self) -> None:
+        if not self._name:
+            raise _refused("A part of the form has no name")
+        if b"filename" in self._options:
+            self._file_piece(b"")  # a file may be empty
+
+    def _part_data(self, data: bytes, start: int, end: int) -> None:
+        if b"filename" in self._options:
+            self._file_piece(data[start:end])
+            return
+        self._field_bytes += end - start
+        if self._field_bytes > MAX_FIELD_BYTES:
+            raise _refused(f"The fields of a form may have at most {MAX_FIELD_BYTES} bytes")
+        self._value += data[start:end]
+
+    def _part_ends(self) -> None:
+        if b"filename" not in self._options:
+            self.found.append(FormField(self._name, self._value.decode("utf-8", "replace")))
+
+    def _file_piece(self, data: bytes) -> None:
+        filename = self._options[b"filename"].decode("utf-8", "replace")
+        self.found.append(FilePiece(self._name, filename, data))
+
+    def _ended(self) -> None:
+        self.is_ended = True
+
+
+async def read_form(headers: Headers, receive: Receive) -> AsyncIterator[FormField | FilePiece]:
+    """Walk the fields of a form, and its files piece by piece, in the order of the client.
+
+    Raises RequestRejected for what is not such a form, ClientGone when the client leaves.
+    """
+    kind, options = parse_options_header(headers.get(b"content-type", b""))
+    boundary = options.get(b"boundary", b"")
+    if kind != b"multipart/form-data" or not boundary:
+        raise RequestRejected(415, "Expected request with Content-Type multipart/form-data and a boundary")
+    try:
+        form = _Form(boundary)
+    except FormParserError as error:
+        raise _refused(f"The boundary of the form is not valid: {error}") from None
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        try:
+            form.parser.write(message.get("body", b""))
+        except FormParserError as error:
+            raise _refused(f"The body is not a valid form: {error}") from None
+        found, form.found = form.found, []
+        for each in found:
+            yield each
+        more = message.get("more_body", False)
+    if not form.is_ended:
+        raise _refused("The form ends in the middle of a part")
+
+
+def _refused(message: str) -> RequestRejected:
+    return RequestRejected(400, message, stream_type="invalid_request_error")
