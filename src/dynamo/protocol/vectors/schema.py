@@ -79,7 +79,7 @@ class ClassifiedList(Struct):
 class PooledInput(Struct):
     index: int
     object: str
-    data: list[float] | list[list[float]] | str
+    data: list[float | list[float]] | str
     shape: list[int] | None = None
 
 
