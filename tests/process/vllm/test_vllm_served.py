@@ -247,43 +247,52 @@ def test_an_engine_is_halted_put_to_sleep_and_emptied(served: VllmCluster) -> No
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 
-def streams_while(
-    served: VllmCluster, worker: Worker, act: Callable[[], None], count: int = 8
-) -> list[tuple[str, int]]:
-    """Stream answers, and act once the worker generates some of them."""
+def streams_while(served: VllmCluster, act: Callable[[str], None], count: int = 8) -> list[tuple[str, int]]:
+    """Stream answers, and act on the first worker that generates some of them."""
+
+    def busy() -> list[str]:
+        return [name for name, worker in served.workers.items() if worker.metric("vllm:num_requests_running") > 0]
+
     with ThreadPoolExecutor(count) as pool:
         running = [pool.submit(served.long) for _ in range(count)]
-        wait(lambda: worker.metric("vllm:num_requests_running") > 0, lambda: "a stream of the worker")
-        act()
+        wait(lambda: bool(busy()), lambda: "a worker with streams")
+        act(busy()[0])
         return [each.result(PATIENCE_SECONDS * 2) for each in running]
 
 
-@pytest.mark.parametrize(("name", "victim"), [("a", "core"), ("b", "worker")])
-def test_a_killed_process_loses_no_token_and_leaves_nothing_behind(served: VllmCluster, name: str, victim: str) -> None:
+@pytest.mark.parametrize("victim", ["core", "worker"])
+def test_a_killed_process_loses_no_token_and_leaves_nothing_behind(served: VllmCluster, victim: str) -> None:
     if len(served.workers) < 2:  # two at a time: each takes a core
         served.start("c")
         served.wait_serving()
-    worker = served.workers.pop(name)
-    parts, belongings = parts_of(worker), Belongings(worker, served.temporary)
-    assert belongings.files
+    cores = {name: core_of(worker) for name, worker in served.workers.items()}
+    belongings = {name: Belongings(worker, served.temporary) for name, worker in served.workers.items()}
+    assert all(each.files for each in belongings.values())
     expected, before = served.long(), served.metric("dynamo_frontend_model_migration_total")
     assert expected[1] == 300
-    core = next(number for title, number in parts.items() if "EngineCore" in title)
-    answers = streams_while(served, worker, lambda: os.kill(core if victim == "core" else worker.pid, signal.SIGKILL))
-    assert set(answers) == {expected}
-    assert (
-        served.metric("dynamo_frontend_model_migration_total") > before
-    )  # else it would have served nothing when it died
+    killed = []
+
+    def kill(name: str) -> None:
+        os.kill(cores[name] if victim == "core" else served.workers[name].pid, signal.SIGKILL)
+        killed.append(name)
+
+    assert set(streams_while(served, kill)) == {expected}
+    assert served.metric("dynamo_frontend_model_migration_total") > before
+    worker = served.workers.pop(killed[0])
     assert worker.exit_code() == (1 if victim == "core" else -signal.SIGKILL)
-    belongings.wait_gone()
+    belongings[killed[0]].wait_gone()
     if victim == "core":
         assert "the engine died: vLLM's engine core is gone" in worker.log
 
 
+def core_of(worker: Worker) -> int:
+    return next(number for title, number in parts_of(worker).items() if "EngineCore" in title)
+
+
 def test_sigterm_under_load_loses_nothing(served: VllmCluster) -> None:
-    worker = served.workers["c"]
+    (worker,) = served.workers.values()
     expected, belongings = served.long(), Belongings(worker, served.temporary)
-    assert set(streams_while(served, worker, worker.terminate, 4)) == {expected}
+    assert set(streams_while(served, lambda _name: worker.terminate(), 4)) == {expected}
     assert worker.exit_code() == 0
     belongings.wait_gone()
     wait_empty(served.temporary)
