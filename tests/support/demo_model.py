@@ -8,7 +8,7 @@ from typing import Final
 from tokenizers import Tokenizer
 
 import dynamo.reference.demo
-from dynamo.reference.engine import ReferenceEngine
+from dynamo.reference.engine import Options, ReferenceEngine
 from dynamo.runtime.context import Context
 
 FILES: Final[Path] = dynamo.reference.demo.DIRECTORY
@@ -43,3 +43,22 @@ async def first_logprob(prompt: list[int]) -> float:
         return float(next(chunk["log_probs"][0] for chunk in chunks if chunk.get("log_probs")))  # type: ignore[index]
     finally:
         await engine.cleanup()
+
+
+async def reference_vectors(prompts: list[list[int]]) -> list[list[float]]:
+    """The normalised state of the last token of each prompt, as the reference engine has it."""
+    engine = ReferenceEngine(FILES, Options(pooling="last"))
+    await engine.start(0)
+    try:
+        found = {
+            each["index"]: [float(value) for value in each["embedding"]]
+            async for each in engine.embed({"token_ids": prompts}, Context())
+        }
+        return [found[index] for index in range(len(prompts))]
+    finally:
+        await engine.cleanup()
+
+
+def detokenized(tokens: list[int]) -> str:
+    """The text of an answer."""
+    return str(Tokenizer.from_file(str(FILES / "tokenizer.json")).decode(tokens, skip_special_tokens=True))

@@ -28,6 +28,8 @@ PROGRAM: Final = "dynamo.llamacpp"
 SLOTS: Final = 4
 CONTEXT: Final = 8192  # tokens of one request, where the model was trained for more: each slot has memory for so many
 UNKNOWN_CONTEXT: Final = 4096  # tokens, where neither flag nor file says anything
+LAST_TOKEN: Final = 3  # llama.cpp's number of the pooling
+VECTORS: Final = "embedding"
 _EPILOG: Final = """\
 A directory with the model's tokenizer.json (--tokenizer DIR, or the GGUF file's own directory) makes the frontend tokenize, with
 all that follows from it: tool calls, reasoning, stop strings, guided decoding. With the file alone llama.cpp does these by
@@ -45,6 +47,7 @@ class LlamaArguments:
     served_name: str
     context_length: int  # tokens of prompt and answer of one request
     slots: int  # requests at a time
+    embeds: bool = False  # makes vectors, and generates nothing
     parameters: dict[str, Any] = field(default_factory=dict)  # of llama.cpp, by name
 
     @property
@@ -60,8 +63,15 @@ class LlamaArguments:
             "verbosity": 1,
             "n_threads_http": self.slots + 4,
             "endpoint_metrics": True,
+            **(self._of_vectors if self.embeds else {}),
             **self.parameters,
         }
+
+    @property
+    def _of_vectors(self) -> dict[str, Any]:
+        """A vector is made in one physical batch, so that is as long as an input; generators are pooled by the last token."""
+        batch = {"embedding": True, "n_batch": self.context_length, "n_ubatch": self.context_length}
+        return batch if self.header.has_pooling else {**batch, "pooling_type": LAST_TOKEN}
 
 
 def choose_engine(argv: Sequence[str] | None = None) -> type[LlamaCppEngine] | type[LlamaCppTextEngine]:
@@ -97,6 +107,10 @@ def read_arguments(
             f"there is no tokenizer.json beside {file}; give its directory with --tokenizer DIR, or serve text "
             "(python -m dynamo.llamacpp does so by itself; --engine llamacpp-text)"
         )
+    if args.embedding_worker and tokenizer is None:
+        raise InvalidArgument(
+            "--embedding-worker: give the directory of the model's tokenizer.json with --tokenizer DIR"
+        )
     check_installed()
     trained = header.context_length or UNKNOWN_CONTEXT
     name = args.served_model_name or header.name or file.stem
@@ -107,6 +121,7 @@ def read_arguments(
         served_name=name,
         context_length=args.context_length or min(trained, CONTEXT),
         slots=args.slots,
+        embeds=args.embedding_worker,
         parameters=_parameters(args),
     )
     worker = worker_config_from(
@@ -115,6 +130,7 @@ def read_arguments(
         served_model_name=name,
         model_input=model_input,
         enable_kv_routing=False,
+        endpoint_types=VECTORS if args.embedding_worker else args.endpoint_types,
     )
     return arguments, worker
 
@@ -172,6 +188,7 @@ def _parser() -> BackendArgumentParser:
     add("--slots", type=_positive, default=SLOTS, metavar="N", help=f"requests at a time (default: {SLOTS})")
     add("--threads", type=_positive, metavar="N", help="threads that compute (default: the cores, less one)")
     add("--gpu-layers", type=int, metavar="N", help="layers on a GPU, -1 for all (default: llama.cpp's)")
+    add("--embedding-worker", action="store_true", help="make embeddings: /v1/embeddings, and no answers")
     add(
         "--set",
         action="append",

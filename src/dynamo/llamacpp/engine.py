@@ -10,8 +10,9 @@ from collections.abc import AsyncGenerator
 from typing import Any, ClassVar, Final, Self
 
 from dynamo.contract.config import WorkerConfig
+from dynamo.contract.embedding import Embedding, EmbedRequest, embedding
 from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine
-from dynamo.contract.health_check import build_health_check_payload
+from dynamo.contract.health_check import build_health_check_payload, build_raw_health_check_payload
 from dynamo.contract.requests.generation import (
     Feature,
     GenerationLimits,
@@ -20,7 +21,8 @@ from dynamo.contract.requests.generation import (
     read_generation_defaults,
 )
 from dynamo.contract.requests.output_grammar import grammar_of, is_thinking, read_thought_markers
-from dynamo.errors import EngineShutdown
+from dynamo.contract.requests.vectors import EMBED, inputs_within, task_among
+from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.llamacpp.answers import LlamaAnswer, completion_body
 from dynamo.llamacpp.arguments import LlamaArguments, read_arguments
 from dynamo.llamacpp.slots import LlamaSlots, map_llama_error
@@ -31,6 +33,10 @@ __all__ = ["LlamaCppEngine"]
 UNSUPPORTED: Final[frozenset[Feature]] = frozenset(
     {"min_tokens", "prompt_logprobs", "allowed_token_ids", "lora", "cache_salt"}
 )
+
+INPUTS_AT_ONCE: Final = 8  # of one request: their vectors come as one text
+EUCLIDEAN: Final = 2  # llama.cpp's number of a norm
+NO_NORM: Final = -1
 
 
 class LlamaCppEngine(LLMEngine):
@@ -70,6 +76,8 @@ class LlamaCppEngine(LLMEngine):
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
         if self._limits is None:
             raise EngineShutdown("llama.cpp is not running")
+        if self._arguments.embeds:
+            raise InvalidArgument("this worker makes embeddings and generates nothing")
         asked = read_generation(request, self._limits)
         answer = LlamaAnswer(asked)
         async with self._llama.events("/completion", await self._body(asked, self._limits), context) as events:
@@ -92,6 +100,24 @@ class LlamaCppEngine(LLMEngine):
             grammar = await asyncio.to_thread(grammar_of, asked.constraint, is_thinking=in_thoughts)
         return completion_body(asked, grammar, limits.context_length)
 
+    async def embed(self, request: EmbedRequest, context: Context) -> AsyncGenerator[Embedding, None]:
+        limits = self._limits
+        if limits is None:
+            raise EngineShutdown("llama.cpp is not running")
+        if not self._arguments.embeds:
+            raise InvalidArgument("this worker generates; one that makes embeddings is started with --embedding-worker")
+        task_among(request, (EMBED,))
+        if request.get("dimensions") is not None:
+            raise InvalidArgument("dimensions: llama.cpp makes vectors of one length only")
+        inputs = inputs_within(request, limits.context_length, limits.vocab_size)
+        norm = NO_NORM if request.get("normalize") is False else EUCLIDEAN
+        for begin in range(0, len(inputs), INPUTS_AT_ONCE):
+            body = {"content": inputs[begin : begin + INPUTS_AT_ONCE], "embd_normalize": norm}
+            async with self._llama.events("/embedding", body, context) as events:
+                async for found in events:
+                    for one in found:
+                        yield embedding(begin + one["index"], one["embedding"][0])
+
     def map_error(self, error: Exception) -> Exception | None:
         return map_llama_error(error)
 
@@ -102,4 +128,6 @@ class LlamaCppEngine(LLMEngine):
         await self._llama.close()
 
     async def health_check_payload(self) -> dict[str, Any] | None:
+        if self._arguments.embeds:
+            return build_raw_health_check_payload({"token_ids": [[0]]})
         return build_health_check_payload(0)

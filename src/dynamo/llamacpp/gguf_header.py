@@ -32,6 +32,7 @@ class GgufHeader:
     has_chat_template: bool
     parts: int  # files the model is split into
     part: int  # which of them this file is, from 0
+    has_pooling: bool  # the file says how the states of its tokens become one vector
 
 
 def is_gguf(path: Path) -> bool:
@@ -62,6 +63,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         has_chat_template="tokenizer.chat_template" in metadata,
         parts=int(metadata.get("split.count") or 1),
         part=int(metadata.get("split.no") or 0),
+        has_pooling=f"{architecture}.pooling_type" in metadata,
     )
 
 

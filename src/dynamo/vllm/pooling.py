@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, aclosing
 from typing import Any, Final
 
 from dynamo.contract.embedding import Embedding, EmbedRequest, embedding
+from dynamo.contract.requests.vectors import EMBED, inputs_within, task_among
 from dynamo.errors import EngineShutdown, InvalidArgument
 from dynamo.runtime.tasks import Background
 from dynamo.vllm.adapters import VllmAdapters
@@ -14,7 +15,6 @@ from dynamo.vllm.adapters import VllmAdapters
 __all__ = ["POOLING", "VllmPooling", "check_tasks"]
 
 POOLING: Final = "pooling"  # vLLM's name of the runner
-EMBED: Final = "embed"
 
 NewId = Callable[[], AbstractContextManager[str]]
 """Gives the id of a request at vLLM for as long as it runs."""
@@ -40,7 +40,7 @@ class VllmPooling:
 
         Raises InvalidArgument naming the field, and what vLLM raises.
         """
-        params, inputs = self._params(request), self._inputs(request)
+        params, inputs = self._params(request), inputs_within(request, self._context_length, self._vocab_size)
         with self._adapters.used(self._adapters.of(request)) as adapter:
             keywords: dict[str, Any] = {"lora_request": adapter}
             if self._has_priorities:
@@ -69,25 +69,11 @@ class VllmPooling:
     def _params(self, request: EmbedRequest) -> Any:
         from vllm import PoolingParams
 
-        task = request.get("task") or EMBED
-        if task not in self._tasks:
-            raise InvalidArgument(f"task is {task!r}; this model's tasks are {', '.join(sorted(self._tasks))}")
+        task = task_among(request, self._tasks)
         activation = request.get("use_activation")
         if activation is None and task in (EMBED, "token_embed"):
             activation = request.get("normalize")  # what vLLM calls the activation of these tasks
         return PoolingParams(task=task, dimensions=request.get("dimensions"), use_activation=activation)
-
-    def _inputs(self, request: EmbedRequest) -> list[list[int]]:
-        """Check the inputs: what vLLM would refuse, as a mistake of the client that names the input."""
-        inputs = request["token_ids"]
-        for index, ids in enumerate(inputs):
-            if len(ids) > self._context_length:
-                raise InvalidArgument(
-                    f"token_ids[{index}] has {len(ids)} tokens, the model takes {self._context_length}"
-                )
-            if any(not 0 <= token < self._vocab_size for token in ids):
-                raise InvalidArgument(f"token_ids[{index}] has a token that is not below {self._vocab_size}")
-        return inputs
 
 
 def _embedding(index: int, data: Any) -> Embedding | None:

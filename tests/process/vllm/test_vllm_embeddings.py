@@ -13,6 +13,7 @@ from openai import BadRequestError, NotFoundError
 
 from dynamo.errors import DynamoException
 from dynamo.runtime.context import Context
+from support.demo_model import reference_vectors, sums
 from support.leftovers import errors_of
 from support.patience import PATIENCE_SECONDS
 from support.processes import until, wait
@@ -52,6 +53,13 @@ def test_each_text_has_a_vector_of_length_1_however_it_is_sent(served: VllmClust
             (alone,) = vectors_of(served, text, **more)
             assert alone == pytest.approx(vector, abs=1e-5)
     assert product(together[0], together[1]) < 0.999
+
+
+async def test_vectors_are_those_of_the_reference_engine(served: VllmCluster) -> None:
+    inputs = sums(20)
+    found = await asyncio.to_thread(vectors_of, served, inputs)
+    for one, other in zip(found, await reference_vectors(inputs), strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
 
 
 def test_tokens_are_counted(served: VllmCluster) -> None:

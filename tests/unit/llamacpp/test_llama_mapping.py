@@ -21,6 +21,7 @@ from dynamo.llamacpp.engine import LlamaCppEngine
 from dynamo.llamacpp.gguf_header import is_gguf, read_gguf_header
 from dynamo.llamacpp.slots import map_llama_error
 from dynamo.llamacpp.text_engine import LlamaCppTextEngine
+from dynamo.protocol.model_types import ModelInput
 from support.cases import each_case
 from support.demo_model import FILES
 
@@ -95,6 +96,22 @@ def test_a_command_line_becomes_parameters_of_llama_cpp(tmp_path: Path, monkeypa
     assert (settings["n_ctx"], settings["n_parallel"], settings["rope_freq_scale"]) == (3 * 2048, 3, 0.5)
     assert settings["cache_type_k"] == "q8_0"
     assert (arguments.served_name, worker.model_name) == ("m", str(FILES))
+
+
+def test_a_worker_of_embeddings_pools_as_the_file_says_or_by_the_last_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo.llamacpp.arguments.check_installed", lambda: None)
+    own_pooling = entry("qwen3.pooling_type", 4, struct.pack("<I", 1))
+    for entries, expected in (([KIND, LENGTH], 3), ([KIND, LENGTH, own_pooling], None)):
+        file = str(write_head(tmp_path / "m.gguf", *entries))
+        arguments, worker = read_arguments(["--model", file, "--tokenizer", str(FILES), "--embedding-worker"])
+        settings = arguments.settings
+        assert (settings["embedding"], settings.get("pooling_type")) == (True, expected)
+        assert settings["n_ubatch"] == settings["n_batch"] == 2048  # of one input, which is computed at once
+        assert worker.endpoint_types == "embedding"
+    with pytest.raises(InvalidArgument, match="--embedding-worker: give the directory"):
+        read_arguments(["--model", file, "--embedding-worker"], model_input=ModelInput.Text)
 
 
 @each_case(
