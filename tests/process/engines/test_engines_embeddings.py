@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final
@@ -15,8 +16,8 @@ from dynamo.errors import DynamoException
 from dynamo.runtime.context import Context
 from support.demo_model import chat_prompts, reference_vectors
 from support.engine_cluster import MODEL, EngineCase, ServedEngine, served_engine
-from support.leftovers import errors_of
-from support.patience import PATIENCE_SECONDS
+from support.leftovers import Belongings, errors_of, wait_empty
+from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
@@ -85,3 +86,13 @@ async def test_cancelled_requests_leave_the_engine_free(served: ServedEngine) ->
     await worker.idle()
     assert not errors_of(worker.log)
     assert len(await asyncio.to_thread(vectors_of, served, TEXTS)) == 3
+
+
+def test_an_idle_worker_ends_at_once_and_leaves_nothing_behind(served: ServedEngine) -> None:
+    (worker,) = served.workers.values()
+    belongings, began = Belongings(worker, served.temporary), time.monotonic()
+    worker.terminate()
+    assert worker.exit_code() == 0
+    assert time.monotonic() - began < PROMPT_SECONDS  # 3 s on an idle machine; 19 with the interpreter's teardown
+    belongings.wait_gone()
+    wait_empty(served.temporary)

@@ -29,7 +29,7 @@ from support.cases import each_case
 from support.demo_model import FILES, chat_prompts, first_logprob, sums
 from support.engine_cluster import START_SECONDS, SUM, EngineCase, ServedEngine, served_engine, tokens_of
 from support.leftovers import Belongings, errors_of, wait_empty
-from support.patience import PATIENCE_SECONDS
+from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
@@ -298,7 +298,9 @@ def test_sigterm_under_load_loses_nothing_and_ends_in_time(served: ServedEngine)
     (worker,) = served.workers.values()
     expected, belongings = served.long(), Belongings(worker, served.temporary)
     assert set(streams_while(served, worker.terminate)) == {expected}
+    began = time.monotonic()
     assert worker.exit_code() == 0
+    assert time.monotonic() - began < PROMPT_SECONDS  # 3 s on an idle machine; 19 with the interpreter's teardown
     belongings.wait_gone()
     wait_empty(served.temporary)
 

@@ -26,7 +26,7 @@ from dynamo.runtime.context import Context
 from support.cases import each_case
 from support.demo_model import FILES, chat_prompts, first_logprob, sums
 from support.leftovers import Belongings, errors_of, wait_empty
-from support.patience import PATIENCE_SECONDS
+from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
 from support.processes import Worker, wait
 from support.vllm_cluster import (
     ENVIRONMENT,
@@ -293,7 +293,9 @@ def test_sigterm_under_load_loses_nothing(served: VllmCluster) -> None:
     (worker,) = served.workers.values()
     expected, belongings = served.long(), Belongings(worker, served.temporary)
     assert set(streams_while(served, lambda _name: worker.terminate(), 4)) == {expected}
+    began = time.monotonic()
     assert worker.exit_code() == 0
+    assert time.monotonic() - began < PROMPT_SECONDS  # 3 s on an idle machine; 19 with the interpreter's teardown
     belongings.wait_gone()
     wait_empty(served.temporary)
 
