@@ -7,43 +7,42 @@ only goes forward). A use of n units moves it n intervals on, and is allowed whi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 __all__ = ["Rate"]
 
 
-@dataclass(frozen=True, slots=True)
 class Rate:
     """So many units in so many seconds, `burst` of them at once."""
 
-    limit: int
-    period_seconds: float
-    burst: int
+    __slots__ = ("_room", "burst", "interval", "limit")
 
-    @property
-    def interval(self) -> float:
+    def __init__(self, limit: int, period_seconds: float, burst: int) -> None:
+        self.limit, self.burst = limit, burst
+        self.interval = period_seconds / limit
         """Seconds after which one more unit is allowed."""
-        return self.period_seconds / self.limit
+        # Adding and taking away the same interval leaves a rest of some nanoseconds, which must not refuse anybody.
+        self._room = burst * self.interval + 1e-6
 
     def wait_seconds(self, full_at: float, units: float, now: float) -> float:
         """Return how long a use of `units` has to wait; 0.0: it may come now.
 
         A use of more than the burst is allowed once nothing is owed. What it takes beyond is owed, so the rate holds.
         """
-        owed = max(0.0, full_at - now)
-        room = (self.burst - min(units, self.burst)) * self.interval
-        # Adding and taking away the same interval leaves a rest of some nanoseconds, which must not refuse anybody.
-        wait = owed - room
-        return wait if wait > 1e-6 else 0.0
+        owed = full_at - now
+        room = self._room - (units if units < self.burst else self.burst) * self.interval
+        return owed - room if owed > room else 0.0
 
     def after(self, full_at: float, units: float, now: float) -> float:
         """Return the state after a use of `units`."""
-        return max(full_at, now) + units * self.interval
+        return (full_at if full_at > now else now) + units * self.interval
 
     def remaining(self, full_at: float, now: float) -> int:
         """Return how many units may come now."""
-        owed = max(0.0, full_at - now)
-        return max(0, min(self.burst, math.floor(self.burst - owed / self.interval + 1e-6)))
+        owed = full_at - now
+        if owed <= 0:
+            return self.burst
+        left = math.floor((self._room - owed) / self.interval)
+        return left if left > 0 else 0
 
     def reset_seconds(self, full_at: float, now: float) -> float:
         """Return how long it takes until the whole burst may come."""

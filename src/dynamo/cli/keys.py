@@ -17,7 +17,7 @@ import msgspec
 
 from dynamo.access.key_file import add_key, remove_key, replace_key
 from dynamo.access.key_text import RANDOM_BYTES, check_imported, hash_of, key_text, new_id
-from dynamo.access.records import KeyRecord, RouteGroup
+from dynamo.access.records import KeyRecord, Period, RouteGroup
 from dynamo.cli.usage import UsageError
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.access.key_editor import change_key_file
@@ -31,7 +31,7 @@ DEFAULT_FILE: Final = "keys.toml"
 _DESCRIPTION: Final = "Make, show and take away the API keys of a frontend. docs/keys.md has the fields of a key file."
 _EPILOG: Final = """\
 example:
-  dynamo keys create --name alice
+  dynamo keys create --name alice --rpm 60
   dynamo serve --keys keys.toml
 
 A running frontend reads a file that has changed within a second or two.
@@ -39,6 +39,13 @@ A running frontend reads a file that has changed within a second or two.
 
 _SPAN: Final = re.compile(r"(\d+)([smhdw])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_LIMIT_FLAGS: Final = {
+    "rpm": ("requests_per_minute", "requests per minute"),
+    "rpd": ("requests_per_day", "requests per day"),
+    "tpm": ("tokens_per_minute", "input and output tokens per minute"),
+    "concurrent": ("concurrent", "requests at once"),
+    "max-request-tokens": ("max_tokens_per_request", "input and output tokens of one request"),
+}
 
 
 def read_span(given: str) -> timedelta:
@@ -120,6 +127,15 @@ def _add_create_flags(create: argparse.ArgumentParser) -> None:
     create.add_argument("--cidr", action="append", metavar="NETWORK", help="may come from here only (repeatable)")
     create.add_argument("--expires", type=_argument(read_moment), metavar="WHEN", help="30d, or 2027-01-31")
     create.add_argument("--priority", type=int, metavar="N", help="the highest priority of its requests")
+    create.add_argument("--max-tokens", type=int, metavar="N", help="output tokens of one request")
+    for flag, (_, meaning) in _LIMIT_FLAGS.items():
+        create.add_argument(f"--{flag}", type=int, metavar="N", help=meaning)
+    create.add_argument("--budget-tokens", type=int, metavar="N", help="tokens of a --budget-period")
+    create.add_argument(
+        "--budget-money", type=float, metavar="X", help="money of a --budget-period, by the file's prices"
+    )
+    create.add_argument("--budget-period", choices=list(map(str, Period)), default="month", help="default: %(default)s")
+    create.add_argument("--hard", action="store_true", help="end an answer where the budget ends")
     create.add_argument("--revoke-now", action="store_true", help="removing it cuts its running requests")
     create.add_argument("--import", action="store_true", dest="is_imported", help="read the key itself from stdin")
 
@@ -200,6 +216,11 @@ def _new_record(options: argparse.Namespace) -> tuple[str | None, KeyRecord]:
             raise UsageError(f"--import: {error}") from None
     else:
         key = key_text(id, secrets.token_bytes(RANDOM_BYTES))
+    limits = {
+        name: value
+        for flag, (name, _) in _LIMIT_FLAGS.items()
+        if (value := getattr(options, flag.replace("-", "_"))) is not None
+    }
     members: dict[str, Any] = {
         "id": id,
         "hash": hash_of(key.encode()),
@@ -213,7 +234,14 @@ def _new_record(options: argparse.Namespace) -> tuple[str | None, KeyRecord]:
         "routes": options.route,
         "cidrs": options.cidr,
         "priority": options.priority,
+        "max_tokens": options.max_tokens,
+        "limits": limits or None,
     }
+    if options.budget_tokens is not None or options.budget_money is not None:
+        budget = {"tokens": options.budget_tokens, "money": options.budget_money, "period": options.budget_period}
+        members["budget"] = {**budget, "hard": options.hard}
+    elif options.hard:
+        raise UsageError("--hard is about a budget: give --budget-tokens or --budget-money, too")
     try:
         record = msgspec.convert({name: value for name, value in members.items() if value is not None}, KeyRecord)
     except msgspec.ValidationError as error:

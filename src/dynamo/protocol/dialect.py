@@ -5,13 +5,24 @@ Every route of an API speaks its dialect, also before anything of the request wa
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 from dynamo.protocol.openai.errors import RequestRejected, model_not_found
 from dynamo.protocol.openai.sse import DONE, KEEP_ALIVE
 
-__all__ = ["OPENAI", "Dialect", "OpenAiDialect"]
+__all__ = ["OPENAI", "Dialect", "OpenAiDialect", "RateStatus", "span_text"]
+
+
+class RateStatus(NamedTuple):
+    """How far a rate limit is used."""
+
+    kind: str  # "requests" or "tokens"
+    limit: int
+    remaining: int
+    reset_seconds: float
+    reset_at: float  # seconds since the epoch
 
 
 class Dialect(ABC):
@@ -28,6 +39,15 @@ class Dialect(ABC):
     def stream_failure(self, rejected: RequestRejected, request_id: str) -> bytes:
         """Return the last bytes of a stream that fails once its status is sent."""
 
+    def rate_headers(self, status: RateStatus) -> tuple[tuple[bytes, bytes], ...]:
+        """Return the headers that say how far a rate limit is used."""
+        kind = status.kind.encode()
+        return (
+            (b"x-ratelimit-limit-" + kind, b"%d" % status.limit),
+            (b"x-ratelimit-remaining-" + kind, b"%d" % status.remaining),
+            (b"x-ratelimit-reset-" + kind, span_text(status.reset_seconds).encode()),
+        )
+
     def unknown_model(self, model: str) -> RequestRejected:
         """Return the rejection of a request for a model that is not served."""
         return model_not_found()
@@ -41,6 +61,16 @@ class OpenAiDialect(Dialect):
 
     def stream_failure(self, rejected: RequestRejected, request_id: str) -> bytes:
         return rejected.frame() + DONE
+
+
+def span_text(seconds: float) -> str:
+    """Write a length of time as OpenAI does: `12ms`, `1.5s`, `6m0s`, `2h0m0s`."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    if seconds < 60:
+        return f"{round(seconds, 3):g}s"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60}m{rest}s"
 
 
 OPENAI: Final = OpenAiDialect()

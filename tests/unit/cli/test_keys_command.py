@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.access.key_text import hash_of
+from dynamo.access.records import Budget, LimitSet, Period
 from dynamo.cli import keys
 from dynamo.cli.main import main
 from dynamo.frontend.access.key_editor import change_key_file
@@ -49,6 +50,31 @@ def test_a_key_is_printed_once_and_its_hash_is_kept(path: Path, capsys: pytest.C
     assert path.stat().st_mode & 0o777 == 0o600
     run(path, "list")
     assert id in capsys.readouterr().out
+
+
+def test_flags_for_limits_and_budgets(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--rpm",
+        "60",
+        "--tpm",
+        "1000",
+        "--concurrent",
+        "3",
+        "--max-tokens",
+        "5",
+        "--budget-tokens",
+        "10",
+        "--hard",
+    ]
+    _, id = create(path, capsys, *flags)
+    record = load_key_file(str(path)).find(id)
+    assert record is not None
+    assert record.limits == LimitSet(requests_per_minute=60, tokens_per_minute=1000, concurrent=3)
+    assert record.budget == Budget(period=Period.MONTH, tokens=10, hard=True)
+    assert record.max_tokens == 5
+    for wrong, words in ((["--hard"], "--budget-tokens"), (["--rpm", "0"], ">= 1"), (["--budget-money", "-1"], "> 0")):
+        assert main(["keys", "create", *wrong, "--file", str(path)]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_disable_enable_rotate_and_delete(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

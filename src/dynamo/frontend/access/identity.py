@@ -17,9 +17,7 @@ _INVALID: Final = "invalid_request_error"
 
 def key_rejection(code: str, message: str) -> RequestRejected:
     """Return the 401 of a request whose key is missing, unknown or not valid any more."""
-    return RequestRejected(
-        401, message, code=code, stream_type=_INVALID, more_headers={"www-authenticate": "Bearer"}, limit="key"
-    )
+    return RequestRejected(401, message, code=code, stream_type=_INVALID, more_headers={"www-authenticate": "Bearer"})
 
 
 class Identity:
@@ -87,4 +85,4 @@ class Identity:
 
 
 def _forbidden(message: str) -> RequestRejected:
-    return RequestRejected(403, message, code="insufficient_permissions", limit="key")
+    return RequestRejected(403, message, code="insufficient_permissions")

@@ -65,21 +65,11 @@ def _load(path: str) -> tuple[Version, KeyRing]:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise KeyFileError(f"it has more than {MAX_FILE_BYTES // 2**20} MiB")
-        return version, _served(read_key_ring(data.decode(), is_json=path.endswith(".json")))
+        return version, read_key_ring(data.decode(), is_json=path.endswith(".json"))
     except OSError as error:
         raise InvalidArgument(f"the key file {path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:  # KeyFileError is one, and so is an error of UTF-8
         raise InvalidArgument(f"the key file {path} cannot be used: {error}") from error
-
-
-def _served(ring: KeyRing) -> KeyRing:
-    """Return the ring. Raises KeyFileError for what this version does not enforce: a limit that holds nobody is worse."""
-    for record in ring.keys:
-        if record.limits is not None or record.model_limits or record.budget is not None or record.max_tokens:
-            raise KeyFileError(f"key {record.id!r}: limits, budgets and max_tokens are not built in this version")
-    if ring.projects or ring.prices:
-        raise KeyFileError("projects and prices are not built in this version")
-    return ring
 
 
 def _version_of(status: os.stat_result) -> Version:

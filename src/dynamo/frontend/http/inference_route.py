@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from dynamo.frontend.admission.quotas import Charge
 from dynamo.frontend.http.asgi import (
     RESPOND_EXTENSION,
     BodyBudget,
@@ -35,13 +36,14 @@ __all__ = ["AsgiSink", "InferenceRoute", "watch_client"]
 class AsgiSink:
     """The answer of one exchange as ASGI messages, or in one write where our listener is below."""
 
-    __slots__ = ("_dialect", "_extensions", "_extra", "_request_id", "_send")
+    __slots__ = ("_dialect", "_extensions", "_extra", "_request_id", "_send", "charge")
 
     def __init__(self, scope: Scope, send: Send, request_id: str, dialect: Dialect = OPENAI) -> None:
         self._send, self._request_id, self._dialect = send, request_id, dialect
         self._extensions: dict[str, Any] = scope.get("extensions") or {}
         written = request_id.encode("latin-1")
         self._extra = tuple([(name, written) for name in dialect.id_headers])
+        self.charge: Charge | None = None  # of a key whose limits the answer shows
 
     @property
     def on_leave(self) -> Callable[[Callable[[], None]], None] | None:
@@ -50,20 +52,29 @@ class AsgiSink:
 
     async def reply(self, status: int, body: bytes, headers: HeaderPairs = ()) -> None:
         respond = self._extensions.get(RESPOND_EXTENSION)
-        await reply(self._send, status, body, extra=(*self._extra, *headers), respond=respond)
+        fixed = self._extra if self.charge is None else self._fixed()
+        await reply(self._send, status, body, extra=(*fixed, *headers), respond=respond)
 
     async def reject(self, rejected: RequestRejected) -> None:
-        await reply_rejected(self._send, rejected, self._extra, dialect=self._dialect, request_id=self._request_id)
+        await reply_rejected(self._send, rejected, self._fixed(), dialect=self._dialect, request_id=self._request_id)
+
+    def _fixed(self) -> tuple[tuple[bytes, bytes], ...]:
+        """Return the headers of every answer."""
+        if self.charge is None or not self.charge.is_limited:
+            return self._extra
+        rates = self._dialect.rate_headers
+        return (*self._extra, *[header for status in self.charge.statuses() for header in rates(status)])
 
     def open_stream(
         self, *, peek_seconds: float, keep_alive_seconds: float | None, late_headers: Callable[[], HeaderPairs]
     ) -> AnswerStream:
+        limits = None if self.charge is None or not self.charge.is_limited else self._fixed
         return EventStream(
             self._send,
             push=self._extensions.get(PUSH_EXTENSION),
             splice=self._extensions.get(SPLICE_EXTENSION),
-            extra=self._extra,
-            late_headers=late_headers,
+            extra=self._extra if limits is None else (),
+            late_headers=late_headers if limits is None else lambda: (*limits(), *late_headers()),
             peek_seconds=peek_seconds,
             keep_alive_seconds=keep_alive_seconds,
             keep_alive=self._dialect.keep_alive,
@@ -108,6 +119,7 @@ class InferenceRoute:
             identity=scope.get(IDENTITY),
         )
         exchange = self._call.open(id, arrival)
+        sink.charge = arrival.charge
         on_leave = sink.on_leave
         if on_leave is not None:
             on_leave(exchange.client_left)

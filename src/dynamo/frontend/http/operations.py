@@ -10,6 +10,7 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
+from dynamo.frontend.admission.limit_table import LimitTable
 from dynamo.frontend.admission.model import Reason, Urgency
 from dynamo.frontend.admission.process import Admission, Stage
 from dynamo.frontend.http.asgi import Receive, Scope, Send, first_headers, reply
@@ -35,6 +36,9 @@ class Peers(Protocol):
 
     def admission(self, limit: int) -> Admission:
         """Return the admission that all processes share."""
+
+    def limits(self) -> LimitTable:
+        """Return the table of the keys' limits that all processes share."""
 
     async def gather(self) -> list[bytes]:
         """Return a snapshot of each process's metrics, this process included. Raises TimeoutError."""

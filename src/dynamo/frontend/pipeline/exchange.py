@@ -16,6 +16,7 @@ from msgspec import Struct, field
 from dynamo.errors import Cancelled, DynamoException
 from dynamo.frontend.access.identity import Identity
 from dynamo.frontend.admission.model import AdmissionSlot
+from dynamo.frontend.admission.quotas import Charge
 from dynamo.frontend.http.asgi import ClientGone
 from dynamo.frontend.metrics.requests import RequestMetrics
 from dynamo.frontend.pipeline.plan import Tally, WorkRequest
@@ -65,6 +66,7 @@ class Arrival(Struct):
     client: str | None = None  # the peer's address; None: a caller in this process
     path: str = ""  # of the route
     identity: Identity | None = None  # the key behind it; None: no key is needed
+    charge: Charge | None = None  # what it takes of the limits of its key
 
 
 class Exchange:

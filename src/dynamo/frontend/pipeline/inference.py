@@ -19,6 +19,7 @@ from dynamo.frontend.access.identity import Identity
 from dynamo.frontend.access.key_store import KeyStore
 from dynamo.frontend.admission.model import Shed, cap_priority, urgency_of
 from dynamo.frontend.admission.process import Admission, NotReady
+from dynamo.frontend.admission.quotas import Quotas
 from dynamo.frontend.apis.base import Answer, Api, FailureRenderer, GenerationApi, Renderer, RenderOptions
 from dynamo.frontend.http.offload import LARGE_BODY_BYTES, takes_long
 from dynamo.frontend.media.intake import MediaIntake
@@ -26,6 +27,7 @@ from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.metrics.requests import UNKNOWN_MODEL, RequestType
 from dynamo.frontend.models.directory import ModelDirectory
 from dynamo.frontend.models.served import ServedModel
+from dynamo.frontend.pipeline.charging import close_charge, reserve_tokens
 from dynamo.frontend.pipeline.delivery import StreamDelivery, UnaryDelivery, annotation_events, send_placement
 from dynamo.frontend.pipeline.exchange import Arrival, Exchange, ExchangeRegister, Phase
 from dynamo.frontend.pipeline.failures import classify, rejection_of
@@ -69,6 +71,8 @@ class Pipeline:
     stalls: StallDetector
     keys: KeyStore | None = None
     """The keys in service; None where no route needs one."""
+    quotas: Quotas | None = None
+    """Their limits and budgets."""
 
 
 class Resolved(Struct, frozen=True):
@@ -114,6 +118,8 @@ class Call:
 
     def open(self, id: str, arrival: Arrival) -> Exchange:
         """Return the exchange of a request that has just come in; its stage times begin now."""
+        if arrival.identity is not None and self._pipeline.quotas is not None:
+            arrival.charge = self._pipeline.quotas.open(arrival.identity)
         return Exchange(id, arrival, StageTimer(is_wanted=wants_stage_times(arrival.headers)))
 
     async def run(self, exchange: Exchange, sink: AnswerSink) -> None:
@@ -129,6 +135,7 @@ class Call:
             rejected = self._rejection(error)
             self.count_early(rejected, error, exchange.arrival.at)
             exchange.end()
+            close_charge(exchange)
             await sink.reject(rejected)
             return
         exchange.timer.mark(QUEUE)
@@ -139,6 +146,8 @@ class Call:
         finally:
             if exchange.phase is not Phase.ENDED:
                 exchange.end()
+            if exchange.arrival.charge is not None:
+                close_charge(exchange)
             pipeline.register.remove(exchange)
             pipeline.admission.leave()
             if is_large:
@@ -170,10 +179,16 @@ class Call:
         exchange.model = model.name
         kind: RequestType = "stream" if request.is_streaming else "unary"
         exchange.counters = counters = metrics.requests.begin(model.name, self._api.endpoint, kind, began)
+        charge = exchange.arrival.charge
         try:
+            if charge is not None:
+                charge.enter(model.name)
             exchange.slot = slot = model.admission.enter(urgency_of(request.nvext), began)
-        except Shed as error:  # before the prompt was rendered or tokenised
-            metrics.requests.shed(model.name, error.reason)
+        except (Shed, RequestRejected) as error:  # before the prompt was rendered or tokenised
+            if isinstance(error, Shed):
+                metrics.requests.shed(model.name, error.reason)
+                if charge is not None:
+                    charge.forgive()
             rejected = self._rejection(error)
             counters.fail(asyncio.get_running_loop().time(), **classify(error, rejected)._asdict())
             exchange.end()
@@ -289,6 +304,8 @@ class Call:
             output_tokens=tally.completion_tokens,
             cached_tokens=tally.cached_tokens,
         )
+        if exchange.arrival.charge is not None:
+            exchange.arrival.charge.has_succeeded = True
         exchange.timer.ended()
         self._pipeline.metrics.requests.observe_stages(exchange.timer)
         first = exchange.counters.first_token_seconds
@@ -377,6 +394,8 @@ class GenerationCall(Call):
         if media is not None:
             pipeline.media.check_model(model, media)
         plan, text = await self._generating.prepare(pipeline.preprocessor, request, resolved.effects, model, timer)
+        if exchange.arrival.charge is not None:
+            reserve_tokens(exchange.arrival.charge, plan, model.length_limits)
         exchange.work = work = WorkRequest(plan, timer, pipeline.stalls)
         if media is not None:
             work.tally.prompt_tokens += await pipeline.media.fill(media, model, plan, text, exchange.context)

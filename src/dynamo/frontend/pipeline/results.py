@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from dynamo.errors import Unknown, revive
 from dynamo.frontend.apis.results import ResultAnswer, ResultApi
+from dynamo.frontend.pipeline.charging import reserve_tokens
 from dynamo.frontend.pipeline.exchange import Exchange, Phase
 from dynamo.frontend.pipeline.inference import Call, OpenAnswer, Pipeline, Resolved
 from dynamo.frontend.pipeline.plan import GenerationModel, WorkRequest
@@ -41,6 +42,8 @@ class ResultCall(Call):
         request, model = resolved.request, resolved.model
         assert counters is not None
         plan = await self._results.plan(pipeline.preprocessor, request, model, timer)
+        if exchange.arrival.charge is not None:
+            reserve_tokens(exchange.arrival.charge, plan, model.length_limits)
         exchange.work = work = WorkRequest(plan, timer, pipeline.stalls)
         exchange.enter(Phase.PREPROCESSED, exchange.now())
         timer.mark(PARSE)

@@ -28,6 +28,8 @@ class TokenCountCall(Call):
     async def _serve(self, exchange: Exchange, sink: AnswerSink) -> None:
         try:
             resolved = await self._parse_and_resolve(exchange.arrival)
+            if exchange.arrival.charge is not None:
+                exchange.arrival.charge.enter(resolved.model.name)
             body = await self._counting.count(
                 self._pipeline.preprocessor, resolved.request, resolved.model, exchange.timer
             )
@@ -42,5 +44,7 @@ class TokenCountCall(Call):
             await sink.reject(rejected)
             return
         exchange.end()
+        if exchange.arrival.charge is not None:
+            exchange.arrival.charge.has_succeeded = True
         self._pipeline.metrics.requests.counted(resolved.model.name, self._api.endpoint)
         await sink.reply(200, body)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from datetime import UTC, datetime
 from typing import Final
 
-from dynamo.protocol.dialect import Dialect
+from dynamo.protocol.dialect import Dialect, RateStatus
 from dynamo.protocol.openai.errors import RequestRejected
 from dynamo.protocol.openai.escaping import json_text
 
@@ -54,6 +56,15 @@ class MessagesDialect(Dialect):
     def stream_failure(self, rejected: RequestRejected, request_id: str) -> bytes:
         found = _error(error_type_of(rejected.stream_status), rejected.stream_message, request_id)
         return b"event: error\ndata: %b\n\n" % found
+
+    def rate_headers(self, status: RateStatus) -> tuple[tuple[bytes, bytes], ...]:
+        base = b"anthropic-ratelimit-%b-" % status.kind.encode()
+        reset = datetime.fromtimestamp(math.ceil(status.reset_at), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return (
+            (base + b"limit", b"%d" % status.limit),
+            (base + b"remaining", b"%d" % status.remaining),
+            (base + b"reset", reset.encode()),
+        )
 
     def unknown_model(self, model: str) -> RequestRejected:
         return RequestRejected(404, f"Model '{model}' not found", param="model", code="model_not_found")

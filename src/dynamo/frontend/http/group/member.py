@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Final
 
 from dynamo.errors import DynamoException
+from dynamo.frontend.admission.limit_table import LimitTable
 from dynamo.frontend.admission.process import Admission
 from dynamo.frontend.app import Frontend
 from dynamo.frontend.args import parse_args
@@ -140,6 +141,11 @@ class GroupPeers:
         """Make the admission whose slots all processes share."""
         return SharedAdmission(limit, self._places, self._row)
 
+    def limits(self) -> LimitTable:
+        """Return the table of the keys' limits that all processes share."""
+        assert self._places.limits is not None  # the parent makes one where there are keys
+        return self._places.limits
+
     async def gather(self) -> list[bytes]:
         """Gather the metrics of the whole group, this process's own first. Raises TimeoutError."""
         own = snapshot(self._metrics)
@@ -220,6 +226,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("dynamo.frontend.http.group.member")
     for name in ("control", "deliveries", "places", "row", "rows"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--limits", type=int, help="the shared table of the keys' limits")
     parser.add_argument("--admin", type=int, help="a bound socket for the admin routes")
     parser.add_argument("rest", nargs=argparse.REMAINDER)
     given = parser.parse_args(argv)
@@ -232,6 +239,8 @@ def main(argv: list[str] | None = None) -> int:
         given.row,
         None if given.admin is None else socket.socket(fileno=given.admin),
     )
+    if given.limits is not None:
+        place.places.limits = LimitTable(given.rows, member=given.row, fd=given.limits)
     try:
         spare_the_collector()
         keep_large_blocks_apart()

@@ -14,6 +14,7 @@ import tempfile
 from typing import Final, Self
 
 from dynamo.errors import Overloaded
+from dynamo.frontend.admission.limit_table import LimitTable
 from dynamo.frontend.admission.process import OPEN, Admission, NotReady
 
 __all__ = ["Field", "Places", "SharedAdmission"]
@@ -35,13 +36,17 @@ class Places:
         self.fd, self.rows = fd, rows
         self._map = mmap.mmap(fd, rows * ROW * 8)
         self._numbers = memoryview(self._map).cast("Q")
+        self.limits: LimitTable | None = None
+        """What the processes share of the limits of keys; None where no route needs a key."""
 
     @classmethod
-    def create(cls, rows: int) -> Self:
+    def create(cls, rows: int, *, with_limits: bool = False) -> Self:
         """Create a table of zeros in a file without a name."""
         with tempfile.TemporaryFile() as file:
             file.truncate(rows * ROW * 8)
-            return cls(os.dup(file.fileno()), rows)
+            made = cls(os.dup(file.fileno()), rows)
+        made.limits = LimitTable.create(rows) if with_limits else None
+        return made
 
     def get(self, row: int, field: Field) -> int:
         return self._numbers[row * ROW + field]
@@ -57,6 +62,8 @@ class Places:
         """Clear the row of a process that has ended."""
         for field in Field:
             self.set(row, field, 0)
+        if self.limits is not None:
+            self.limits.clear(row)
 
     def close(self) -> None:
         """Idempotent."""
@@ -65,6 +72,8 @@ class Places:
             self._map.close()
             os.close(self.fd)
             self.fd = -1
+            if self.limits is not None:
+                self.limits.close()
 
 
 class SharedAdmission(Admission):

@@ -73,7 +73,7 @@ class Supervisor:
         """
         self._settings, self._argv = settings, tuple(argv)
         self._admin = admin
-        self._places = Places.create(settings.workers)
+        self._places = Places.create(settings.workers, with_limits=settings.key_sources.exist)
         self._members = [MemberProcess(row) for row in range(settings.workers)]
         self._dealer = ConnectionDealer(listener, self._members, self._places)
         self._scrapes = GroupScrapes(self._members, metrics_prefix=settings.metrics_prefix)
@@ -160,6 +160,8 @@ class Supervisor:
         member.deliveries, deliveries = socket.socketpair()
         with control, deliveries:
             inherited = {"control": control.fileno(), "deliveries": deliveries.fileno(), "places": self._places.fd}
+            if self._places.limits is not None:
+                inherited["limits"] = self._places.limits.fd
             if self._admin is not None:
                 inherited["admin"] = self._admin.fileno()
             flags = [f"--{name}={fd}" for name, fd in inherited.items()]

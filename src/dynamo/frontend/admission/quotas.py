@@ -1,0 +1,523 @@
+"""What a request takes of the limits and budgets of its key, its project, and its key with its model.
+
+    charge = quotas.open(identity)      one for each request
+    charge.enter(model)                 concurrency, then requests per minute and day
+    cap = charge.reserve(tokens)        tokens per minute, then budgets; before any worker gets the request
+    charge.close(used)                  gives back what was reserved and not used
+
+Everything a request needs is taken before it runs, so that requests that come together cannot pass a limit that each of
+them alone keeps. Nothing here waits: what is not free is refused with a 429 that says when to come again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from dynamo.access.rates import Rate
+from dynamo.access.records import Budget, KeyRing, LimitSet, Period, Price
+from dynamo.access.spending import cost_of, period_end, period_number, units_of
+from dynamo.frontend.access.identity import Identity
+from dynamo.frontend.admission.limit_table import LimitTable
+from dynamo.protocol.dialect import RateStatus
+from dynamo.protocol.openai.errors import RequestRejected
+
+__all__ = ["Charge", "Quotas", "Spent", "TokenDemand", "TokenUse"]
+
+OUTPUT_ESTIMATE: Final = 1024
+"""Output tokens that are reserved for a request that names no limit of its own. Where it generates more, the rest is
+charged at its end; a hard budget reserves all that it may generate."""
+
+RETRY_LIMIT_SECONDS: Final = 60  # clients give up on a Retry-After of more than 120 s, and ask again at once
+
+_TOKENS: Final = ("tokens_per_minute", "input_tokens_per_minute", "output_tokens_per_minute")
+
+
+class TokenDemand(NamedTuple):
+    """The tokens that a request may need, before it runs."""
+
+    input: int
+    output: int | None  # for each of its answers; None: it names no limit
+    answers: int = 1
+    most_output: int | None = None  # for each, as far as the model's context goes; None: not known
+
+
+class TokenUse(NamedTuple):
+    """The tokens that a request took."""
+
+    input: int = 0
+    cached: int = 0
+    output: int = 0
+
+
+class Spent(NamedTuple):
+    """What a budget has given in a period."""
+
+    period: int
+    units: int
+
+
+class _RateGate:
+    """One rate of a scope, and its record."""
+
+    __slots__ = ("at", "counts_input", "counts_output", "name", "rate", "scope")
+
+    def __init__(self, name: str, scope: str, rate: Rate, at: int) -> None:
+        self.name, self.scope, self.rate, self.at = name, scope, rate, at
+        self.counts_input = name != "output_tokens_per_minute"
+        self.counts_output = name != "input_tokens_per_minute"
+
+    def units(self, input: int, output: int) -> int:
+        """Return what tokens take of it."""
+        if not self.counts_output:
+            return input
+        return input + output if self.counts_input else output
+
+
+@dataclass(frozen=True, slots=True)
+class _PlaceGate:
+    """How many requests of a scope may run at once, and its record."""
+
+    scope: str
+    limit: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class _BudgetGate:
+    """The budget of a scope, and its record."""
+
+    name: str  # by which what it has given is stored
+    scope: str
+    budget: Budget
+    units: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Gates:
+    """The limits of one scope, or of several together."""
+
+    sizes: tuple[int, ...] = ()
+    places: tuple[_PlaceGate, ...] = ()
+    requests: tuple[_RateGate, ...] = ()
+    tokens: tuple[_RateGate, ...] = ()
+    budgets: tuple[_BudgetGate, ...] = ()
+
+    @property
+    def counts_money(self) -> bool:
+        """Whether the prices of models matter."""
+        return any(gate.budget.money is not None for gate in self.budgets)
+
+    def __add__(self, other: _Gates) -> _Gates:
+        return _Gates(
+            self.sizes + other.sizes,
+            self.places + other.places,
+            self.requests + other.requests,
+            self.tokens + other.tokens,
+            self.budgets + other.budgets,
+        )
+
+
+_UNLIMITED: Final = _Gates()
+
+
+class Quotas:
+    """The limits of all keys of a frontend, in one table."""
+
+    def __init__(
+        self,
+        ring: Callable[[], KeyRing],
+        table: LimitTable,
+        *,
+        spent: Mapping[str, Spent] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`ring` returns what the key file holds now; `spent`: what budgets had given when this process began, by name.
+
+        `clock` is one that all processes of this machine share, and that never jumps; `wall_clock` says which day it is.
+        """
+        self._ring, self.table = ring, table
+        self._spent = dict(spent or {})
+        self.clock, self.wall_clock = clock, wall_clock
+        self._known: dict[str, tuple[Identity, _Gates]] = {}
+        self._by_model: dict[tuple[str, str], tuple[Identity, _Gates]] = {}
+        self._periods: dict[Period, tuple[float, float, int]] = {}
+        self._known_ring: KeyRing | None = None
+        self.on_refused: Callable[[Identity, str], None] = lambda *_: None
+        """Called with the key and the limit's name of each refusal."""
+        self.on_spent: Callable[[str, Spent, int], None] = lambda *_: None
+        """Called with what a budget has given more: its name, the period's number and sum, and the units."""
+
+    def open(self, identity: Identity) -> Charge:
+        """Return the charge of one request, which has taken nothing yet."""
+        return Charge(self, identity, self._gates(identity))
+
+    def price_of(self, model: str) -> Price | None:
+        """Return the price of a model in the key file."""
+        return self._ring().price_of(model)
+
+    def _gates(self, identity: Identity) -> _Gates:
+        ring = self._ring()
+        if ring is not self._known_ring:
+            self._known_ring = ring
+            self._known.clear()
+            self._by_model.clear()
+        known = self._known.get(identity.id)
+        if known is not None and known[0] is identity:
+            return known[1]
+        record, gates = identity.record, _UNLIMITED
+        if record.limits is not None or record.budget is not None:
+            gates += self._make(f"key {record.id}", record.limits, record.budget)
+        project = None if record.project is None else ring.projects.get(record.project)
+        if project is not None:
+            gates += self._make(f"project {record.project}", project.limits, project.budget)
+        self._known[identity.id] = identity, gates
+        return gates
+
+    def gates_with_model(self, identity: Identity, gates: _Gates, model: str) -> _Gates:
+        """Return the limits of a key together with those that it has with a model only."""
+        found = identity.record.limits_of(model)
+        if found is None:
+            return gates
+        pattern, limits = found
+        known = self._by_model.get((identity.id, pattern))
+        if known is not None and known[0] is identity:
+            return known[1]
+        made = gates + self._make(f"key {identity.id} with {pattern}", limits, None)
+        self._by_model[identity.id, pattern] = identity, made
+        return made
+
+    def _make(self, scope: str, limits: LimitSet | None, budget: Budget | None) -> _Gates:
+        limits = limits or LimitSet()
+
+        def rate(name: str, seconds: float) -> Iterator[_RateGate]:
+            limit: int | None = getattr(limits, name)
+            if limit is not None:
+                made = Rate(limit, seconds, max(1, round(limit * limits.burst)))
+                yield _RateGate(name, scope, made, self.table.record(f"{scope} {name}"))
+
+        at_once, size = limits.concurrent, limits.max_tokens_per_request
+        return _Gates(
+            () if size is None else (size,),
+            () if at_once is None else (_PlaceGate(scope, at_once, self.table.record(f"{scope} concurrent")),),
+            (*rate("requests_per_minute", 60.0), *rate("requests_per_day", 86_400.0)),
+            tuple([gate for name in _TOKENS for gate in rate(name, 60.0)]),
+            () if budget is None else (self._make_budget(scope, budget),),
+        )
+
+    def _make_budget(self, scope: str, budget: Budget) -> _BudgetGate:
+        unit = "money" if budget.tokens is None else "tokens"
+        name = f"{scope} {budget.period} {unit}"
+        now = period_number(budget.period, self.wall_clock())
+        spent = self._spent.get(name, Spent(now, 0))
+        at = self.table.record(f"{name} budget", value=float(spent.units), period=spent.period)
+        return _BudgetGate(name, scope, budget, units_of(budget), at)
+
+    def remaining_ratio(self, identity: Identity) -> float | None:
+        """Return what is left of the budget of a key, as a part of it; None where it has none."""
+        for gate in self._gates(identity).budgets:
+            if gate.scope.startswith("key "):
+                with self.table.locked():
+                    self.turn(gate)
+                    left = self.left(gate)
+                return max(0.0, left / gate.units)
+        return None
+
+    def turn(self, gate: _BudgetGate) -> int:
+        """Begin a new period where one has come, under the lock; return its number. A clock that goes back begins none."""
+        wall, period = self.wall_clock(), gate.budget.period
+        begin, end, now = self._periods.get(period, _NO_PERIOD)
+        if not begin <= wall < end:
+            now, later = period_number(period, wall), period_end(period, wall)
+            self._periods[period] = wall, math.inf if later is None else later, now
+        known = self.table.period(gate.at)
+        if now <= known:
+            return known
+        self.table.set_period(gate.at, now)
+        self.table.set_value(gate.at, 0.0)
+        return now
+
+    def left(self, gate: _BudgetGate) -> int:
+        """Return what is left of a budget, under the lock."""
+        return gate.units - int(self.table.value(gate.at) + self.table.held(gate.at))
+
+
+_NO_PERIOD: Final = (math.inf, math.inf, 0)
+
+
+class Charge:
+    """What one request has taken. `close` ends it, once; later calls do nothing."""
+
+    __slots__ = (
+        "_costs", "_gates", "_is_closed", "_quotas", "_reserved", "_taken", "has_succeeded", "identity", "model",
+        "on_close", "price",
+    )  # fmt: skip
+
+    def __init__(self, quotas: Quotas, identity: Identity, gates: _Gates) -> None:
+        self._quotas, self._gates = quotas, gates
+        self.identity = identity
+        self.model = ""
+        """The model, once it is known."""
+        self.price: Price | None = None
+        self._taken = False  # a place and a request
+        self._is_closed = False
+        self.has_succeeded = False
+        """Whether it was answered in full."""
+        self._reserved: tuple[int, int] | None = None  # input and output tokens
+        self._costs: Sequence[int] = ()  # of each budget, for what is reserved
+        self.on_close: Callable[[Charge, TokenUse], None] | None = None
+        """Called once with what it took in the end."""
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether any rate may refuse it, so that its answer says how far the rates are used."""
+        return bool(self._gates.requests or self._gates.tokens)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def enter(self, model: str) -> None:
+        """Take a place and a request of every limit. Raises the 429 of the first that has none; then nothing is taken."""
+        quotas = self._quotas
+        self.model = model
+        if self.identity.record.model_limits:
+            self._gates = quotas.gates_with_model(self.identity, self._gates, model)
+        places, requests = self._gates.places, self._gates.requests
+        if not places and not requests:
+            return
+        now, table = quotas.clock(), quotas.table
+        lock = table.lock()
+        try:
+            for place in places:
+                if table.held(place.at) >= place.limit:
+                    raise self._refused("concurrent", _too_many_at_once(place))
+            self._check_rates(requests, 1, 0, now)
+            for place in places:
+                table.hold(place.at, 1)
+            for gate in requests:
+                table.set_value(gate.at, gate.rate.after(table.value(gate.at), 1, now))
+        finally:
+            table.unlock(lock)
+        self._taken = True
+
+    def forgive(self) -> None:
+        """Give back the request, because this frontend had no place for it. The charge still has to be closed."""
+        table = self._quotas.table
+        if self._taken:
+            with table.locked():
+                for gate in self._gates.requests:
+                    table.set_value(gate.at, table.value(gate.at) - gate.rate.interval)
+
+    def _check_rates(self, gates: Sequence[_RateGate], input: int, output: int, now: float) -> None:
+        table = self._quotas.table
+        for gate in gates:
+            wait = gate.rate.wait_seconds(table.value(gate.at), gate.units(input, output), now)
+            if wait > 0:
+                raise self._refused(gate.name, _over_rate(gate, wait))
+
+    def _refused(self, limit: str, rejected: RequestRejected) -> RequestRejected:
+        self._quotas.on_refused(self.identity, limit)
+        return rejected
+
+    # -- tokens ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, demand: TokenDemand) -> int | None:
+        """Reserve the tokens that a request may need, and return how many each of its answers may have at most.
+
+        None: as many as it asks for. Raises a 400 where the request asks for more than its key may have in one request,
+        and the 429 of a limit or budget that has not enough; then nothing is reserved.
+        """
+        cap, gates = self._own_cap(demand), self._gates
+        for most in gates.sizes:
+            self._check_size(most, demand, cap)
+        if not gates.tokens and not gates.budgets:
+            return cap
+        quotas = self._quotas
+        now, table = quotas.clock(), quotas.table
+        if gates.counts_money:
+            self.price = quotas.price_of(self.model)
+        lock = table.lock()
+        try:
+            if gates.budgets:
+                cap = self._affordable(demand, cap)
+            output = (self._estimate(demand) if cap is None else cap) * demand.answers
+            self._check_rates(gates.tokens, demand.input, output, now)
+            costs = [self._cost(gate, demand.input, 0, output) for gate in gates.budgets]
+            for gate, cost in zip(gates.budgets, costs, strict=True):
+                if cost > quotas.left(gate):
+                    raise self._refused("budget", _over_budget(gate, quotas.wall_clock()))
+            for rate in gates.tokens:
+                table.set_value(rate.at, rate.rate.after(table.value(rate.at), rate.units(demand.input, output), now))
+            for gate, cost in zip(gates.budgets, costs, strict=True):
+                table.hold(gate.at, cost)
+        finally:
+            table.unlock(lock)
+        self._reserved, self._costs = (demand.input, output), costs
+        return cap
+
+    def _own_cap(self, demand: TokenDemand) -> int | None:
+        """Return the output limit of each answer by the request and the key. Raises the 400 of a request for too much."""
+        most = self.identity.record.max_tokens
+        if most is None:
+            return demand.output
+        if demand.output is not None and demand.output > most:
+            raise self._refused(
+                "max_tokens",
+                RequestRejected(
+                    400,
+                    f"This API key may have {most} output tokens in an answer, and the request asks for {demand.output}",
+                    param="max_tokens",
+                    code="max_tokens_exceeded",
+                ),
+            )
+        return most if demand.output is None else demand.output
+
+    def _check_size(self, most: int | None, demand: TokenDemand, cap: int | None) -> None:
+        if most is None:
+            return
+        size = demand.input + (self._estimate(demand) if cap is None else cap) * demand.answers
+        if size > most:
+            raise self._refused(
+                "max_tokens_per_request",
+                RequestRejected(
+                    400,
+                    f"This API key may have {most} tokens of input and output in one request, and this one needs {size}",
+                    param="max_tokens",
+                    code="max_tokens_per_request_exceeded",
+                ),
+            )
+
+    @staticmethod
+    def _estimate(demand: TokenDemand) -> int:
+        return OUTPUT_ESTIMATE if demand.most_output is None else min(OUTPUT_ESTIMATE, demand.most_output)
+
+    def _cost(self, gate: _BudgetGate, input: int, cached: int, output: int) -> int:
+        if gate.budget.tokens is not None:
+            return input + output
+        return cost_of(gate.budget, self.price, input=input, cached=cached, output=output)
+
+    def _affordable(self, demand: TokenDemand, cap: int | None) -> int | None:
+        """Return the output limit that hard budgets leave, under the lock. Raises the 429 of one that leaves none."""
+        quotas = self._quotas
+        for gate in self._gates.budgets:
+            quotas.turn(gate)
+            if not gate.budget.hard:
+                continue
+            # What a million tokens cost is exact also where one token costs less than a unit.
+            million = self._cost(gate, 0, 0, 10**6)
+            if million == 0:
+                continue
+            left = quotas.left(gate) - self._cost(gate, demand.input, 0, 0)
+            most = left * 10**6 // million // demand.answers
+            if most < 1:
+                raise self._refused("budget", _over_budget(gate, quotas.wall_clock()))
+            bounds = [bound for bound in (cap, demand.most_output) if bound is not None]
+            cap = min([most, *bounds])
+        return cap
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self, use: TokenUse) -> None:
+        """End the charge: the place is free, what was reserved and not used is given back, what was used is spent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._taken or self._reserved is not None:
+            self._settle(use)
+        if self.on_close is not None:
+            self.on_close(self, use)
+
+    def _settle(self, use: TokenUse) -> None:
+        quotas, gates, table = self._quotas, self._gates, self._quotas.table
+        given: list[tuple[str, Spent, int]] = []
+        lock = table.lock()
+        try:
+            if self._taken:
+                for place in gates.places:
+                    table.hold(place.at, -1)
+            if self._reserved is not None:
+                now = quotas.clock()
+                for rate in gates.tokens:
+                    more = rate.units(use.input, use.output) - rate.units(*self._reserved)
+                    full_at = table.value(rate.at)
+                    table.set_value(
+                        rate.at,
+                        rate.rate.after(full_at, more, now) if more > 0 else full_at + more * rate.rate.interval,
+                    )
+                for gate, reserved in zip(gates.budgets, self._costs, strict=True):
+                    table.hold(gate.at, -reserved)
+                    period, cost = quotas.turn(gate), self._cost(gate, use.input, use.cached, use.output)
+                    spent = table.value(gate.at) + cost
+                    table.set_value(gate.at, spent)
+                    given.append((gate.name, Spent(period, int(spent)), cost))
+        finally:
+            table.unlock(lock)
+        for name, total, cost in given:
+            quotas.on_spent(name, total, cost)
+
+    def statuses(self) -> Sequence[RateStatus]:
+        """Return how far the tightest rate of requests and the tightest one of tokens are used."""
+        quotas, found = self._quotas, []
+        now, wall = quotas.clock(), quotas.wall_clock()
+        for kind, gates in (("requests", self._gates.requests), ("tokens", self._gates.tokens)):
+            tightest: RateStatus | None = None
+            for gate in gates:
+                full_at = quotas.table.value(gate.at)
+                remaining = gate.rate.remaining(full_at, now)
+                if tightest is None or remaining < tightest.remaining:
+                    reset = gate.rate.reset_seconds(full_at, now)
+                    tightest = RateStatus(kind, gate.rate.limit, remaining, reset, wall + reset)
+            if tightest is not None:
+                found.append(tightest)
+        return found
+
+
+def _over_rate(gate: _RateGate, wait: float) -> RequestRejected:
+    return RequestRejected(
+        429,
+        f"Rate limit reached: {gate.name} of {gate.scope} is {gate.rate.limit}, {gate.rate.burst} at once. "
+        f"Try again in {_span(wait)}",
+        code="rate_limit_exceeded",
+        retry_after_seconds=_retry_seconds(wait),
+        more_headers=_retry_headers(wait),
+    )
+
+
+def _too_many_at_once(gate: _PlaceGate) -> RequestRejected:
+    return RequestRejected(
+        429,
+        f"Too many requests at once: {gate.scope} may have {gate.limit}. Try again when one has ended",
+        code="concurrency_limit_exceeded",
+        retry_after_seconds=1,
+        more_headers=_retry_headers(1.0),
+    )
+
+
+def _over_budget(gate: _BudgetGate, now: float) -> RequestRejected:
+    end = period_end(gate.budget.period, now)
+    when = "not renewed" if end is None else f"renewed in {_span(end - now)}"
+    return RequestRejected(
+        429,
+        f"The budget of {gate.scope} is used up, or its rest is too small for this request. It is {when}",
+        code="insufficient_quota",
+        stream_type="insufficient_quota",
+        more_headers={"x-should-retry": "false"},
+    )
+
+
+def _retry_seconds(wait: float) -> int:
+    return min(max(1, math.ceil(wait)), RETRY_LIMIT_SECONDS)
+
+
+def _retry_headers(wait: float) -> Mapping[str, str]:
+    return {"retry-after-ms": str(min(max(1, math.ceil(wait * 1000)), RETRY_LIMIT_SECONDS * 1000))}
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{max(seconds, 0.001):.3g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

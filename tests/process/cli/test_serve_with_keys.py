@@ -1,0 +1,75 @@
+"""Keys as operators and clients have them: the commands, a group of frontends, the official clients, all that is printed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import anthropic
+import openai
+import pytest
+
+from support.serve_command import serve_command
+
+ENGINE = ("--engine", "guide_engine:GuideEngine", "--http-host", "127.0.0.1", "--http-port", "0")
+
+
+def make_key(path: Path, *flags: str) -> str:
+    command = [sys.executable, "-m", "dynamo.cli.main", "keys", "create", "--file", str(path), *flags]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def status_of(client: openai.OpenAI) -> int:
+    try:
+        client.chat.completions.create(model="my-model", messages=[{"role": "user", "content": "hi"}], max_tokens=30)
+    except openai.APIStatusError as error:
+        return error.status_code
+    return 200
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_official_clients_with_keys_and_limits_that_all_processes_share(tmp_path: Path, processes: int) -> None:
+    path = tmp_path / "keys.toml"
+    free, daily = make_key(path, "--name", "free"), make_key(path, "--rpd", "30")
+    wrong = "sk-this-key-is-known-to-nobody"
+    more = ("--frontend-workers", str(processes)) if processes > 1 else ()
+    with serve_command(tmp_path, "my-model", *ENGINE, *more, "--keys", str(path), DYN_LOG="debug") as command:
+        command.wait_ready()
+        base = f"{command.url}/v1"
+
+        def client(key: str) -> openai.OpenAI:
+            return openai.OpenAI(base_url=base, api_key=key, max_retries=0)
+
+        with client(free) as known, client(wrong) as unknown:
+            assert [model.id for model in known.models.list()] == ["my-model"]
+            assert status_of(known) == 200
+            with pytest.raises(openai.AuthenticationError) as refused:
+                unknown.models.list()
+            assert (refused.value.code, refused.value.status_code) == ("invalid_api_key", 401)
+            assert refused.value.request_id
+        with anthropic.Anthropic(base_url=command.url, api_key=free, max_retries=0) as messages:
+            said = messages.messages.create(
+                model="my-model", max_tokens=30, messages=[{"role": "user", "content": "hi"}]
+            )
+            assert said.content[0].text == "hello from the guide"
+            assert said._request_id
+        with (
+            anthropic.Anthropic(base_url=command.url, api_key=wrong, max_retries=0) as messages,
+            pytest.raises(anthropic.AuthenticationError),
+        ):
+            messages.messages.create(model="m", max_tokens=3, messages=[{"role": "user", "content": "hi"}])
+
+        def burst(_: int) -> list[int]:
+            with client(daily) as one:  # a connection of its own: the parent deals them out
+                return [status_of(one) for _ in range(5)]
+
+        with ThreadPoolExecutor(8) as pool:
+            counts = Counter(status for statuses in pool.map(burst, range(8)) for status in statuses)
+        assert counts == {200: 5, 429: 35}  # a sixth of the day's 30 at once, and the next one comes in 48 minutes
+        printed = command.out + command.err
+        for secret in (free, daily, wrong):
+            assert secret not in printed
+            assert secret.rpartition(".")[2] not in printed
