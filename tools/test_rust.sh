@@ -24,6 +24,7 @@ if ! (cd rust && cargo fetch --quiet --config net.retry=0 2> /dev/null); then
 fi
 cd rust
 cargo fmt --check
+(cd .. && "${PYTHON:-python3}" -m pytest -q tests/unit/docs/test_rust_sources.py)
 cargo clippy "${flags[@]}" --workspace --all-targets --all-features -- -D warnings
 if [ -n "${RUST_QUICK:-}" ]; then
   cargo test "${flags[@]}" --workspace --all-features --lib --bins

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,28 @@ from dynamo.runtime.request_plane.base import Instance
 from support.processes import Process, get
 
 ENGINE = os.environ.get("RUST_SAMPLE_ENGINE", "")
+RAW_ENGINE = str(Path(ENGINE).parent / "raw-engine")  # built beside it
 NEEDS_ENGINE = pytest.mark.skipif(not ENGINE, reason="no Rust worker: `make test-rust` builds one (RUST_SAMPLE_ENGINE)")
 
 
 class RustWorker(Process):
-    """The sample engine in Rust, on a store of its own."""
+    """An engine in Rust, on a store of its own."""
 
     store = Path()
+    environment: Mapping[str, str] = {}
 
     @classmethod
-    def start(cls, root: Path, *flags: str, delay: str = "0.001", **env: str) -> RustWorker:
+    def start(cls, root: Path, *flags: str, delay: str = "0.001", is_raw: bool = False, **env: str) -> RustWorker:
+        """Start the sample engine, or the raw engine of `rust/scripted-engine`."""
         plain = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
         own = {
             "DYN_FILE_KV": str(root / "store"),
             "DYN_SYSTEM_PORT": "0",
             "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
         }
-        worker = cls("rust", [ENGINE, "--delay", delay, *flags], plain | own | env, root / "rust.log")
-        worker.store = root / "store"
+        argv = [RAW_ENGINE] if is_raw else [ENGINE, "--delay", delay]
+        worker = cls("rust", [*argv, *flags], plain | own | env, root / "rust.log")
+        worker.store, worker.environment = root / "store", plain | own
         return worker
 
     def instance(self) -> Instance:

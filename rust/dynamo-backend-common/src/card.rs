@@ -233,7 +233,7 @@ pub(crate) fn card(
     card.insert("kv_cache_block_size".into(), json!(engine.kv_cache_block_size.unwrap_or(DEFAULT_BLOCK_SIZE)));
     card.insert("migration_limit".into(), json!(0));
     card.insert("model_type".into(), json!(config.model_type()?));
-    card.insert("model_input".into(), json!("Tokens"));
+    card.insert("model_input".into(), json!(format!("{:?}", config.model_input)));
     card.insert("worker_type".into(), json!(config.disaggregation_mode.role()));
     card.insert("needs".into(), needs(config));
     card.insert("media_decoder".into(), Value::Null);

@@ -288,9 +288,16 @@ impl WorkerConfig {
     }
 
     /// Returns the first thing that makes this configuration unusable, before anything was touched.
-    pub(crate) fn check(&self) -> Result<(), DynamoError> {
-        if self.model_input != ModelInput::Tokens {
-            let text = format!("model_input must be Tokens for an LLMEngine, got {:?}", self.model_input);
+    ///
+    /// `is_raw`: for a `RawEngine`.
+    pub(crate) fn check(&self, is_raw: bool) -> Result<(), DynamoError> {
+        if is_raw == (self.model_input == ModelInput::Tokens) {
+            let (wanted, kind) = if is_raw { ("Text or Tensor", "a RawEngine") } else { ("Tokens", "an LLMEngine") };
+            let text = format!("model_input must be {wanted} for {kind}, got {:?}", self.model_input);
+            return Err(DynamoError::invalid(text));
+        }
+        if !is_raw && self.endpoint_types.split(',').any(|word| word.trim().to_ascii_lowercase().starts_with("embed")) {
+            let text = "endpoint_types: an LLMEngine in Rust makes no embeddings";
             return Err(DynamoError::invalid(text));
         }
         let mode = self.disaggregation_mode;
@@ -353,9 +360,13 @@ mod tests {
         let of = |change: fn(&mut WorkerConfig)| {
             let mut config = WorkerConfig::default();
             change(&mut config);
-            config.check().expect_err("wrong").to_string()
+            config.check(false).expect_err("wrong").to_string()
         };
         assert!(of(|c| c.model_input = ModelInput::Text).contains("model_input"));
+        assert!(of(|c| c.endpoint_types = "chat, Embeddings".into()).contains("endpoint_types"));
+        let raw = |model_input| WorkerConfig { model_input, ..Default::default() }.check(true);
+        assert!(raw(ModelInput::Tokens).expect_err("wrong").to_string().contains("Text or Tensor"));
+        assert_eq!(raw(ModelInput::Tensor), Ok(()));
         assert!(of(|c| c.component = "a.b".into()).contains("component"));
         assert!(
             of(|c| {

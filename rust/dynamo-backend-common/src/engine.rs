@@ -45,7 +45,7 @@ impl std::fmt::Debug for MetricsBindings {
 }
 
 /// The answer of an engine to a control or an update that it does not know.
-fn unsupported(what: &str, name: &str) -> Value {
+pub(crate) fn unsupported(what: &str, name: &str) -> Value {
     serde_json::json!({"status": "error", "message": format!("unsupported engine {what}: {name}")})
 }
 

@@ -13,6 +13,7 @@ use crate::metrics::ListenerMetrics;
 use crate::output::FinishReason;
 use crate::plane::lock;
 use crate::progress::Progress;
+use crate::raw::Engine;
 use crate::request::{HEALTH_CHECK_KEY, PreprocessedRequest};
 use crate::settings;
 
@@ -162,7 +163,7 @@ fn read(text: &str) -> Option<Value> {
 }
 
 /// Asks an idle engine for one small answer, again and again. Runs for ever.
-pub(crate) async fn canary(engine: Arc<dyn LLMEngine>, payload: Value, health: Health) {
+pub(crate) async fn canary(engine: Engine, payload: Value, health: Health) {
     let wait = Duration::from_secs_f64(settings::float("DYN_CANARY_WAIT_TIME", 10.0, 0.01));
     let patience = Duration::from_secs_f64(settings::float("DYN_HEALTH_CHECK_REQUEST_TIMEOUT", 3.0, 0.01));
     loop {
@@ -173,7 +174,7 @@ pub(crate) async fn canary(engine: Arc<dyn LLMEngine>, payload: Value, health: H
         }
         let controller = Controller::new("health-check");
         let context = GenerateContext::from(controller.clone() as Arc<dyn AsyncEngineContext>);
-        let probe = tokio::time::timeout(patience, probe(&*engine, &payload, context)).await;
+        let probe = tokio::time::timeout(patience, probe(&engine, &payload, context)).await;
         controller.kill();
         let is_well = match probe {
             Ok(Ok(())) => true,
@@ -193,16 +194,23 @@ pub(crate) async fn canary(engine: Arc<dyn LLMEngine>, payload: Value, health: H
     }
 }
 
-async fn probe(engine: &dyn LLMEngine, payload: &Value, context: GenerateContext) -> Result<(), String> {
-    let request: PreprocessedRequest =
-        serde_json::from_value(payload.clone()).map_err(|error| format!("its request is not valid: {error}"))?;
-    let mut stream = engine.generate(request, context).await.map_err(|error| error.to_string())?;
-    match stream.next().await {
+async fn probe(engine: &Engine, payload: &Value, context: GenerateContext) -> Result<(), String> {
+    let first = match engine {
+        Engine::Tokens(engine) => {
+            let request: PreprocessedRequest = serde_json::from_value(payload.clone())
+                .map_err(|error| format!("its request is not valid: {error}"))?;
+            let mut stream = engine.generate(request, context).await.map_err(|error| error.to_string())?;
+            stream.next().await.map(|item| item.map(|chunk| chunk.finish_reason))
+        }
+        Engine::Raw(engine) => {
+            let mut stream = engine.generate(payload.clone(), context).await.map_err(|error| error.to_string())?;
+            stream.next().await.map(|item| item.map(|_| None))
+        }
+    };
+    match first {
         None => Err("the stream was empty".to_owned()),
         Some(Err(error)) => Err(error.to_string()),
-        Some(Ok(chunk)) => match chunk.finish_reason {
-            Some(FinishReason::Error(text)) => Err(text),
-            _ => Ok(()),
-        },
+        Some(Ok(Some(FinishReason::Error(text)))) => Err(text),
+        Some(Ok(_)) => Ok(()),
     }
 }

@@ -85,7 +85,9 @@ mod plane;
 mod progress;
 mod publishing;
 mod random;
+mod raw;
 mod request;
+mod run;
 mod serving;
 mod settings;
 mod status;
@@ -110,8 +112,10 @@ pub use output::{
     TopLogprob, TopLogprobs, chunk, usage,
 };
 pub use publishing::{OnSnapshotPublisherReady, SnapshotPublisher};
+pub use raw::RawEngine;
 pub use request::{
     BootstrapInfo, GuidedDecodingOptions, HEALTH_CHECK_KEY, OutputOptions, PrefillResult, PreprocessedRequest,
     PreprocessedRequestBuilder, RoutingHints, SamplingOptions, StopConditions,
 };
-pub use worker::{Worker, run, run_many};
+pub use run::{run, run_many, run_raw};
+pub use worker::Worker;

@@ -10,6 +10,7 @@ use std::time::Duration;
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 use futures::{FutureExt, StreamExt};
+use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
@@ -22,6 +23,7 @@ use crate::metrics::RequestMetrics;
 use crate::output::{FinishReason, LLMEngineOutput};
 use crate::plane::{Call, Handler, Server, Sink};
 use crate::progress::{Progress, WatchedRequest};
+use crate::raw::{Engine, RawEngine};
 use crate::request::PreprocessedRequest;
 use crate::wire::msgpack::{self, Refusal};
 
@@ -39,7 +41,9 @@ const VALIDATE_PATIENCE: Duration = Duration::from_secs(1);
 type EngineStream = BoxStream<'static, Result<LLMEngineOutput, DynamoError>>;
 
 /// Serves requests with an engine.
-pub(crate) struct TokenServing {
+pub(crate) struct Serving {
+    pub(crate) serving: Engine,
+    /// The same, where it is told of a request that was given up.
     pub(crate) engine: Arc<dyn LLMEngine>,
     pub(crate) mode: DisaggregationMode,
     pub(crate) metrics: Arc<RequestMetrics>,
@@ -51,10 +55,16 @@ pub(crate) struct TokenServing {
     pub(crate) answered: Arc<dyn Fn() + Send + Sync>,
 }
 
-impl Handler for TokenServing {
+impl Handler for Serving {
     fn serve(self: Arc<Self>, call: Call) -> BoxFuture<'static, ()> {
         async move { self.serve_call(call).await }.boxed()
     }
+}
+
+/// A request, and the engine of its kind.
+enum Asked {
+    Tokens(Arc<dyn LLMEngine>, Box<PreprocessedRequest>),
+    Raw(Arc<dyn RawEngine>, Value),
 }
 
 /// How a request ended.
@@ -70,13 +80,20 @@ enum End {
     Failed(DynamoError),
 }
 
-impl TokenServing {
+impl Serving {
     async fn serve_call(&self, call: Call) {
         let timer = self.metrics.begin();
         let Call { body, context, controller, mut sink, deadline } = call;
         self.metrics.request_bytes.add(body.len() as u64);
         let watched = self.progress.enter();
-        let (end, aborting) = match read_request(&body, self.server.settings.max_decoded_bytes) {
+        let limit = self.server.settings.max_decoded_bytes;
+        let read = match &self.serving {
+            Engine::Tokens(engine) => {
+                read_request(&body, limit).map(|request| Asked::Tokens(Arc::clone(engine), Box::new(request)))
+            }
+            Engine::Raw(engine) => read_object(&body, limit).map(|request| Asked::Raw(Arc::clone(engine), request)),
+        };
+        let (end, aborting) = match read {
             Ok(request) => {
                 drop(body);
                 self.run(request, &context, &mut sink, &watched, deadline).await
@@ -110,7 +127,7 @@ impl TokenServing {
     /// Runs a request. The engine's stream has ended when this returns; an abort of it may still run.
     async fn run(
         &self,
-        request: PreprocessedRequest,
+        request: Asked,
         context: &GenerateContext,
         sink: &mut Sink,
         watched: &WatchedRequest,
@@ -183,16 +200,17 @@ impl TokenServing {
         }
     }
 
-    async fn pump(
-        &self,
-        request: PreprocessedRequest,
-        context: &GenerateContext,
-        sink: &mut Sink,
-        watched: &WatchedRequest,
-    ) -> End {
+    async fn pump(&self, request: Asked, context: &GenerateContext, sink: &mut Sink, watched: &WatchedRequest) -> End {
+        let (engine, request) = match request {
+            Asked::Tokens(engine, request) => (engine, *request),
+            Asked::Raw(engine, request) => {
+                let relayed = self.relay_objects(&*engine, request, context, sink, watched).await;
+                return relayed.unwrap_or_else(End::Failed);
+            }
+        };
         let choices = u32::from(request.sampling_options.n.unwrap_or(1)).max(1);
         let running = self.load.as_ref().map(|load| load.begin(&request));
-        let mut stream = match self.engine.generate(request, context.clone()).await {
+        let mut stream = match engine.generate(request, context.clone()).await {
             Ok(stream) => stream,
             Err(error) => return End::Failed(error),
         };
@@ -212,7 +230,6 @@ impl TokenServing {
         sink: &mut Sink,
         (watched, running): (&WatchedRequest, Option<&RunningRequest>),
     ) -> Result<End, DynamoError> {
-        let patience = self.server.settings.credit_stall;
         let (mut open_choices, mut burst) = (choices, 0);
         while let Some(item) = stream.next().await {
             let chunk = match item {
@@ -264,16 +281,8 @@ impl TokenServing {
                 burst = 0;
                 tokio::task::yield_now().await;
             }
-            if sink.has_credit() {
-                continue;
-            }
-            watched.hold_back(true);
-            let is_read = sink.wait_credit(patience).await;
-            watched.hold_back(false);
-            if !is_read {
-                context.kill();
-                let text = "the caller did not read its stream for longer than DYN_TCP_CREDIT_STALL_SECS allows";
-                return Err(DynamoError::backend(BackendError::Cancelled, text));
+            if !sink.has_credit() {
+                self.wait_credit(context, sink, watched).await?;
             }
         }
         if open_choices < choices {
@@ -285,6 +294,55 @@ impl TokenServing {
         }
         let text = "the engine's stream ended without a terminal chunk (one with a finish reason)";
         Err(DynamoError::backend(BackendError::StreamIncomplete, text))
+    }
+
+    async fn wait_credit(
+        &self,
+        context: &GenerateContext,
+        sink: &Sink,
+        watched: &WatchedRequest,
+    ) -> Result<(), DynamoError> {
+        watched.hold_back(true);
+        let is_read = sink.wait_credit(self.server.settings.credit_stall).await;
+        watched.hold_back(false);
+        if is_read {
+            return Ok(());
+        }
+        context.kill();
+        let text = "the caller did not read its stream for longer than DYN_TCP_CREDIT_STALL_SECS allows";
+        Err(DynamoError::backend(BackendError::Cancelled, text))
+    }
+
+    /// Sends on the objects of a raw engine, until its stream ends.
+    async fn relay_objects(
+        &self,
+        engine: &dyn RawEngine,
+        request: Value,
+        context: &GenerateContext,
+        sink: &mut Sink,
+        watched: &WatchedRequest,
+    ) -> Result<End, DynamoError> {
+        let mut stream = engine.generate(request, context.clone()).await?;
+        let mut burst = 0;
+        while let Some(item) = stream.next().await {
+            let object = rmp_serde::to_vec_named(&json!({"data": item?})).map_err(|error| {
+                DynamoError::backend(BackendError::Unknown, format!("the engine's object cannot be encoded: {error}"))
+            })?;
+            sink.send_object(&object)?;
+            watched.add();
+            if sink.is_done() {
+                return Ok(End::Gone);
+            }
+            burst += 1;
+            if burst == CHUNKS_PER_TURN {
+                burst = 0;
+                tokio::task::yield_now().await;
+            }
+            if !sink.has_credit() {
+                self.wait_credit(context, sink, watched).await?;
+            }
+        }
+        Ok(if context.is_stopped() { End::Cancelled } else { End::Done })
     }
 
     fn check_terminal(
@@ -353,7 +411,23 @@ fn log_failure(id: &str, error: &DynamoError) {
 
 /// Reads the body of a request. Fails, naming what is wrong, for one that is not valid or takes too much memory.
 fn read_request(body: &[u8], limit: usize) -> Result<PreprocessedRequest, DynamoError> {
-    let has_prompt = msgpack::check_size(body, limit).map_err(|refusal| {
+    if !check_size(body, limit)? {
+        return Err(DynamoError::invalid("the request has no token_ids"));
+    }
+    rmp_serde::from_slice(body).map_err(|error| DynamoError::invalid(format!("the request is not valid: {error}")))
+}
+
+/// Reads the body of a request for a raw engine; likewise.
+fn read_object(body: &[u8], limit: usize) -> Result<Value, DynamoError> {
+    check_size(body, limit)?;
+    let request: Value = rmp_serde::from_slice(body)
+        .map_err(|error| DynamoError::invalid(format!("the request is not valid: {error}")))?;
+    if request.is_object() { Ok(request) } else { Err(DynamoError::invalid("the request must be an object")) }
+}
+
+/// Returns whether a body has a prompt. Fails, naming what is wrong, for one that takes too much memory.
+fn check_size(body: &[u8], limit: usize) -> Result<bool, DynamoError> {
+    msgpack::check_size(body, limit).map_err(|refusal| {
         DynamoError::invalid(match refusal {
             Refusal::TooLarge => format!(
                 "the request body of {} bytes takes more than {limit} once decoded (DYN_TCP_MAX_DECODED_MB)",
@@ -362,11 +436,5 @@ fn read_request(body: &[u8], limit: usize) -> Result<PreprocessedRequest, Dynamo
             Refusal::TooDeep => "the request body nests too deep".to_owned(),
             Refusal::Malformed => "the request body is not msgpack".to_owned(),
         })
-    })?;
-    if !has_prompt {
-        return Err(DynamoError::invalid("the request has no token_ids"));
-    }
-    let request: PreprocessedRequest = rmp_serde::from_slice(body)
-        .map_err(|error| DynamoError::invalid(format!("the request is not valid: {error}")))?;
-    Ok(request)
+    })
 }

@@ -7,11 +7,18 @@
 //! assert!(!ctx.is_stopped());
 //! ```
 
+mod encode;
+mod raw;
+
+pub use encode::run_encode_conformance;
+pub use raw::run_raw_conformance;
+
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures::StreamExt;
+use serde_json::json;
 
 use crate::context::{AsyncEngineContext, Controller, GenerateContext};
 use crate::engine::{LLMEngine, MetricsCtx};
@@ -71,6 +78,27 @@ pub enum ConformanceFailure {
     },
     /// One of eight concurrent requests failed; the text says how.
     ConcurrentGenerateFailed(String),
+    /// The configuration of a raw engine has members about tokens.
+    RawEngineAdvertisedLlmRegistration,
+    /// An encode worker answered with another number of items than one.
+    EncodeChunkCount {
+        /// Its items.
+        count: usize,
+    },
+    /// The item of an encode worker does not end with `stop`.
+    EncodeTerminalExpected,
+    /// The item of an encode worker has tokens.
+    EncodeTokensNotEmpty {
+        /// How many.
+        count: usize,
+    },
+    /// The item of an encode worker has no `encoder_result`.
+    EncoderResultExpectedObject,
+    /// The usage of an encode worker is another one than that of its prompt.
+    EncodeUsageMismatch {
+        /// The usage, as JSON.
+        usage: String,
+    },
     /// A stream went on after its request was stopped.
     CancellationNotObserved {
         /// How long the check waited.
@@ -101,6 +129,12 @@ impl ConformanceFailure {
             Self::ChunkAfterTerminal => "ChunkAfterTerminal",
             Self::CompletionTokensMismatch { .. } => "CompletionTokensMismatch",
             Self::ConcurrentGenerateFailed(_) => "ConcurrentGenerateFailed",
+            Self::RawEngineAdvertisedLlmRegistration => "RawEngineAdvertisedLlmRegistration",
+            Self::EncodeChunkCount { .. } => "EncodeChunkCount",
+            Self::EncodeTerminalExpected => "EncodeTerminalExpected",
+            Self::EncodeTokensNotEmpty { .. } => "EncodeTokensNotEmpty",
+            Self::EncoderResultExpectedObject => "EncoderResultExpectedObject",
+            Self::EncodeUsageMismatch { .. } => "EncodeUsageMismatch",
             Self::CancellationNotObserved { .. } => "CancellationNotObserved",
             Self::CancellationIgnored => "CancellationIgnored",
             Self::CleanupFailed(_) => "CleanupFailed",
@@ -133,6 +167,16 @@ impl ConformanceFailure {
                 "generate",
             ),
             Self::ConcurrentGenerateFailed(text) => ("8 answers at once", text.clone(), "generate"),
+            Self::RawEngineAdvertisedLlmRegistration => {
+                ("no members about tokens", "a configuration that has some".into(), "start")
+            }
+            Self::EncodeChunkCount { count } => ("one item", format!("{count}"), "generate"),
+            Self::EncodeTerminalExpected => ("an item that ends with stop", "another end".into(), "generate"),
+            Self::EncodeTokensNotEmpty { count } => ("no tokens", format!("{count}"), "generate"),
+            Self::EncoderResultExpectedObject => ("an encoder_result", "none".into(), "generate"),
+            Self::EncodeUsageMismatch { usage } => {
+                ("a usage of the prompt and no completion", usage.clone(), "generate")
+            }
             Self::CancellationNotObserved { after } => (
                 "the end of the stream after its request was stopped",
                 format!("a stream that still runs after {} s", after.as_secs_f64()),
@@ -171,10 +215,22 @@ pub async fn run_conformance<E: LLMEngine>(mut factory: impl FnMut() -> E) -> Re
     check_metrics(&engine, &config.model).await?;
     check_stream(&engine, &config.model).await?;
     check_concurrency(&engine, &config.model).await?;
-    check_cancellation(&engine, &config.model).await?;
+    check_cancellation_of(&engine, request(&config.model, 10_000)).await?;
+    check_clean_up(&engine, &factory()).await
+}
+
+async fn check_clean_up(engine: &impl LLMEngine, fresh: &impl LLMEngine) -> Result<(), ConformanceFailure> {
     engine.cleanup().await.map_err(ConformanceFailure::CleanupFailed)?;
     engine.cleanup().await.map_err(ConformanceFailure::SecondCleanupFailed)?;
-    factory().cleanup().await.map_err(ConformanceFailure::CleanupWithoutStartFailed)
+    fresh.cleanup().await.map_err(ConformanceFailure::CleanupWithoutStartFailed)
+}
+
+/// Returns the request of an encode worker.
+fn encode_request(model: &str) -> PreprocessedRequest {
+    let mut request = request(model, 8);
+    request.mm_processor_kwargs = Some(json!({"min_pixels": 64}));
+    request.multi_modal_data = Some(json!({"image": [{"Url": "data:image/png;base64,AA=="}]}));
+    request
 }
 
 fn request(model: &str, max_tokens: u32) -> PreprocessedRequest {
@@ -198,7 +254,14 @@ async fn check_metrics(engine: &impl LLMEngine, model: &str) -> Result<(), Confo
 }
 
 async fn collect(engine: &impl LLMEngine, model: &str) -> Result<Vec<LLMEngineOutput>, ConformanceFailure> {
-    let stream = engine.generate(request(model, 8), mock_context().into()).await;
+    collect_of(engine, request(model, 8)).await
+}
+
+async fn collect_of(
+    engine: &impl LLMEngine,
+    request: PreprocessedRequest,
+) -> Result<Vec<LLMEngineOutput>, ConformanceFailure> {
+    let stream = engine.generate(request, mock_context().into()).await;
     let mut stream = stream.map_err(ConformanceFailure::GenerateFailed)?;
     let mut chunks = Vec::new();
     while let Some(item) = stream.next().await {
@@ -242,10 +305,13 @@ async fn check_concurrency(engine: &impl LLMEngine, model: &str) -> Result<(), C
     Ok(())
 }
 
-async fn check_cancellation(engine: &impl LLMEngine, model: &str) -> Result<(), ConformanceFailure> {
+async fn check_cancellation_of(
+    engine: &impl LLMEngine,
+    request: PreprocessedRequest,
+) -> Result<(), ConformanceFailure> {
     let inner = mock_context();
     let ctx = GenerateContext::from(Arc::clone(&inner));
-    let stream = engine.generate(request(model, 10_000), ctx).await;
+    let stream = engine.generate(request, ctx).await;
     let stream = stream.map_err(ConformanceFailure::GenerateFailed)?;
     inner.stop_generating();
     let items = tokio::time::timeout(CANCEL_PATIENCE, stream.collect::<Vec<_>>()).await;

@@ -29,7 +29,8 @@ use crate::metrics::EngineMetrics;
 use crate::place::{Place, encode_path};
 use crate::plane::{Server, lock};
 use crate::publishing::{Publishing, SnapshotPublisher};
-use crate::serving::TokenServing;
+use crate::raw::{Engine, RawEngine};
+use crate::serving::Serving;
 use crate::settings::{self, ListenerSettings, ShutdownTimes};
 use crate::status::Status;
 
@@ -86,6 +87,9 @@ impl StopRequest {
 
 /// Serves one engine, once.
 pub struct Worker {
+    /// What requests are served with.
+    serving: Engine,
+    /// The same, where its hooks are called.
     engine: Arc<dyn LLMEngine>,
     config: WorkerConfig,
     stop: Arc<StopRequest>,
@@ -109,11 +113,29 @@ struct Parts {
 impl Worker {
     /// Prepares to serve an engine.
     pub fn new(engine: Arc<dyn LLMEngine>, config: WorkerConfig) -> Self {
+        Self::of(Engine::Tokens(engine), config)
+    }
+
+    /// Prepares to serve an engine that takes the bodies of requests.
+    pub fn new_raw(engine: Arc<dyn RawEngine>, config: WorkerConfig) -> Self {
+        Self::of(Engine::Raw(engine), config)
+    }
+
+    pub(crate) fn of(serving: Engine, config: WorkerConfig) -> Self {
         let stop = StopRequest { times: ShutdownTimes::from_env(), flag: Flag::default(), at: Mutex::default() };
         let metrics = EngineMetrics::default();
         let health = Health::new(metrics.listener().clone());
         metrics.watch(health.progress());
-        Self { engine, config, stop: Arc::new(stop), health, metrics, number: 0, hears_signals: AtomicBool::new(false) }
+        Self {
+            engine: serving.hooks(),
+            serving,
+            config,
+            stop: Arc::new(stop),
+            health,
+            metrics,
+            number: 0,
+            hears_signals: AtomicBool::new(false),
+        }
     }
 
     /// Makes this one of several workers of a process: fixed ports of its listeners count up by `number`, which begins at 0.
@@ -124,7 +146,7 @@ impl Worker {
 
     /// Serves until SIGTERM or SIGINT, and returns after the clean-up; the error is what failed first.
     pub async fn run(self) -> Result<(), DynamoError> {
-        self.config.check()?;
+        self.config.check(matches!(self.serving, Engine::Raw(_)))?;
         environment::check(&self.config)?;
         self.listen_to_signals()?;
         let worker_id = crate::random::worker_id()
@@ -158,8 +180,14 @@ impl Worker {
         outcome
     }
 
+    /// Returns once the worker was asked to end.
+    pub(crate) fn stopping(&self) -> impl Future<Output = ()> + use<> {
+        let stop = Arc::clone(&self.stop);
+        async move { stop.flag.wait().await }
+    }
+
     /// Begins the way down at SIGTERM or SIGINT. Idempotent.
-    fn listen_to_signals(&self) -> Result<(), DynamoError> {
+    pub(crate) fn listen_to_signals(&self) -> Result<(), DynamoError> {
         if self.hears_signals.swap(true, Ordering::SeqCst) {
             return Ok(());
         }
@@ -356,7 +384,10 @@ impl Worker {
         status: Option<&(Arc<Status>, String)>,
     ) -> Result<Value, DynamoError> {
         let config = &self.config;
-        let (name, template) = (config.model_name.clone(), config.custom_jinja_template.clone());
+        let is_raw = matches!(self.serving, Engine::Raw(_));
+        // The frontend makes no tokens for a raw engine: a card without files.
+        let name = if is_raw { String::new() } else { config.model_name.clone() };
+        let template = config.custom_jinja_template.clone().filter(|_| !is_raw);
         // Hashing a tokenizer takes its time, and signals are listened to meanwhile.
         let read = tokio::task::spawn_blocking(move || {
             let mut assets = Assets::find(&name)?;
@@ -400,7 +431,8 @@ impl Worker {
         parts.tasks.push(tokio::spawn(Arc::clone(self.health.progress()).watch()));
         server.register(
             route,
-            Arc::new(TokenServing {
+            Arc::new(Serving {
+                serving: self.serving.clone(),
                 engine: Arc::clone(&self.engine),
                 mode: self.config.disaggregation_mode,
                 metrics: Arc::clone(self.metrics.requests()),
@@ -412,7 +444,7 @@ impl Worker {
         );
         parts.tasks.push(tokio::spawn(Arc::clone(&server).accept(listener)));
         if let Some(payload) = payload {
-            parts.tasks.push(tokio::spawn(health::canary(Arc::clone(&self.engine), payload, health)));
+            parts.tasks.push(tokio::spawn(health::canary(self.serving.clone(), payload, health)));
         }
         parts.server = Some(server);
     }
@@ -518,63 +550,4 @@ async fn guarded<T>(name: &str, hook: impl Future<Output = Result<T, DynamoError
 /// Returns the port of worker `number` of a process; 0, any free port, stays that.
 fn shifted(port: u16, number: u16) -> u16 {
     if port == 0 { 0 } else { port.saturating_add(number) }
-}
-
-/// Serves an engine until SIGTERM or SIGINT; the whole `main` of a worker.
-///
-/// Makes the runtime, starts logging by `DYN_LOG`, and returns after the clean-up. The error is what failed first; a `main`
-/// that returns it ends with status 1 and the error as the last line on stderr.
-///
-/// An `InvalidArgument`, which another attempt would meet again, ends the process here with the same last line and status
-/// 2: a supervisor can tell that a restart is of no use.
-pub fn run(engine: Arc<dyn LLMEngine>, config: WorkerConfig) -> anyhow::Result<()> {
-    serve_all(vec![(engine, config)], Duration::ZERO)
-}
-
-/// Serves several engines in one process, each as a worker of its own, with a pause between two starts.
-///
-/// As [`run`]; a worker that fails leaves the others alone, and is reported when all have left. Fixed ports of the listeners
-/// count up by one for each worker.
-pub fn run_many(workers: Vec<(Arc<dyn LLMEngine>, WorkerConfig)>, pause: Duration) -> anyhow::Result<()> {
-    serve_all(workers, pause)
-}
-
-fn serve_all(workers: Vec<(Arc<dyn LLMEngine>, WorkerConfig)>, pause: Duration) -> anyhow::Result<()> {
-    crate::logging::init();
-    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let threads = settings::integer("DYN_RUNTIME_NUM_WORKER_THREADS", cores as i64, 1);
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(usize::try_from(threads).unwrap_or(cores).min(1024))
-        .thread_name("engine")
-        .enable_all()
-        .build()?;
-    let outcome = runtime.block_on(async {
-        let worker = |(number, (engine, config))| {
-            let worker = Worker::new(engine, config).numbered(u16::try_from(number).unwrap_or(u16::MAX));
-            let stop = Arc::clone(&worker.stop);
-            async move {
-                let start = pause.saturating_mul(u32::try_from(number).unwrap_or(u32::MAX));
-                worker.listen_to_signals()?;
-                tokio::select! {
-                    () = stop.flag.wait() => return Ok(()),
-                    () = tokio::time::sleep(start) => {}
-                }
-                worker.run().await
-            }
-        };
-        let outcomes = futures::future::join_all(workers.into_iter().enumerate().map(worker)).await;
-        outcomes.into_iter().collect::<Result<(), DynamoError>>()
-    });
-    // Tasks that ignore their end must not hold the process.
-    runtime.shutdown_timeout(Duration::from_secs(1));
-    if let Err(mistake) = &outcome
-        && matches!(
-            mistake.error_type(),
-            ErrorType::InvalidArgument | ErrorType::Backend(BackendError::InvalidArgument)
-        )
-    {
-        eprintln!("Error: {mistake}");
-        std::process::exit(2);
-    }
-    Ok(outcome?)
 }

@@ -1,0 +1,74 @@
+"""What the sources in Rust promise: no unsafe code, and nothing that came from outside ends the process.
+
+`cargo clippy` holds most of it where there is a cargo; this holds that nobody turned it off.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+RUST = Path(__file__).parents[3] / "rust"
+CRATES = tomllib.loads((RUST / "Cargo.toml").read_text())["workspace"]["members"]
+
+GIVES_UP = re.compile(r"\.unwrap\(\)|\.expect\(|\b(?:panic|unreachable|todo|unimplemented|assert)!\(|\bunsafe\b")
+SCHEDULER, PLACES = "mocker/src/scheduler/mod.rs", "places are the scheduler's own numbers"
+ALLOWED = {
+    ("dynamo-backend-common/src/serving.rs", '        panic!("{text}");'): "the validator of debug builds",
+    (
+        SCHEDULER,
+        '        self.requests[place].as_mut().unwrap_or_else(|| unreachable!("place {place} is free"))',
+    ): PLACES,
+    (
+        SCHEDULER,
+        '        self.requests[place].as_ref().unwrap_or_else(|| unreachable!("place {place} is free"))',
+    ): PLACES,
+}
+TURNED_OFF = re.compile(r"#!?\[(?:allow|expect)\(([^)]*)\)\]")
+ALLOWED_OFF = {("dynamo-backend-common/src/serving.rs", "clippy::panic")}
+MAX_LINES = 600
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """The sources of each crate, and where they are in `rust/`; those of tests are left out."""
+    for crate in CRATES:
+        for path in sorted((RUST / crate / "src").rglob("*.rs")):
+            if path.name not in ("tests.rs", "vectors.rs"):
+                text = path.read_text()
+                yield path.relative_to(RUST).as_posix(), text.partition("\n#[cfg(test)]\nmod tests {")[0]
+
+
+def test_nothing_gives_up_outside_tests() -> None:
+    found = {
+        (place, line)
+        for place, text in sources()
+        for line in text.splitlines()
+        if GIVES_UP.search(line.partition("//")[0])
+    }
+    assert found == set(ALLOWED)
+
+
+def test_no_lint_is_turned_off() -> None:
+    found = {(place, lint) for place, text in sources() for lint in TURNED_OFF.findall(text)}
+    assert found == ALLOWED_OFF
+
+
+def test_every_crate_has_the_lints_of_the_workspace() -> None:
+    lints = tomllib.loads((RUST / "Cargo.toml").read_text())["workspace"]["lints"]
+    assert lints["rust"] == {"unsafe_code": "forbid", "missing_docs": "deny"}
+    assert lints["clippy"] == {"unwrap_used": "deny", "expect_used": "deny", "panic": "deny"}
+    for crate in CRATES:
+        assert tomllib.loads((RUST / crate / "Cargo.toml").read_text())["lints"] == {"workspace": True}
+
+
+def test_no_file_is_too_long() -> None:
+    assert [place for place, text in sources() if text.count("\n") > MAX_LINES] == []
+
+
+@pytest.mark.parametrize("line", ["value.unwrap()", 'x.expect("y")', 'panic!("z")', "unsafe { f() }"])
+def test_the_search_finds_what_it_should(line: str) -> None:
+    assert GIVES_UP.search(line)
