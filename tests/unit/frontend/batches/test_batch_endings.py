@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -198,3 +199,44 @@ def test_a_directory_on_a_network_file_system_is_refused(tmp_path: Path, monkeyp
     with pytest.raises(Exception, match="DYN_FILES_DIR_FORCE"):
         BatchDirectory(tmp_path)
     BatchDirectory(tmp_path, allow_network=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_any_order_of_batches_cancels_and_crashes_ends_well(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    made: dict[str, int] = {}
+    for _ in range(3):
+        async with house_of(tmp_path) as house:
+            crashed = asyncio.Event()
+            aim = chance.randrange(1, 12)
+
+            def after_step(name: str, aim: int = aim, crashed: asyncio.Event = crashed) -> None:
+                nonlocal steps
+                steps += 1
+                if steps == aim:
+                    crashed.set()
+                    raise Crash
+
+            steps = 0
+            service = house.frontend.batches
+            assert service is not None
+            service._conductor._after_step = after_step
+            await house.worker()
+            for _ in range(chance.randrange(1, 4)):
+                size = chance.randrange(1, 9)
+                made[(await begin(house, [chat_line(f"line-{number}") for number in range(size)]))["id"]] = size
+            for id in chance.sample(sorted(made), chance.randrange(len(made))):
+                answer = await house.client.call("POST", f"/v1/batches/{id}/cancel")
+                assert answer.status in (200, 409)
+            if chance.random() < 0.7:
+                await asyncio.wait({asyncio.ensure_future(crashed.wait())}, timeout=0.2)
+    async with house_of(tmp_path) as house:
+        await house.worker()
+        for id, size in made.items():
+            ended = await poll(house, id)
+            assert ended["status"] in ("completed", "cancelled")
+            total = ended["request_counts"]["total"]
+            assert total in ((size,) if ended["status"] == "completed" else (0, size))
+            assert len(await results(house, ended)) == total
+        directory = BatchDirectory(tmp_path / "files")
+        await until(lambda: asyncio.sleep(0, directory.working() == []))
