@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "batch": ("dynamo.cli.batch", "run a file of requests as a batch, and look after batches"),
     "explain": ("dynamo.cli.explain", "say why requests went where they went, and what another policy would have done"),
     "bench": ("dynamo.cli.bench.command", "load a server and report throughput and latency"),
+    "completion": ("dynamo.cli.completion", "print a script that completes this command in bash, zsh or fish"),
 }
 
 EXIT_INTERRUPTED: Final = 130

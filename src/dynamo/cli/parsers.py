@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from dynamo.cli import batch, chat, conformance, explain, new, serve, simulate
+from collections.abc import Mapping
+from typing import Final
+
+from dynamo.cli import batch, chat, completion, conformance, explain, keys, new, serve, simulate
 from dynamo.cli.bench import options as bench
 from dynamo.cli.bench.replay import options as replay
+from dynamo.cli.engines import BUILT_IN
+from dynamo.replay.presets import PRESETS
 from dynamo.settings.command import CommandParser
 
-__all__ = ["command_parsers"]
+__all__ = ["FIRST_WORDS", "FLAG_WORDS", "command_parsers"]
+
+# Words that may stand behind a flag, or come first behind a command, although others may, too.
+FLAG_WORDS: Final[Mapping[str, tuple[str, ...]]] = {"--engine": tuple(sorted(BUILT_IN))}
+FIRST_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "conformance": tuple(sorted(BUILT_IN)),
+    "bench replay": tuple(PRESETS),
+}
 
 
 def command_parsers() -> dict[str, CommandParser]:
@@ -17,9 +29,11 @@ def command_parsers() -> dict[str, CommandParser]:
         "chat": chat.build_parser({}),
         "new": new.build_parser(),
         "conformance": conformance.build_parser(),
+        "keys": keys.build_parser(),
         "simulate": simulate.build_parser(),
         "batch": batch.build_parser({}),
         "explain": explain.build_parser(),
         "bench": bench.build_parser(),
         "bench replay": replay.build_parser(),
+        "completion": completion.build_parser(),
     }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from dynamo.errors import InvalidArgument
+from dynamo.settings.readers import SettingReader
 from dynamo.settings.table import Setting, Status
 
-__all__ = ["add_flags", "help_text"]
+__all__ = ["add_flags", "choices_of", "help_text"]
 
 _LINK: Final = re.compile(r"\[([^\]]+)\]\(([^)#]*)[^)]*\)")
 
@@ -32,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], env:
         found = None if made.is_read_later else _FromEnvironment.of(made.variable, env)
         options: dict[str, Any] = {
             "dest": made.dest,
-            "type": _checked(made.read.parse),
+            "type": _Checked(made.read),
             "default": made.default if found is None else found,
             "help": help_text(made).replace("%", "%%"),
         }
@@ -43,6 +44,13 @@ def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], env:
                 options["action"] = _Collect
             options["metavar"] = made.read.metavar or made.flags[0].rpartition("-")[2].upper()
         groups[made.group].add_argument(*made.flags, **options)
+
+
+def choices_of(action: argparse.Action) -> tuple[str, ...]:
+    """Return what a flag's value may be, where that can be listed."""
+    if isinstance(action.type, _Checked):
+        return action.type.reader.choices
+    return () if action.choices is None else tuple(map(str, action.choices))
 
 
 def help_text(made: Setting) -> str:
@@ -149,12 +157,17 @@ class _Switch(argparse.Action):
         return " | ".join(self.option_strings)
 
 
-def _checked(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    def checked(text: str) -> Any:
+class _Checked:
+    """A type for argparse: a reader, whose error becomes one of use."""
+
+    __slots__ = ("reader",)
+
+    def __init__(self, reader: SettingReader[Any]) -> None:
+        self.reader = reader
+
+    def __call__(self, text: str) -> Any:
         try:
-            return read(text.strip())
+            return self.reader.parse(text.strip())
         except (ValueError, InvalidArgument) as error:
             where = f"{text.variable}: " if isinstance(text, _FromEnvironment) else ""
             raise argparse.ArgumentTypeError(f"{where}{error}") from error
-
-    return checked

@@ -65,6 +65,8 @@ class SettingReader(Generic[T_co]):
     """Stands for the text in --help; empty: the last word of the flag."""
     is_switch: bool = False
     """The flag takes no text and has a negative form."""
+    choices: tuple[str, ...] = ()
+    """All texts that are allowed, where they can be listed."""
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------------
@@ -96,6 +98,7 @@ def each(reader: SettingReader[T]) -> SettingReader[tuple[T, ...]]:
         show=lambda value: ", ".join(map(reader.show, value)),
         unit=reader.unit,
         metavar=reader.metavar,
+        choices=reader.choices,
     )
 
 
@@ -122,7 +125,7 @@ def one_of(*allowed: str, metavar: str = "") -> SettingReader[str]:
             raise ValueError(f"{given!r} is unknown; use one of {', '.join(allowed)}{hint}")
         return word
 
-    return SettingReader(parse, metavar=metavar)
+    return SettingReader(parse, metavar=metavar, choices=allowed)
 
 
 def _split(given: str) -> tuple[str, ...]:
