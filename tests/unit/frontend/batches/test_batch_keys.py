@@ -1,0 +1,107 @@
+"""Batches behind keys: whose they are, in whose name their lines run, and what becomes of them when the key is taken away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from support.access import bearer, closed_cluster, key, write_keys
+from support.asgi_client import Exchange
+from support.batch_client import BOUNDARY, CHAT, FINAL, FORM_HEADERS, chat_line, form, jsonl
+from support.frontend_cluster import Cluster
+from support.patience import PATIENCE_SECONDS
+
+RECORDS = (
+    key("alice", project="blue"),
+    key("bob", project="blue"),
+    key("carol", project="red"),
+    key("dave", models=["other-*"]),
+    key("reader", routes=["inference"]),
+)
+
+
+async def call(house: Cluster, method: str, path: str, name: str, body: Any = None) -> Exchange:
+    return await house.client.call(method, path, body, headers=bearer(name))
+
+
+async def upload(house: Cluster, name: str, lines: list[Any]) -> Exchange:
+    headers = FORM_HEADERS | bearer(name)
+    return await house.client.call("POST", "/v1/files", form(jsonl(lines), purpose="batch"), headers=headers)
+
+
+async def begin(house: Cluster, name: str, lines: list[Any]) -> dict[str, Any]:
+    file = (await upload(house, name, lines)).json
+    body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+    made = await call(house, "POST", "/v1/batches", name, body)
+    assert made.status == 200, made.body
+    found: dict[str, Any] = made.json
+    return found
+
+
+async def ended(house: Cluster, name: str, id: str) -> dict[str, Any]:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            found: dict[str, Any] = (await call(house, "GET", f"/v1/batches/{id}", name)).json
+            if found["status"] in FINAL:
+                return found
+            await asyncio.sleep(0.02)
+
+
+async def test_files_and_batches_are_those_of_a_project(tmp_path: Path) -> None:
+    async with closed_cluster(tmp_path, *RECORDS, files_dir=tmp_path / "files") as house:
+        await house.worker()
+        batch = await begin(house, "alice", [chat_line("a")])
+        done = await ended(house, "alice", batch["id"])
+        paths = [f"/v1/batches/{batch['id']}", f"/v1/files/{done['output_file_id']}"]
+        for path in (*paths, f"{paths[1]}/content"):
+            assert (await call(house, "GET", path, "bob")).status == 200
+            assert (await call(house, "GET", path, "carol")).status == 404
+        assert (await call(house, "POST", f"{paths[0]}/cancel", "carol")).status == 404
+        assert (await call(house, "DELETE", paths[1], "carol")).status == 404
+        assert (await call(house, "GET", "/v1/batches", "carol")).json["data"] == []
+        assert len((await call(house, "GET", "/v1/files", "bob")).json["data"]) == 2
+        body = {"input_file_id": batch["input_file_id"], "endpoint": CHAT, "completion_window": "24h"}
+        assert (await call(house, "POST", "/v1/batches", "carol", body)).status == 404
+        for method, path in (("GET", "/v1/files"), ("GET", "/v1/batches")):
+            assert (await call(house, method, path, "reader")).status == 403
+
+
+async def test_lines_run_as_requests_of_the_key(tmp_path: Path) -> None:
+    async with closed_cluster(tmp_path, *RECORDS, files_dir=tmp_path / "files") as house:
+        await house.worker()
+        batch = await ended(house, "dave", (await begin(house, "dave", [chat_line("a")]))["id"])
+        content = await call(house, "GET", f"/v1/files/{batch['error_file_id']}/content", "dave")
+        (line,) = [json.loads(line) for line in content.body.splitlines()]
+        assert line["response"]["status_code"] == 404
+        assert line["response"]["body"]["error"]["code"] == "model_not_found"
+
+
+async def test_a_key_that_is_taken_away_ends_its_batches(tmp_path: Path) -> None:
+    async with closed_cluster(tmp_path, *RECORDS, files_dir=tmp_path / "files") as house:
+        worker = await house.worker()
+        worker.script = worker.hold
+        batch = await begin(house, "alice", [chat_line(f"line-{number}") for number in range(9)])
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await worker.started.wait()
+        write_keys(tmp_path / "keys.toml", *RECORDS[1:])
+        keys = house.frontend.keys
+        assert keys is not None
+        await keys.refresh()
+
+        found = await ended(house, "bob", batch["id"])
+
+        assert found["status"] == "cancelled"
+        assert found["errors"]["data"][0]["code"] == "key_revoked"
+        assert found["request_counts"] == {"total": 9, "completed": 0, "failed": 9}
+
+
+async def test_no_secret_is_on_the_disk(tmp_path: Path) -> None:
+    async with closed_cluster(tmp_path, *RECORDS, files_dir=tmp_path / "files") as house:
+        await house.worker()
+        await ended(house, "alice", (await begin(house, "alice", [chat_line("a")]))["id"])
+    secret = bearer("alice")["authorization"].removeprefix("Bearer ").encode()
+    for path in (tmp_path / "files").rglob("*"):
+        assert not path.is_file() or secret not in path.read_bytes(), path
+    assert BOUNDARY.encode() not in b"".join(path.read_bytes() for path in (tmp_path / "files").rglob("file-*"))
