@@ -25,6 +25,12 @@ def png_of(width: int, height: int, packed: bytes) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", packed) + _chunk(b"IEND", b"")
 
 
+def quarters_png(colours: list[Colour], size: int = 40) -> bytes:
+    """A PNG of four squares: top left, top right, bottom left, bottom right."""
+    half = [[left] * (size // 2) + [right] * (size // 2) for left, right in (colours[:2], colours[2:])]
+    return png([half[0]] * (size // 2) + [half[1]] * (size // 2))
+
+
 def plain_png(colour: Colour, width: int = 8, height: int = 8) -> bytes:
     """A PNG of one colour."""
     return png([[colour] * width for _ in range(height)])

@@ -66,6 +66,14 @@ Without it the model's config.json tells."""
 LABELS: Final = "labels"
 """The entry of an engine's `runtime_data` with the names of the classes that its model knows, in their order."""
 
+IMAGE_PROCESSOR: Final = "image_processor"
+"""The entry of a worker's `runtime_data` with what its model's preprocessor_config.json says of the sizes of images: that is no
+file of a card."""
+
+IMAGE_PROCESSOR_MEMBERS: Final[tuple[str, ...]] = (
+    "image_processor_type", "patch_size", "merge_size", "min_pixels", "max_pixels", "size",
+)  # fmt: skip
+
 RESUMES_GUIDED: Final = "resumes_guided_decoding"
 """The entry of an engine's `runtime_data` that declares: for a request that lost its worker it brings the grammar up to
 date with what was generated, the tokens behind `Context.prompt_tokens`. An engine that does not would begin the

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dynamo.errors import InvalidArgument
+from dynamo.reference.vision import COLOURS, ColourGrid
 
 __all__ = [
     "ARCHITECTURES",
@@ -78,6 +79,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults = NO_DEFAULTS
     labels: tuple[str, ...] = ()  # of a model that classifies
+    vision: ColourGrid | None = None  # None: it sees nothing
 
     @property
     def has_head(self) -> bool:
@@ -152,7 +154,25 @@ def read_model_config(directory: Path) -> ModelConfig:
         eos_token_ids=tuple(eos),
         sampling=_sampling_defaults(directory),
         labels=_labels(source) if architecture.endswith("ForSequenceClassification") else (),
+        vision=_vision(source, vocab),
     )
+
+
+def _vision(source: _Fields, vocab: int) -> ColourGrid | None:
+    """Read `vision_config` (`{"model_type": "colour_grid", "first_token_id": N}`) and `image_token_id`."""
+    found = source.values.get("vision_config")
+    if found is None:
+        return None
+    if not isinstance(found, dict) or found.get("model_type") != "colour_grid":
+        raise source.wrong("vision_config", found, "of the model_type colour_grid")
+    first, image = _Fields(source.path, found).integer("first_token_id"), source.integer("image_token_id")
+    if first + COLOURS > vocab:
+        raise source.wrong(
+            "vision_config.first_token_id", first, f"at most {vocab - COLOURS}, as there are {COLOURS} colours"
+        )
+    if image >= vocab:
+        raise source.wrong("image_token_id", image, f"below vocab_size ({vocab})")
+    return ColourGrid(image, first)
 
 
 @dataclass(frozen=True)

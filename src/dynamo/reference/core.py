@@ -90,7 +90,9 @@ class Core:
         self.pool = BlockPool(blocks, block_size, prefix_caching=prefix_caching)
         self.scheduler = Scheduler(self.pool, max_sequences=max_sequences, max_step_tokens=max_step_tokens)
         config = model.config
-        self.limits = Limits(config.vocab_size, context_length, config.eos_token_ids, config.sampling)
+        self.limits = Limits(
+            config.vocab_size, context_length, config.eos_token_ids, config.sampling, vision=config.vision
+        )
         self.prompt_tokens = self.cached_tokens = 0  # of all choices admitted so far; the hit rate is their ratio
         self.adapters: dict[str, Adapter] = {}  # by name; bounded by who adds them
         self.is_halted = False  # no step computes; what there is waits
@@ -230,7 +232,11 @@ class Core:
 
     def _choice(self, job: Job, number: int) -> RunningChoice:
         sequence = Sequenced(
-            list(job.prompt), priority=job.priority, key=job.key, may_share=job.prompt_logprobs is None
+            list(job.prompt),
+            priority=job.priority,
+            key=job.key,
+            may_share=job.prompt_logprobs is None,
+            routed=job.routed,
         )
         if job.adapter is not None and self.adapters.get(job.adapter.name) is not job.adapter:  # unloaded meanwhile
             sequence.may_share = sequence.may_name = False

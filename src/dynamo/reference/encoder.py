@@ -47,7 +47,7 @@ class ReferenceEncoder(LLMEngine):
         if config is None or self._is_closed:
             raise EngineShutdown("the reference encoder is not running")
         counts = usage(len(request["token_ids"]), 0)
-        found = await asyncio.to_thread(self._media.encode, request, config.vocab_size)
+        found = await asyncio.to_thread(self._media.encode, request, config.vocab_size, config.vision)
         if context.is_stopped():
             yield final_chunk("cancelled", usage=counts)
             return

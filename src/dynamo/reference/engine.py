@@ -23,7 +23,7 @@ from dynamo.reference.flags import read_arguments
 from dynamo.reference.job_stream import JobStream
 from dynamo.reference.kv_transfer import Ticket, TransferOptions
 from dynamo.reference.loading import Options, load_core
-from dynamo.reference.media import MediaOptions
+from dynamo.reference.media import MediaOptions, MediaPrompt
 from dynamo.reference.operations import CONTROLS, UPDATES, Operations
 from dynamo.reference.pooling import read_inputs
 from dynamo.reference.preparing import Preparation
@@ -129,7 +129,7 @@ class ReferenceEngine(LLMEngine):
             max_gpu_lora_count=self._options.max_loras or None,
             runtime_data={
                 RESUMES_GUIDED: True,
-                **self._role_options.media.declaration(),
+                **self._role_options.media.declaration(core.limits.vision),
                 **_labels(core.limits.pooling.labels),
             },
         )
@@ -149,9 +149,9 @@ class ReferenceEngine(LLMEngine):
         if decode is None and request.get("prefill_result"):
             raise InvalidArgument("prefill_result is set, but this worker is no decode worker")
         narrowed = request if prefill is None else prefill.narrowed(request)
-        media = self._role_options.media.tokens_of(request, steps.limits.vocab_size)
+        media = self._role_options.media.prompt_of(request, steps.limits.vocab_size, steps.limits.vision)
         if ticket is not None:
-            media = ticket.media_token_ids
+            media = MediaPrompt(ticket.media_token_ids)
         job = read_request(
             narrowed, steps.limits, prompt_tokens=context.prompt_tokens, adapters=operations.adapters, media=media
         )
@@ -181,7 +181,7 @@ class ReferenceEngine(LLMEngine):
                 for chunk in stream.take():
                     if prefill is not None and chunk.get("finish_reason") == "length":
                         let_go = partial(steps.submit_if_running, partial(stream.abort, results=steps.results))
-                        chunk["disaggregated_params"] = prefill.hand_over(stream.choice, let_go, media)
+                        chunk["disaggregated_params"] = prefill.hand_over(stream.choice, let_go, media.token_ids)
                         holds_blocks = False
                     yield chunk
         finally:

@@ -145,8 +145,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="let each image, sound or video of a request stand as N tokens that are drawn from its content; nothing is seen "
-        "or heard, this shows the way of media through encode workers (default: 0, media are refused; encode workers: 16)",
+        help="let each sound or video of a request, and each image where the model does not see, stand as N tokens that are "
+        "drawn from its content: this shows the way of media through encode workers (default: 0, they are refused; encode "
+        "workers: 16)",
     )
     add(
         "--pooling",

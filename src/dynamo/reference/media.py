@@ -1,8 +1,10 @@
-"""Media without vision: each part of a request stands in the prompt as tokens that its content's digest draws.
+"""Media in the prompt: images as the model sees them (`vision.py`), and anything else as tokens that its digest draws.
 
-No model sees a picture here. What is real is the way: an encode worker turns the parts into tokens, the worker that computes the
-prompt puts those tokens before it, and the answer depends on every one of them. So an answer with an encode worker equals the
-answer without one token for token, another picture gives another answer, and the same picture hits the prefix cache.
+Drawn tokens see and hear nothing. What is real is the way: an encode worker turns the parts into tokens, the worker that
+computes the prompt puts them into it, and the answer depends on every one of them. So an answer with an encode worker equals
+the answer without one token for token, another picture gives another answer, and the same picture hits the prefix cache.
+
+The tokens of an image replace its placeholder where the prompt has one for each; else those of all parts stand before it.
 """
 
 from __future__ import annotations
@@ -11,17 +13,20 @@ import base64
 import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
+import xxhash
 from blake3 import blake3
 
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.contract.requests.multimodal import extract_multimodal_kwargs, require_encoder_result
 from dynamo.errors import InvalidArgument
+from dynamo.kv.hashing import media_pad_token
 from dynamo.protocol.records import MEDIA_KINDS
+from dynamo.reference.vision import IMAGE_TOKENS, ColourGrid
 
-__all__ = ["DEFAULT_PART_TOKENS", "EncodedMedia", "MediaOptions"]
+__all__ = ["DEFAULT_PART_TOKENS", "NO_MEDIA", "EncodedMedia", "MediaOptions", "MediaPrompt"]
 
 DEFAULT_PART_TOKENS: Final = 16
 MAX_PART_TOKENS: Final = 1024
@@ -52,6 +57,39 @@ class EncodedMedia(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class MediaPrompt:
+    """The media of a prompt."""
+
+    token_ids: tuple[int, ...] = ()  # of all parts
+    hashes: tuple[
+        int, ...
+    ] = ()  # XXH3-64 of each image; (): not all of the parts are images that are seen, or not known here
+
+    def placed(
+        self, token_ids: Sequence[int], prompt_tokens: int, vision: ColourGrid | None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the whole prompt, and how routers hash its beginning; () where that is the prompt itself.
+
+        `prompt_tokens`: how many of `token_ids` are the client's; the rest was generated, and has no placeholders.
+        """
+        if not self.token_ids:
+            return tuple(token_ids), ()
+        places = []
+        if vision is not None:
+            places = [place for place in range(prompt_tokens) if token_ids[place] == vision.image_token_id]
+        if not places or len(places) * IMAGE_TOKENS != len(self.token_ids):
+            return (*self.token_ids, *token_ids), ()
+        parts = [self.token_ids[at : at + IMAGE_TOKENS] for at in range(0, len(self.token_ids), IMAGE_TOKENS)]
+        prompt = _replaced(token_ids, places, parts)
+        if len(self.hashes) != len(places):
+            return prompt, ()
+        return prompt, _replaced(token_ids, places, [(media_pad_token(each),) * IMAGE_TOKENS for each in self.hashes])
+
+
+NO_MEDIA: Final = MediaPrompt()
+
+
+@dataclass(frozen=True, slots=True)
 class MediaOptions:
     """What a worker does with media. Raises InvalidArgument, with the flag's name, for what cannot be."""
 
@@ -62,37 +100,51 @@ class MediaOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.part_tokens <= MAX_PART_TOKENS:
             raise InvalidArgument(f"--media-tokens must be in 0..{MAX_PART_TOKENS}, got {self.part_tokens}")
-        if self.route_to_encoder and not self.part_tokens:
-            raise InvalidArgument(
-                "--route-to-encoder needs --media-tokens: without it the reference engine takes no media"
-            )
 
-    def declaration(self) -> dict[str, list[str]]:
-        """Return what the card says of media; a decode worker leaves it to the prefill workers."""
+    def declaration(self, vision: ColourGrid | None) -> dict[str, list[str]]:
+        """Return what the card says of media; a decode worker leaves it to the prefill workers.
+
+        Raises InvalidArgument for an encode worker before one that takes no media.
+        """
+        if self.route_to_encoder and not self.part_tokens and vision is None:
+            raise InvalidArgument(
+                "--route-to-encoder needs --media-tokens, or a model that sees: this one takes no media"
+            )
         if self.mode is DisaggregationMode.DECODE:
             return {}
-        return {MEDIA_KINDS: ["image", "video", "audio"] if self.part_tokens else []}
+        if self.part_tokens:
+            return {MEDIA_KINDS: ["image", "video", "audio"]}
+        return {MEDIA_KINDS: [] if vision is None else ["image"]}
 
-    def encode(self, request: Mapping[str, Any], vocab_size: int) -> EncodedMedia:
+    def encode(self, request: Mapping[str, Any], vocab_size: int, vision: ColourGrid | None = None) -> EncodedMedia:
         """Return the digests and tokens of a request's parts. Raises InvalidArgument naming the part that is wrong."""
-        media = extract_multimodal_kwargs(request) or {}
-        options = msgspec.json.encode(media.get("mm_processor_kwargs") or {}, order="deterministic")
-        hashes = [blake3(kind.encode() + b"\0" + options + b"\0" + content) for kind, content in _parts(media)]
-        tokens = [each.digest(length=self.part_tokens * TOKEN_BYTES) for each in hashes]
-        return EncodedMedia(
-            tuple(each.hexdigest() for each in hashes), tuple(_token_ids(each, vocab_size) for each in tokens)
-        )
+        return self._encoded(request, _parts(extract_multimodal_kwargs(request) or {}), vocab_size, vision)
 
-    def tokens_of(self, request: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-        """Return the tokens that stand before the prompt; () for a request of text.
+    def _encoded(
+        self, request: Mapping[str, Any], parts: Sequence[_Part], vocab_size: int, vision: ColourGrid | None
+    ) -> EncodedMedia:
+        options = msgspec.json.encode(request.get("mm_processor_kwargs") or {}, order="deterministic")
+        hashes = [blake3(part.kind.encode() + b"\0" + options + b"\0" + part.content) for part in parts]
+        tokens = []
+        for part, digest in zip(parts, hashes, strict=True):
+            if vision is not None and part.kind == "image":
+                tokens.append(part.seen(vision))
+            elif self.part_tokens:
+                tokens.append(_token_ids(digest.digest(length=self.part_tokens * TOKEN_BYTES), vocab_size))
+            else:
+                raise InvalidArgument(f"{part.where}: this worker takes no {part.kind} (see --media-tokens)")
+        return EncodedMedia(tuple(each.hexdigest() for each in hashes), tuple(tokens))
+
+    def prompt_of(self, request: Mapping[str, Any], vocab_size: int, vision: ColourGrid | None = None) -> MediaPrompt:
+        """Return what stands for the media in the prompt.
 
         Raises InvalidArgument where media are refused, and where the result of the encode worker is missing or another
         request's.
         """
         has_media = any((request.get("multi_modal_data") or {}).values())
         if not has_media and request.get("encoder_result") is None:
-            return ()
-        if not self.part_tokens:
+            return NO_MEDIA
+        if not self.part_tokens and vision is None:
             raise InvalidArgument(
                 "multi_modal_data is set, but this worker takes no images, audio or video (see --media-tokens)"
             )
@@ -100,30 +152,56 @@ class MediaOptions:
             raise InvalidArgument(
                 "multi_modal_data is set, but a decode worker takes no media: its prefill worker does"
             )
-        own = self.encode(request, vocab_size)
+        parts = _parts(extract_multimodal_kwargs(request) or {})
+        own = self._encoded(request, parts, vocab_size, vision)
         if self.route_to_encoder:
             found = EncodedMedia.from_result(require_encoder_result(request, self.mode))
             if found.digests != own.digests:
                 raise InvalidArgument("encoder_result belongs to other media than those of this request")
             _check(found.token_ids, vocab_size)
             own = found
-        return tuple(token for part in own.token_ids for token in part)
+        is_seen = vision is not None and all(part.kind == "image" for part in parts)
+        hashes = tuple(xxhash.xxh3_64_intdigest(part.content) for part in parts) if is_seen else ()
+        return MediaPrompt(tuple(token for part in own.token_ids for token in part), hashes)
 
 
-def _parts(media: Mapping[str, Any]) -> list[tuple[str, bytes]]:
-    """Return the kind and the content of each part. Raises InvalidArgument naming the part that is wrong."""
+class _Part(NamedTuple):
+    """One part of a request."""
+
+    kind: str  # image, video, audio
+    content: bytes
+    where: str
+
+    def seen(self, vision: ColourGrid) -> tuple[int, ...]:
+        """Return the tokens of an image. Raises InvalidArgument naming the part."""
+        try:
+            return vision.tokens(self.content)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{self.where}: {error}") from error
+
+
+def _replaced(token_ids: Sequence[int], places: Sequence[int], parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    found: list[int] = []
+    start = 0
+    for place, part in zip(places, parts, strict=True):
+        found += (*token_ids[start:place], *part)
+        start = place + 1
+    return (*found, *token_ids[start:])
+
+
+def _parts(media: Mapping[str, Any]) -> list[_Part]:
+    """Return the parts. Raises InvalidArgument naming the part that is wrong."""
     data = media.get("multi_modal_data") or {}
     if not isinstance(data, Mapping):
         raise InvalidArgument(f"multi_modal_data must be an object, got {type(data).__name__}")
-    found: list[tuple[str, bytes]] = []
+    found: list[_Part] = []
     for kind, slots in data.items():
         if not isinstance(slots, list | tuple):
             raise InvalidArgument(f"multi_modal_data.{kind} must be a list, got {type(slots).__name__}")
         # The two spellings of a kind mean the same.
-        found += [
-            (str(kind).removesuffix("_url"), _content(slot, f"multi_modal_data.{kind}[{place}]"))
-            for place, slot in enumerate(slots)
-        ]
+        for place, slot in enumerate(slots):
+            where = f"multi_modal_data.{kind}[{place}]"
+            found.append(_Part(str(kind).removesuffix("_url"), _content(slot, where), where))
     if len(found) > MAX_PARTS:
         raise InvalidArgument(f"multi_modal_data has {len(found)} parts, more than {MAX_PARTS}")
     return found

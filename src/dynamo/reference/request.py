@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,9 +14,11 @@ from dynamo.reference.blocks import PrefixKey
 from dynamo.reference.config import NO_DEFAULTS, SamplingDefaults
 from dynamo.reference.guided import GuideSpec, read_guide
 from dynamo.reference.lora import Adapter
+from dynamo.reference.media import NO_MEDIA, MediaPrompt
 from dynamo.reference.pooling_config import NO_POOLING, Pooling
 from dynamo.reference.sampler import Sampling, Stop
 from dynamo.reference.steering import Steering
+from dynamo.reference.vision import ColourGrid
 
 __all__ = ["Job", "Limits", "adapter_of", "read_request"]
 
@@ -44,6 +46,7 @@ class Limits:
     defaults: SamplingDefaults = NO_DEFAULTS  # the model's, for options that a request leaves open
     guided: GuidedLimits = DEFAULT_GUIDED_LIMITS
     pooling: Pooling = NO_POOLING  # how vectors are made
+    vision: ColourGrid | None = None  # None: the model sees nothing
     generates: bool = True  # False: the model has no head, and makes vectors only
 
 
@@ -58,6 +61,7 @@ class Job:
     priority: int
     key: PrefixKey
     prompt_logprobs: int | None  # alternatives per prompt token; None: off
+    routed: tuple[int, ...] = ()  # the prompt as routers hash it; (): as it is
     produced: int = 0  # of the prompt's last tokens, those that another worker generated for this request
     guided: GuideSpec | None = None
     thinking_tokens: int | None = None  # at most; None: no limit
@@ -76,10 +80,10 @@ def read_request(
     *,
     prompt_tokens: int | None = None,
     adapters: Mapping[str, Adapter] = NO_ADAPTERS,
-    media: Sequence[int] = (),
+    media: MediaPrompt = NO_MEDIA,
 ) -> Job:
     """Parse a request. `prompt_tokens`: the length of the client's prompt, if migrated. `adapters`: the loaded ones.
-    `media`: tokens that stand before the prompt.
+    `media`: what stands for its images, sounds and videos.
 
     Raises InvalidArgument naming the field for what cannot be served.
     """
@@ -88,7 +92,7 @@ def read_request(
     for name, what in UNSUPPORTED.items():
         if request.get(name):
             raise InvalidArgument(f"{name} is set, but the reference engine does not support {what}")
-    prompt = _prompt(request.get("token_ids"), limits, media)
+    prompt, routed, produced = _prompt(request.get("token_ids"), limits, media, prompt_tokens)
     sampling = _Group("sampling_options", request.get("sampling_options"))
     stops = _Group("stop_conditions", request.get("stop_conditions"))
     output = _Group("output_options", request.get("output_options"))
@@ -117,7 +121,8 @@ def read_request(
         priority=routing.integer("priority", 0, -(2**31), 2**31 - 1),
         key=PrefixKey(cache_salt=routing.text("cache_salt"), lora_name=None if adapter is None else adapter.name),
         prompt_logprobs=prompt_logprobs,
-        produced=0 if prompt_tokens is None else max(len(prompt) - len(media) - prompt_tokens, 0),
+        produced=produced,
+        routed=routed,
         guided=read_guide(sampling.get("guided_decoding"), limits.guided),
         thinking_tokens=None if thinking is None else stops.integer("max_thinking_tokens", 0, 0, 2**31 - 1),
         adapter=adapter,
@@ -134,10 +139,14 @@ def adapter_of(lora_name: str | None, model: Any, adapters: Mapping[str, Adapter
     return adapters[lora_name]
 
 
-def _prompt(token_ids: Any, limits: Limits, media: Sequence[int]) -> tuple[int, ...]:
+def _prompt(
+    token_ids: Any, limits: Limits, media: MediaPrompt, prompt_tokens: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return the prompt with its media, as routers hash it (`MediaPrompt.placed`), and how many tokens were generated."""
     if not token_ids:
         raise InvalidArgument("token_ids must not be empty")
-    prompt = (*media, *token_ids)
+    produced = 0 if prompt_tokens is None else max(len(token_ids) - prompt_tokens, 0)
+    prompt, routed = media.placed(token_ids, len(token_ids) - produced, limits.vision)
     if len(prompt) >= limits.context_length:
         raise InvalidArgument(
             f"the prompt has {len(prompt)} tokens; this model takes at most {limits.context_length - 1} "
@@ -146,7 +155,7 @@ def _prompt(token_ids: Any, limits: Limits, media: Sequence[int]) -> tuple[int, 
     for token in prompt:
         if not 0 <= token < limits.vocab_size:
             raise InvalidArgument(f"token_ids holds {token}; this model knows 0 to {limits.vocab_size - 1}")
-    return prompt
+    return prompt, routed, produced
 
 
 def _sampling(options: _Group, more: _Group, logprobs: int | None, limits: Limits) -> Sampling:

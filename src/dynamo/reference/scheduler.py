@@ -27,6 +27,7 @@ class Sequenced:
     priority: int = 0  # higher goes first; equals go in order of arrival
     key: PrefixKey = PLAIN
     may_share: bool = True  # False: compute the whole prompt, whatever is cached
+    routed: tuple[int, ...] = ()  # the beginning of `tokens` as routers hash it; (): as it is
     arrives: bool = False  # its prompt's keys and values come from another worker; until `received`
     may_name: bool = True  # False: what is computed is for this sequence alone
     arrival: int = -1  # set by the scheduler
@@ -241,7 +242,11 @@ class Scheduler:
         self._hash(sequence, full)
         for number in range(first, full):
             parent = sequence.hashes[number - 1] if number else None
-            tokens = sequence.tokens[number * size : (number + 1) * size]
+            start, end = number * size, (number + 1) * size
+            tokens = sequence.tokens[start:end]
+            if start < len(sequence.routed):
+                shown = sequence.routed[start:end]
+                tokens[: len(shown)] = shown
             self.pool.name(sequence.blocks[number], sequence.hashes[number], parent, tokens, sequence.key)
 
     def _hash(self, sequence: Sequenced, blocks: int) -> None:

@@ -70,11 +70,13 @@ def load_text_model(
     template_budget: BudgetSpec | None = None,
     template_clock: Callable[[], float] = NO_CLOCK,
     tokenizer_cache_bytes: int = 0,
+    image_processor: Mapping[str, Any] | None = None,
 ) -> TextModel:
     """Read a model directory; None is a model known only by name: bytes as tokens, and the plain template.
 
     `custom_template` replaces the model's template: its text, or the path of a file with it. `now` is the clock that
     templates may print; `template_budget` bounds each rendering, its seconds as `template_clock` counts them. A positive `tokenizer_cache_bytes` puts a `CachedTokenizer` of that size in front.
+    `image_processor` stands in for preprocessor_config.json.
 
     Raises:
         InvalidArgument: a file is missing or malformed; the message names it.
@@ -103,7 +105,7 @@ def load_text_model(
         vocabulary_size=max(loaded.vocab_size, *_ints(_text_config(config).get("vocab_size")), 0),
         control_tokens=ControlTokens.of(loaded),
         has_chat_template=source is not None,
-        media=media_tokens(config, read_json_object(directory / "preprocessor_config.json")),
+        media=media_tokens(config, image_processor or read_json_object(directory / "preprocessor_config.json")),
     )
 
 

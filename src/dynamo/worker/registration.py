@@ -26,6 +26,8 @@ from dynamo.protocol.model_types import ModelInput, ModelType, WorkerType, parse
 from dynamo.protocol.records import (
     DEFAULT_BLOCK_SIZE,
     ENCODER_HANDOFF,
+    IMAGE_PROCESSOR,
+    IMAGE_PROCESSOR_MEMBERS,
     FileRef,
     LoraRecord,
     ModelCard,
@@ -97,6 +99,7 @@ class ModelAssets:
     artefacts: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # card member -> {kind: FILE}
     architectural_context_length: int | None = None
     legacy_context_length: int | None = None  # the tokenizer's figure; used when nothing better is known
+    image_processor: Mapping[str, Any] = field(default_factory=dict)  # what tells how many tokens an image becomes
 
 
 def read_model_directory(directory: Path) -> ModelAssets:
@@ -127,7 +130,9 @@ def read_model_directory(directory: Path) -> ModelAssets:
         if (directory / name).is_file():
             artefacts["chat_template_file"] = _template(kind, directory / name, is_custom=False)
             break
-    return ModelAssets(artefacts, _context_length_of(config), _legacy_context_length_of(tokenizer_config))
+    processor = _read_json(directory / "preprocessor_config.json")
+    sizes = {name: processor[name] for name in IMAGE_PROCESSOR_MEMBERS if name in processor}
+    return ModelAssets(artefacts, _context_length_of(config), _legacy_context_length_of(tokenizer_config), sizes)
 
 
 def read_context_lengths(name: str) -> ModelAssets | None:
@@ -334,6 +339,8 @@ def build_card(
         raise InvalidArgument("a model needs a name: set EngineConfig.model or a served model name")
     assets = assets or ModelAssets()
     runtime_config = runtime_config or ModelRuntimeConfig()
+    if assets.image_processor:
+        runtime_config.runtime_data.setdefault(IMAGE_PROCESSOR, dict(assets.image_processor))
     card = ModelCard(
         display_name=display_name,
         source_path=source_path or display_name,

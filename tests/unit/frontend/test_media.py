@@ -186,8 +186,9 @@ async def test_images_become_pad_tokens_for_routers_and_count_in_the_usage(house
     assert routing["routing_token_ids"] == expected + [0] * (-len(expected) % 16)
     assert routing["block_mm_infos"] == []
     assert answer.json["usage"]["prompt_tokens"] == len(expected)
+    assert answer.json["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": 32}
     assert house.metric("dynamo_frontend_images_per_request_sum") == 2
-    assert house.metric("dynamo_frontend_image_tokens_per_request_sum") == 30
+    assert house.metric("dynamo_frontend_image_tokens_per_request_sum") == 32
 
 
 async def test_a_uuid_switches_the_expansion_off(house: Cluster, tmp_path: Path) -> None:

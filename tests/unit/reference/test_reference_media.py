@@ -177,6 +177,12 @@ async def test_media_are_refused_where_nothing_stands_for_them_and_on_decode_wor
             await collect(decode, request(b"a"))
 
 
+async def test_an_encode_worker_before_one_that_takes_no_media_is_a_mistake(models: dict[str, Path]) -> None:
+    with pytest.raises(InvalidArgument, match="--route-to-encoder needs --media-tokens"):
+        async with running(models["llama"], routed=True, part_tokens=0):
+            pass
+
+
 async def test_the_encoder_keeps_the_contract(models: dict[str, Path]) -> None:
     async def make() -> LLMEngine:
         engine, _ = await engine_of_role(["--model", str(models["llama"]), "--disaggregation-mode", "encode"])
@@ -189,7 +195,6 @@ async def test_the_encoder_keeps_the_contract(models: dict[str, Path]) -> None:
     ("argv", "said"),
     [
         (["--media-tokens", "-1"], "--media-tokens must be in 0..1024"),
-        (["--route-to-encoder"], "--route-to-encoder needs --media-tokens"),
     ],
 )
 async def test_a_bad_flag_of_media_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

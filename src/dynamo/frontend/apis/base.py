@@ -101,6 +101,7 @@ class Answer:
             tally.completion_tokens,
             cached_tokens=tally.cached_tokens,
             reasoning_tokens=tally.reasoning_tokens,
+            image_tokens=tally.image_tokens,
         )
 
     def logprob_items(self, found: Logprobs) -> list[TokenLogprob]:

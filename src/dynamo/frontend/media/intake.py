@@ -15,7 +15,7 @@ from dynamo.frontend.media.fetcher import PartFetcher, Resolve, resolve_host
 from dynamo.frontend.media.metrics import MediaMetrics
 from dynamo.frontend.media.settings import FetchRules, MediaSettings
 from dynamo.frontend.models.served import ServedModel
-from dynamo.frontend.pipeline.plan import Plan
+from dynamo.frontend.pipeline.plan import Plan, WorkRequest
 from dynamo.kv.image_tokens import expand_images
 from dynamo.protocol.openai.errors import not_built
 from dynamo.protocol.openai.media_parts import refused_part
@@ -73,10 +73,9 @@ class MediaIntake:
             )
 
     async def fill(
-        self, media: RequestMedia, model: ServedModel, plan: Plan, text: str | None, context: Context
-    ) -> int:
-        """Get the content of the parts and write the fields of the worker's request; return by how many tokens the prompt
-        becomes longer, 0 where that is not known.
+        self, media: RequestMedia, model: ServedModel, work: WorkRequest, text: str | None, context: Context
+    ) -> None:
+        """Get the content of the parts, write the fields of the worker's request, and count the tokens of its images.
 
         Raises RequestRejected (400) that names a part, Overloaded, Cancelled when `context` ends first.
         """
@@ -84,7 +83,7 @@ class MediaIntake:
         contents = await self._contents(media, rules, context)
         self._check_limits(media, contents, model)
         self._hold(media, contents)
-        body = plan.body
+        body = work.plan.body
         slots: dict[str, list[Any]] = {}
         uuids: dict[str, list[str | None]] = {}
         for part, content in zip(media.parts, contents, strict=True):
@@ -104,9 +103,10 @@ class MediaIntake:
             extra["mm_hashes"] = [f"{content.content_hash:016x}" for content in known]
         body["extra_args"] = extra
         self._warn_of_template(model)
-        added = self._expand(media.parts, known, model, plan) if is_named else 0
-        self._metrics.observe(media.parts, added)
-        return added
+        image_tokens = self._expand(media.parts, known, model, work.plan) if is_named else 0
+        if image_tokens:
+            work.tally.note_images(image_tokens, len(media.parts))
+        self._metrics.observe(media.parts, image_tokens)
 
     # -- the content -------------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class MediaIntake:
     # -- tokens ------------------------------------------------------------------------------------------------------
 
     def _expand(self, parts: Sequence[MediaPart], contents: Sequence[Media], model: ServedModel, plan: Plan) -> int:
-        """Write what routers hash in place of the prompt, where that is known; return how many tokens the images add."""
+        """Write what routers hash in place of the prompt, where that is known; return how many tokens the images become."""
         tokens = model.text.media
         if tokens.image_token_id is None or tokens.count_image is None or any(part.kind != "image" for part in parts):
             self._warn(
@@ -195,7 +195,7 @@ class MediaIntake:
         plan.body["mm_routing_info"] = {
             "routing_token_ids": found.token_ids, "block_mm_infos": [], "expanded_prompt_len": found.length,
         }  # fmt: skip
-        return found.length - len(prompt)
+        return sum(count for _, count in images)
 
     def _warn_of_template(self, model: ServedModel) -> None:
         if not model.text.template.reads_parts:

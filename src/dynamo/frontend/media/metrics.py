@@ -26,7 +26,7 @@ class MediaMetrics:
         self._fetches = families.counters("media_fetches_total")
 
     def observe(self, parts: Sequence[MediaPart], image_tokens: int) -> None:
-        """Count the parts of a request, and by how many tokens its images make the prompt longer."""
+        """Count the parts of a request, and the tokens of its images."""
         for kind, histogram in self._parts:
             histogram.observe(sum(part.kind == kind for part in parts))
         self._tokens.observe(image_tokens)

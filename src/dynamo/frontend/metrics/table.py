@@ -205,7 +205,7 @@ FAMILIES: Final = (
     Family(
         "image_tokens_per_request",
         "histogram",
-        "By how many tokens the images of such a request make its prompt longer; 0 where that is not known",
+        "Tokens that the images of such a request become; 0 where that is not known",
         buckets=_IMAGE_TOKEN_BUCKETS,
     ),
     Family(

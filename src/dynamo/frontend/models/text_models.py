@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from time import thread_time
 
 from dynamo.frontend.http.offload import Offload, ThreadOffload
 from dynamo.frontend.models.files import ModelFiles
 from dynamo.frontend.settings import FrontendSettings
-from dynamo.protocol.records import ModelCard
+from dynamo.protocol.records import IMAGE_PROCESSOR, ModelCard
 from dynamo.text.model import TextModel, load_text_model
 from dynamo.text.template_sandbox import NO_CLOCK
 
@@ -42,6 +42,7 @@ class TextModelLoader:
         if self._settings.custom_jinja_template is not None:
             with open(self._settings.custom_jinja_template, encoding="utf-8") as file:
                 template = file.read()
+        processor = card.runtime_config.runtime_data.get(IMAGE_PROCESSOR)
         return load_text_model(
             sources.directory,
             custom_template=template,
@@ -49,4 +50,5 @@ class TextModelLoader:
             template_budget=self._settings.template_budget,
             template_clock=self._template_clock,
             tokenizer_cache_bytes=self._settings.tokenizer_cache_bytes,
+            image_processor=processor if isinstance(processor, Mapping) else None,
         )

@@ -197,7 +197,10 @@ class TokenChoice(Choice):
         details = usage.get("prompt_tokens_details")
         if details and (cached := details.get("cached_tokens")) is not None:
             # A worker that went on for another one may have found more than the prompt in its cache.
-            self._work.tally.note_cached(self._prompt_index, min(cached, len(self._request.prompt)))
+            tally, prompt = self._work.tally, len(self._request.prompt)
+            tally.note_cached(
+                self._prompt_index, min(cached, prompt if not tally.image_tokens else tally.prompt_tokens)
+            )
 
     def _finish(self, delta: Delta, reason: Any) -> None:
         decoder = self._decoder

@@ -398,7 +398,7 @@ class GenerationCall(Call):
             reserve_tokens(exchange.arrival.charge, plan, model.length_limits)
         exchange.work = work = WorkRequest(plan, timer, pipeline.stalls)
         if media is not None:
-            work.tally.prompt_tokens += await pipeline.media.fill(media, model, plan, text, exchange.context)
+            await pipeline.media.fill(media, model, work, text, exchange.context)
             timer.mark(QUEUE)
         exchange.enter(Phase.PREPROCESSED, exchange.now())
         answer = Answer(exchange, request, model, work, explains_routing=resolved.effects.explains_routing)

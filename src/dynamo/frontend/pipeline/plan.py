@@ -42,6 +42,7 @@ class Tally(DispatchRecord):
         "_cached",
         "completion_tokens",
         "finish_reason",
+        "image_tokens",
         "prompt_tokens",
         "reasoning_tokens",
     )
@@ -49,6 +50,7 @@ class Tally(DispatchRecord):
     def __init__(self, prompt_tokens: int) -> None:
         super().__init__()
         self.prompt_tokens = prompt_tokens
+        self.image_tokens = 0  # of `prompt_tokens`, those of images; 0 where they are not known
         self.completion_tokens = 0
         self.reasoning_tokens: int | None = None  # of `completion_tokens`; None: nothing counts them
         self.finish_reason: str | None = None  # of the choice that ended last
@@ -63,6 +65,11 @@ class Tally(DispatchRecord):
     def is_usage_known(self) -> bool:
         """Whether the counts are tokens of the model, and may be shown as usage."""
         return True
+
+    def note_images(self, tokens: int, placeholders: int) -> None:
+        """Take over how many tokens the images of the prompt become in place of their placeholders."""
+        self.image_tokens = tokens
+        self.prompt_tokens += tokens - placeholders
 
     def note_cached(self, prompt_index: int, tokens: int) -> None:
         """Take over what a worker reports. Choices share their prompt and some engines repeat themselves: the most counts."""

@@ -213,13 +213,18 @@ def usage_json(
     *,
     cached_tokens: int | None = None,
     reasoning_tokens: int | None = None,
+    image_tokens: int = 0,
 ) -> bytes:
     """Return the `usage` object; the details stand in it only when known."""
+    prompt = b"" if cached_tokens is None else b',"prompt_tokens_details":{"cached_tokens":%d}' % cached_tokens
+    if image_tokens:
+        found = b',"prompt_tokens_details":{"cached_tokens":%d,"image_tokens":%d}'
+        prompt = found % (cached_tokens or 0, image_tokens)
     return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d%b%b}' % (
         prompt_tokens,
         completion_tokens,
         prompt_tokens + completion_tokens,
-        b"" if cached_tokens is None else b',"prompt_tokens_details":{"cached_tokens":%d}' % cached_tokens,
+        prompt,
         b"" if reasoning_tokens is None else b',"completion_tokens_details":{"reasoning_tokens":%d}' % reasoning_tokens,
     )
 

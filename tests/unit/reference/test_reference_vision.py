@@ -1,0 +1,213 @@
+"""The vision of the reference engine: what it sees, where it stands in the prompt, and what routers are told of it."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from dynamo.contract.chunks import GenerateChunk
+from dynamo.contract.conformance import mock_context
+from dynamo.errors import InvalidArgument
+from dynamo.kv.hashing import block_hashes
+from dynamo.kv.image_tokens import expand_images
+from dynamo.reference import Options, ReferenceEngine
+from dynamo.reference.config import read_model_config
+from dynamo.reference.media import MediaOptions, MediaPrompt
+from dynamo.reference.vision import ColourGrid, colours_of, read_png
+from support.pictures import BLUE, JPEG, RED, png, png_of, quarters_png
+from support.reference_models import CONFIGS, write_model
+from support.vision_model import IMAGE_TOKEN, vision_config
+
+VISION = ColourGrid(image_token_id=IMAGE_TOKEN, first_token_id=33)
+CORNERS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)]
+FOUR = quarters_png(CORNERS)
+SMALL = Options(block_size=4, kv_cache_mb=2, max_num_seqs=4, max_num_batched_tokens=32)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def coded(pixels: np.ndarray, colour_type: int, filters: list[int], palette: bytes = b"") -> bytes:
+    """A PNG of these samples (height, width, channels), each line by the filter of its turn, straight from the standard."""
+    height, width, step = pixels.shape
+    flat = pixels.reshape(height, width * step).astype(int)
+    lines = []
+    for row in range(height):
+        kind = filters[row % len(filters)]
+        line = []
+        for at in range(width * step):
+            left = int(flat[row, at - step]) if at >= step else 0
+            up = int(flat[row - 1, at]) if row else 0
+            corner = int(flat[row - 1, at - step]) if row and at >= step else 0
+            guess = left + up - corner
+            nearest = min((left, up, corner), key=lambda value: abs(guess - value))
+            line.append((int(flat[row, at]) - [0, left, up, (left + up) // 2, nearest][kind]) % 256)
+        lines.append(bytes([kind, *line]))
+    header = struct.pack(">IIBBBBB", width, height, 8, colour_type, 0, 0, 0)
+    parts = [chunk(b"IHDR", header), chunk(b"PLTE", palette) if palette else b""]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts) + chunk(b"IDAT", zlib.compress(b"".join(lines))) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("filters", [[0], [1], [2], [3], [4], [0, 1, 2, 3, 4]])
+def test_every_filter_of_a_line_is_undone(filters: list[int]) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (9, 7, 3), dtype=np.uint8)
+    assert (read_png(coded(pixels, 2, filters)) == pixels).all()
+
+
+def test_grey_palette_and_transparency_become_colours() -> None:
+    grey = np.array([[[10], [200]]], np.uint8)
+    assert read_png(coded(grey, 0, [0])).tolist() == [[[10] * 3, [200] * 3]]
+    assert read_png(coded(np.array([[[1], [0]]], np.uint8), 3, [0], b"\1\2\3\4\5\6")).tolist() == [
+        [[4, 5, 6], [1, 2, 3]]
+    ]
+    clear = np.array([[[9, 9, 9, 0], [9, 9, 9, 255]]], np.uint8)
+    assert read_png(coded(clear, 6, [0])).tolist() == [[[255] * 3, [9] * 3]]
+    assert read_png(coded(np.array([[[7, 255]]], np.uint8), 4, [0])).tolist() == [[[7] * 3]]
+
+
+def test_an_image_is_sixteen_colours_where_they_are() -> None:
+    red, green, blue, white = 48, 12, 3, 63
+    assert colours_of(read_png(FOUR)) == [*[red, red, green, green] * 2, *[blue, blue, white, white] * 2]
+    assert colours_of(read_png(png([[(0, 0, 0), (128, 64, 192)]]))) == [0, 0, 39, 39] * 4
+    assert VISION.tokens(RED) == (33 + 48,) * 16
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"picture", JPEG, FOUR[:30], FOUR[:60], png_of(5000, 5000, b""), png_of(8, 8, b"no zlib"), png_of(8, 8, zlib.compress(b"\0" * 10)),
+     png_of(8, 8, zlib.compress(b"\x09" * 200)), png_of(0, 8, b""), FOUR.replace(b"\x08\x02\0\0\0", b"\x10\x02\0\0\0")],
+)  # fmt: skip
+def test_what_cannot_be_seen_is_refused(content: bytes) -> None:
+    with pytest.raises(InvalidArgument):
+        VISION.tokens(content)
+
+
+# -- in the prompt -------------------------------------------------------------------------------------------------------
+
+
+def test_the_tokens_of_an_image_replace_its_placeholder() -> None:
+    media = MediaPrompt((7,) * 16 + (8,) * 16, (1, 2))
+    prompt, routed = media.placed([5, IMAGE_TOKEN, 6, IMAGE_TOKEN, 9], 5, VISION)
+    assert prompt == (5, *[7] * 16, 6, *[8] * 16, 9)
+    assert routed == (5, *[1_000_001] * 16, 6, *[1_000_002] * 16, 9)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "original"), [([5, 6], 2), ([5, IMAGE_TOKEN], 2), ([IMAGE_TOKEN, IMAGE_TOKEN, 5, IMAGE_TOKEN], 4)]
+)
+def test_without_a_placeholder_for_each_image_they_stand_before_the_prompt(tokens: list[int], original: int) -> None:
+    media = MediaPrompt((7,) * 32, (1, 2))
+    assert media.placed(tokens, original, VISION) == ((*[7] * 32, *tokens), ())
+    assert media.placed([IMAGE_TOKEN, IMAGE_TOKEN], 2, None) == ((*[7] * 32, IMAGE_TOKEN, IMAGE_TOKEN), ())
+
+
+def test_a_placeholder_that_was_generated_is_none() -> None:
+    prompt, _ = MediaPrompt((7,) * 16, (1,)).placed([IMAGE_TOKEN, 5, IMAGE_TOKEN], 2, VISION)
+    assert prompt == (*[7] * 16, 5, IMAGE_TOKEN)
+
+
+# -- in an engine --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = CONFIGS["llama"]
+    return write_model(tmp_path_factory.mktemp("seeing") / "model", {**config, **vision_config(config["vocab_size"])})
+
+
+def body(*pictures: bytes, tokens: list[int] | None = None, **more: Any) -> Any:
+    urls = [{"Url": f"data:image/png;base64,{base64.b64encode(each).decode()}"} for each in pictures]
+    return {
+        "token_ids": tokens or [5, *[IMAGE_TOKEN] * len(pictures), 6, 7, 8],
+        "stop_conditions": {"max_tokens": 8, "ignore_eos": True},
+        "sampling_options": {"temperature": 0.0},
+        "multi_modal_data": {"image_url": urls},
+        **more,
+    }
+
+
+async def collect(engine: ReferenceEngine, request: Any) -> list[GenerateChunk]:
+    async with aclosing(engine.generate(request, mock_context())) as stream:
+        return [chunk async for chunk in stream]
+
+
+def said(chunks: list[GenerateChunk]) -> list[int]:
+    return [token for each in chunks for token in each["token_ids"]]
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.stored: list[dict[str, Any]] = []
+
+    def publish_batch(self, events: list[dict[str, Any]]) -> None:
+        self.stored += [event for event in events if event["type"] == "stored"]
+
+
+async def test_the_engine_computes_what_it_sees_and_tells_routers_what_they_hash(model: Path) -> None:
+    engine = ReferenceEngine(model, SMALL)
+    config = await engine.start(1)
+    try:
+        assert config.runtime_data["media"] == ["image"]
+        recorder = Recorder()
+        (source,) = await engine.kv_event_sources()
+        source.on_ready(recorder)  # type: ignore[union-attr, arg-type]
+        seen = await collect(engine, body(FOUR))
+        plain = body(tokens=[5, *VISION.tokens(FOUR), 6, 7, 8])
+        plain["multi_modal_data"] = None
+        assert said(await collect(engine, plain)) == said(seen)  # the same prompt, written out
+        assert seen[-1]["completion_usage"]["prompt_tokens"] == 20
+        routed = expand_images([5, IMAGE_TOKEN, 6, 7, 8], IMAGE_TOKEN, [(xxhash.xxh3_64_intdigest(FOUR), 16)], 4)
+        assert routed is not None
+        published = [token for event in recorder.stored[:5] for token in event["token_ids"]]
+        assert block_hashes(published, 4) == block_hashes(routed.token_ids, 4)
+    finally:
+        await engine.cleanup()
+
+
+async def test_the_same_image_hits_the_prefix_and_another_or_another_order_does_not(model: Path) -> None:
+    engine = ReferenceEngine(model, SMALL)
+    await engine.start(1)
+    try:
+        answers = []
+        for pictures, cached in (
+            ([RED, BLUE], 0),
+            ([RED, BLUE], 32),
+            ([RED, FOUR], 16),
+            ([BLUE, RED], 0),
+        ):
+            chunks = await collect(engine, body(*pictures))
+            details = chunks[-1]["completion_usage"].get("prompt_tokens_details") or {}
+            assert details.get("cached_tokens", 0) == cached, pictures
+            answers.append(said(chunks))
+        assert answers[0] == answers[1]
+        with pytest.raises(InvalidArgument, match=r"multi_modal_data.image_url\[1\]"):
+            await collect(engine, body(RED, b"no picture"))
+        with pytest.raises(InvalidArgument, match="takes no audio"):
+            await collect(
+                engine, {**body(), "multi_modal_data": {"audio_url": body(RED)["multi_modal_data"]["image_url"]}}
+            )
+    finally:
+        await engine.cleanup()
+
+
+def test_a_model_that_sees_says_so_in_its_config(model: Path, tmp_path: Path) -> None:
+    assert read_model_config(model).vision == VISION
+    config = {**CONFIGS["llama"], **vision_config(97)}
+    for wrong in (
+        {"image_token_id": 97},
+        {"vision_config": {"model_type": "clip"}},
+        {"vision_config": {"model_type": "colour_grid", "first_token_id": 34}},
+    ):
+        directory = write_model(tmp_path / "wrong", {**config, **wrong})
+        with pytest.raises(InvalidArgument, match=r"image_token_id|vision_config|first_token_id"):
+            read_model_config(directory)
+    assert MediaOptions().declaration(None) == {"media": []}
