@@ -1,5 +1,7 @@
 """Records of one place in the code that is passed for every request, made without a search of the stack.
 
+Where our own handler is the only one that would get the record, the line is written without making it.
+
 `Logger.info` finds its caller frame by frame and takes the path of its file apart, for every record again. Where a record
 belongs to each request that is a good part of what the whole record costs, and always with the same outcome.
 """
@@ -13,6 +15,8 @@ import threading
 import time
 from collections.abc import Mapping
 from typing import Any
+
+from dynamo.runtime.logging import LogHandler
 
 __all__ = ["LogSite"]
 
@@ -38,6 +42,14 @@ class LogSite:
         if logging.getLogRecordFactory() is not logging.LogRecord:  # somebody wants records of their own
             self._logger.log(level, self._message, extra=fields)
             return
+        handler = _only_handler(self._logger)
+        if handler is not None:
+            try:
+                is_written = handler.write_plain(self._logger.name, level, self._message, fields)
+            except Exception:
+                is_written = False  # the record meets the same failure, and what logging does about it
+            if is_written:
+                return
         place = (level, os.getpid(), threading.get_ident())
         if place != self._made_in:
             made = self._logger.makeRecord(
@@ -53,3 +65,18 @@ class LogSite:
         values["relativeCreated"] += (now - self._constant["created"]) * 1000
         values |= fields
         self._logger.handle(record)
+
+
+def _only_handler(logger: logging.Logger) -> LogHandler | None:
+    """Return the handler of ours that is all that sees the records of `logger`; None where something else does, too."""
+    if logger.disabled or logger.filters:
+        return None
+    found: logging.Handler | None = None
+    current: logging.Logger | None = logger
+    while current is not None:
+        if current.handlers:
+            if found is not None or len(current.handlers) > 1:
+                return None
+            found = current.handlers[0]
+        current = current.parent if current.propagate else None
+    return found if found.__class__ is LogHandler else None

@@ -423,6 +423,19 @@ def _trouble(record: logging.LogRecord) -> list[str]:
     return safe_lines("\n".join(parts)) if parts else []
 
 
+def _line(moment: str, levelno: int, name: str, message: str, fields: dict[str, Any], *, ansi: bool) -> str:
+    """Return the first line of a readable record; `fields`, those of its span included, lose the span's name."""
+    span = fields.pop("span_name", None)
+    level = _LEVEL_NAMES.get(levelno) or _level_name(levelno)
+    target = _safe_name(name)
+    padded = f"{level:>5}"
+    if ansi:
+        moment, target = f"\x1b[2m{moment}\x1b[0m", f"\x1b[2m{target}\x1b[0m"
+        padded = f"\x1b[{_COLORS[level]}m{padded}\x1b[0m"
+    opened = f"{_safe_name(str(span))}: " if span else ""
+    return f"{moment} {padded} {opened}{target}: {one_line(message)}{_fields_text(fields)}"
+
+
 def format_readable(
     record: logging.LogRecord, *, ansi: bool = False, local_time: bool = False, prefix: str = ""
 ) -> str:
@@ -430,17 +443,9 @@ def format_readable(
 
     Only the first line of a record begins with a time, whatever the record contains.
     """
-    fields = fields_of(record)
-    span = fields.pop("span_name", None)
-    level = _LEVEL_NAMES.get(record.levelno) or _level_name(record.levelno)
-    target = _safe_name(target_of(record))
-    moment, padded = _time_text(record.created, local=local_time), f"{level:>5}"
-    if ansi:
-        moment, target = f"\x1b[2m{moment}\x1b[0m", f"\x1b[2m{target}\x1b[0m"
-        padded = f"\x1b[{_COLORS[level]}m{padded}\x1b[0m"
-    opened = f"{_safe_name(str(span))}: " if span else ""
-    line = f"{moment} {padded} {opened}{target}: {one_line(prefix + record.getMessage())}"
-    line += _fields_text(fields)
+    message = prefix + record.getMessage()
+    moment = _time_text(record.created, local=local_time)
+    line = _line(moment, record.levelno, target_of(record), message, fields_of(record), ansi=ansi)
     if record.exc_info or record.exc_text or record.stack_info:
         return "\n    ".join([line, *_trouble(record)])
     return line
@@ -505,6 +510,27 @@ class LogHandler(logging.Handler):
             return super().handle(record)
         with self.lock:
             self.emit(record)
+        return True
+
+    def write_plain(self, name: str, level: int, message: str, fields: Mapping[str, Any]) -> bool:
+        """Write what a record of the logger `name` with this message and these fields would be, without making the record.
+
+        Return False, and write nothing, where only the record can tell what is to be written.
+        """
+        settings = self._settings
+        chosen = settings.filter
+        if settings.jsonl or self.formatter is not None or self.filters or self.lock is None:
+            return False
+        if level < self.level or not chosen.allows(name, level):
+            return level < self.level or not (chosen.targets or chosen.selectors)
+        span = _SPAN.get()
+        merged = {**span, **fields} if span else {**fields}
+        moment = _time_text(time.time(), local=settings.local_time)
+        line = _line(moment, level, name, self._prefix + message, merged, ansi=settings.ansi)
+        stream = self._stream or sys.stderr
+        with self.lock:
+            stream.write(line + "\n")
+            stream.flush()
         return True
 
     def emit(self, record: logging.LogRecord) -> None:

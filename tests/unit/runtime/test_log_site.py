@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import re
 import threading
 from collections.abc import Iterator
 
 import pytest
 
 from dynamo.runtime.log_site import LogSite
+from dynamo.runtime.logging import LogFilter, LoggingSettings, LogHandler, log_span
 
 LOGGER = logging.getLogger("test.log_site")
 
@@ -84,3 +87,72 @@ def test_a_factory_of_somebody_else_makes_the_records(kept: Kept) -> None:
     (record,) = kept.records
     assert isinstance(record, Own)
     assert vars(record)["request_id"] == "r"
+
+
+@pytest.mark.parametrize(
+    "log", ["info", "debug", "warn", "test.log_site=error", "off,test.log_site=trace", "test[s]=info"]
+)
+@pytest.mark.parametrize("jsonl", [False, True])
+@pytest.mark.parametrize("ansi", [False, True])
+def test_a_line_of_our_own_handler_is_the_one_that_the_record_would_be(log: str, jsonl: bool, ansi: bool) -> None:
+    fields = {"route": "/v1", "elapsed_ms": 1.25, "odd": 'a "b"\n', "none": None}
+    lines = []
+    for through_site in (True, False):
+        stream = io.StringIO()
+        settings = LoggingSettings(filter=LogFilter.parse(log), jsonl=jsonl, ansi=ansi)
+        handler = LogHandler(settings, prefix="[f] ", stream=stream)
+        LOGGER.addHandler(handler)
+        LOGGER.propagate = False
+        LOGGER.setLevel(logging.DEBUG)
+        try:
+            with log_span("s", request_id="r-1"):
+                if through_site:
+                    LogSite(LOGGER, "done", "f").log(logging.INFO, fields)
+                else:
+                    LOGGER.info("done", extra=fields)
+        finally:
+            LOGGER.removeHandler(handler)
+            LOGGER.propagate = True
+            LOGGER.setLevel(logging.NOTSET)
+        lines.append(re.sub(r"\d{4}-\d\d-\d\dT[0-9:.]+Z|\"line\":\d+", "", stream.getvalue()))
+    assert lines[0] == lines[1]
+    assert bool(lines[0]) == (log in ("info", "debug", "off,test.log_site=trace", "test[s]=info"))
+
+
+def test_a_record_is_made_where_something_else_sees_it(kept: Kept) -> None:
+    """A second handler further up, a filter of the handler, and one of the logger."""
+    stream = io.StringIO()
+    handler, site, seen = LogHandler(stream=stream), LogSite(LOGGER, "done", "f"), list[logging.LogRecord]()
+    LOGGER.addHandler(handler)
+    try:
+        site.log(logging.INFO, {"n": 1})
+        assert len(kept.records) == 1
+        LOGGER.removeHandler(kept)
+        LOGGER.propagate = False
+        handler.addFilter(lambda record: bool(seen.append(record)) or True)
+        site.log(logging.INFO, {"n": 2})
+        assert len(seen) == 1
+        handler.filters.clear()
+        LOGGER.addFilter(lambda record: False)
+        site.log(logging.INFO, {"n": 3})
+    finally:
+        LOGGER.filters.clear()
+        LOGGER.propagate = True
+        LOGGER.removeHandler(handler)
+    assert [line.rsplit("=")[-1] for line in stream.getvalue().splitlines()] == ["1", "2"]
+
+
+def test_a_stream_that_fails_is_reported_as_for_any_record(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    stream.close()
+    handler = LogHandler(stream=stream)
+    LOGGER.addHandler(handler)
+    LOGGER.propagate = False
+    LOGGER.setLevel(logging.INFO)
+    try:
+        LogSite(LOGGER, "done", "f").log(logging.INFO, {})
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.propagate = True
+        LOGGER.setLevel(logging.NOTSET)
+    assert "Logging error" in capsys.readouterr().err
