@@ -130,16 +130,20 @@ class ChoiceDecoder:
     def _push_ids(self, token_ids: Sequence[int]) -> str:
         # Token by token, so that neither the text nor the count depends on how the engine grouped them.
         shown: list[str] = []
+        least, stop_ids, detokenize = self._min_tokens, self._stop_ids, self._detokenize
         for token_id in token_ids:
-            self.generated += 1
-            if self._may_stop() and token_id in self._stop_ids:
-                last = self._detokenize((token_id,)) if token_id in self._visible else ""
+            generated = self.generated = self.generated + 1
+            if token_id in stop_ids and generated >= least:
+                last = detokenize((token_id,)) if token_id in self._visible else ""
                 shown.append(self._held() + last + self._detokenizer.finish())
                 self._stop(token_id if token_id in self._user_ids else None)
-            elif not self._may_match():
-                shown.append(self._detokenize((token_id,)))
+            elif generated <= least or self._stops is None:
+                shown.append(detokenize((token_id,)))
             else:
-                shown.append(self._through_stops(self._detokenize((token_id,))))
+                text, matched = self._stops.push(detokenize((token_id,)))
+                shown.append(text)
+                if matched is not None:
+                    self._stop(matched)
             if self.finish_reason is not None:
                 break
         return "".join(shown)

@@ -134,6 +134,15 @@ def test_logprobs_are_spliced_in() -> None:
     assert chunk["choices"][0]["logprobs"]["token_logprobs"] == [-0.5]
 
 
+@given(texts=st.lists(TEXTS.filter(bool), min_size=1, max_size=3))
+def test_a_text_with_log_probabilities_has_a_shorter_way_to_the_same_bytes(texts: list[str]) -> None:
+    one, other = chat_stream(2), chat_stream(2)
+    for index in (1, 0):
+        for text in texts:
+            logprobs = b'{"content":[%d]}' % index
+            assert one.scored(index, text, logprobs) == other.delta(index, text, logprobs=logprobs)
+
+
 def test_other_members_of_a_delta() -> None:
     stream = chat_stream()
     first = event(stream.members(0, b'"reasoning_content":"hm"'))

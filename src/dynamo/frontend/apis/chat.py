@@ -87,6 +87,12 @@ class _ChatRenderer(Renderer):
                 return self._opened().delta(output.choice, event.text)
             if isinstance(event, Reasoning):
                 return self._opened().members(output.choice, self._reasoning_head + json_text(event.text))
+        elif self._is_plain and len(events) == 2:
+            text, scored = events
+            if isinstance(text, Content) and text.text and isinstance(scored, Logprobs):
+                logprobs = self._logprobs((scored,))
+                if logprobs is not None:
+                    return self._opened().scored(output.choice, text.text, logprobs)
         return self._in_full(output)
 
     def splice(self) -> tuple[bytes, bytes] | None:
@@ -207,9 +213,6 @@ class _ChatRenderer(Renderer):
         """Return the JSON of log probabilities; None when there are none."""
         if not found:
             return None
-        ready = [one for each in found for one in each.ready]
-        if ready:
-            return json_line(_merged(ready))
         first, line = found[0], self._one_token_logprobs
         if (
             line is not None
@@ -217,8 +220,12 @@ class _ChatRenderer(Renderer):
             and first.log_probs is not None
             and len(first.token_ids) == len(first.log_probs) == 1
             and not first.top_logprobs
+            and not first.ready
         ):
             return line(first.token_ids[0], first.log_probs[0])
+        ready = [one for each in found for one in each.ready]
+        if ready:
+            return json_line(_merged(ready))
         items = [item for each in found for item in self._answer.logprob_items(each)]
         return chat_logprobs(items) if items else None
 

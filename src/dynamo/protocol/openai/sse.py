@@ -36,6 +36,9 @@ _FINISH: Final[dict[str | None, bytes]] = {
 }
 
 
+_UNFINISHED: Final = b'},"finish_reason":null,"logprobs":'
+
+
 class ChatStream:
     """One streamed chat answer.
 
@@ -43,14 +46,15 @@ class ChatStream:
     first delta.
     """
 
-    __slots__ = ("_first", "_head", "_plain", "_tail", "_usage_head")
+    __slots__ = ("_first", "_head", "_plain", "_scored_end", "_tail", "_usage_head")
 
     def __init__(self, id: str, created: int, model: str, *, n: int = 1) -> None:
         opening = b'data: {"id":%b,"choices":[' % json_text(id)
         closing = b'],"created":%d,"model":%b,"object":"chat.completion.chunk"' % (created, json_text(model))
         self._head = [opening + b'{"index":%d,"delta":{"content":' % index for index in range(n)]
         self._tail = closing
-        self._plain = b'},"finish_reason":null,"logprobs":null}' + closing + b"}\n\n"
+        self._plain = _UNFINISHED + b"null}" + closing + b"}\n\n"
+        self._scored_end = b"}" + closing + b"}\n\n"
         # Per choice: what follows the text. The first time it also names the role, then it is `_plain`.
         self._first = [b',"role":"assistant"' + self._plain] * n
         self._usage_head = opening + closing
@@ -95,6 +99,12 @@ class ChatStream:
             token_ids=token_ids,
             nvext=nvext,
         )
+
+    def scored(self, index: int, text: str, logprobs: bytes) -> bytes:
+        """Do what `delta` does for a text, which is not empty, and its log probabilities."""
+        if self._first[index] is not self._plain:
+            return self.delta(index, text, logprobs=logprobs)
+        return b"".join((self._head[index], json_text(text), _UNFINISHED, logprobs, self._scored_end))
 
     def members(
         self,
