@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dynamo.runtime.http import HttpLimits, HttpService, Rejection
+from dynamo.runtime.http.connection import KNOWN_URL_BYTES
 from dynamo.runtime.http.cycle import LEAVE_EXTENSION, PUSH_EXTENSION, RESPOND_EXTENSION
 from dynamo.runtime.http.head import status_line
 from support.patience import PATIENCE_SECONDS
@@ -98,6 +99,20 @@ async def test_the_scope_is_that_of_the_request() -> None:
     assert scope["headers"] == [(b"host", b"x"), (b"x-a", b"1"), (b"x-a", b"2")]
     assert (scope["method"], scope["http_version"], scope["scheme"]) == ("GET", "1.0", "http")
     assert scope["client"][0] == scope["server"][0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("name", ["c", "c" * KNOWN_URL_BYTES])
+async def test_a_url_that_was_seen_before_is_read_the_same_way(name: str) -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((scope["path"], scope["raw_path"], scope["query_string"]))
+        await hello(scope, receive, send)
+
+    async with serving(app) as (service, _):
+        for query in ("d", "e", "d"):
+            await ask(service, get(f"/%C3%A4/{name}?{query}", "1.0"))
+    assert seen == [(f"/ä/{name}", f"/%C3%A4/{name}".encode(), query) for query in (b"d", b"e", b"d")]
 
 
 async def test_a_body_is_asked_for_only_when_the_application_wants_it() -> None:

@@ -22,14 +22,17 @@ from dynamo.runtime.request_plane.base import (
 from dynamo.runtime.request_plane.core import ServerCore
 from dynamo.runtime.request_plane.mux import heartbeat
 from dynamo.runtime.request_plane.mux.client import MuxClient, MuxConnection, MuxStream
+from dynamo.runtime.request_plane.mux.connection import INLINE_BODY_BYTES
 from dynamo.runtime.request_plane.mux.frames import (
     HEADER,
     MAGIC,
     MAX_PAYLOAD,
+    FrameDecoder,
     Hello,
     Kind,
     Open,
     decode_items,
+    decode_open,
     decode_step,
     frame,
     items_frames,
@@ -232,6 +235,51 @@ async def test_a_body_larger_than_a_frame_arrives_whole_while_others_pass_it(rig
     assert [(i.extra or {})["data"] for i in await read_all(second)] == [1]
     assert [(i.extra or {})["data"] for i in await read_all(first)] == [sum(large)]
     assert order == [1, 200_000]
+
+
+class _Socket:
+    """A transport that keeps what is written to it."""
+
+    def __init__(self) -> None:
+        self.written = b""
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def writelines(self, parts: list[bytes]) -> None:
+        self.written += b"".join(parts)
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("size", [*range(INLINE_BODY_BYTES - 40, INLINE_BODY_BYTES + 3), MAX_PAYLOAD, 3 * MAX_PAYLOAD])
+async def test_a_request_is_one_frame_where_it_fits_and_never_a_frame_that_is_too_long(size: int) -> None:
+    socket, body = _Socket(), b"\xc4" + b"b" * (size - 1)
+    connection = MuxConnection("here", on_lost=lambda connection: None)
+    connection.connection_made(socket)  # type: ignore[arg-type]
+    connection.open("p", body, Context("r"))
+    while len(socket.written) < size:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    frames = FrameDecoder(MAGIC).feed(socket.written)  # raises for a frame over the limit
+    head, inline = next(decode_open(payload) for kind, _, _, payload in frames if kind == Kind.OPEN)
+    rest = b"".join(payload for kind, _, _, payload in frames if kind == Kind.BODY)
+    assert (inline, rest, head.size) in [(body, b"", 0), (None, body, size)]
+    assert (inline is None) == (len(pack((Open("p", "r"), body))) > INLINE_BODY_BYTES)
+    connection.close()
+
+
+async def test_metadata_that_fills_a_frame_are_refused() -> None:
+    connection = MuxConnection("here", on_lost=lambda connection: None)
+    connection.connection_made(_Socket())  # type: ignore[arg-type]
+    context = Context("r")
+    context.metadata = {"k": "v" * MAX_PAYLOAD}
+    with pytest.raises(InvalidArgument, match="does not fit in one frame"):
+        connection.open("p", b"\x80", context)
 
 
 async def test_a_producer_stops_at_the_credit_and_goes_on_when_the_reader_reads(rig: Build) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 from collections import deque
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 from urllib.parse import unquote
 
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 FRAMING_FACTOR: Final = 8  # a chunked body of one-byte chunks takes six bytes on the wire for each of its own
 FEED_BYTES: Final = 16 * 1024
 """The parser gets this much of a head at once: it assembles one header of any length before it hands it over."""
+KNOWN_URL_BYTES: Final = 128  # a longer URL is taken apart each time
 
 _Address: TypeAlias = tuple[str, int] | None
 _HOP: Final = frozenset({b"upgrade", b"connection", b"http2-settings"})
@@ -221,8 +222,8 @@ class HttpConnection(asyncio.Protocol):
         self._watch.enter(_WAITING if cycle is not None and cycle.response_complete else _ANSWERING)
 
     def _scope(self, request: _Request) -> dict[str, Any]:
-        url = httptools.parse_url(request.url)
-        path = url.path.decode("ascii")
+        split = _split_known if len(request.url) <= KNOWN_URL_BYTES else _split
+        path, raw_path, query = split(request.url)
         scheme, server, client = request.ends
         return {
             "type": "http",
@@ -233,9 +234,9 @@ class HttpConnection(asyncio.Protocol):
             "scheme": scheme,
             "method": self._parser.get_method().decode("ascii"),
             "root_path": "",
-            "path": unquote(path) if "%" in path else path,
-            "raw_path": url.path,
-            "query_string": url.query or b"",
+            "path": path,
+            "raw_path": raw_path,
+            "query_string": query,
             "headers": request.headers,
             "state": {},
         }
@@ -357,6 +358,16 @@ class HttpConnection(asyncio.Protocol):
         if transport.can_write_eof():
             transport.write_eof()
         self._watch.arm()
+
+
+def _split(url: bytes) -> tuple[str, bytes, bytes]:
+    """Return the path, the path as it was sent, and the query. Raises what the parser raises."""
+    parts = httptools.parse_url(url)
+    path = parts.path.decode("ascii")
+    return unquote(path) if "%" in path else path, parts.path, parts.query or b""
+
+
+_split_known: Final = lru_cache(maxsize=256)(_split)
 
 
 def _ends(transport: asyncio.BaseTransport) -> tuple[str, _Address, _Address]:

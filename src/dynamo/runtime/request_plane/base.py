@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import lru_cache
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -235,6 +236,7 @@ class Instance(msgspec.Struct, kw_only=True, omit_defaults=True):
         return f"{self.namespace}/{self.component}/{self.endpoint}/{self.instance_id}"
 
 
+@lru_cache(maxsize=4096)
 def split_tcp(address: str) -> tuple[str, int, str]:
     """Split a `transport.tcp` value into ("HOST", PORT, "PATH"); the path is opaque. Raises ValueError when
     malformed.

@@ -145,18 +145,19 @@ class MuxConnection(Dialled):
             self.usable = False
             raise CannotConnect(f"the connection to {self.address} ran out of stream ids; try again")
         head = self._head(path, context)
-        head_bytes = len(pack(head))
-        inline = len(body) + head_bytes <= INLINE_BODY_BYTES
+        opening = pack((head, body)) if len(body) < INLINE_BODY_BYTES else b""  # nearly always all there is to send
+        inline = 0 < len(opening) <= INLINE_BODY_BYTES
         if not inline:
-            if head_bytes > INLINE_BODY_BYTES:
+            if len(pack(head)) > INLINE_BODY_BYTES:
                 raise InvalidArgument("the request's metadata does not fit in one frame of 64 KiB")
             self._outflow.check_room(body, self.address)
             head.size = len(body)
+            opening = pack((head, None))
         stream_id = self._next_stream_id
         self._next_stream_id += 2
         stream = MuxStream(self, stream_id)
         self.inbound.streams[stream_id] = stream
-        self._outflow.send(frame(Kind.OPEN, pack((head, body if inline else None)), stream_id=stream_id))
+        self._outflow.send(frame(Kind.OPEN, opening, stream_id=stream_id))
         if not inline:
             self._outflow.send_body(stream_id, body)
         return stream
