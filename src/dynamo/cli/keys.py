@@ -7,8 +7,10 @@ import json
 import os
 import re
 import secrets
+import sqlite3
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +24,7 @@ from dynamo.cli.usage import UsageError
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.access.key_editor import change_key_file
 from dynamo.frontend.access.key_store import load_key_file
+from dynamo.frontend.access.usage_store import COUNTS, GROUPS, UsageQuery, usage_rows
 from dynamo.settings.command import CommandParser
 
 __all__ = ["main"]
@@ -100,6 +103,7 @@ def build_parser() -> CommandParser:
     _add_create_flags(create)
     listed = commands.add_parser("list", parents=[file], help="list the keys, without the keys themselves")
     listed.add_argument("--json", action="store_true", help="as JSON")
+    _add_usage_flags(commands.add_parser("usage", help="show what keys have used"))
     for name, meaning in (
         ("show", "show the record of a key as JSON"),
         ("disable", "refuse a key from now on"),
@@ -114,6 +118,49 @@ def build_parser() -> CommandParser:
                 "--keep", type=_argument(read_span), metavar="TIME", help="take the old secret for so long, too (24h)"
             )
     return parser
+
+
+def _add_usage_flags(usage: argparse.ArgumentParser) -> None:
+    usage.add_argument(
+        "--usage-db",
+        default=os.environ.get("DYN_USAGE_DB", "").strip() or None,
+        metavar="FILE",
+        help="the frontend's --usage-db [DYN_USAGE_DB]",
+    )
+    usage.add_argument("--by", default="key", metavar="GROUPS", help=f"some of {', '.join(GROUPS)}, with commas (key)")
+    usage.add_argument(
+        "--since", type=_argument(read_span), default=read_span("7d"), metavar="TIME", help="default: 7d"
+    )
+    usage.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _usage(options: argparse.Namespace) -> None:
+    """Print what keys have used, from the file that the frontends write."""
+    if options.usage_db is None:
+        raise UsageError("name the file that the frontend writes: --usage-db FILE (DYN_USAGE_DB)")
+    since = int((datetime.now(UTC) - options.since).timestamp()) // 60
+    groups = tuple(options.by.split(","))
+    try:
+        with closing(sqlite3.connect(f"file:{Path(options.usage_db).absolute()}?mode=ro", uri=True)) as database:
+            rows = usage_rows(database, UsageQuery(groups, max(0, since)))
+    except sqlite3.Error as error:
+        raise UsageError(f"{options.usage_db} cannot be read: {error}") from None
+    if options.json:
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    _table([[name.upper() for name in (*groups, *COUNTS)], *[[_cell(name, row[name]) for name in row] for row in rows]])
+
+
+def _cell(name: str, value: Any) -> str:
+    if name in ("minute", "hour", "day"):
+        return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d" if name == "day" else "%Y-%m-%dT%H:%MZ")
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _add_create_flags(create: argparse.ArgumentParser) -> None:
@@ -147,6 +194,8 @@ def main(argv: Sequence[str]) -> int:
         match options.command:
             case "create":
                 _create(options)
+            case "usage":
+                _usage(options)
             case "list":
                 _list(options.file, as_json=options.json)
             case "show":
@@ -276,6 +325,4 @@ def _list(path: str, *, as_json: bool) -> None:
         expires = "" if record.expires is None else record.expires.isoformat()
         models = "all" if record.models is None else ",".join(record.models)
         rows.append((record.id, record.name or "", record.project or "", str(record.role), state, expires, models))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    _table(rows)

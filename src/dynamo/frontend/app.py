@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 from dynamo.errors import WorkerUnavailable
 from dynamo.frontend.access.key_store import KeyStore
-from dynamo.frontend.admission.limit_table import LimitTable
+from dynamo.frontend.access.opening import open_keys
 from dynamo.frontend.admission.process import Admission, Stage
-from dynamo.frontend.admission.quotas import Quotas
 from dynamo.frontend.batches.opening import open_batches
 from dynamo.frontend.http.application import FrontendRoutes
 from dynamo.frontend.http.offload import Offload, ThreadOffload
@@ -82,7 +81,6 @@ class Frontend:
         self.exchanges = ExchangeRegister()
         self.metrics.requests.read_stage_requests(self.exchanges.count_in_stage)
         preparing: Offload = ThreadOffload(settings.preprocess_workers) if offload is None else offload
-        keys = KeyStore(settings.key_sources) if settings.key_sources.exist else None
         self.pipeline = Pipeline(
             settings,
             admission,
@@ -92,8 +90,7 @@ class Frontend:
             MediaIntake(settings.media, preparing, self.metrics.media),
             self.exchanges,
             StallDetector(_stall_policy(settings), self.metrics.stalled),
-            keys,
-            None if keys is None else Quotas(lambda: keys.ring, LimitTable() if peers is None else peers.limits()),
+            *open_keys(settings, self.metrics.keys, None if peers is None else peers.limits()),
         )
         responses = open_response_store(
             settings.responses_store, settings.response_limits, is_shared_port=peers is not None
@@ -111,8 +108,10 @@ class Frontend:
         if self.keys is not None:
             self.keys.on_look.append(self._cut_revoked)
             self._parts.push_async_callback(self.keys.aclose)
-            if self.pipeline.quotas is not None:
-                self._parts.callback(self.pipeline.quotas.table.close)
+        if self.pipeline.quotas is not None:
+            self._parts.callback(self.pipeline.quotas.table.close)
+        if self.pipeline.meter is not None:  # after the requests have ended, and before their limits go
+            self._parts.push_async_callback(self.pipeline.meter.aclose)
         self._parts.callback(text_models.close)
         self._parts.push_async_callback(access.aclose)
         self._parts.push_async_callback(self.models.aclose)
@@ -155,6 +154,8 @@ class Frontend:
         self.loads.start()
         if self.keys is not None:
             self.keys.start()
+        if self.pipeline.meter is not None:
+            self.pipeline.meter.start()
         self._probe.start()
         if self.batches is not None:
             self.batches.start()

@@ -230,6 +230,11 @@ class FrontendSettings(BusySettings, FromEnvironment):
     admin_keys_file: str | None = setting(None, "DYN_ADMIN_KEYS", text,
         "File of the keys for the admin routes. Without one the admin port is at a loopback address only",
         flag="--admin-keys", dest="admin_keys_file", group=_ACCESS)
+    usage_db: str | None = setting(None, "DYN_USAGE_DB", text,
+        "File of SQLite with [what keys have used](keys.md#what-keys-use); budgets go on with it when the frontend is "
+        "started again", flag="--usage-db", group=_ACCESS)
+    usage_keep_days: int = setting(90, "DYN_USAGE_KEEP_DAYS", integer(1),
+        "How many days the minutes in that file are kept")
     open_metrics: bool = setting(False, "DYN_OPEN_METRICS", switch,
         "`/metrics` needs no key, also where the other routes do", flag="--open-metrics", group=_ACCESS)
     trusted_proxies: tuple[Network, ...] = setting((), "DYN_TRUSTED_PROXIES", _networks,

@@ -49,8 +49,9 @@ class TokenUse(NamedTuple):
     """The tokens that a request took."""
 
     input: int = 0
-    cached: int = 0
+    cached: int = 0  # of the input
     output: int = 0
+    reasoning: int = 0  # of the output
 
 
 class Spent(NamedTuple):
@@ -148,14 +149,16 @@ class Quotas:
         self._by_model: dict[tuple[str, str], tuple[Identity, _Gates]] = {}
         self._periods: dict[Period, tuple[float, float, int]] = {}
         self._known_ring: KeyRing | None = None
+        self.on_closed: Callable[[Charge, TokenUse, float], None] = lambda *_: None
+        """Called with each charge that has ended, what it took, and the seconds that its request took."""
         self.on_refused: Callable[[Identity, str], None] = lambda *_: None
         """Called with the key and the limit's name of each refusal."""
         self.on_spent: Callable[[str, Spent, int], None] = lambda *_: None
         """Called with what a budget has given more: its name, the period's number and sum, and the units."""
 
-    def open(self, identity: Identity) -> Charge:
+    def open(self, identity: Identity, endpoint: str = "") -> Charge:
         """Return the charge of one request, which has taken nothing yet."""
-        return Charge(self, identity, self._gates(identity))
+        return Charge(self, identity, self._gates(identity), endpoint)
 
     def price_of(self, model: str) -> Price | None:
         """Return the price of a model in the key file."""
@@ -254,13 +257,13 @@ class Charge:
     """What one request has taken. `close` ends it, once; later calls do nothing."""
 
     __slots__ = (
-        "_costs", "_gates", "_is_closed", "_quotas", "_reserved", "_taken", "has_succeeded", "identity", "model",
-        "on_close", "price",
+        "_costs", "_gates", "_is_closed", "_quotas", "_reserved", "_taken", "endpoint", "has_succeeded", "identity",
+        "model", "price",
     )  # fmt: skip
 
-    def __init__(self, quotas: Quotas, identity: Identity, gates: _Gates) -> None:
+    def __init__(self, quotas: Quotas, identity: Identity, gates: _Gates, endpoint: str) -> None:
         self._quotas, self._gates = quotas, gates
-        self.identity = identity
+        self.identity, self.endpoint = identity, endpoint
         self.model = ""
         """The model, once it is known."""
         self.price: Price | None = None
@@ -270,8 +273,6 @@ class Charge:
         """Whether it was answered in full."""
         self._reserved: tuple[int, int] | None = None  # input and output tokens
         self._costs: Sequence[int] = ()  # of each budget, for what is reserved
-        self.on_close: Callable[[Charge, TokenUse], None] | None = None
-        """Called once with what it took in the end."""
 
     @property
     def is_limited(self) -> bool:
@@ -421,15 +422,14 @@ class Charge:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def close(self, use: TokenUse) -> None:
+    def close(self, use: TokenUse, seconds: float = 0.0) -> None:
         """End the charge: the place is free, what was reserved and not used is given back, what was used is spent."""
         if self._is_closed:
             return
         self._is_closed = True
         if self._taken or self._reserved is not None:
             self._settle(use)
-        if self.on_close is not None:
-            self.on_close(self, use)
+        self._quotas.on_closed(self, use, seconds)
 
     def _settle(self, use: TokenUse) -> None:
         quotas, gates, table = self._quotas, self._gates, self._quotas.table

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp
 
+from dynamo.frontend.access.identity import Identity
 from dynamo.frontend.access.key_store import KeyStore
 from dynamo.frontend.apis.chat import ChatApi
 from dynamo.frontend.apis.classes import ClassifyApi, PoolingApi
@@ -30,6 +31,7 @@ from dynamo.frontend.http.pages import DOCS_PATH, SCRIPT_PATH, DocsPage, HomePag
 from dynamo.frontend.http.request_id import reject_route, with_request_id
 from dynamo.frontend.http.routes import InferenceFirst
 from dynamo.frontend.http.stored_responses import CancelRoute, InputItemsRoute, StoredResponseRoute
+from dynamo.frontend.http.usage_route import UsageRoute
 from dynamo.frontend.models.busy_threshold import BusyThresholdRoute, LoadFollower
 from dynamo.frontend.pipeline.inference import Call, GenerationCall, Pipeline
 from dynamo.frontend.pipeline.results import ResultCall
@@ -45,6 +47,11 @@ from dynamo.protocol.responses.schema import RESPONSES_API
 from dynamo.protocol.vectors.schema import VECTORS_API
 
 __all__ = ["FrontendRoutes", "GuardedRoute", "PathDialects", "UnmatchedPath"]
+
+
+RATE_HEADERS: Final = tuple(
+    [f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")]
+)
 
 
 class FrontendRoutes:
@@ -120,7 +127,13 @@ class FrontendRoutes:
         return self._door(keys, routes, dialects, is_open=lambda _: not keys.protects_admin)
 
     def _door(self, keys: KeyStore, app: ASGIApp, dialects: PathDialects, *, is_open: Callable[[str], bool]) -> KeyDoor:
-        return KeyDoor(app, keys, is_open=is_open, dialect_of=dialects.of, trusted=self._settings.trusted_proxies)
+        metrics = self._pipeline.metrics.keys
+
+        def refused(identity: Identity | None, rejected: RequestRejected) -> None:
+            metrics.refused(None if identity is None else identity.id, rejected.code or "")
+
+        trusted = self._settings.trusted_proxies
+        return KeyDoor(app, keys, is_open=is_open, dialect_of=dialects.of, trusted=trusted, refused=refused)
 
     def _routes(self, inference: Mapping[str, InferenceRoute]) -> Sequence[BaseRoute]:
         paths, pipeline = self._settings.paths, self._pipeline
@@ -235,7 +248,15 @@ class FrontendRoutes:
     def _admin_routes(self, busy_threshold: SameSiteOnly | AdminElsewhere) -> Sequence[BaseRoute]:
         if self._settings.disable_admin_api:
             return ()
-        return (GuardedRoute("/busy_threshold", busy_threshold, "GET", "POST", access=Access.ADMIN),)
+        usage: SameSiteOnly | AdminElsewhere
+        if isinstance(busy_threshold, AdminElsewhere):
+            usage = busy_threshold
+        else:
+            usage = SameSiteOnly(UsageRoute(self._pipeline.meter), self._settings)
+        return (
+            GuardedRoute("/busy_threshold", busy_threshold, "GET", "POST", access=Access.ADMIN),
+            GuardedRoute("/admin/usage", usage, "GET", access=Access.ADMIN),
+        )
 
 
 def _client_paths(keys: KeyStore, routes: Sequence[BaseRoute]) -> Callable[[str], bool]:
@@ -268,7 +289,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],  # client libraries add headers of their own
         allow_credentials=not any_origin,
-        expose_headers=["x-request-id", "request-id", "retry-after", "server-timing"],
+        expose_headers=["x-request-id", "request-id", "retry-after", "retry-after-ms", "server-timing", *RATE_HEADERS],
     )
 
     async def named(scope: Scope, receive: Receive, send: Send) -> None:

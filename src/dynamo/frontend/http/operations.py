@@ -37,8 +37,8 @@ class Peers(Protocol):
     def admission(self, limit: int) -> Admission:
         """Return the admission that all processes share."""
 
-    def limits(self) -> LimitTable:
-        """Return the table of the keys' limits that all processes share."""
+    def limits(self) -> LimitTable | None:
+        """Return the table of the keys' limits that all processes share; None where no route needs a key."""
 
     async def gather(self) -> list[bytes]:
         """Return a snapshot of each process's metrics, this process included. Raises TimeoutError."""

@@ -9,6 +9,7 @@ from typing import Final
 from dynamo.frontend.batches.metrics import BatchMetrics
 from dynamo.frontend.media.metrics import MediaMetrics
 from dynamo.frontend.metrics.families import FrontendFamilies
+from dynamo.frontend.metrics.keys import KeyMetrics
 from dynamo.frontend.metrics.models import ModelMetrics
 from dynamo.frontend.metrics.requests import RequestSeries
 from dynamo.frontend.metrics.workers import WorkerGauges
@@ -49,6 +50,33 @@ class EventLoopMetrics:
             self._stalls.inc()
 
 
+class _Exposition:
+    """A registry as text, alone or with those of the other processes of its group."""
+
+    def __init__(self, registry: MetricsRegistry, prefix: str) -> None:
+        self.registry = registry
+        self._facts = (
+            f"{prefix}_model_",
+            f"{prefix}_worker_",
+            f"{prefix}_event_loop_lag_",
+            f"{prefix}_stored_response",
+            f"{prefix}_key_budget_",
+            "process_start_time_",
+            "process_max_fds",
+        )
+
+    def expose_group(self, snapshots: Sequence[bytes]) -> bytes:
+        """Write the metrics of all processes as those of one."""
+        merged = MetricsRegistry()
+        for one in snapshots:
+            absorb(merged, one, is_fact=self._is_fact)
+        return merged.expose()
+
+    def _is_fact(self, name: str) -> bool:
+        """Return whether a gauge has the same value in every process, or its highest value counts."""
+        return name.startswith(self._facts)
+
+
 class FrontendMetrics:
     """All families of the frontend, registered once in the runtime's registry."""
 
@@ -62,6 +90,7 @@ class FrontendMetrics:
         self.media = MediaMetrics(families)
         self.models = ModelMetrics(families)
         self.batches = BatchMetrics(families)
+        self.keys = KeyMetrics(families)
         self.workers = WorkerGauges(registry, families.by_name)
         self.event_loop = EventLoopMetrics(families)
         stalled = families.counters("stalled_streams_total")
@@ -70,30 +99,15 @@ class FrontendMetrics:
         self._stored = families.gauge("stored_responses"), families.gauge("stored_response_bytes")
         families.gauge("processes").set(1)
         families.counter("process_restarts_total")  # the parent of a group counts them
-        self._facts = (
-            f"{prefix}_model_",
-            f"{prefix}_worker_",
-            f"{prefix}_event_loop_lag_",
-            f"{prefix}_stored_response",
-            "process_start_time_",
-            "process_max_fds",
-        )
-        self._registry = registry
+        self._exposition = _Exposition(registry, prefix)
 
     def expose(self) -> bytes:
         """Write everything in the registry as Prometheus text."""
-        return self._registry.expose()
+        return self._exposition.registry.expose()
 
     def expose_group(self, snapshots: Sequence[bytes]) -> bytes:
         """Write the metrics of all processes of a group as those of one process; `snapshots` hold this process's own."""
-        merged = MetricsRegistry()
-        for one in snapshots:
-            absorb(merged, one, is_fact=self._is_fact)
-        return merged.expose()
-
-    def _is_fact(self, name: str) -> bool:
-        """Return whether a gauge has the same value in every process, or its highest value counts."""
-        return name.startswith(self._facts)
+        return self._exposition.expose_group(snapshots)
 
     def refused(self, limit: str) -> None:
         """Count a refusal by a limit of the listener; `limit` is one of a fixed set of names."""

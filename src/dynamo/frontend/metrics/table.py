@@ -261,6 +261,27 @@ FAMILIES: Final = (
         "From arrival to the first token, of the last request that a worker answered",
         _WORKER,
     ),
+    Family(
+        "key_requests_total",
+        "counter",
+        "Requests of a [key](keys.md) that ended; `status` is `success` or `error`. The ids of the first 500 keys are labels, further ones are `other`",
+        ("key_id", "model", "status"),
+    ),
+    Family(
+        "key_tokens_total",
+        "counter",
+        "Tokens of a key; `kind` is `input`, `cached` (of the input) or `output`",
+        ("key_id", "model", "kind"),
+    ),
+    Family(
+        "key_rejections_total",
+        "counter",
+        "Requests that a key's limits refused, by the limit, or that came without a valid key, by `error.code` (`key_id` is `unknown` then)",
+        ("key_id", "limit"),
+    ),
+    Family(
+        "key_budget_remaining_ratio", "gauge", "The part of a key's budget that is left; set once a second", ("key_id",)
+    ),
     Family("worker_last_input_sequence_tokens", "gauge", "Prompt tokens of that request", _WORKER),
     Family("worker_last_inter_token_latency_seconds", "gauge", "Mean time between tokens of that request", _WORKER),
 )

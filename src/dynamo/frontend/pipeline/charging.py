@@ -55,8 +55,9 @@ def close_charge(exchange: Exchange) -> None:
     charge = exchange.arrival.charge
     if charge is None:
         return
-    tally = exchange.tally
+    tally, seconds = exchange.tally, exchange.now() - exchange.arrival.at
     if tally is None or not (tally.instances or tally.completion_tokens):
-        charge.close(TokenUse())
+        charge.close(TokenUse(), seconds)
     else:
-        charge.close(TokenUse(tally.prompt_tokens, tally.cached_tokens or 0, tally.completion_tokens))
+        cached, reasoning = tally.cached_tokens or 0, tally.reasoning_tokens or 0
+        charge.close(TokenUse(tally.prompt_tokens, cached, tally.completion_tokens, reasoning), seconds)

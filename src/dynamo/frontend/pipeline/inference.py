@@ -17,6 +17,7 @@ from msgspec import Struct
 from dynamo.errors import DynamoException, Overloaded, ResponseTimeout, RouterQueueLimitExceeded
 from dynamo.frontend.access.identity import Identity
 from dynamo.frontend.access.key_store import KeyStore
+from dynamo.frontend.access.metering import UsageMeter
 from dynamo.frontend.admission.model import Shed, cap_priority, urgency_of
 from dynamo.frontend.admission.process import Admission, NotReady
 from dynamo.frontend.admission.quotas import Quotas
@@ -73,6 +74,8 @@ class Pipeline:
     """The keys in service; None where no route needs one."""
     quotas: Quotas | None = None
     """Their limits and budgets."""
+    meter: UsageMeter | None = None
+    """What they use."""
 
 
 class Resolved(Struct, frozen=True):
@@ -119,7 +122,7 @@ class Call:
     def open(self, id: str, arrival: Arrival) -> Exchange:
         """Return the exchange of a request that has just come in; its stage times begin now."""
         if arrival.identity is not None and self._pipeline.quotas is not None:
-            arrival.charge = self._pipeline.quotas.open(arrival.identity)
+            arrival.charge = self._pipeline.quotas.open(arrival.identity, self._api.endpoint)
         return Exchange(id, arrival, StageTimer(is_wanted=wants_stage_times(arrival.headers)))
 
     async def run(self, exchange: Exchange, sink: AnswerSink) -> None:

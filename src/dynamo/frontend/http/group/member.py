@@ -141,9 +141,8 @@ class GroupPeers:
         """Make the admission whose slots all processes share."""
         return SharedAdmission(limit, self._places, self._row)
 
-    def limits(self) -> LimitTable:
-        """Return the table of the keys' limits that all processes share."""
-        assert self._places.limits is not None  # the parent makes one where there are keys
+    def limits(self) -> LimitTable | None:
+        """Return the table of the keys' limits that all processes share; None where no route needs a key."""
         return self._places.limits
 
     async def gather(self) -> list[bytes]:

@@ -1,0 +1,45 @@
+"""The keys of a frontend with their limits and their usage, from its settings."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+from dynamo.frontend.access.key_store import KeyStore
+from dynamo.frontend.access.metering import UsageMeter
+from dynamo.frontend.access.usage_store import UsageStore
+from dynamo.frontend.admission.limit_table import LimitTable
+from dynamo.frontend.admission.quotas import Quotas
+from dynamo.frontend.metrics.keys import KeyMetrics
+from dynamo.frontend.settings import FrontendSettings
+
+__all__ = ["OpenedKeys", "open_keys"]
+
+logger = logging.getLogger(__name__)
+
+
+class OpenedKeys(NamedTuple):
+    """All None where no route needs a key."""
+
+    keys: KeyStore | None = None
+    quotas: Quotas | None = None
+    meter: UsageMeter | None = None
+
+
+def open_keys(settings: FrontendSettings, metrics: KeyMetrics, table: LimitTable | None) -> OpenedKeys:
+    """Read the keys, and open the file of what they use. `table`: of the group, None: this process is alone.
+
+    Raises InvalidArgument for a file that cannot be used.
+    """
+    if not settings.key_sources.exist:
+        return OpenedKeys()
+    keys = KeyStore(settings.key_sources)
+    store = None if settings.usage_db is None else UsageStore(Path(settings.usage_db).expanduser())
+    spent = {} if store is None else store.spent()
+    quotas = Quotas(lambda: keys.ring, table or LimitTable(), spent=spent)
+    budgets = [*[key.budget for key in keys.ring.keys], *[project.budget for project in keys.ring.projects.values()]]
+    if store is None and any(budget is not None for budget in budgets):
+        logger.warning("budgets of API keys begin anew with this process: --usage-db FILE keeps what they have given")
+    meter = UsageMeter(quotas, metrics, store, keep_days=settings.usage_keep_days, identities=lambda: keys.identities)
+    return OpenedKeys(keys, quotas, meter)
