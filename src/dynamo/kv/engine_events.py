@@ -52,6 +52,7 @@ _TIERS: Final = {
 _MAIN_KINDS: Final = frozenset({None, "", "full_attention", "mla_attention", "sink_full_attention"})
 _SALT: Final = "dynamo-cache-salt:"
 _MM_HASH_DIGITS: Final = 64
+MAX_GROUPS: Final = 1024  # of layers in one engine
 
 
 class BadPayload(ValueError):
@@ -100,8 +101,13 @@ class EngineBatch:
     issues: list[str] = field(default_factory=list)  # events that cannot be read, each with the reason
 
 
-def read_payload(payload: bytes) -> EngineBatch:
-    """Raises BadPayload for what is no payload at all; an event that cannot be read is an entry of `issues`."""
+def read_payload(payload: bytes, side_groups: set[int] | None = None) -> EngineBatch:
+    """Read one message of an engine.
+
+    `side_groups`: kept from message to message, the groups of layers whose blocks are not those of the main cache. Where
+    an engine has several, a removal names only the group, and blocks of two groups may have the same hash.
+
+    Raises BadPayload for what is no payload at all; an event that cannot be read is an entry of `issues`."""
     try:
         found = msgspec.msgpack.decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -110,15 +116,16 @@ def read_payload(payload: bytes) -> EngineBatch:
         raise BadPayload("expected [time, [events], dp_rank]")
     rank = found[2] if len(found) > 2 else None
     batch = EngineBatch(dp_rank=rank if type(rank) is int and rank >= 0 else None)
+    groups = set() if side_groups is None else side_groups
     for number, raw in enumerate(found[1]):
         try:
-            _read_event(raw, batch)
+            _read_event(raw, batch, groups)
         except (BadPayload, TypeError, ValueError) as error:
             batch.issues.append(f"events[{number}]: {error}")
     return batch
 
 
-def _read_event(raw: object, batch: EngineBatch) -> None:
+def _read_event(raw: object, batch: EngineBatch, side_groups: set[int]) -> None:
     members = _members(raw)
     kind = members["type"]
     if kind == "AllBlocksCleared":
@@ -127,7 +134,7 @@ def _read_event(raw: object, batch: EngineBatch) -> None:
     if kind not in ("BlockStored", "BlockRemoved"):
         raise BadPayload(f"unknown event {kind!r}")
     tier = _tier(members.get("medium"))
-    if tier is None or members.get("kv_cache_spec_kind") not in _MAIN_KINDS:
+    if tier is None or _is_beside(kind, members, side_groups):
         batch.filtered += 1
         return
     if members.get("locality") not in (None, "", "local", "LOCAL"):
@@ -146,12 +153,30 @@ def _read_event(raw: object, batch: EngineBatch) -> None:
     batch.events.append(_stored(members, hashes, parent, tier))
 
 
+def _is_beside(kind: str, members: Mapping[str, object], side_groups: set[int]) -> bool:
+    """Return whether an event is of a group of layers beside the main one; remember the group by what it stores."""
+    layers, group = members.get("kv_cache_spec_kind"), members.get("group_idx")
+    is_beside = layers not in _MAIN_KINDS
+    if type(group) is not int:
+        return is_beside
+    if kind == "BlockStored" and not is_beside:
+        side_groups.discard(group)
+    elif kind == "BlockStored" and len(side_groups) < MAX_GROUPS:
+        side_groups.add(group)
+    elif layers in (None, ""):
+        return group in side_groups
+    return is_beside
+
+
 def _stored(members: Mapping[str, object], hashes: list[int], parent: int | None, tier: str) -> Stored:
     size = members.get("block_size")
     if type(size) is not int or size < 1:
         raise BadPayload(f"block_size must be a positive integer, got {size!r}")
     tokens, is_eagle = _tokens(_list(members, "token_ids"))
     salt, mm_infos = _extra(members.get("extra_keys"), len(hashes))
+    own_salt = members.get("cache_salt")  # SGLang has a member for it
+    if isinstance(own_salt, str) and own_salt:
+        salt = own_salt.removeprefix(_SALT)
     given = members.get("block_mm_infos")
     if isinstance(given, list) and any(given):
         mm_infos = [_mm_info(info) for info in given]

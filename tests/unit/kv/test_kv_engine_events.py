@@ -76,6 +76,38 @@ def test_pairs_of_tokens_are_an_eagle_block() -> None:
     assert (event.token_ids, event.is_eagle) == ([1, 2, 3, 4, 5], True)
 
 
+def test_a_removal_of_another_group_of_layers_leaves_the_main_cache_alone() -> None:
+    """vLLM's removals name the group and not its kind; a sliding window's block has the hash of the main group's."""
+    groups: set[int] = set()
+
+    def read_on(*events: Any) -> EngineBatch:
+        return read_payload(msgspec.msgpack.encode([1.5, list(events)]), groups)
+
+    read_on(
+        MAP | {"group_idx": 0, "kv_cache_spec_kind": "full_attention"},
+        MAP | {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"},
+    )
+    removed = {"type": "BlockRemoved", "block_hashes": [7], "medium": "GPU"}
+    later = read_on(removed | {"group_idx": 1}, removed | {"group_idx": 0}, ["BlockRemoved", [7], "GPU", 1])
+    assert (later.events, later.filtered) == ([Removed([7])], 2)
+    read_on(MAP | {"group_idx": 1, "kv_cache_spec_kind": "full_attention"})  # another engine at the same address
+    assert read_on(removed | {"group_idx": 1}).events == [Removed([7])]
+
+
+@each_case("salt, expected", [("tenant", "tenant"), ("dynamo-cache-salt:tenant", "tenant"), ("", None), (None, None)])
+def test_sglang_has_a_member_for_the_salt(salt: str | None, expected: str | None) -> None:
+    (event,) = read(MAP | {"cache_salt": salt, "lora_name": "a", "session_id": "s"}).events
+    assert isinstance(event, Stored)
+    assert (event.cache_salt, event.lora_name) == (expected, "a")
+
+
+def test_the_groups_that_are_remembered_are_bounded() -> None:
+    groups: set[int] = set()
+    side = {"kv_cache_spec_kind": "sliding_window"}
+    read_payload(msgspec.msgpack.encode([1.5, [MAP | side | {"group_idx": n} for n in range(5000)]]), groups)
+    assert len(groups) == 1024
+
+
 def test_adapters_salts_and_media_are_found() -> None:
     digest = "00000000000000ff" + "0" * 48
     keys = [["dynamo-cache-salt:tenant"], [digest]]

@@ -36,6 +36,7 @@ class ZmqEngineEvents:
         self._hand_on = take
         self._metrics = metrics
         self._next: int | None = None  # the sequence number after the last one seen
+        self._side_groups: set[int] = set()  # of layers beside the main cache, as `read_payload` learns them
         self._warned: set[str] = set()
         self._context = zmq.Context()
         socket = self._context.socket(zmq.SUB)
@@ -74,7 +75,7 @@ class ZmqEngineEvents:
         if events is None:
             return
         try:
-            batch = read_payload(parts[2])
+            batch = read_payload(parts[2], self._side_groups)
         except BadPayload as error:
             self._metrics.issues.inc()
             self._warn("payload", str(error))
