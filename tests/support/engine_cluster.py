@@ -65,6 +65,22 @@ class EngineCase:
         return ["--model", str(file), "--tokenizer", str(FILES), *self.flags]
 
 
+SGLANG: Final = EngineCase(
+    "sglang",
+    "DYNAMO_SGLANG_PYTHON",
+    (
+        *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
+        *("--sampling-backend", "pytorch", "--grammar-backend", "xgrammar", "--disable-overlap-schedule"),
+        *("--disable-cuda-graph", "--max-total-tokens", "20000", "--page-size", "16", "--log-level", "warning"),
+    ),
+    {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
+    lacks=frozenset({"behind_thoughts"}),
+    aborts=100,
+    core="sglang::scheduler",
+)
+"""SGLang on a CPU, with what `tools/sglang_rig.py` puts in the place of its kernels."""
+
+
 @dataclass
 class ServedEngine:
     """A frontend and the workers that still serve, by name."""
@@ -118,10 +134,10 @@ class ServedEngine:
 
 
 @contextmanager
-def served_engine(case: EngineCase, root: Path) -> Iterator[ServedEngine]:
+def served_engine(case: EngineCase, root: Path, router_mode: str = "round-robin") -> Iterator[ServedEngine]:
     """A frontend and workers of one engine with the demonstration model."""
     with cluster_apart(root) as (cluster, temporary):
-        frontend = cluster.frontend("frontend", "--router-mode", "round-robin")
+        frontend = cluster.frontend("frontend", "--router-mode", router_mode)
         workers = {name: _start(cluster, case, name) for name in case.workers}
         _wait_started(*workers.values())
         cluster.wait_ready(frontend, *workers.values())

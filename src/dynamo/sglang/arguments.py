@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from dynamo.contract.args import BackendArgumentParser, add_backend_arguments, worker_config_from
 from dynamo.contract.config import WorkerConfig
+from dynamo.contract.kv_events import ZmqSource
 from dynamo.contract.modes import DisaggregationMode
 from dynamo.errors import InvalidArgument
 from dynamo.worker.hub import served_name
 
-__all__ = ["MARK", "SglangArguments", "read_arguments"]
+__all__ = ["MARK", "SglangArguments", "events_source", "read_arguments", "server_arguments"]
+
+logger = logging.getLogger(__name__)
 
 PROGRAM: Final = "dynamo.sglang"
+SMALLEST_PAGE: Final = 8  # tokens
+DEFAULT_ENDPOINT: Final = "tcp://*:5557"  # of SGLang
 MARK: Final = "behaviour tested (0.5.23, on a CPU), speed not"
 _EPILOG: Final = (
     "Every other flag is SGLang's own and is passed on as it is; they follow below where SGLang is installed."
@@ -37,6 +45,7 @@ class SglangArguments:
     model: str
     served_name: str
     sglang: Sequence[str]  # SGLang's own flags, of which its arguments are made once it is imported
+    is_kv_routed: bool = False  # whether anyone takes KV events
 
 
 def read_arguments(argv: Sequence[str] | None = None) -> tuple[SglangArguments, WorkerConfig]:
@@ -64,8 +73,8 @@ def read_arguments(argv: Sequence[str] | None = None) -> tuple[SglangArguments, 
         parser.error("--model-path is missing: the directory or name of a model")
     check_installed()
     name = own.served_model_name or served_name(own.model)
-    worker = worker_config_from(own, model_name=own.model, served_model_name=name, enable_kv_routing=False)
-    return SglangArguments(own.model, name, tuple(rest)), worker
+    worker = worker_config_from(own, model_name=own.model, served_model_name=name)
+    return SglangArguments(own.model, name, tuple(rest), worker.enable_kv_routing), worker
 
 
 def check_installed() -> None:
@@ -85,12 +94,42 @@ def sglang_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def server_arguments(arguments: SglangArguments) -> Any:
-    """Return SGLang's `ServerArgs`. Leaves as argparse does for a flag that SGLang does not have."""
+def server_arguments(arguments: SglangArguments, directory: Path) -> Any:
+    """Return SGLang's `ServerArgs`. Leaves as argparse does for a flag that SGLang does not have.
+
+    KV events go through a socket in `directory`, unless the operator chose otherwise.
+    """
     from sglang.srt.server_args import ServerArgs
 
     own = ["--model-path", arguments.model, "--incremental-streaming-output", "--skip-server-warmup"]
-    return ServerArgs.from_cli_args(sglang_parser().parse_args([*own, *arguments.sglang]))
+    parsed = sglang_parser().parse_args([*own, *arguments.sglang])
+    if arguments.is_kv_routed and parsed.kv_events_config is None:
+        why_not = _without_events(parsed)
+        if why_not is None:
+            events = {"publisher": "zmq", "endpoint": f"ipc://{directory}/kv-events", "topic": ""}
+            parsed.kv_events_config = json.dumps(events)
+        else:
+            logger.info("no KV events, so routers spread by load: %s", why_not)
+    return ServerArgs.from_cli_args(parsed)
+
+
+def _without_events(parsed: argparse.Namespace) -> str | None:
+    """Return why SGLang shall publish no KV events; None: it shall."""
+    if parsed.disable_radix_cache:
+        return "--disable-radix-cache"
+    if parsed.dp_size > 1:
+        return "--dp-size: sources of several ranks are not built"
+    if (parsed.page_size or 1) < SMALLEST_PAGE:
+        return f"--page-size {parsed.page_size or 1} is below {SMALLEST_PAGE}, and an event is made for each page"
+    return None
+
+
+def events_source(config: str | None) -> ZmqSource | None:
+    """Return where SGLang publishes KV events, by its `kv_events_config`; None: nowhere, or not by ZMQ."""
+    found = json.loads(config) if config else {}
+    if found.get("publisher") != "zmq":
+        return None
+    return ZmqSource(found.get("endpoint", DEFAULT_ENDPOINT), topic=found.get("topic", ""))
 
 
 def _own_parser() -> BackendArgumentParser:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Final, Self
 from dynamo.contract.config import WorkerConfig
 from dynamo.contract.engine import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine
 from dynamo.contract.health_check import build_health_check_payload
+from dynamo.contract.kv_events import KvEventSource
 from dynamo.contract.requests.generation import Feature, GenerationLimits, read_generation, read_generation_defaults
 from dynamo.contract.requests.output_grammar import grammar_of
 from dynamo.errors import EngineShutdown, InvalidArgument
@@ -33,7 +34,7 @@ from dynamo.runtime.process_guard import (
     temporary_files_in,
 )
 from dynamo.sglang.answers import SglangAnswer, logprob_arguments, sampling_parameters
-from dynamo.sglang.arguments import MARK, SglangArguments, read_arguments, server_arguments
+from dynamo.sglang.arguments import MARK, SglangArguments, events_source, read_arguments, server_arguments
 from dynamo.sglang.engine_thread import EngineThread, kept_logging
 
 __all__ = ["SglangEngine"]
@@ -110,7 +111,7 @@ class SglangEngine(LLMEngine):
 
         self._directory = private_directory("sglang")
         with kept_logging(), temporary_files_in(self._directory):
-            return Engine(server_args=server_arguments(self._arguments))
+            return Engine(server_args=server_arguments(self._arguments, self._directory))
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[GenerateChunk, None]:
         limits, thread = self._limits, self._thread
@@ -171,6 +172,13 @@ class SglangEngine(LLMEngine):
         await asyncio.to_thread(end_processes, mine, shared)
         if self._directory is not None:
             await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+
+    async def kv_event_sources(self) -> list[KvEventSource]:
+        engine = self._thread.engine
+        if engine is None or engine.server_args.dp_size > 1:
+            return []
+        source = events_source(engine.server_args.kv_events_config)
+        return [] if source is None else [source]
 
     async def health_check_payload(self) -> dict[str, Any] | None:
         return build_health_check_payload(0)

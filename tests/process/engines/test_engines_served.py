@@ -27,7 +27,7 @@ from dynamo.runtime.context import Context
 from dynamo.runtime.process_guard import descendants
 from support.cases import each_case
 from support.demo_model import FILES, chat_prompts, first_logprob, sums
-from support.engine_cluster import START_SECONDS, SUM, EngineCase, ServedEngine, served_engine, tokens_of
+from support.engine_cluster import SGLANG, START_SECONDS, SUM, EngineCase, ServedEngine, served_engine, tokens_of
 from support.leftovers import Belongings, errors_of, wait_empty
 from support.patience import PATIENCE_SECONDS, PROMPT_SECONDS
 
@@ -45,19 +45,7 @@ CASES: Final = (
         lacks=frozenset({"cached_tokens"}),
         aborts=400,
     ),
-    EngineCase(
-        "sglang",
-        "DYNAMO_SGLANG_PYTHON",
-        (
-            *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
-            *("--sampling-backend", "pytorch", "--grammar-backend", "xgrammar", "--disable-overlap-schedule"),
-            *("--disable-cuda-graph", "--max-total-tokens", "20000", "--page-size", "16", "--log-level", "warning"),
-        ),
-        {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
-        lacks=frozenset({"behind_thoughts"}),
-        aborts=100,
-        core="sglang::scheduler",
-    ),
+    SGLANG,
 )
 WEATHER: Final[dict[str, Any]] = {
     "type": "function",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 from collections.abc import AsyncIterator
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from dynamo.contract.kv_events import ZmqSource
 from dynamo.contract.requests.generation import GenerationLimits, GenerationRequest, read_generation
 from dynamo.errors import EngineShutdown, HttpError, InvalidArgument
 from dynamo.runtime.context import Context
 from dynamo.sglang.answers import SglangAnswer, logprob_arguments, sampling_parameters
-from dynamo.sglang.arguments import MARK, read_arguments
+from dynamo.sglang.arguments import MARK, _without_events, events_source, read_arguments
 from dynamo.sglang.engine_thread import EngineThread, kept_logging
 from support.cases import each_case
 from support.demo_model import FILES
@@ -161,3 +163,36 @@ def test_what_is_not_built_or_not_installed_is_refused(monkeypatch: pytest.Monke
     assert (arguments.served_name, arguments.sglang) == ("model", ("--page-size", "16"))
     assert worker.model_name == str(FILES)
     assert "speed not" in MARK
+
+
+# -- KV events --------------------------------------------------------------------------------------------------------
+
+
+@each_case(
+    "flags, why_not",
+    [
+        ({"page_size": 16}, None),
+        ({"page_size": 64}, None),
+        ({"page_size": None}, "--page-size 1 is below 8"),
+        ({"page_size": 4}, "--page-size 4 is below 8"),
+        ({"page_size": 16, "dp_size": 2}, "--dp-size"),
+        ({"page_size": 16, "disable_radix_cache": True}, "--disable-radix-cache"),
+    ],
+)
+def test_events_are_published_where_routers_can_use_them(flags: dict[str, Any], why_not: str | None) -> None:
+    found = _without_events(argparse.Namespace(**{"disable_radix_cache": False, "dp_size": 1, **flags}))
+    assert found is None if why_not is None else why_not in str(found)
+
+
+@each_case(
+    "config, source",
+    [
+        (None, None),
+        ("", None),
+        ('{"publisher": "null"}', None),
+        ('{"publisher": "zmq"}', ZmqSource("tcp://*:5557", topic="")),
+        ('{"publisher": "zmq", "endpoint": "ipc:///x/e", "topic": "kv"}', ZmqSource("ipc:///x/e", topic="kv")),
+    ],
+)
+def test_the_source_is_where_sglang_publishes(config: str | None, source: ZmqSource | None) -> None:
+    assert events_source(config) == source
