@@ -161,11 +161,11 @@ class KvRouterConfig:
     def settings(self) -> KvRouterSettings:
         """Return what a router of this package goes by, over its policy file where there is one.
 
-        Raises NotImplementedError naming what is asked for and not built, ValueError for a policy file that is none.
+        Raises NotImplementedError naming what is set and not built, ValueError for a policy file that is not valid.
         """
-        asked = not_built(self._values)
-        if asked:
-            raise NotImplementedError(f"KvRouterConfig({', '.join(asked)}): not built in dynamo-unified's KvRouter")
+        missing = not_built(self._values)
+        if missing:
+            raise NotImplementedError(f"KvRouterConfig({', '.join(missing)}): not built in dynamo-unified's KvRouter")
         return settings_of_native(self._values, KvRouterSettings(policy="default")).settle({})
 
     def as_record(self) -> dict[str, object]:

@@ -28,7 +28,7 @@ class KvIndexer:
     """The blocks that the workers of an endpoint hold on their devices, by their KV events."""
 
     def __init__(self, endpoint: Endpoint, block_size: int) -> None:
-        """Follows events from now on, and asks the workers that are there for what they hold. On the event loop."""
+        """Follows events from now on, and requests from the workers that are there what they hold. On the event loop."""
         self._block_size = _checked_size(block_size)
         self._opened = Opened(self, endpoint, _fed_index(endpoint), name="KvIndexer")
 
@@ -56,7 +56,7 @@ class ApproxKvIndexer:
     """The blocks that ranks probably hold, by the prompts that were sent there, for `router_ttl_secs` each."""
 
     def __init__(self, endpoint: Endpoint, kv_block_size: int, router_ttl_secs: float = DEFAULT_TTL_SECONDS) -> None:
-        """`endpoint` is not asked for anything. Raises ValueError for a size or a time that is not positive."""
+        """Nothing is requested from `endpoint`. Raises ValueError for a size or a time that is not positive."""
         self._block_size = _checked_size(kv_block_size)
         self._index = ApproximateIndex(ttl_seconds=router_ttl_secs)
 

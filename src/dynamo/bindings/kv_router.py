@@ -313,7 +313,7 @@ class EndpointKvRouter:
         return overlap_scores(routing.router, routing.hashed(query, self._block_size), _now())
 
     async def dump_events(self) -> str:
-        """Return the events, as a JSON list, that store what the router believes the ranks to hold.
+        """Return the events, as a JSON list, that store what the ranks hold as far as the router knows.
 
         Raises InvalidArgument for a router that does not look at caches (`overlap_score_credit` 0).
         """

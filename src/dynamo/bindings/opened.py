@@ -27,7 +27,7 @@ class Opened(Generic[T]):
             raise RuntimeError(f"{name} must be made on the event loop of its runtime")
         self._runtime = endpoint.runtime
         self._ready: asyncio.Future[T] = loop.create_future()
-        self._ready.add_done_callback(_retrieve)  # a failure that nobody asks for is logged where it happens
+        self._ready.add_done_callback(_retrieve)  # a failure that no caller awaits is logged where it happens
         self._background = Background()
         task = self._background.start(self._hold(opening), name)
         finalizer = weakref.finalize(owner, _cancel, loop, task)

@@ -24,9 +24,9 @@ __all__ = [
     "blocks_of",
     "pieces_of",
     "read_answer",
+    "read_answered",
     "read_event",
     "read_events",
-    "read_told",
     "split_events",
 ]
 
@@ -93,7 +93,7 @@ class KvAnswer(msgspec.Struct, frozen=True):
     """A worker's answer to a query for missed events."""
 
     kind: str  # "Events", "TreeDump", "TooNew", "InvalidRange", "Error"
-    events: list[object] = []  # to be read one by one with `read_told`: there may be a rank's whole cache
+    events: list[object] = []  # to be read one by one with `read_answered`: there may be a rank's whole cache
     last_event_id: int = 0  # of a TooNew: the newest there is; -1: it does not say
     text: str = ""  # of an Error
 
@@ -169,7 +169,7 @@ def read_answer(item: object) -> KvAnswer:
     return KvAnswer(kind, found.events, found.last_event_id)
 
 
-def read_told(event: object) -> RouterEvent:
+def read_answered(event: object) -> RouterEvent:
     """Return one event of an answer. Raises BadEvents."""
     try:
         return _with_id_in_range(msgspec.convert(event, RouterEvent))

@@ -1,4 +1,4 @@
-"""`python -m dynamo.mocker --model-path NAME`: serve with mock engines, several in one process where asked for."""
+"""`python -m dynamo.mocker --model-path NAME`: serve with mock engines, several in one process with --num-workers."""
 
 from __future__ import annotations
 

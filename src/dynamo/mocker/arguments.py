@@ -68,7 +68,7 @@ class MockFleet:
 
 
 class _NeedsAis(argparse.Action):
-    """Refuse a flag of external timing, and say why."""
+    """Refuse a flag of external timing, with the reason."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None
@@ -138,7 +138,7 @@ def _role(settings: MockerSettings, mode: DisaggregationMode) -> DisaggregationM
     ]
     if old and (len(old) > 1 or mode is not DisaggregationMode.AGGREGATED):
         raise InvalidArgument(
-            "--is-prefill-worker, --is-decode-worker and --disaggregation-mode say the same thing: give one of them"
+            "--is-prefill-worker, --is-decode-worker and --disaggregation-mode mean the same: give one of them"
         )
     mode = old[0] if old else mode
     if mode not in _ROLES:

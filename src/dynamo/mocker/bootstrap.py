@@ -53,7 +53,7 @@ class HandoffDesk:
     """The prefill worker's side: prompts that are computed, and the decode workers that wait for them."""
 
     def __init__(self, max_sessions: int, keep_seconds: float) -> None:
-        """`max_sessions` of all ranks; a prompt that no decode worker asks for is forgotten after `keep_seconds`."""
+        """`max_sessions` of all ranks; a prompt that no decode worker requests is forgotten after `keep_seconds`."""
         self._max_sessions = max_sessions
         self._keep_seconds = keep_seconds
         self._sessions: dict[int, _Session] = {}
@@ -124,15 +124,17 @@ class HandoffDesk:
                 writer.write(json.dumps({"ready": True} if reason is None else {"error": reason}).encode() + b"\n")
                 await writer.drain()
         except (ValueError, KeyError, TypeError, OSError, TimeoutError) as error:
-            logger.info("a decode worker's question cannot be answered: %s: %s", type(error).__name__, error)
+            logger.info(
+                "the request of a decode worker for its prompt cannot be answered: %s: %s", type(error).__name__, error
+            )
         except asyncio.CancelledError:
-            writer.transport.abort()  # close() has cancelled us: there is nobody to pass it on to
+            writer.transport.abort()  # close() has cancelled us: no caller is left to pass it on to
         finally:
             self._connections.discard(task)
             writer.close()
 
     async def _outcome(self, room: int, reader: asyncio.StreamReader) -> str | None:
-        """Return None when the prompt is there, else why it will not come; `_LEFT` when nobody waits any more."""
+        """Return None when the prompt is there, else why it will not come; `_LEFT` when no decode worker waits any more."""
         session = self._sessions.get(room)
         if session is None:
             arrival = self._arrivals[room] = asyncio.get_running_loop().create_future()
@@ -159,7 +161,7 @@ _LEFT: Final = "left"
 
 
 async def fetch_prompt(info: Mapping[str, Any]) -> None:
-    """Wait at the prefill worker until the prompt is there. Cancelling the wait tells the prefill worker.
+    """Wait at the prefill worker until the prompt is there. Cancelling the wait reaches the prefill worker.
 
     Raises CannotConnect, Disconnected, ResponseTimeout.
     """

@@ -150,7 +150,7 @@ class MockOptions:
 
     @property
     def has_kv_events(self) -> bool:
-        """Whether the engine tells anybody of its blocks: a decode worker does not."""
+        """Whether the engine publishes its blocks: a decode worker does not."""
         return self.scheduler.enable_prefix_caching and self.scheduler.role != "decode"
 
 
@@ -219,7 +219,7 @@ class _Section:
 
 
 def read_configuration(document: object) -> MockOptions:
-    """Check a configuration and return what it says. Reads the files that it names. Raises InvalidArgument."""
+    """Check a configuration and return its values. Reads the files that it names. Raises InvalidArgument."""
     top = _Section(document, "", _TOP)
     engine = _Section(top.raw("engine", {}), "engine", _ENGINE)
     dynamo = _Section(top.raw("dynamo", {}), "dynamo", _DYNAMO)

@@ -203,7 +203,7 @@ class MockEngine(LLMEngine):
     # -- one request ----------------------------------------------------------------------------------------------------
 
     def _wanted(self, request: GenerateRequest) -> int:
-        """Return how many tokens to generate. Raises InvalidArgument where the request does not say."""
+        """Return how many tokens to generate. Raises InvalidArgument where the request has no limit."""
         if self._options.scheduler.role == "prefill":
             return 1
         wanted = (request.get("stop_conditions") or {}).get("max_tokens")
@@ -247,7 +247,7 @@ class MockEngine(LLMEngine):
         if self._options.scheduler.role == "decode":
             # `stream` has no tokens yet: waiting for it ends when the engine is cleaned up.
             await first_of(fetch_prompt(info), context.async_killed_or_stopped(), stream.wait())
-            context.notify_first_token()  # an abort is nobody's loss any more
+            context.notify_first_token()  # from here on an abort loses nothing that was computed for another worker
         return None
 
     def _rank(self, request: GenerateRequest) -> int:
@@ -332,7 +332,7 @@ class MockEngine(LLMEngine):
         if self._reports is not None:
             await self._reports.close()
 
-    # -- what the worker asks for ---------------------------------------------------------------------------------------
+    # -- what the worker calls ------------------------------------------------------------------------------------------
 
     async def register_prometheus(self, metrics: MetricsHandle) -> None:
         if self._metrics is not None:

@@ -97,7 +97,7 @@ class EngineWire:
     def _answer(self, parts: Sequence[bytes]) -> None:
         """Send what was published from a sequence number on."""
         if len(parts) != 3 or len(parts[2]) != 8 or self._replay_socket is None:
-            logger.debug("a question for missed KV events has %d parts and is ignored", len(parts))
+            logger.debug("a request for missed KV events has %d parts; ignored", len(parts))
             return
         client, _, start = parts
         first = int.from_bytes(start, "big")

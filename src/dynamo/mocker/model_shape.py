@@ -18,7 +18,7 @@ _UNKNOWN_BYTES: Final = 2
 
 
 def kv_bytes_per_token(model_path: str, dtype: str = "auto") -> int | None:
-    """Return layers x 2 x KV heads x head size x bytes; None where there is no config.json that says so."""
+    """Return layers x 2 x KV heads x head size x bytes; None where no config.json has them."""
     file = Path(model_path).expanduser() / "config.json"
     if not model_path or not file.is_file():
         return None

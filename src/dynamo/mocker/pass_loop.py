@@ -1,4 +1,4 @@
-"""Passes in real time: begins one as soon as there is work, and ends it when its plan says."""
+"""Passes in real time: begins one as soon as there is work, and ends it at the time of its plan."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class PassLoop:
     def _guarded(self, step: Callable[[float], None], at: float) -> None:
         try:
             step(at)
-        except Exception as error:  # in a timer nobody would see it, and every request would wait for ever
+        except Exception as error:  # in a timer it would be lost, and every request would wait for ever
             logger.exception("the mock engine failed; its requests end")
             self.close()
             self._fail(error)

@@ -1,4 +1,4 @@
-"""What routers learn of a mock engine: its KV blocks as they change, its load, and the prompts that are computed."""
+"""What a mock engine reports to routers: its KV blocks as they change, its load, and the prompts that are computed."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ _path: Final[SettingReader[Path]] = SettingReader(lambda given: Path(given).expa
 
 @dataclass(frozen=True, slots=True)
 class MockerSettings:
-    """What the command line says of the mock engines; a field that is None was not given."""
+    """The mock engines, as the command line has them; a field that is None was not given."""
 
     # fmt: off
     model_path: str | None = setting(None, None, text,

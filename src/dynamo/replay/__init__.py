@@ -1,6 +1,6 @@
 """Replays of traces in virtual time: worker cores without engines, routers as in production, no waiting.
 
-`trace`, `generated` and `mooncake` are what is asked. `cluster` runs it: an event loop over workers (`worker`) and frontends
+`trace`, `generated` and `mooncake` are the requests. `cluster` runs it: an event loop over workers (`worker`) and frontends
 (`frontend`, with `event_feed` between them). `figures` is what came of it, `pooled_cache` the yardstick, `presets` the
 scenarios that the command knows.
 

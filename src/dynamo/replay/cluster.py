@@ -72,7 +72,7 @@ class ReplayCluster:
     # -- requests ----------------------------------------------------------------------------------------------------------
 
     def _await_arrival(self) -> None:
-        """Schedule the next request whose time the trace tells."""
+        """Schedule the next request whose time is in the trace."""
         while (found := self._arrivals.next(self._now_ms)) is not None:
             at_ms, request = found
             self.schedule(at_ms - self._now_ms, partial(self._arrive, request))

@@ -1,4 +1,4 @@
-"""The frontends of a replay, each with its feed of KV events, and what they tell each other. Pure."""
+"""The frontends of a replay, each with its feed of KV events, and what they report to each other. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Entrances"]
 
 
 class Entrances:
-    """The frontends, each with its own feed of events, and what they tell each other."""
+    """The frontends, each with its own feed of events, and what they report to each other."""
 
     def __init__(self, setup: ReplaySetup, make_frontend: MakeFrontend, schedule: Schedule) -> None:
         self._setup = setup
@@ -27,7 +27,7 @@ class Entrances:
         self._starts = 0
         self.feeds = [self._start() for _ in range(setup.frontends)]
         self.reads_events = setup.publishes_events and any(feed.frontend.reads_events for feed in self.feeds)
-        self.asked = self.agreed = 0
+        self.compared = self.agreed = 0
 
     def _start(self) -> ReplayEventFeed:
         setup = self._setup
@@ -69,13 +69,13 @@ class Entrances:
             feed.join(worker)
 
     def route(self, flight: Flight, now_ms: float) -> int:
-        """Let the request's own frontend choose, and tell the others of the booking."""
+        """Let the request's own frontend choose, and report the booking to the others."""
         own = self.feeds[flight.frontend].frontend
         would: list[int | None] = []
         if self._setup.compares_frontends:
             would = [feed.frontend.would_choose(flight, now_ms) for feed in self.feeds if feed.frontend is not own]
         routed = own.route(flight, now_ms)
-        self.asked += sum(choice is not None for choice in would)
+        self.compared += sum(choice is not None for choice in would)
         self.agreed += sum(choice == routed.worker_id for choice in would)
         booking_id = flight.booking_id
         self._sync(own, lambda other, then_ms: other.booked_elsewhere(flight, booking_id, routed, then_ms))
@@ -93,14 +93,14 @@ class Entrances:
         own.end(booking_id, now_ms)
         self._sync(own, lambda other, then_ms: other.end(booking_id, then_ms))
 
-    def _sync(self, own: ReplayFrontend, tell: Callable[[ReplayFrontend, float], None]) -> None:
-        """Let every other frontend know something, as late as it does."""
+    def _sync(self, own: ReplayFrontend, report: Callable[[ReplayFrontend, float], None]) -> None:
+        """Report something to every other frontend, as late as in production."""
         delay_ms = self._setup.replica_sync_ms
         if delay_ms is None or len(self.feeds) == 1:
             return
         for feed in self.feeds:
             if feed.frontend is not own:
-                self._schedule(delay_ms, partial(tell, feed.frontend))
+                self._schedule(delay_ms, partial(report, feed.frontend))
 
     def publish(self, worker: ReplayWorker, events: list[RouterEvent], now_ms: float) -> None:
         """Send the events of a worker to every frontend."""

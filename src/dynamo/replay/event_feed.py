@@ -1,7 +1,7 @@
-"""The way of KV events to one frontend of a replay: late, lost, asked for again. Pure.
+"""The way of KV events to one frontend of a replay: late, lost, requested again. Pure.
 
 It keeps the rules of the production feed. Events of a worker are applied in their order. A number that is too high is a gap:
-what is missing is asked for, and live events wait for the answer. A worker that has the events no more answers with
+missing events are requested, and live events wait for the answer. A worker that has dropped the events answers with
 everything that it holds.
 """
 
@@ -32,7 +32,7 @@ class _Source:
 
     def __init__(self, worker: ReplayWorker) -> None:
         self.worker = worker
-        self.next_id = 0  # 0: everything is asked for
+        self.next_id = 0  # 0: everything is requested
         self.is_asking = False
         self.waiting: deque[RouterEvent] = deque(maxlen=MAX_WAITING)
 
@@ -62,10 +62,10 @@ class ReplayEventFeed:
         )
 
     def join(self, worker: ReplayWorker) -> None:
-        """Follow a worker; one that has published something is asked for what it holds."""
+        """Follow a worker; one that has published something gets a request for what it holds."""
         source = self._sources[worker.worker_id] = _Source(worker)
         if worker.journal.last_event_id:
-            self._ask(source)
+            self._request(source)
         else:
             source.next_id = 1
 
@@ -94,12 +94,12 @@ class ReplayEventFeed:
             return
         if event_id > source.next_id:
             source.waiting.append(event)
-            self._ask(source)
+            self._request(source)
             return
         source.next_id = event_id + 1
         self.frontend.apply(event, now_ms)
 
-    def _ask(self, source: _Source) -> None:
+    def _request(self, source: _Source) -> None:
         self.repairs += 1
         source.is_asking = True
         self._schedule(self._answer_ms, partial(self._answered, source))

@@ -23,7 +23,7 @@ class Routed(NamedTuple):
 
 
 class ReplayFrontend(Protocol):
-    """Chooses workers, and is told what production frontends are told. Times are milliseconds."""
+    """Chooses workers, and gets the reports that production frontends get. Times are milliseconds."""
 
     reads_events: bool
     """Whether KV events change anything; where they do not, none are made."""
@@ -37,7 +37,7 @@ class ReplayFrontend(Protocol):
         ...
 
     def would_choose(self, flight: Flight, now_ms: float) -> int | None:
-        """Return the worker that `route` would choose, without booking; None where asking would change the next choice."""
+        """Return the worker that `route` would choose, without booking; None where the call would change the next choice."""
         ...
 
     def booked_elsewhere(self, flight: Flight, booking_id: str, routed: Routed, now_ms: float) -> None:

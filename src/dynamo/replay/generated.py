@@ -3,7 +3,7 @@
 Four kinds of use share the arrivals. Every prompt begins with one of a few system prompts.
 
 - Chats: turn after turn, each with the whole conversation before it, with time to read and write in between.
-- Documents: a question behind a document. Few documents are asked about often, most seldom (Zipf).
+- Documents: a question behind a document. Few documents get many questions, most get few (Zipf).
 - Bursts: many questions about one document within half a second.
 - Single prompts that share nothing but the system prompt.
 
@@ -54,7 +54,7 @@ class TraceShape(msgspec.Struct, frozen=True):
     bursts: float = 0.1
     system_prompts: int = 8
     document_count: int = 60
-    zipf: float = 1.0  # the document at place k of the list is asked about 1 / k ** zipf as often as the first
+    zipf: float = 1.0  # the document at place k of the list gets 1 / k ** zipf as many questions as the first
     turns: float = 8.0  # of a chat, in the mean
     chats_alive: float = 32.0  # at a time, in the mean: sets how long people think
     burst_size: float = 12.0  # in the mean
@@ -75,7 +75,7 @@ class TraceShape(msgspec.Struct, frozen=True):
 
 
 class _Pen:
-    """Draws lengths and texts nobody has seen; every text has a key of its own."""
+    """Draws lengths and new texts; every text has a key of its own."""
 
     def __init__(self, rng: random.Random, scale: int) -> None:
         self._rng = rng
@@ -172,7 +172,7 @@ def _chats(
                 yield at, next(order), prompt, f"chat-{number}"
             if rng.random() < 1 / shape.turns:
                 break
-            at += pause * (0.25 + 0.75 * rng.expovariate(1.0))  # nobody answers at once
+            at += pause * (0.25 + 0.75 * rng.expovariate(1.0))  # a person does not answer at once
             prompt = (*prompt, pen.write(TURN_SHARE))
 
 
@@ -269,7 +269,7 @@ def generate_mooncake_like(shape: MooncakeShape, seed: int, name: str = "mooncak
             session, prompt = talks[place]
             longer = (*prompt, *text(rng.expovariate(1 / 1500) + shape.output_tokens))
             if len(longer) * block > shape.most_tokens:
-                longer = prompt  # asked once more
+                longer = prompt  # the same question again
             talks[place] = session, longer
             return session, longer
         session = f"talk-{next(blocks)}"

@@ -19,7 +19,7 @@ __all__ = ["KvFrontend"]
 
 
 class KvFrontend:
-    """Routes by a KV policy. With `reads_events` off it knows only what it has routed itself, or heard of from others."""
+    """Routes by a KV policy. With `reads_events` off it knows only what it has routed itself, and what others report."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class KvFrontend:
         guesses_by_lru: bool = False,
         predicted_ttl_seconds: float | None = None,
     ) -> None:
-        """`options` is what the workers' cards say.
+        """`options` is what the workers' cards have.
 
         Without events, what was routed to a worker counts as held for two minutes, or with `guesses_by_lru` until newer
         prompts fill its cache. `predicted_ttl_seconds`: beside the events, what was routed counts as held for so long.

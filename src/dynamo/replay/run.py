@@ -1,4 +1,4 @@
-"""One call for one replay, and another for its yardstick. Pure: whoever wants CPU times hands in a clock."""
+"""One call for one replay, and another for its yardstick. Pure: for CPU times the caller hands in a clock."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _figures(
         worker_prefill_busy=[ms / duration if duration else 0.0 for ms in by_worker("prefill_ms")],
         preemptions=sum(life.core.preemptions for life in lives),
         routing=_cost(meters, len(requests)),
-        equal_choices=cluster.entrances.agreed / cluster.entrances.asked if cluster.entrances.asked else None,
+        equal_choices=cluster.entrances.agreed / cluster.entrances.compared if cluster.entrances.compared else None,
         exact_after_ms=cluster.exact_after_ms,
         lost_events=sum(feed.lost for feed in feeds),
         gap_repairs=sum(feed.repairs for feed in feeds),

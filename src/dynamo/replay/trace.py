@@ -1,4 +1,4 @@
-"""A trace: what is asked when, with prompts that say what they share. Pure.
+"""A trace: requests and their times, with prompts whose common parts are marked. Pure.
 
 A prompt is a row of stretches. A stretch is a key and a number of tokens: the first tokens of an endless text that the key
 names. Two prompts share exactly the stretches that they begin with, so a trace of long prompts stays small, and the same

@@ -20,11 +20,11 @@ class BusySettings:
 
     # fmt: off
     active_decode_blocks_threshold: float | None = setting(None, "DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD", number(0, 1),
-        "A worker that says it uses more than this part (0 to 1) of its KV blocks gets no request; when all of a "
+        "A worker that reports more than this part (0 to 1) of its KV blocks gets no request; when all of a "
         "model do, 529. In a frontend for one model, and while it runs: [`/busy_threshold`](#busy-workers)",
         flag="--active-decode-blocks-threshold", group=_GROUP)
     active_prefill_tokens_threshold: int | None = setting(None, "DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD", integer(0),
-        "Nor one that says it has more prompt tokens under way than this",
+        "Nor one that reports more prompt tokens under way than this",
         flag="--active-prefill-tokens-threshold", group=_GROUP)
     active_prefill_tokens_threshold_frac: float | None = setting(
         None, "DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC", number(0),

@@ -66,7 +66,7 @@ class BusyThresholds(msgspec.Struct, frozen=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """One report of one rank: a worker reports the blocks in use, a router what it has booked there. None: says nothing
+    """One report of one rank: a worker reports the blocks in use, a router what it has booked there. None: nothing is reported
     about it. Unknown keys are ignored.
     """
 
@@ -77,7 +77,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     kv_used_blocks: int | None = None
 
     def over(self, before: LoadReport | None) -> LoadReport:
-        """Return this report, with the figures of the one before where this one says nothing."""
+        """Return this report, with the figures of the earlier report where this one has none."""
         if before is None:
             return self
         return LoadReport(

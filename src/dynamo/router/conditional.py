@@ -30,7 +30,7 @@ __all__ = ["BYPASS_MARKER", "Bypass", "ConditionalPrefill", "ConditionalSettings
 logger = logging.getLogger(__name__)
 
 BYPASS_MARKER: Final = "x-bypass-remote-prefill"
-"""The annotation that tells a decode worker to compute the prompt; clients cannot set it."""
+"""The annotation that has a decode worker compute the prompt; clients cannot set it."""
 
 MAX_FILE_BYTES: Final = 64 * 1024
 _GROUP: Final = "kv router"
@@ -92,7 +92,7 @@ class ConditionalPrefill:
         """Return the request for the decode worker alone; None: its prompt goes to a prefill worker.
 
         `request`: what the choice of the decode worker may look at. The verdict is noted in `record`. A decision that cannot
-        be made is no error: the prompt goes to a prefill worker.
+        be made is not an error: the prompt goes to a prefill worker.
         """
         kv = self._decoders.kv
         routing = body.get("routing") or {}

@@ -1,4 +1,4 @@
-"""Requests that go on without the workers that should have served a stage of them: told once, and once when it is over."""
+"""Requests that skip a stage whose workers are missing: logged once when that begins, and once when it is over."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Detour:
     __slots__ = ("_away", "_back", "_is_taken", "_model")
 
     def __init__(self, model: str, *, away: str, back: str) -> None:
-        """`away` and `back`: what to say when the first request takes the other way, and when one no longer does."""
+        """`away` and `back`: what is logged when the first request takes the other way, and when one no longer does."""
         self._model, self._away, self._back = model, away, back
         self._is_taken = False
 

@@ -63,7 +63,7 @@ class EncodeRouter:
     """The encode workers of one model in one namespace, each in turn."""
 
     def __init__(self, workers: ModelPool, count: OutcomeCounter = lambda outcome: None) -> None:
-        """`count` is told the outcome of each request to an encode worker."""
+        """`count` gets the outcome of each request to an encode worker."""
         self.workers, self.count = workers, count
         self._running = Background()  # at most one for each request whose client has left, and for a moment
         self.detour = Detour(
@@ -88,7 +88,7 @@ class EncodeRouter:
             try:
                 worker = self.workers.choose(request)
             except WorkerUnavailable as error:
-                raise last or error from None  # why the last one failed says more
+                raise last or error from None  # the last failure explains more
             tried.append(worker)
             try:
                 found = await self._ask(worker, body, job)
@@ -129,7 +129,7 @@ class EncodeRouter:
             except TimeoutError:
                 if job.limit_seconds is None:
                     raise
-                late = True  # a limit of ours: that is no fault of the way to the worker
+                late = True  # a limit of ours, which is no failure of the connection
                 raise ResponseTimeout(f"the media were not encoded within {job.limit_seconds:g} s") from None
         except DynamoException as error:
             timer.arrived(failed=True)

@@ -53,7 +53,7 @@ class DispatchLimits(Struct, frozen=True):
     ) -> DispatchLimits:
         """Return the limits of a request whose longest prompt has `prompt_tokens`.
 
-        `retries` (--migration-limit) wins over `card_retries`, what the workers ask for on their card; None: unset.
+        `retries` (--migration-limit) wins over `card_retries`, what the workers request on their card; None: unset.
         """
         if longest_movable_tokens is not None and prompt_tokens > longest_movable_tokens:
             retries = 0
@@ -109,7 +109,7 @@ class DispatchRequest:
         self.pinned_instance_id = pinned_instance_id
         self.takes_text = takes_text
         self.stall_detector = stall_detector
-        self.kv: KvQuery | None = None  # in the kv mode: what its router is asked, for the attempt that comes next
+        self.kv: KvQuery | None = None  # in the kv mode: the query to its router, for the next attempt
         self.generated: list[int] = []
         self.text_tokens = 0  # counted by the reader where the engine takes text
         self.is_complete = False  # set by the reader: the answer is whole, so the stream may end at any time
@@ -355,7 +355,7 @@ class Failover:
     async def choose(self, last: DynamoException | None) -> ChosenWorker | None:
         """Choose a worker; where none is left, wait for a replacement if one is expected. None: the request was cancelled.
 
-        Where no worker can be had, why the last one failed is raised: that tells more. `last` None: none has failed.
+        Where no worker can be had, the failure of the last one is raised, which explains more. `last` None: none has failed.
         """
         worker, self.decided = self.decided, None
         if worker is not None:

@@ -215,7 +215,7 @@ def decode_request(
     *,
     counts_cached: bool = False,
 ) -> WorkerRequest:
-    """Return the request that continues `body` behind its prefill; `members` tell where the result is.
+    """Return the request that continues `body` behind its prefill; `members` name where the result is.
 
     The media stay behind: the prefill worker has taken them, and what they became is in its blocks.
     `transfer`: which decode workers it can be sent to; None: all. `counts_cached`: what a decode worker has cached counts
@@ -243,7 +243,7 @@ def _within(rule: TransferRule, given: TaintPreferences) -> TaintPreferences:
 
 
 def _bootstrap(params: Mapping[str, object]) -> BootstrapInfo | None:
-    """Return where the workers meet, if the parameters say so."""
+    """Return where the workers meet, if the parameters name it."""
     host, port, room = (params.get(f"bootstrap_{name}") for name in ("host", "port", "room"))
     if not (isinstance(host, str) and isinstance(port, int) and isinstance(room, int)):
         return None

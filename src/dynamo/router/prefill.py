@@ -1,4 +1,4 @@
-"""Disaggregated serving, seen from the caller: have a prompt computed by a prefill worker, then tell the decode worker
+"""Disaggregated serving, seen from the caller: have a prompt computed by a prefill worker, then pass its result to the decode worker
 where to fetch the result.
 
 Two ways, by what the prefill worker's card says. Where it advertises a bootstrap address, both requests get the same
@@ -151,12 +151,12 @@ class PrefillRouter:
         Raises:
             InvalidArgument: the request names a prefill worker that is not there, or the worker refused the request.
             Unknown: the worker did not hand anything over.
-            DynamoException: why the last worker failed; `can_fall_back_to_decode` tells whether decoding alone makes sense.
+            DynamoException: why the last worker failed; `can_fall_back_to_decode` is whether decoding alone makes sense.
         """
         attempts = attempts or PrefillAttempts()
         tried = attempts.tried
         pinned = (body.get("routing") or {}).get("prefill_worker_id")
-        late: DynamoException | None = None  # a limit of ours: that is no fault of the way to the worker
+        late: DynamoException | None = None  # a limit of ours, which is no failure of the connection
         kv = self.workers.kv
         query = None if kv is None else await kv.query(body, record, pinned=pinned, is_prefill=True)
         rank = (body.get("routing") or {}).get("prefill_dp_rank")
@@ -184,7 +184,7 @@ class PrefillRouter:
                             return PrefillAnswer(worker.instance, [])  # cancelled while it waited
                         worker = self._choose(body, pinned, without, query, session)
                 except WorkerUnavailable as error:
-                    raise attempts.last or error from None  # why the last one failed says more
+                    raise attempts.last or error from None  # the last failure explains more
                 record.prefill_placement = worker.placement
                 timer.routed()
                 instance = worker.instance
@@ -320,7 +320,9 @@ class PrefillRouter:
         if reply.reason != LENGTH:
             return PrefillAnswer(instance, reply.items)
         if reply.params is None and context.is_stopped():
-            return PrefillAnswer(instance, reply.items)  # it was done before it heard of that, and let the blocks go
+            return PrefillAnswer(
+                instance, reply.items
+            )  # it ended before the cancellation arrived, and freed the blocks
         if reply.params is None:
             raise Unknown("No disaggregated params in prefill response")
         onward = self._onward(body, instance.instance_id, reply.handed_over(), rule)

@@ -29,7 +29,7 @@ Body = dict[str, Any]
 
 CONFIG: Final = "adapter_config.json"
 SPARE_SLOTS: Final = 1
-"""Slots for adapters that vLLM gets on a CPU beside those that the operator asked for.
+"""Slots for adapters that vLLM gets on a CPU beside those that the operator set.
 
 Where requests with an adapter and without share a step, its CPU code gives those without the adapter of the last slot
 (seen in 0.32: the index -1 of `lora/ops/torch_ops`). A slot that is never used holds zeros, which add nothing.
@@ -90,7 +90,7 @@ class VllmAdapters:
 
         `make_request` makes vLLM's `LoRARequest` (the default) of name, number and directory. `clear_cache` empties the prefix cache; requests that run compute their blocks again.
         """
-        self.endpoint: ModelEndpoint | None = None  # where frontends are told of adapters
+        self.endpoint: ModelEndpoint | None = None  # where adapters are registered for frontends
         self._client, self._limits, self._clear_cache = client, limits, clear_cache
         self._make_request = make_request or _lora_request
         self._loaded: dict[str, LoadedAdapter] = {}

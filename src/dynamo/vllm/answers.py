@@ -36,7 +36,7 @@ class VllmAnswer:
         wants_logprobs: bool,
         hand_over: Callable[[Any], dict[str, Any] | None] = lambda _output: None,
     ) -> None:
-        """`hand_over`: what the last output tells a decode worker, if there is one to tell."""
+        """`hand_over`: what the last output has for a decode worker, if there is one."""
         self._prompt_tokens, self._choices_left = prompt_tokens, choices
         self._wants_logprobs, self._hand_over = wants_logprobs, hand_over
         self._tokens = 0

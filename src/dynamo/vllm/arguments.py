@@ -24,7 +24,7 @@ from dynamo.vllm.roles import ROLES, VllmRole, make_role
 __all__ = ["Arguments", "read_arguments"]
 
 PROGRAM: Final = "dynamo.vllm"
-VECTORS: Final = "embedding"  # what a pooling worker serves where nothing else is said
+VECTORS: Final = "embedding"  # what a pooling worker serves by default
 _EPILOG: Final = "Every other flag is vLLM's own and is passed on as it is; they follow below where vLLM is installed."
 
 # Names of other releases and systems, and what to write here.
@@ -45,7 +45,7 @@ class Arguments:
     model: str  # as given: vLLM replaces a name by a path
     served_name: str | None
     aliases: tuple[str, ...]
-    has_kv_events_config: bool  # the operator said whether and where KV events are published
+    has_kv_events_config: bool  # the operator set whether and where KV events are published
     is_kv_routed: bool  # whether anyone takes the KV events
     vllm: Any  # vLLM's `AsyncEngineArgs`
     role: VllmRole

@@ -201,7 +201,7 @@ class VllmEngine(LLMEngine):
                 del self._running[context.id()]
 
     async def _make_step(self) -> None:
-        """Generate a token that nobody gets: vLLM publishes what has happened to its cache with every step."""
+        """Generate a token and drop it: vLLM publishes what has happened to its cache with every step."""
         if self._pooling is not None:
             async for _ in self.embed({"token_ids": [[0]], "task": self._pooling.canary_task}, Context()):
                 pass
@@ -247,7 +247,7 @@ class VllmEngine(LLMEngine):
         """Return whether no decode worker may come for blocks: vLLM reports them as used until they are fetched."""
         return self._reports.used_blocks == 0
 
-    # -- what an operator asks for ------------------------------------------------------------------------------------
+    # -- what an operator calls ---------------------------------------------------------------------------------------
 
     async def on_endpoint_ready(self, endpoint: Endpoint) -> None:
         if self._operations is not None:
@@ -275,7 +275,7 @@ class VllmEngine(LLMEngine):
     async def register_prometheus(self, metrics: MetricsHandle) -> None:
         register_global_registry(metrics, engine_prefix="vllm:", multiproc_only_prefixes=["lmcache:"])
 
-    # -- what the worker asks for -------------------------------------------------------------------------------------
+    # -- what the worker calls ----------------------------------------------------------------------------------------
 
     async def health_check_payload(self) -> dict[str, Any] | None:
         tokenizer = None
@@ -303,7 +303,7 @@ class _HeldBlocks:
     __slots__ = ("_client", "_transfer", "are_settled")
 
     def __init__(self, client: Any, transfer: dict[str, Any] | None) -> None:
-        """`client`: vLLM's `AsyncLLM`. `transfer`: what its connector is told of the request."""
+        """`client`: vLLM's `AsyncLLM`. `transfer`: what its connector gets of the request."""
         self._client = client
         self._transfer = transfer if transfer is not None and transfer.get("do_remote_prefill") else None
         self.are_settled = False

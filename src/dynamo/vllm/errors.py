@@ -1,6 +1,6 @@
 """vLLM's exceptions as errors of the contract.
 
-They are told apart by the names of their classes: those of one release are not in another, and none is worth an import.
+They are recognised by the names of their classes: those of one release are not in another, and none is worth an import.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def map_vllm_error(error: Exception) -> Exception | None:
         dead = EngineShutdown("vLLM's engine core is dead")
         dead.__cause__ = Disconnected(str(error))  # routers count the deaths that one request causes
         return dead
-    if isinstance(status := getattr(error, "http_status", None), int):  # its queues are full, say
+    if isinstance(status := getattr(error, "http_status", None), int):  # such as full queues
         return HttpError(int(status), str(error))
     for name in names:
         if name in STATUSES:
@@ -58,7 +58,7 @@ def configuration_error(error: Exception, *, is_local: bool) -> InvalidArgument 
 
 
 def _sentence(error: Exception) -> str:
-    """Return what an exception says, in one line: pydantic's validation errors have several, and an address."""
+    """Return the message of an exception in one line: pydantic's validation errors have several, and an address."""
     details = getattr(error, "errors", None)
     if callable(details):
         return "; ".join(str(each["msg"]) for each in details())

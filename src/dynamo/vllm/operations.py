@@ -71,7 +71,7 @@ class VllmOperations:
             return _error(str(error))
         except DynamoException:
             raise
-        except Exception as error:  # vLLM's own words say what is missing, such as --profiler-config
+        except Exception as error:  # vLLM's own message names what is missing, such as --profiler-config
             return _error(f"{type(error).__name__}: {error}")
         return {"status": "ok", **found}
 
@@ -106,7 +106,7 @@ class VllmOperations:
     async def clear_kv_blocks(self, _body: Mapping[str, Any]) -> Body:
         if await self._client.reset_prefix_cache() is False:
             raise InvalidArgument("vLLM did not clear its cache: blocks of running requests are in it")
-        if not self._is_paused and not self._is_asleep:  # vLLM tells routers of it with its next step only
+        if not self._is_paused and not self._is_asleep:  # vLLM publishes it to routers with its next step only
             async with asyncio.timeout(STEP_SECONDS):
                 await self._make_step()
         return {"message": "the prefix cache is empty"}
@@ -129,7 +129,7 @@ class VllmOperations:
                 raise InvalidArgument(f"{self.adapters.count} LoRA adapters are loaded; unload them first")
             if not self._directory.is_dir():
                 raise InvalidArgument(
-                    f"the weights that are served came from {self._directory}, which is no directory to compare with"
+                    f"the weights that are served came from {self._directory}, which is not a directory to compare with"
                 )
             await asyncio.to_thread(check_alike, self._directory, directory)
             if not self._is_paused:

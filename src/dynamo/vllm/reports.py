@@ -1,4 +1,4 @@
-"""What routers learn of vLLM: its load, by a stat logger, and where its KV events come from."""
+"""What vLLM reports to routers: its load, by a stat logger, and where its KV events come from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LoadReports:
         self.publisher: SnapshotPublisher | None = None
         self.blocks_per_rank = 0
         self._used: dict[int, int] = {}  # by rank: blocks
-        self._hits: dict[int, tuple[int, int]] = {}  # by rank: tokens asked of the prefix cache, and found there
+        self._hits: dict[int, tuple[int, int]] = {}  # by rank: tokens looked up in the prefix cache, and found there
 
     @property
     def used_blocks(self) -> int:
@@ -73,11 +73,11 @@ class _StatLogger:
         """Log nothing."""
 
     def record_sleep_state(self, is_awake: int = 0, level: int = 0, **_later: Any) -> None:
-        """Record nothing: whoever puts the engine to sleep knows of it."""
+        """Record nothing: the caller that puts the engine to sleep reports it."""
 
 
 def events_address(directory: Path) -> str:
-    """Return where vLLM is told to publish KV events: a socket in a private directory, so that ports cannot collide.
+    """Return where vLLM has to publish KV events: a socket in a private directory, so that ports cannot collide.
 
     Higher ranks add a suffix. vLLM does that for addresses with `inproc` in them, and adds the rank to a TCP port.
     """

@@ -1,8 +1,8 @@
-"""Prefill and decode on different workers: what each half of a request tells vLLM's KV connector.
+"""Prefill and decode on different workers: what vLLM's KV connector gets of each half of a request.
 
-The blocks travel between the two connectors. The last output of a prefill says where its blocks are
+The blocks travel between the two connectors. The last output of a prefill names where its blocks are
 (`kv_transfer_params`); that goes verbatim into the decode request. A connector that finds blocks by their tokens, such
-as the example connector, says nothing, and needs to be told nothing.
+as the example connector, names nothing and needs nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRANSFER: Final = "kv_transfer_params"  # vLLM's name, in its sampling parameter
 HANDED_OVER: Final = "disaggregated_params"
 ROLES: Final = (DisaggregationMode.AGGREGATED, DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
 
-# What a prefill request says to its connector: another engine will come for the blocks.
+# What the connector gets with a prefill request: another engine will come for the blocks.
 _FOR_ANOTHER: Final = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -33,7 +33,7 @@ _FOR_ANOTHER: Final = {
     "remote_host": None,
     "remote_port": None,
 }
-# The prefill's own token is thrown away: the decode worker draws it with everything that the request asks for.
+# The prefill's own token is thrown away: the decode worker draws it with all parameters of the request.
 _DRAWN_ELSEWHERE: Final = ("logprobs", "prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "logit_bias")
 _KEYED_BY_TOKENS_ONLY: Final = ("ExampleConnector", "SharedStorageConnector")
 
@@ -45,12 +45,12 @@ class VllmRole:
     """Whether the tokens of an answer are the client's, so that they keep to its grammar."""
 
     def transfer(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return what the connector is told of a request; None: nothing.
+        """Return what the connector gets of a request; None: nothing.
 
         Raises InvalidArgument for a request that is not for this role.
         """
         if request.get("prefill_result"):
-            raise InvalidArgument("prefill_result is set, but this worker is no decode worker")
+            raise InvalidArgument("prefill_result is set, but this worker is not a decode worker")
         return None
 
     def adapt(self, options: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ class VllmRole:
         return None
 
     def handed_over(self, output: Any) -> dict[str, Any] | None:
-        """Return what the last chunk tells the decode worker, as its `disaggregated_params`; None: nothing."""
+        """Return what the last chunk has for the decode worker, as its `disaggregated_params`; None: nothing."""
         return None
 
 
@@ -108,7 +108,7 @@ class VllmDecodeRole(VllmRole):
         if options["n"] > 1:
             return "its choices are made together"
         if options.get("prompt_logprobs") is not None:
-            return "its log probabilities are asked for"
+            return "its log probabilities are wanted"
         return None
 
 

@@ -1,4 +1,4 @@
-"""Brings vLLM up: its configuration, threads and directories, and what it says on the way. Runs in a thread."""
+"""Brings vLLM up: its configuration, threads and directories, and its progress in the log. Runs in a thread."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Started:
 
 
 async def start_vllm(arguments: Arguments, reports: LoadReports) -> Started:
-    """Start the engine; the log says every ten seconds that it is still under way. Raises EngineShutdown,
+    """Start the engine; a log line every ten seconds reports that it is still under way. Raises EngineShutdown,
     and InvalidArgument for a model or flags with which the next start would fail as well."""
     began = time.perf_counter()
     logger.info("starting vLLM with %s; its processes load their libraries first", arguments.model)
@@ -109,7 +109,7 @@ def _start(arguments: Arguments, reports: LoadReports) -> Started:
     except Exception as error:
         shutil.rmtree(directory, ignore_errors=True)
         raise EngineShutdown(
-            f"vLLM {vllm.__version__} did not start: {error} (its own log, above, says more)"
+            f"vLLM {vllm.__version__} did not start: {error} (its own log, above, has the details)"
         ) from error
     _remember_variables(True)
     return Started(client, config, directory, is_cpu)
@@ -162,7 +162,7 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def transfer_addresses(args: Any, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return where NIXL's halves of two workers find each other, as far as the operator has not said so.
+    """Return where NIXL's halves of two workers find each other, as far as the operator has not set it.
 
     vLLM's own choice is one port on every machine, reachable from that machine only. Rank r adds r to the port.
     """
@@ -192,7 +192,7 @@ def _free_ports(host: str, count: int) -> int:
 
 
 def bind_threads(environment: MutableMapping[str, str], cores: int, log: Callable[[str], None] = logger.info) -> None:
-    """Choose how vLLM's threads use a CPU, where the operator has not, and say so.
+    """Choose how vLLM's threads use a CPU, where the operator has not, and log it.
 
     vLLM's own choice ties the engine to the first cores: two engines on a machine then share these, and stand still.
     """

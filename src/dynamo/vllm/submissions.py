@@ -47,7 +47,7 @@ class VllmSubmissions:
         self._role, self._adapters = role, adapters
 
     def read(self, request: GenerateRequest, transfer: dict[str, Any] | None) -> Submission:
-        """Read a request; `transfer` is what vLLM's connector is told of it. Raises InvalidArgument naming the field."""
+        """Read a request; `transfer` is what vLLM's connector gets of it. Raises InvalidArgument naming the field."""
         prompt = token_ids_to_list(request["token_ids"])
         if not prompt:
             raise InvalidArgument("token_ids must not be empty")

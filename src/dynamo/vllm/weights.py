@@ -12,7 +12,7 @@ from dynamo.errors import InvalidArgument
 __all__ = ["check_alike"]
 
 MAX_HEADER_BYTES: Final = 100 * 1024 * 1024  # of a safetensors file, by its format
-# Members of config.json that say nothing of shapes and of the computation, or that vLLM has read once and for all.
+# Members of config.json that have nothing to do with shapes and the computation, or that vLLM has read once and for all.
 _FREE: Final = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id"}
 )

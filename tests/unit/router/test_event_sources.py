@@ -43,7 +43,7 @@ class Clients:
 
 async def ask(sources: SourceClients, number: int) -> None:
     try:
-        await sources.ask(WorkerRank(number), target(number), None)
+        await sources.request(WorkerRank(number), target(number), None)
     except UNANSWERED:
         return
 

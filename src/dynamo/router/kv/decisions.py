@@ -1,4 +1,4 @@
-"""Decisions on record: every one as a line of a file, to be computed again, or asked of another policy.
+"""Decisions on record: every one as a line of a file, to be computed again, or decided by another policy.
 
 A file begins with a `DecisionHeader` (and so does every further life of its writer); each other line is a `DecisionRecord`.
 """

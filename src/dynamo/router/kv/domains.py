@@ -140,12 +140,12 @@ def guesses_of(settings: KvRouterSettings) -> ApproximateIndex | EventlessGuesse
 
 
 def _publishes(card: ModelCard) -> bool:
-    """Return whether a worker may publish KV events; a worker that does not say so may."""
+    """Return whether a worker may publish KV events; a worker whose card has no such member may."""
     return card.runtime_config.kv_event_publishing_enabled is not False
 
 
 class KvDomain:
-    """The workers of one domain: what their cards say, what is known of their caches, and the placement among them."""
+    """The workers of one domain: their cards, what is known of their caches, and the placement among them."""
 
     __slots__ = (
         "__weakref__",

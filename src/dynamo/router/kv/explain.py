@@ -175,7 +175,7 @@ def _candidate(cost: CandidateCost, record: RankState, match: RankMatch, chosen:
 
 
 def _summary(state: KvState, choice: KvChoice, costs: list[CandidateCost]) -> str:
-    """Say the decision in two or three sentences, for a reader who knows neither router nor policy."""
+    """Describe the decision in two or three sentences, for a reader who knows neither router nor policy."""
     chosen = next(each for each in costs if each.rank == choice.rank)
     others = [each for each in costs if each.rank != choice.rank]
     name = f"Chose worker {_name(choice.rank)}"
@@ -184,14 +184,14 @@ def _summary(state: KvState, choice: KvChoice, costs: list[CandidateCost]) -> st
         return f"{name} because {NAMED}. {held}"
     if not others:
         return f"{name} because no other worker may serve the request. {held}"
-    said = f"{name} {reason_of(choice.reason)}: {_amount(choice, choice.cost)}"
+    choice_text = f"{name} {reason_of(choice.reason)}: {_amount(choice, choice.cost)}"
     if choice.tied > 1:
-        return f"{said}, the same for {choice.tied} workers, of which one was drawn. {held}"
+        return f"{choice_text}, the same for {choice.tied} workers, of which one was drawn. {held}"
     best = others[0]
     position = next(at for at, each in enumerate(state.ranks) if each.rank == best.rank)
     than = "the next best" if best.total >= choice.cost else "a cheaper one"
     compared = (
-        f"{said}. {held} Worker {_name(best.rank)}, {than}, has {_held_tokens(state, position)} of them and would cost "
+        f"{choice_text}. {held} Worker {_name(best.rank)}, {than}, has {_held_tokens(state, position)} of them and would cost "
         f"{_amount(choice, best.total)}"
     )
     differing = _largest_difference(chosen, best)

@@ -1,4 +1,4 @@
-"""The indexes of one router taken together: the deeper answer counts, and what is booked is told to those that learn by it."""
+"""The indexes of one router taken together: the deeper answer counts, and bookings are passed to the indexes that learn from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NONE: Mapping[WorkerRank, Overlap] = {}
 
 @runtime_checkable
 class LearningIndex(Protocol):
-    """An index that is told where prompts are sent."""
+    """An index that gets where prompts are sent."""
 
     def add(self, rank: WorkerRank, sequence: Sequence[int], now: float) -> None:
         """Take a prompt that is sent to a rank."""
@@ -41,7 +41,7 @@ class EventlessGuesses:
         self.ranks: frozenset[WorkerRank] = frozenset()  # of those workers
 
     def find(self, sequence: Sequence[int], now: float = 0.0) -> Mapping[WorkerRank, Overlap]:
-        """Return what the guesses say. See `OverlapIndex.find`."""
+        """Return what the guesses expect. See `OverlapIndex.find`."""
         return self._guesses.find(sequence, now) if self.ranks else _NONE
 
     def add(self, rank: WorkerRank, sequence: Sequence[int], now: float) -> None:
@@ -82,7 +82,7 @@ class KvIndexes:
         return found
 
     def add(self, rank: WorkerRank, sequence: Sequence[int], now: float) -> None:
-        """Tell the indexes that learn by it where a prompt is sent."""
+        """Pass where a prompt is sent to the indexes that learn from it."""
         for index in self._learning:
             index.add(rank, sequence, now)
 

@@ -152,7 +152,7 @@ class KvMetrics(KvWatcher):
         self._decision.observe(seconds * 1000)
 
     def booked(self, selection: Selection) -> None:
-        """Take a request that is sent where the decision said."""
+        """Take a request that is sent to the worker of the decision."""
         tokens, size = selection.lookup.prompt_tokens, selection.state.block_size
         observe_each(self._prompts, (tokens, selection.cached_tokens / tokens if tokens else 0.0))
         held = longest = 0

@@ -92,7 +92,7 @@ FORMER_MEMBERS: Final = (
     "router_reset_states",
     "skip_initial_worker_wait",
 )
-# What no router of this package does, and the value that does not ask for it.
+# What no router of this package does, and the value that does not request it.
 _NOT_BUILT: Final[Mapping[str, object]] = {
     "router_prefill_policy": None,
     "router_decode_policy": None,
@@ -141,13 +141,13 @@ def checked(values: NativeKvConfig) -> NativeKvConfig:
 
 
 def not_built(values: NativeKvConfig) -> list[str]:
-    """Return what the configuration asks for that no router here does, as "member=value"."""
+    """Return what the configuration requests and no router here does, as "member=value"."""
     asked = [f"{name}={getattr(values, name)!r}" for name, off in _NOT_BUILT.items() if getattr(values, name) != off]
     return [*asked, *(["router_queue_policy='lcfs'"] if values.router_queue_policy == "lcfs" else [])]
 
 
 def settings_of_native(values: NativeKvConfig, over: KvRouterSettings) -> KvRouterSettings:
-    """Return the settings of `over` with what the configuration says in their place; they are not settled."""
+    """Return the settings of `over`, replaced by those that the configuration has; they are not settled."""
     given = msgspec.structs.asdict(values)
     names = KvRouterSettings.__dataclass_fields__.keys() & given.keys()
     ttls = {

@@ -1,4 +1,4 @@
-"""What a request passes on its way to a worker where the settings ask for it: a queue, and the sessions that stay with theirs."""
+"""What a request passes on its way to a worker where the settings have it: a queue, and the sessions that stay with theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kv router mode beside a pool: what is asked of the `KvRouter`, and a booking for as long as a stream is open.
+"""The kv router mode beside a pool: the query to the `KvRouter`, and a booking for as long as a stream is open.
 
 A placement is booked when its stream is opened, in the turn of the loop in which it was chosen. Its first items end the
 prefill, and the release of the stream, however it came about, ends the booking. Nothing runs per token.
@@ -57,11 +57,11 @@ class KvPlaced(Placement, frozen=True, gc=False, kw_only=True):
 
     selection: Selection
     kv_policy: KvPolicy  # that made it
-    query: KvQuery  # what was asked
+    query: KvQuery  # of the request
 
 
 class KvWatcher:
-    """What is told of decisions and of the streams behind them. This one does nothing with it."""
+    """Gets decisions, and the events of the streams behind them. This one ignores them."""
 
     __slots__ = ()
 
@@ -72,7 +72,7 @@ class KvWatcher:
         """Take how long a decision took."""
 
     def booked(self, selection: Selection) -> None:
-        """Take a request that is sent where the decision said."""
+        """Take a request that is sent to the worker of the decision."""
 
     def answered(self, seconds: float) -> None:
         """Take how long the first output of a request took."""
@@ -137,7 +137,7 @@ class KvPlacement:
     async def query(
         self, body: WorkerRequest, record: DispatchRecord, *, pinned: int | None, is_prefill: bool = False
     ) -> KvQuery:
-        """Return what the router is asked about a request. The hashes of a prompt are computed once for its record."""
+        """Return the query to the router for a request. The hashes of a prompt are computed once for its record."""
         routing, overrides = body.get("routing"), body.get("router_config_override")
         prompt: Sequence[Any] = body.get("token_ids") or ()
         tokens, media = len(prompt), body.get("mm_routing_info")
@@ -211,7 +211,7 @@ class KvPlacement:
         try:
             selection = self.select(query, now)
         except WorkerUnavailable as error:
-            logger.debug("the kv router finds none of %d workers: %s", len(candidates), error)
+            logger.debug("the kv router can place at none of %d workers: %s", len(candidates), error)
             return fewest_in_flight(candidates, self._rng, "kv")
         return self._placed(by_id[selection.rank.worker_id], selection, query)
 

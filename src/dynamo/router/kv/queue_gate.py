@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PoolRanks", "QueueGate", "QueuedRanks", "RouterRanks"]
 
-POLICY_CLASS: Final = "policy-class"  # of a request's metadata: the class or family that it asks for
+POLICY_CLASS: Final = "policy-class"  # of a request's metadata: the class or family that it names
 
 
 class QueuedRanks(Protocol):
@@ -126,7 +126,7 @@ class QueueGate:
         return self._queue.usage_of(policy_class)
 
     def parks(self, selection: Selection, query: KvQuery, context: Context) -> PolicyClass | None:
-        """Return the class in which a request has to `wait` that was about to go where `selection` says.
+        """Return the class in which a request has to `wait` that was about to go to the worker of `selection`.
 
         None: it may go; book it in the same turn of the loop.
         """

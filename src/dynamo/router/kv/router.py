@@ -54,7 +54,7 @@ EXAMINED_PREFILLS: Final = 16  # prompts of one running pass that are compared w
 
 
 class KvRouterOptions(msgspec.Struct, frozen=True, gc=False):
-    """What a router counts, and how lower tiers weigh where cached tokens are told."""
+    """What a router counts, and how lower tiers weigh in reported cached tokens."""
 
     host_cache_hit_weight: float = 0.75
     disk_cache_hit_weight: float = 0.25
@@ -89,7 +89,7 @@ class Selection(msgspec.Struct, frozen=True, gc=False):
 
 
 class PotentialLoad(msgspec.Struct, frozen=True, gc=False):
-    """The load of one rank, had it the prompt that was asked about."""
+    """The load that one rank would have with the prompt of the query."""
 
     rank: WorkerRank
     potential_prefill_tokens: int
@@ -98,7 +98,7 @@ class PotentialLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class BookingObserver(Protocol):
-    """What is told of the bookings of a router, such as `ReplicaSync`, which reports them to other routers."""
+    """Gets the bookings of a router, such as `ReplicaSync`, which reports them to other routers."""
 
     def booked(self, request_id: str, selection: Selection) -> None:
         """Take a request that was booked."""
@@ -138,8 +138,8 @@ class KvRouter:
     ) -> None:
         """Make a router without ranks.
 
-        `index` says what ranks hold; `predicted` is asked as well, and the deeper answer counts. An index that has a method
-        `add(rank, sequence, now)` is told what is booked, and one with `blocks(rank)` says how much a rank holds in all.
+        `index` has what ranks hold; `predicted` is looked up as well, and the deeper answer counts. An index that has a method
+        `add(rank, sequence, now)` gets what is booked; `blocks(rank)` of one that has it is how much a rank holds in all.
         """
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
@@ -258,7 +258,7 @@ class KvRouter:
             self.observer.freed(request_id, booked.rank)
         return booked
 
-    # -- what is told about loads
+    # -- reported loads
 
     def best_cached_tokens(self, query: KvQuery, lookup: Lookup) -> int:
         """Return the most tokens of a prompt that an eligible rank has cached."""

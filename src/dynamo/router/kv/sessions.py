@@ -99,7 +99,7 @@ class PoolSessions:
                 raise Cancelled("the request was cancelled while its session was being bound")
 
     def report(self, record: AffinityRecord | None) -> None:
-        """Tell the other routers about a binding; None: there is nothing to tell."""
+        """Report a binding to the other routers; None: there is nothing to report."""
         if record is not None and self._report is not None:
             self._report(record)
 

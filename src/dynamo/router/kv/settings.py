@@ -1,4 +1,4 @@
-"""The settings of KV-aware routing: what a router that places by cached prefixes may be told."""
+"""The settings of KV-aware routing: for a router that places by cached prefixes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class KvRouterSettings:
         "of the native router) or `two-tier` (the longest prefix while the workers are in balance, else the least loaded)",
         flag="--router-policy", group=_GROUP)
     kv_cache_block_size: int | None = setting(None, "DYN_KV_CACHE_BLOCK_SIZE", integer(1),
-        "Tokens of a KV block; unset: what the model's card says", flag="--kv-cache-block-size", group=_GROUP)
+        "Tokens of a KV block; unset: as on the model's card", flag="--kv-cache-block-size", group=_GROUP)
     overlap_score_credit: float = setting(1.0, "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT", _weight,
         "What a cached block counts against a block that is to be computed; 0: caches are not looked at",
         flag="--router-kv-overlap-score-credit", group=_GROUP)
@@ -90,7 +90,7 @@ class KvRouterSettings:
         "What ends a guess: its age (`ttl`), or newer ones once they fill the worker's cache (`lru`)",
         flag="--router-approximate-cache-policy", group=_GROUP)
     router_predicted_ttl_secs: float | None = setting(None, "DYN_ROUTER_PREDICTED_TTL_SECS", _off_at_zero,
-        "With KV events: count a prompt's blocks as held by its worker for so long, until its events say so. "
+        "With KV events: count a prompt's blocks as held by its worker for so long, until its events arrive. "
         "Unset or 0: not at all, as `time` knows by itself what is on its way",
         flag="--router-predicted-ttl-secs", group=_GROUP)
     router_assume_kv_reuse: bool = setting(True, "DYN_ROUTER_ASSUME_KV_REUSE", switch,
@@ -114,7 +114,7 @@ class KvRouterSettings:
         "`max_num_batched_tokens` ([queues](routing.md#queues)). Also for the classes of `--router-policy-config` that "
         "have no threshold of their own", flag="--router-queue-threshold", group=_GROUP)
     router_queue_policy: str = setting("fcfs", "DYN_ROUTER_QUEUE_POLICY", one_of("fcfs", "wspt"),
-        "Who goes first where no policy class says: the request that came first (`fcfs`), or the one with the fewest "
+        "Which request goes first where no policy class decides: the request that came first (`fcfs`), or the one with the fewest "
         "tokens to compute (`wspt`)", flag="--router-queue-policy", group=_GROUP)
     router_policy_config: str | None = setting(None, "DYN_ROUTER_POLICY_CONFIG", SettingReader(str, metavar="FILE"),
         "YAML with policy classes, policies by role, and router settings ([queues](routing.md#queues)); what it gives "
@@ -143,7 +143,7 @@ class KvRouterSettings:
     decisions_limit_bytes: int = setting(64 * MIB, "DYN_ROUTER_DECISIONS_MB", mebibytes,
         "Size at which that file becomes `FILE.1` and a new one begins; two are kept")
     # fmt: on
-    policies: PolicyFile = _NO_FILE  # what `router_policy_config` says
+    policies: PolicyFile = _NO_FILE  # of `router_policy_config`
 
     def settle(self, env: Mapping[str, str]) -> Self:
         """Read the policy file, apply `load_aware`, and check what more than one setting decides. Raises ValueError."""

@@ -1,8 +1,8 @@
-"""The KV events of a model's workers, whole and in order: gaps are seen, and filled by asking the worker.
+"""The KV events of a model's workers, whole and in order: gaps are seen, and filled by a request to the worker.
 
-A worker that joins is asked for everything it holds; from then on its events are followed. An event id that is too high is a
-gap: what is missing is asked for, and live events wait meanwhile. What cannot be had is no error: routing goes on with less,
-and the trust in the rank says so.
+A worker that joins gets a request for everything it holds; from then on its events are followed. An event id that is too high is a
+gap: the missing events are requested, and live events wait meanwhile. Events that cannot be recovered end nothing: routing goes on
+with less, and the trust in the rank is lower.
 
 Only the ranks that are there count, which is up to the cards of their workers. The events of others wait a moment for a card.
 """
@@ -83,7 +83,7 @@ class KvEventFeed:
 
     @property
     def dumps(self) -> int:
-        """How often a rank told everything anew."""
+        """How often a rank sent its whole state."""
         return self._ranks.dumps
 
     async def __aenter__(self) -> KvEventFeed:
@@ -94,7 +94,7 @@ class KvEventFeed:
         following = [
             group.create_task(self._follow_events(events), name="kv events"),
             group.create_task(self._follow_sources(), name="kv event sources"),
-            group.create_task(self._ranks.ask_after_silence(), name="kv events after a silence"),
+            group.create_task(self._ranks.recover_after_silence(), name="kv events after a silence"),
         ]
 
         def end() -> None:
@@ -164,9 +164,9 @@ class KvEventFeed:
         level = logging.WARNING if now >= self._next_warning else logging.DEBUG
         if level == logging.WARNING:
             self._next_warning = now + WARN_SECONDS
-        told = error if reason == FAILED else None
+        traceback = error if reason == FAILED else None
         logger.log(
-            level, "a KV event message of publisher %x is not read: %s", message.publisher_id, error, exc_info=told
+            level, "a KV event message of publisher %x is not read: %s", message.publisher_id, error, exc_info=traceback
         )
 
     # -- sources -----------------------------------------------------------------------------------------------------

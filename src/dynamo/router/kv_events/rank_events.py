@@ -1,7 +1,7 @@
-"""The events of each rank in order: what is next is applied, and what is missing is asked for first.
+"""The events of each rank in order: the next event is applied, and missing events are requested first.
 
-A loss at the end of a rank's events shows by what its worker says once more: ours publishes its last event again after a
-silence, for the first time after 0.2 s. A worker that does not is asked after each silence whether that was all.
+A loss at the end of a rank's events shows when its worker publishes its last event again, as ours do after a silence, for the first
+time after 0.2 s. A worker that does not publish it again gets a request after each silence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
-from dynamo.kv.events import BadEvents, KvAnswer, RouterEvent, blocks_of, pieces_of, read_told
+from dynamo.kv.events import BadEvents, KvAnswer, RouterEvent, blocks_of, pieces_of, read_answered
 from dynamo.kv.overlap import WorkerRank
 from dynamo.placement.kv_query import Trust
 from dynamo.router.kv_events.queues import EventQueue, Room
@@ -28,11 +28,9 @@ MAX_RANKS: Final = 65_536  # that events are taken of; a publisher gone wild mus
 ATTEMPTS: Final = 8
 FIRST_RETRY_SECONDS: Final = 0.2  # doubled with each further attempt
 PAUSE_SECONDS: Final = 30.0  # after the last attempt; then the next event of the rank begins another recovery
-QUIET_SECONDS: Final = (
-    0.7  # after which a worker that does not say its last event again is asked whether it was the last
-)
+QUIET_SECONDS: Final = 0.7  # after which a worker that does not repeat its last event gets a request for later ones
 
-FOREIGN_SECONDS: Final = 5.0  # after an event that its worker does not know, gaps of the rank wait for one question
+FOREIGN_SECONDS: Final = 5.0  # after an event that its worker does not know, gaps of the rank wait for one request
 
 TURN_BLOCKS: Final = 2_048  # applied before others on the event loop get a turn
 EVENT_COST: Final = 8  # blocks that an event counts as, beside its own
@@ -71,8 +69,8 @@ class Turns:
             await asyncio.sleep(0)
 
 
-class _Question(NamedTuple):
-    """What a rank is to be asked before its next event can be applied."""
+class _Gap(NamedTuple):
+    """What is missing before the next event of a rank can be applied."""
 
     start: int | None  # the first event that is missing; None: everything
 
@@ -83,12 +81,12 @@ class _State:
 
     waiting: EventQueue
     target: RecoveryTarget | None = None  # where missing events can be requested; None: nowhere
-    next_id: int | None = None  # None: nothing was heard yet
-    asking: asyncio.Task[None] | None = None
+    next_id: int | None = None  # None: no event has arrived yet
+    recovery: asyncio.Task[None] | None = None
     trust: Trust = Trust.NONE
     paused_until: float = 0.0  # no recovery before: the last one failed for good
-    repeats: bool = False  # the worker says its last event again after a silence
-    foreign_until: float = 0.0  # events came in its name that it does not know: no gap is believed at once before
+    repeats: bool = False  # the worker publishes its last event again after a silence
+    foreign_until: float = 0.0  # events came in its name that it does not know: until then no gap is acted on at once
 
 
 class _Silences:
@@ -112,7 +110,7 @@ class _Silences:
             self.begin(rank, now)
 
     def end(self, rank: WorkerRank) -> None:
-        """End the silence of a rank that need not be asked; unknown is fine."""
+        """End the silence of a rank that needs no request; unknown is fine."""
         self._due.pop(rank, None)
 
     async def next(self) -> WorkerRank:
@@ -146,7 +144,7 @@ class RankEvents:
         self._room = Room()
         self._silences = _Silences()
         self.gaps = 0  # how often events were missing
-        self.dumps = 0  # how often everything was told anew
+        self.dumps = 0  # how often a rank sent its whole state
 
     def __contains__(self, rank: object) -> bool:
         return rank in self._states
@@ -159,16 +157,16 @@ class RankEvents:
         state = self._states.get(rank) or self._begin(rank)
         if state is not None and state.target != target:
             state.target = target
-            if state.asking is None:
-                self._ask(rank, state, None)
+            if state.recovery is None:
+                self._start_recovery(rank, state, None)
 
     def drop(self, rank: WorkerRank) -> None:
         """Drop a rank that has gone, with its blocks; unknown is fine."""
         state = self._states.pop(rank, None)
         if state is None:
             return
-        if state.asking is not None:
-            state.asking.cancel()
+        if state.recovery is not None:
+            state.recovery.cancel()
         state.waiting.clear()
         self._silences.end(rank)
         self._sink.forget(*rank)
@@ -177,31 +175,31 @@ class RankEvents:
     def stop(self) -> None:
         """End every recovery."""
         for state in self._states.values():
-            if state.asking is not None:
-                state.asking.cancel()
+            if state.recovery is not None:
+                state.recovery.cancel()
 
     def take(self, event: RouterEvent) -> None:
-        """Take an event that has come: apply it, let it wait, or ask for what is missing before it."""
+        """Take an event that has come: apply it, let it wait, or request what is missing before it."""
         rank = WorkerRank(event.worker_id, event.event.dp_rank)
         state = self._states.get(rank) or self._begin(rank)
         if state is None:
             return
-        if state.asking is not None:
+        if state.recovery is not None:
             if not state.waiting.put(event):
                 state.waiting.clear()  # which is one more gap
                 state.waiting.put(event)
             return
-        question = self._advance(rank, state, event)
-        if question is not None and state.waiting.put(event):
-            self._ask(rank, state, question.start)
+        gap = self._advance(rank, state, event)
+        if gap is not None and state.waiting.put(event):
+            self._start_recovery(rank, state, gap.start)
 
-    async def ask_after_silence(self) -> None:
-        """Ask each rank that has become silent for what was lost at the end."""
+    async def recover_after_silence(self) -> None:
+        """Request from each rank that has become silent what was lost at the end."""
         while True:
             rank = await self._silences.next()
             state = self._states.get(rank)
-            if state is not None and state.asking is None and self._can_ask(state):
-                self._ask(rank, state, None if state.trust is Trust.DEGRADED else state.next_id)
+            if state is not None and state.recovery is None and self._can_recover(state):
+                self._start_recovery(rank, state, None if state.trust is Trust.DEGRADED else state.next_id)
 
     def _begin(self, rank: WorkerRank) -> _State | None:
         """Follow a rank from now on; None: there are too many."""
@@ -212,11 +210,11 @@ class RankEvents:
 
     # -- one event after the other -----------------------------------------------------------------------------------
 
-    def _advance(self, rank: WorkerRank, state: _State, event: RouterEvent) -> _Question | None:
-        """Apply the event if it is the next one; else it is an old one, or return what is to be asked before it."""
+    def _advance(self, rank: WorkerRank, state: _State, event: RouterEvent) -> _Gap | None:
+        """Apply the event if it is the next one; else it is an old one, or return what is missing before it."""
         event_id = event.event.event_id
         if state.next_id is None:
-            # Without a dump only a rank that is heard from its first event on is known whole.
+            # Without a dump only a rank whose events arrived from the first one on is known whole.
             self._trust(rank, state, Trust.EXACT if event_id <= 1 else Trust.DEGRADED)
         elif event_id < state.next_id:
             if event_id == state.next_id - 1:
@@ -224,20 +222,18 @@ class RankEvents:
             return None
         elif event_id > state.next_id:
             now = asyncio.get_running_loop().time()
-            if (
-                now < state.foreign_until
-            ):  # asking about each of them would be work for both; one question answers for all
+            if now < state.foreign_until:  # a request for each of them would be work for both; one answers for all
                 self._silences.begin_once(rank, now)
                 return None
             self.gaps += 1
             logger.info("worker %x rank %d: KV events %d to %d are missing", *rank, state.next_id, event_id - 1)
             self._trust(rank, state, Trust.DEGRADED)
-            if self._can_ask(state):
-                return _Question(state.next_id)
-            # What the rank said before may be wrong in any part of it.
+            if self._can_recover(state):
+                return _Gap(state.next_id)
+            # Any part of what the rank has published may be wrong now.
             self._sink.forget(*rank)
-        elif state.trust is Trust.DEGRADED and self._can_ask(state):
-            return _Question(None)
+        elif state.trust is Trust.DEGRADED and self._can_recover(state):
+            return _Gap(None)
         state.next_id = event_id + 1
         self._sink.apply(event)
         if event.event.data == "cleared":  # nothing from before counts any more
@@ -246,11 +242,11 @@ class RankEvents:
             self._silences.begin(rank, asyncio.get_running_loop().time())
         return None
 
-    def _repeated(self, rank: WorkerRank, state: _State) -> _Question | None:
+    def _repeated(self, rank: WorkerRank, state: _State) -> _Gap | None:
         """Take the last event of a worker for the second time: nothing is missing behind it."""
         state.repeats = True
         self._silences.end(rank)
-        return _Question(None) if state.trust is Trust.DEGRADED and self._can_ask(state) else None
+        return _Gap(None) if state.trust is Trust.DEGRADED and self._can_recover(state) else None
 
     def _trust(self, rank: WorkerRank, state: _State, trust: Trust) -> None:
         if state.trust is not trust:
@@ -258,14 +254,14 @@ class RankEvents:
             if self._on_trust is not None:
                 self._on_trust(rank, trust)
 
-    # -- asking ------------------------------------------------------------------------------------------------------
+    # -- recovery ----------------------------------------------------------------------------------------------------
 
-    def _can_ask(self, state: _State) -> bool:
+    def _can_recover(self, state: _State) -> bool:
         return state.target is not None and asyncio.get_running_loop().time() >= state.paused_until
 
-    def _ask(self, rank: WorkerRank, state: _State, start: int | None) -> None:
+    def _start_recovery(self, rank: WorkerRank, state: _State, start: int | None) -> None:
         self._silences.end(rank)
-        state.asking = self._start(self._recover(rank, state, start), f"kv recovery {rank.worker_id:x}")
+        state.recovery = self._start(self._recover(rank, state, start), f"kv recovery {rank.worker_id:x}")
 
     async def _recover(self, rank: WorkerRank, state: _State, start: int | None) -> None:
         """Request what is missing from `start` on (None: everything), apply it, and then what has waited.
@@ -273,14 +269,14 @@ class RankEvents:
         It is cancelled when the rank is dropped.
         """
         try:
-            question: _Question | None = _Question(start)
-            while question is not None:
-                await self._request(rank, state, question.start)
-                question = await self._apply_waiting(rank, state)
+            gap: _Gap | None = _Gap(start)
+            while gap is not None:
+                await self._request(rank, state, gap.start)
+                gap = await self._apply_waiting(rank, state)
         except Exception:  # the boundary: a fault of ours about one rank must not end the events of the others
             logger.exception("the KV events of worker %x rank %d cannot be recovered", *rank)
             self._fail(rank, state)
-        state.asking = None
+        state.recovery = None
 
     async def _request(self, rank: WorkerRank, state: _State, start: int | None) -> None:
         first = state.waiting.first
@@ -291,7 +287,7 @@ class RankEvents:
         await self._apply_answer(rank, state, *answer)
         first = state.waiting.first
         if first is not None and state.next_id is not None and cause > state.next_id:
-            # The worker does not know what came before this event. Another question would have the same answer.
+            # The worker does not know what came before this event. Another request would have the same answer.
             logger.warning("worker %x rank %d: KV event %d is not one of its own", *rank, cause)
             if first.event.event_id == cause:
                 state.waiting.take()
@@ -299,15 +295,15 @@ class RankEvents:
             self._silences.begin_once(rank, asyncio.get_running_loop().time())
             self._trust(rank, state, Trust.DEGRADED)
 
-    async def _apply_waiting(self, rank: WorkerRank, state: _State) -> _Question | None:
-        """Apply what has waited, up to another gap; return the question about it."""
+    async def _apply_waiting(self, rank: WorkerRank, state: _State) -> _Gap | None:
+        """Apply what has waited, up to another gap; return it."""
         turns = Turns()
         while state.waiting:
             event = state.waiting.take()
-            question = self._advance(rank, state, event)
-            if question is not None:
+            gap = self._advance(rank, state, event)
+            if gap is not None:
                 state.waiting.put_back(event)
-                return question
+                return gap
             await turns.spend(event)
         return None
 
@@ -320,13 +316,13 @@ class RankEvents:
                 await asyncio.sleep(FIRST_RETRY_SECONDS * 2 ** (attempt - 1))
             assert state.target is not None
             try:
-                answer = await self._sources.ask(rank, state.target, start)
+                answer = await self._sources.request(rank, state.target, start)
                 if answer.kind == "TooNew" and start == answer.last_event_id + 1 and not state.waiting:
                     return KvAnswer("Events", last_event_id=answer.last_event_id), []  # nothing was lost
                 if answer.kind in ("TooNew", "InvalidRange") and start is not None:
                     # It counts from the beginning again: another life of the same worker.
                     start = None
-                    answer = await self._sources.ask(rank, state.target, None)
+                    answer = await self._sources.request(rank, state.target, None)
                 return answer, await _read(answer)
             except UNANSWERED as error:
                 level = logging.WARNING if attempt == ATTEMPTS - 1 else logging.DEBUG
@@ -335,7 +331,7 @@ class RankEvents:
         return None
 
     def _fail(self, rank: WorkerRank, state: _State) -> None:
-        """Ask no more for a while."""
+        """Request nothing for a while."""
         state.paused_until = asyncio.get_running_loop().time() + PAUSE_SECONDS
         self._trust(rank, state, Trust.DEGRADED)
 
@@ -360,8 +356,8 @@ async def _read(answer: KvAnswer) -> list[RouterEvent]:
     if answer.kind not in ("Events", "TreeDump"):
         raise BadEvents(f"an answer of the kind {answer.kind}")
     turns, found = Turns(), []
-    for told in answer.events:
-        event = read_told(told)
+    for entry in answer.events:
+        event = read_answered(entry)
         found.append(event)
         await turns.spend(event)
     return found

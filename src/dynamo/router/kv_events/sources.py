@@ -1,4 +1,4 @@
-"""The workers' event sources: which rank can be asked for lost KV events where, and the questions."""
+"""The event sources of workers: where the lost KV events of each rank can be requested, and the requests."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SourceClients:
         self._slots = slots or asyncio.Semaphore(MAX_RECOVERIES)
         self._clients: dict[str, Client] = {}  # by endpoint path
 
-    async def ask(self, rank: WorkerRank, target: RecoveryTarget, start: int | None) -> KvAnswer:
+    async def request(self, rank: WorkerRank, target: RecoveryTarget, start: int | None) -> KvAnswer:
         """Request the events of a rank from `start` on; None: everything that it holds.
 
         Raises DynamoException, OSError and BadEvents for a source that gives no answer to that.
@@ -90,7 +90,7 @@ class SourceClients:
             if client is None:
                 made = await self._client(target.path)
                 client = self._clients.setdefault(target.path, made)
-                if client is not made:  # native workers of a component share the name: others were asked meanwhile
+                if client is not made:  # native workers of a component share the name: others were called meanwhile
                     await made.close()
             stream = await client.open(client.named(target.instance_id), body, context)
             try:
@@ -125,4 +125,4 @@ class SourceClients:
 
 
 UNANSWERED: Final = (DynamoException, OSError, BadEvents)  # TimeoutError is an OSError
-"""What a question may end with."""
+"""How a request for lost events may end."""

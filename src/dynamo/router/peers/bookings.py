@@ -17,7 +17,7 @@ MAX_PEER_REQUESTS: Final = 20_000  # of one peer; beyond that its oldest one end
 MAX_REQUESTS: Final = 100_000  # of all peers: half of the account, so that no peer pushes out what this router booked
 MAX_PEER_BLOCKS: Final = 1_000_000  # of one peer's bookings; beyond that a booking counts by its tokens alone
 MAX_BLOCKS: Final = 4_000_000  # of all peers
-MAX_RANKS: Final = 65_536  # that are counted because a peer named them, where nobody knows which ranks there are
+MAX_RANKS: Final = 65_536  # that are counted because a peer named them, while the ranks of the workers are unknown
 SWEEP_SECONDS: Final = 30.0
 SILENT_SECONDS: Final = 300.0  # after which a peer without a booking is forgotten
 

@@ -1,4 +1,4 @@
-"""The workers of one endpoint behind a `KvRouter`: who they are, what their cards say, and requests that go to them.
+"""The workers of one endpoint behind a `KvRouter`: their cards, and the requests that go to them.
 
 async with RoutedEndpoint(endpoint, router) as workers:
     answer = await workers.open({"token_ids": [...]}, context)
@@ -115,7 +115,7 @@ class RoutedEndpoint:
 
     @property
     def runtime_config(self) -> ModelRuntimeConfig:
-        """What the first worker's card says of its engine; without a card nothing is known."""
+        """The engine of the first worker, by its card; without a card nothing is known."""
         return next((card.runtime_config for _, card in self._cards.values()), _UNKNOWN_CONFIG)
 
     @property
@@ -167,7 +167,7 @@ class RoutedEndpoint:
             return
         try:
             record = decode_model_record(change.value)
-            if record.model_suffix is None:  # an adapter's card says nothing new about its worker
+            if record.model_suffix is None:  # an adapter's card has nothing new about its worker
                 self._cards[change.key] = (record.instance_id, record.card)
         except InvalidArgument as error:
             logger.warning("model card %s is not read: %s", change.key, error)
@@ -207,7 +207,7 @@ class RoutedEndpoint:
 
 
 class _IndexOfWorkers:
-    """The index of the workers of an endpoint, within what their cards say (`index_feed.KvSink`)."""
+    """The index of the workers of an endpoint, within the limits on their cards (`index_feed.KvSink`)."""
 
     __slots__ = ("_degraded", "_index", "_sink", "_workers")
 
@@ -263,7 +263,7 @@ class RoutedAnswer:
         self._session: SessionHold | None = None
         self._stream: ResponseStream | None = None
         self._has_begun = False  # an item has come
-        self.selection: Selection | None = None  # of the worker that serves it, or was asked last
+        self.selection: Selection | None = None  # of the worker that serves it, or was called last
 
     async def start(self) -> None:
         """Wait for a turn where all workers have too much to prefill, then `begin`; do nothing when cancelled meanwhile."""
@@ -293,7 +293,7 @@ class RoutedAnswer:
             raise
 
     def _select(self) -> tuple[Selection, KvQuery]:
-        """Choose a worker: that of the session where it is bound. Return the choice, and what was asked."""
+        """Choose a worker: that of the session where it is bound. Return the choice and its query."""
         query, bound = self._query, None if self._session is None else self._session.rank
         info = None if bound is None else self._endpoint.router.ranks.get(bound)
         if bound is not None and query.pinned_worker_id is None and info is not None and not info.is_busy:
@@ -366,7 +366,7 @@ class RoutedAnswer:
         return []
 
     async def _next_items(self) -> list[StreamItem] | None:
-        """Return what the worker sent next; None: it declined, and another one was asked."""
+        """Return what the worker sent next; None: it declined, and another one was called."""
         assert self._stream is not None
         try:
             return await self._stream.next_batch()
@@ -442,7 +442,7 @@ def _guesses(kv: KvRouterSettings) -> OverlapIndex | None:
 
 
 def _predictions(kv: KvRouterSettings) -> OverlapIndex | None:
-    """Return the index that counts a prompt's blocks as held until its worker's events say so."""
+    """Return the index that counts a prompt's blocks as held until the events of its worker arrive."""
     seconds = kv.router_predicted_ttl_secs
     return ApproximateIndex(ttl_seconds=seconds) if kv.reads_events and seconds is not None else None
 
@@ -456,7 +456,7 @@ async def routed_endpoint(
     *,
     needs_cards: bool = False,
 ) -> AsyncIterator[RoutedEndpoint]:
-    """Follow an endpoint's workers for a router, feed `index` their KV events, and share the bookings, as the settings say."""
+    """Follow an endpoint's workers for a router, feed `index` their KV events, and share the bookings, as the settings have it."""
     async with AsyncExitStack() as stack:
         way = await stack.enter_async_context(way_to_endpoint(kv, router, endpoint))
         workers = RoutedEndpoint(endpoint, router, way=way, needs_cards=needs_cards)
@@ -513,7 +513,7 @@ class _Constraints(msgspec.Struct):
 
 
 class _Hints(msgspec.Struct):
-    """What a request says about where it should be served. Every member may be absent or null."""
+    """Where a request should be served, by its own members. Every member may be absent or null."""
 
     backend_instance_id: int | None = None
     decode_worker_id: int | None = None
@@ -530,7 +530,7 @@ class _Hints(msgspec.Struct):
 
 
 def kv_query_of(body: Mapping[str, object]) -> KvQuery:
-    """Return what a router is asked about a worker's request. Raises InvalidArgument naming the member that is wrong."""
+    """Return the query to a router for a request. Raises InvalidArgument naming the member that is wrong."""
     if "token_ids" not in body:
         raise InvalidArgument("missing field `token_ids`")
     try:

@@ -24,7 +24,7 @@ def _endpoint(given: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterServiceSettings(BusySettings):
-    """What the standalone router is told."""
+    """What an operator sets for the standalone router."""
 
     # fmt: off
     endpoint: str | None = setting(None, "DYN_ROUTER_ENDPOINT", SettingReader(_endpoint, metavar="PATH"),
