@@ -27,6 +27,7 @@ from dynamo.frontend.http.operations import Peers
 from dynamo.frontend.media.intake import MediaIntake
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.metrics.loop_probe import LoopProbe
+from dynamo.frontend.models.adapters import AdapterKeeper
 from dynamo.frontend.models.busy_threshold import LoadFollower
 from dynamo.frontend.models.cards import Scope as NamespaceScope
 from dynamo.frontend.models.cluster_access import ClusterAccess
@@ -78,6 +79,7 @@ class Frontend:
             concurrent_loads=settings.concurrent_model_loads,
         )
         self.loads = LoadFollower(settings, self.models, access.loads, peers, report_own=access.report_own)
+        adapters = AdapterKeeper(self.models, access.ask_adapters)
         self.exchanges = ExchangeRegister()
         self.metrics.requests.read_stage_requests(self.exchanges.count_in_stage)
         preparing: Offload = ThreadOffload(settings.preprocess_workers) if offload is None else offload
@@ -96,10 +98,11 @@ class Frontend:
             settings.responses_store, settings.response_limits, is_shared_port=peers is not None
         )
         self.batches = open_batches(settings, self.pipeline)
-        routes = FrontendRoutes(self.pipeline, self.loads, preparing, peers, responses, self.batches)
+        routes = FrontendRoutes(self.pipeline, self.loads, preparing, peers, responses, self.batches, adapters)
         self.asgi = routes.for_clients()
         self.admin_asgi = routes.for_operators()
-        self._probe = LoopProbe(self.metrics.event_loop, self.models.measure)
+        probe = LoopProbe(self.metrics.event_loop, self.models.measure)
+        self._starts = (adapters.start, probe.start)  # once the store is followed
         self._parts = AsyncExitStack()  # closed from the last one to the first: the view of the cluster goes late
         self._parts.callback(preparing.close)
         self._parts.push_async_callback(self.pipeline.media.aclose)
@@ -115,9 +118,10 @@ class Frontend:
         self._parts.callback(text_models.close)
         self._parts.push_async_callback(access.aclose)
         self._parts.push_async_callback(self.models.aclose)
+        self._parts.push_async_callback(adapters.aclose)
         self._parts.push_async_callback(self.loads.aclose)
         self._parts.callback(self.watch.close)
-        self._parts.callback(self._probe.stop)
+        self._parts.callback(probe.stop)
         if self.batches is not None:
             self._parts.push_async_callback(self.batches.aclose)
 
@@ -156,7 +160,8 @@ class Frontend:
             self.keys.start()
         if self.pipeline.meter is not None:
             self.pipeline.meter.start()
-        self._probe.start()
+        for start in self._starts:
+            start()
         if self.batches is not None:
             self.batches.start()
 

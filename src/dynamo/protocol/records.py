@@ -31,6 +31,7 @@ from dynamo.protocol.model_types import ModelType, WorkerType
 from dynamo.protocol.structural_tag import check_structural_tag, complete_structural_tag
 
 __all__ = [
+    "ADAPTERS_ENDPOINT",
     "DEFAULT_BLOCK_SIZE",
     "ENCODER_HANDOFF",
     "LABELS",
@@ -62,6 +63,9 @@ ENCODER_HANDOFF: Final = "encoder_result_handoff"
 MEDIA_KINDS: Final = "media"
 """The entry of an engine's `runtime_data` that lists the kinds of media it takes: `image`, `video`, `audio`; an empty list: none.
 Without it the model's config.json tells."""
+
+ADAPTERS_ENDPOINT: Final = "adapters"
+"""The endpoint of a component at which frontends load and unload the adapters of its workers."""
 
 LABELS: Final = "labels"
 """The entry of an engine's `runtime_data` with the names of the classes that its model knows, in their order."""
@@ -99,6 +103,7 @@ class LoraRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     name: str
     max_gpu_lora_count: int | None = None
+    source: str | None = None  # where it is from, if a frontend manages it: workers that come later get it from there
 
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(le=2**63 - 1)]  # JSON knows no bound, gauges and the wire do

@@ -19,7 +19,7 @@ from dynamo.reference.core import Core
 from dynamo.reference.loading import check_memory
 from dynamo.reference.lora import Adapter, load_adapter
 from dynamo.reference.weights import Weights, load_weights
-from dynamo.worker.adapters import adapter_directory, adapter_name, path_member, publish_adapter
+from dynamo.worker.adapters import adapter_directory, adapter_name, adapter_source, path_member, publish_adapter
 from dynamo.worker.registration import ModelEndpoint, unregister_model
 
 __all__ = ["CONTROLS", "UPDATES", "Operations", "Steps"]
@@ -199,14 +199,29 @@ class Operations:
 
     async def load_lora(self, body: Mapping[str, Any]) -> Body:
         """Load an adapter under a name, and tell frontends that the name is a model. Again: it is replaced."""
-        name, directory = adapter_name(body), adapter_directory(body)
-        if name not in self.adapters and len(self.adapters) >= self._max_loras:
+        name, directory = adapter_name(body), await adapter_directory(body)
+        before = self.adapters.get(name)
+        if before is None and len(self.adapters) >= self._max_loras:
             raise InvalidArgument(f"{len(self.adapters)} adapters are loaded, at most --max-loras {self._max_loras}")
         adapter = await asyncio.to_thread(load_adapter, name, directory, self._config)
-        await self._announce(name)
         await self._steps.ask(lambda core: core.add_adapter(adapter))
         self.adapters[name] = adapter
+        try:  # last: whoever reads the card may send requests at once
+            if self.endpoint is not None:
+                await publish_adapter(self.endpoint, name, self.adapters, adapter_source(body))
+        except BaseException:
+            await self._roll_back(name, before)
+            raise
         return _described(adapter)
+
+    async def _roll_back(self, name: str, before: Adapter | None) -> None:
+        """Serve under a name what was served before, if anything: its card could not be published."""
+        if before is None:
+            del self.adapters[name]
+            await self._steps.ask(lambda core: core.remove_adapter(name))
+        else:
+            self.adapters[name] = before
+            await self._steps.ask(lambda core: core.add_adapter(before))
 
     async def unload_lora(self, body: Mapping[str, Any]) -> Body:
         """Take an adapter away; the streams that use it finish with it."""
@@ -221,10 +236,6 @@ class Operations:
 
     async def list_loras(self, _body: Mapping[str, Any]) -> Body:
         return {"loras": [_described(adapter) for adapter in self.adapters.values()], "count": len(self.adapters)}
-
-    async def _announce(self, name: str) -> None:
-        if self.endpoint is not None:
-            await publish_adapter(self.endpoint, name, self.adapters)
 
 
 Operation = tuple[Callable[[Operations, Mapping[str, Any]], Awaitable[Body]], frozenset[str]]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dynamo.errors import InvalidArgument
+from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.protocol.guided_limits import DEFAULT_GUIDED_LIMITS, GuidedLimits
 from dynamo.reference.blocks import PrefixKey
 from dynamo.reference.config import NO_DEFAULTS, SamplingDefaults
@@ -135,7 +135,8 @@ def adapter_of(lora_name: str | None, model: Any, adapters: Mapping[str, Adapter
     if lora_name is None:
         return adapters.get(model) if isinstance(model, str) else None
     if lora_name not in adapters:
-        raise InvalidArgument(f"routing.lora_name is {lora_name!r}, but no such adapter is loaded on this worker")
+        # Not the caller's fault: it may be unloaded here at this moment, and another worker may have it.
+        raise WorkerUnavailable(f"routing.lora_name is {lora_name!r}, but no such adapter is loaded on this worker")
     return adapters[lora_name]
 
 

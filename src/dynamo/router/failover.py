@@ -389,6 +389,12 @@ class Failover:
             return emptied_at is not None and self._now() < emptied_at + self._replacement_wait_seconds
         if isinstance(last, CannotConnect | Disconnected):
             return not last.is_reported
+        if (
+            isinstance(last, WorkerUnavailable)
+            and last.is_reported
+            and (self._request.body.get("routing") or {}).get("lora_name")
+        ):
+            return False  # the adapter was unloaded there; its worker is well
         return isinstance(last, EngineShutdown | WorkerUnavailable)
 
     async def await_replacement(self, failure: DynamoException, lost_at: float) -> ChosenWorker | None:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from dynamo.errors import InvalidArgument
+from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.protocol.lora import lora_name_to_id
 from dynamo.runtime.tasks import Background
-from dynamo.worker.adapters import adapter_directory, adapter_name, publish_adapter
+from dynamo.worker.adapters import adapter_directory, adapter_name, adapter_source, publish_adapter
 from dynamo.worker.registration import ModelEndpoint, unregister_model
 
 __all__ = ["SPARE_SLOTS", "AdapterLimits", "LoadedAdapter", "VllmAdapters", "adapter_limits"]
@@ -113,7 +113,8 @@ class VllmAdapters:
     def of(self, request: Mapping[str, Any]) -> LoadedAdapter | None:
         """Return the adapter of a request, by `routing.lora_name` or by a `model` that is an adapter's name.
 
-        Raises InvalidArgument for the name of an adapter that is not loaded: the base model would answer otherwise.
+        Raises WorkerUnavailable for the name of an adapter that is not loaded: the base model would answer otherwise, and another
+        worker may have it.
         """
         name = (request.get("routing") or {}).get("lora_name")
         if not name:
@@ -121,7 +122,7 @@ class VllmAdapters:
             return self._loaded.get(model) if isinstance(model, str) else None
         found = self._loaded.get(name) if isinstance(name, str) else None
         if found is None:
-            raise InvalidArgument(f"routing.lora_name is {name!r}, but no such adapter is loaded on this worker")
+            raise WorkerUnavailable(f"routing.lora_name is {name!r}, but no such adapter is loaded on this worker")
         return found
 
     @contextmanager
@@ -142,7 +143,7 @@ class VllmAdapters:
 
     async def load_lora(self, body: Mapping[str, Any]) -> Body:
         """Load an adapter under a name, and publish the name as a model. Loaded already, from there: nothing happens."""
-        name, directory = adapter_name(body), adapter_directory(body)
+        name, directory = adapter_name(body), await adapter_directory(body)
         async with self._lock:
             adapter = await self._admit(name, directory)
             if adapter is self._loaded.get(name):
@@ -158,7 +159,7 @@ class VllmAdapters:
             self._loaded[name] = adapter
             if self.endpoint is not None:
                 try:
-                    await publish_adapter(self.endpoint, name, self._loaded)
+                    await publish_adapter(self.endpoint, name, self._loaded, adapter_source(body))
                 except BaseException:
                     await self._remove(self._retire(name))
                     raise

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from dynamo.errors import InvalidArgument
+from dynamo.errors import CannotConnect, InvalidArgument
 from dynamo.protocol.records import slugify
+from dynamo.runtime.context import Context
+from dynamo.runtime.request_plane.base import ResponseSink
 from dynamo.worker.registration import ModelEndpoint
 
-__all__ = ["adapter_directory", "adapter_name", "path_member", "publish_adapter"]
+__all__ = ["AdapterRequests", "adapter_directory", "adapter_name", "adapter_source", "path_member", "publish_adapter"]
 
+OPERATIONS: Final = ("load_lora", "unload_lora", "list_loras")
+HUB_SCHEME: Final = "hf://"
 MAX_NAME_CHARS: Final = 256
 MAX_PATH_CHARS: Final = 4096  # of Linux
 
 
-async def publish_adapter(endpoint: ModelEndpoint, name: str, others: Iterable[str]) -> None:
+async def publish_adapter(
+    endpoint: ModelEndpoint, name: str, others: Iterable[str], source: Mapping[str, Any] | None = None
+) -> None:
     """Publish the card of an adapter; `unregister_model` withdraws it. `others` are the adapters that are loaded.
+
+    `source`: of the update's body. One that a frontend manages is written into the card, so that workers that come later get it.
 
     Raises InvalidArgument where no base model is registered, or where the name cannot be told from another model's.
     """
@@ -28,6 +37,8 @@ async def publish_adapter(endpoint: ModelEndpoint, name: str, others: Iterable[s
     if slug == base.get("slug") or any(slugify(other) == slug for other in others if other != name):
         raise InvalidArgument(f"lora_name {name!r} is too much like another model's name")
     record = {**base, "display_name": name, "slug": slug, "lora": {"name": name}}
+    if source is not None and source.get("managed") is True:
+        record["lora"]["source"] = source["uri"]
     record.pop("aliases", None)
     await endpoint.publish_model(record, slug)
 
@@ -37,15 +48,41 @@ def adapter_name(body: Mapping[str, Any]) -> str:
     return _text(body, "lora_name", MAX_NAME_CHARS)
 
 
-def adapter_directory(body: Mapping[str, Any]) -> Path:
-    """Return `lora_path`, or what the native form `{"source": {"uri": "file:///..."}}` means. Raises InvalidArgument."""
+async def adapter_directory(body: Mapping[str, Any]) -> Path:
+    """Return `lora_path`, or what the native form `{"source": {"uri": "file:///..."}}` means, fetching one of a hub.
+
+    Raises InvalidArgument for an address of another kind, CannotConnect where the hub does not give it.
+    """
     source = body.get("source")
     if source is None:
         return path_member(body, "lora_path")
     uri = source.get("uri") if isinstance(source, Mapping) else None
+    if isinstance(uri, str) and uri.startswith(HUB_SCHEME) and len(uri) <= MAX_PATH_CHARS:
+        return await asyncio.to_thread(_fetch, uri.removeprefix(HUB_SCHEME))
     if not isinstance(uri, str) or not uri.startswith("file:///"):
-        raise InvalidArgument(f"source.uri must be a file:/// address, got {uri!r}")
+        raise InvalidArgument(f"source.uri must be a file:/// address or hf://ORGANISATION/NAME, got {uri!r}")
     return Path(uri.removeprefix("file://"))
+
+
+def adapter_source(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the `source` of an update's body; None where it has a path."""
+    source = body.get("source")
+    return source if isinstance(source, Mapping) else None
+
+
+def _fetch(name: str) -> Path:
+    """Return the local copy of an adapter of the hub, `ORGANISATION/NAME[@REVISION]`."""
+    repository, _, revision = name.partition("@")
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise CannotConnect(f"fetch {name!r}: the package huggingface_hub is not installed") from error
+    try:
+        found = huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=["adapter_*"])
+    except Exception as error:  # the hub client raises its transport's errors as they are
+        reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
+        raise CannotConnect(f"fetch {name!r}: {reason}") from error
+    return Path(str(found))
 
 
 def path_member(body: Mapping[str, Any], name: str) -> Path:
@@ -58,3 +95,21 @@ def _text(body: Mapping[str, Any], name: str, most_chars: int) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= most_chars:
         raise InvalidArgument(f"{name} must be a string of 1 to {most_chars} characters, got {value!r}")
     return value
+
+
+class AdapterRequests:
+    """Loads, unloads and lists adapters for frontends, over the request plane; a runtime `Handler`."""
+
+    def __init__(self, routes: Mapping[str, Callable[[Any], Awaitable[dict[str, Any]]]]) -> None:
+        """`routes`: the admin routes of the worker, which go the same way."""
+        self._routes = routes
+
+    async def handle(self, body: Any, context: Context, sink: ResponseSink) -> None:
+        """Answer one request: its member `operation` says what, the others are those of the admin route."""
+        operation = body.get("operation") if isinstance(body, Mapping) else None
+        route = self._routes.get(f"update/{operation}") if operation in OPERATIONS else None
+        if route is None:
+            raise InvalidArgument(f"operation must be one of {', '.join(OPERATIONS)}, got {operation!r}")
+        answer = await route({name: value for name, value in body.items() if name != "operation"})
+        sink.send_object({"data": answer})
+        sink.end()

@@ -16,10 +16,11 @@ from dynamo.contract.health_check import resolve_health_check_payload
 from dynamo.contract.metrics import EngineMetrics
 from dynamo.contract.telemetry import GenerateSpan
 from dynamo.errors import InvalidArgument, Unknown
-from dynamo.protocol.records import ModelCard
+from dynamo.protocol.records import ADAPTERS_ENDPOINT, ModelCard
 from dynamo.runtime.context import Context
 from dynamo.runtime.distributed import DistributedRuntime, Endpoint, ServedEndpoint
 from dynamo.runtime.request_plane.base import Handler
+from dynamo.worker.adapters import AdapterRequests
 from dynamo.worker.controls import AdminRoutes, RlDirectory, checked_names, rl_endpoint_name
 from dynamo.worker.embedding import EmbedServing, offers_embeddings
 from dynamo.worker.hooks import await_hook
@@ -73,6 +74,7 @@ class Parts:
     chaos: WorkerChaos | None = None
     served: ServedEndpoint | None = None
     rl: ServedEndpoint | None = None
+    adapters: ServedEndpoint | None = None
     model_published: bool = False
 
 
@@ -253,6 +255,15 @@ class Setup:
             )
         endpoint = self._runtime.endpoint(f"{self._config.namespace}.{self._config.component}.{name}")
         self.parts.rl = await endpoint.start_serving(RlDirectory(url, self.parts.admin.routes()).handle)
+
+    async def serve_adapters(self) -> None:
+        """Let frontends load and unload adapters, where that is switched on and the engine can."""
+        if not self._runtime.settings.system.lora_enabled or self.parts.admin is None:
+            return
+        routes = self.parts.admin.routes()
+        if "update/load_lora" in routes:
+            endpoint = self._runtime.endpoint(f"{self._config.namespace}.{self._config.component}.{ADAPTERS_ENDPOINT}")
+            self.parts.adapters = await endpoint.start_serving(AdapterRequests(routes).handle)
 
 
 def _checked_ranks(ranks: object) -> list[int]:

@@ -128,8 +128,9 @@ class Shutdown:
         try:
             if self.parts.admin is not None:
                 await self.parts.admin.close()
-            if self.parts.rl is not None:
-                await self.parts.rl.close()
+            for beside in (self.parts.rl, self.parts.adapters):
+                if beside is not None:
+                    await beside.close()
             if self.parts.served is not None:
                 await self.parts.served.withdraw()
         except Exception as error:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import save_file
 
-from dynamo.errors import InvalidArgument
+from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.reference.engine import ReferenceEngine
 from dynamo.reference.weights import read_tensors
 from dynamo.runtime.context import Context
@@ -146,7 +146,7 @@ async def test_an_adapter_that_is_not_there_is_never_the_base_model(served: Vllm
         while wait_running("vllm:num_requests_running") == 0:
             await asyncio.sleep(0.01)
         assert update(served, "unload_lora", lora_name="two")["status"] == "ok"
-        with pytest.raises(InvalidArgument, match="no such adapter is loaded"):
+        with pytest.raises(WorkerUnavailable, match="no such adapter is loaded"):
             await tokens_of(client, body(PROMPTS[0], "two"))
         assert len(await running) == 1500  # what ran finishes with it
         wide = {"lora_name": "wide", "lora_path": str(adapters / "wide")}  # its turn comes once the other one is gone

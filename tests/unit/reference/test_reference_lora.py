@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from dynamo.errors import InvalidArgument
+from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.reference.config import read_model_config
 from dynamo.reference.core import Core, Emission
 from dynamo.reference.lora import load_adapter
@@ -162,7 +162,7 @@ def test_a_request_names_its_adapter_by_route_or_by_model(
     core.add_adapter(load_adapter("mine", tmp_path / "a", core.model.config))
     routed, named = answers(core, [request(PROMPTS[1], "mine"), request(PROMPTS[1], model="mine")])
     assert routed == named
-    with pytest.raises(InvalidArgument, match=r"routing\.lora_name is 'other'"):
+    with pytest.raises(WorkerUnavailable, match=r"routing\.lora_name is 'other'"):
         read_request(request([1], "other"), core.limits, adapters=core.adapters)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dynamo.contract.conformance import mock_context
-from dynamo.errors import InvalidArgument
+from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.reference import Options, ReferenceEngine
 from dynamo.reference.config import read_model_config
 from dynamo.reference.model import KvCache, Piece, TransformerModel, make_batch
@@ -126,7 +126,7 @@ async def test_an_adapter_makes_vectors_of_its_own(
         assert (await engine.engine_update("load_lora", body))["status"] != "error"
         adapted = await embed(engine, INPUTS, routing={"lora_name": "mine"})
         again = await embed(engine, INPUTS)
-        with pytest.raises(InvalidArgument, match="other"):
+        with pytest.raises(WorkerUnavailable, match="other"):
             await embed(engine, INPUTS, routing={"lora_name": "other"})
     assert max(np.abs(a - b).max() for a, b in zip(base, again, strict=True)) < 1e-5
     assert min(np.abs(a - b).max() for a, b in zip(base, adapted, strict=True)) > 1e-3

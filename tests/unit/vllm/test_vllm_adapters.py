@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.errors import InvalidArgument
+from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.protocol.lora import lora_name_to_id
 from dynamo.vllm.adapters import AdapterLimits, VllmAdapters, adapter_limits
 from support.cases import each_case
@@ -89,7 +89,7 @@ def test_a_request_without_an_adapter_is_the_base_models(request_: dict[str, Any
 
 
 def test_an_adapter_that_is_not_loaded_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match=r"routing\.lora_name is 'A'"):
+    with pytest.raises(WorkerUnavailable, match=r"routing\.lora_name is 'A'"):
         Engine().adapters.of({"routing": {"lora_name": "A"}})
 
 

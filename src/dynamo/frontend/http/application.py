@@ -19,6 +19,7 @@ from dynamo.frontend.apis.responses import ResponsesApi, ResponsesCountApi
 from dynamo.frontend.apis.results import ResultApi
 from dynamo.frontend.apis.scores import RerankApi, ScoreApi
 from dynamo.frontend.batches.service import BatchService
+from dynamo.frontend.http.adapters import ADAPTERS_PATH, AdaptersRoute
 from dynamo.frontend.http.admin import AdminElsewhere, SameSiteOnly, serves_admin_with_api
 from dynamo.frontend.http.asgi import RESPOND_EXTENSION, BodyBudget, Receive, Scope, Send, reply
 from dynamo.frontend.http.auth import IDENTITY, Access, KeyDoor, check_access
@@ -32,6 +33,7 @@ from dynamo.frontend.http.request_id import reject_route, with_request_id
 from dynamo.frontend.http.routes import InferenceFirst
 from dynamo.frontend.http.stored_responses import CancelRoute, InputItemsRoute, StoredResponseRoute
 from dynamo.frontend.http.usage_route import UsageRoute
+from dynamo.frontend.models.adapters import AdapterKeeper
 from dynamo.frontend.models.busy_threshold import BusyThresholdRoute, LoadFollower
 from dynamo.frontend.pipeline.inference import Call, GenerationCall, Pipeline
 from dynamo.frontend.pipeline.results import ResultCall
@@ -65,6 +67,7 @@ class FrontendRoutes:
         peers: Peers | None,
         responses: ResponseStore | None,
         batches: BatchService | None,
+        adapters: AdapterKeeper,
     ) -> None:
         """`responses`: None where none are stored. `batches`: None where files and batches are switched off."""
         self._keys = pipeline.keys
@@ -74,6 +77,7 @@ class FrontendRoutes:
         self._loads = loads
         self._offload = offload
         self._peers = peers
+        self._adapters = adapters
         self._history = (
             None
             if responses is None
@@ -117,7 +121,7 @@ class FrontendRoutes:
         """Return the application of a port of its own for the admin routes."""
         dialects = PathDialects({})
         routes = Router(
-            routes=self._admin_routes(self._busy_threshold()),
+            routes=self._admin_routes(),
             redirect_slashes=False,
             default=UnmatchedPath(dialects),
         )
@@ -159,9 +163,7 @@ class FrontendRoutes:
             ),
             GuardedRoute("/openapi.json", OpenApiRoute(self._described()), "GET", access=Access.ANY_KEY),
             *self._pages(),
-            *self._admin_routes(
-                self._busy_threshold() if serves_admin_with_api(self._settings) else AdminElsewhere(self._settings)
-            ),
+            *self._admin_routes(None if serves_admin_with_api(self._settings) else AdminElsewhere(self._settings)),
         ]
 
     def _stored_responses(self, base: str) -> Sequence[BaseRoute]:
@@ -245,18 +247,21 @@ class FrontendRoutes:
     def _busy_threshold(self) -> SameSiteOnly:
         return SameSiteOnly(BusyThresholdRoute(self._loads, self._models, self._budget), self._settings)
 
-    def _admin_routes(self, busy_threshold: SameSiteOnly | AdminElsewhere) -> Sequence[BaseRoute]:
+    def _admin_routes(self, elsewhere: AdminElsewhere | None = None) -> Sequence[BaseRoute]:
+        """Return the admin routes; `elsewhere` answers for all of them where they are not served."""
         if self._settings.disable_admin_api:
             return ()
-        usage: SameSiteOnly | AdminElsewhere
-        if isinstance(busy_threshold, AdminElsewhere):
-            usage = busy_threshold
-        else:
-            usage = SameSiteOnly(UsageRoute(self._pipeline.meter), self._settings)
-        return (
-            GuardedRoute("/busy_threshold", busy_threshold, "GET", "POST", access=Access.ADMIN),
-            GuardedRoute("/admin/usage", usage, "GET", access=Access.ADMIN),
+        adapters: ASGIApp = SameSiteOnly(AdaptersRoute(self._adapters, self._budget), self._settings)
+        usage: ASGIApp = SameSiteOnly(UsageRoute(self._pipeline.meter), self._settings)
+        routes: Sequence[tuple[str, ASGIApp, tuple[str, ...]]] = (
+            ("/busy_threshold", self._busy_threshold(), ("GET", "POST")),
+            ("/admin/usage", usage, ("GET",)),
+            (ADAPTERS_PATH, adapters, ("GET", "POST")),
+            (ADAPTERS_PATH + "/{name:path}", adapters, ("DELETE",)),
         )
+        return [
+            GuardedRoute(path, elsewhere or route, *methods, access=Access.ADMIN) for path, route, methods in routes
+        ]
 
 
 def _client_paths(keys: KeyStore, routes: Sequence[BaseRoute]) -> Callable[[str], bool]:

@@ -243,6 +243,9 @@ class ModelsRoute:
             "owned_by": "nvidia",  # what 1.6 says; clients compare it
             "context_window": window,
         }
+        if model.lora_name is not None:
+            bases = self._models.base_names()
+            body["root"] = body["parent"] = next((bases[id] for id in model.member_ids if id in bases), None)
         if self._settings.max_output_tokens is not None:
             body["max_output_tokens"] = self._settings.max_output_tokens
         return body

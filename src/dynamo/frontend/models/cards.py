@@ -144,6 +144,15 @@ class CardBook:
             None,
         )
 
+    def base_names(self) -> dict[int, str]:
+        """Return the model of each instance that is not an adapter."""
+        return {
+            entry.instance_id: key.model
+            for key, group in self._groups.items()
+            for entry in group.values()
+            if entry.card.lora is None
+        }
+
     @property
     def endpoints(self) -> frozenset[str]:
         """Every endpoint with a card."""

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from dynamo.errors import Unknown
 from dynamo.frontend.admission.model import AdmissionPolicy
 from dynamo.frontend.models.busy_threshold import LOAD_TOPIC
 from dynamo.frontend.models.card_routing import CardRouting, GroupRouting
+from dynamo.frontend.models.cards import CardEntry
 from dynamo.frontend.models.served import ServingRules
 from dynamo.frontend.settings import FrontendSettings
 from dynamo.placement import Policy, RouterMode, policy_for
+from dynamo.protocol.records import ADAPTERS_ENDPOINT
 from dynamo.router.kv.domains import KvDomains
 from dynamo.router.kv.settings import KvRouterSettings
 from dynamo.router.pool import WorkerClient
 from dynamo.runtime.event_plane.base import Event
 
 if TYPE_CHECKING:
+    from dynamo.runtime.client import Client
     from dynamo.runtime.distributed import DistributedRuntime
 
 __all__ = ["ClusterAccess"]
@@ -34,10 +38,29 @@ class ClusterAccess:
         own = self._routing(mode, settings.kv_router)
         self.cards = CardRouting(own, mode, settings.kv_router, self._routing)
         self.kv = own.kv
+        self._adapters: dict[str, Client] = {}  # of the components whose adapters were asked for
 
     async def connect(self, endpoint: str) -> WorkerClient:
         """Return a client of an endpoint."""
         return await self._runtime.endpoint(endpoint).client()
+
+    async def ask_adapters(self, entry: CardEntry, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Send a request for adapters to the worker of a card. Raises `DynamoException`."""
+        namespace, component, _ = entry.endpoint.split(".")
+        path = f"{namespace}.{component}.{ADAPTERS_ENDPOINT}"
+        client = self._adapters.get(path)
+        if client is None:
+            client = self._adapters[path] = await self._runtime.endpoint(path).client()
+        stream = await client.direct(dict(body), entry.instance_id, annotated=False)
+        try:
+            async for answer in stream:
+                if isinstance(answer, dict):
+                    return answer
+        except ValueError as error:  # what a caller of `direct` sees of an error
+            raise Unknown(str(error)) from error
+        finally:
+            await stream.aclose()
+        raise Unknown("the worker ended without an answer")
 
     def loads(self, endpoint: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
         """Subscribe to the loads that the workers of an endpoint report."""
@@ -80,6 +103,9 @@ class ClusterAccess:
         return policy_for(mode, rng=self._runtime.rng, cuda_to_cpu_ratio=ratio)
 
     async def aclose(self) -> None:
-        """Leave the KV routing."""
+        """Leave the KV routing, and the endpoints of adapters."""
+        for client in self._adapters.values():
+            await client.close()
+        self._adapters.clear()
         for each in self.cards.domains:
             await each.aclose()

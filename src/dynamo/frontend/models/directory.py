@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.models.cards import MAX_MODELS, CardBook, Group, GroupKey, Scope
+from dynamo.frontend.models.cards import MAX_MODELS, CardBook, CardEntry, Group, GroupKey, Scope
 from dynamo.frontend.models.changes import Changes
 from dynamo.frontend.models.encode_pools import EncodePools
 from dynamo.frontend.models.endpoint_clients import Connect, EndpointClients
@@ -184,6 +184,21 @@ class ModelDirectory:
         """Return every instance record, sorted by key, without its "type"."""
         return self._cluster.instances.records()
 
+    def workers_of(self, name: str) -> list[CardEntry]:
+        """Return the workers that are there with a card of this name, whatever their role."""
+        groups = self._cluster.cards.groups(name)
+        return [entry for group in groups for entry in group.accepted if self._cluster.instances.has(entry)]
+
+    def base_names(self) -> dict[int, str]:
+        """Return, by instance, the model that it serves beside its adapters."""
+        return self._cluster.cards.base_names()
+
+    def adapters(self) -> list[CardEntry]:
+        """Return the cards of adapters whose workers are there."""
+        return [
+            entry for name in sorted(self._cluster.cards.names) for entry in self.workers_of(name) if entry.card.lora
+        ]
+
     def readiness(self, name: str) -> dict[str, Any] | None:
         """Return the body of `/v1/models/{name}/ready`, or None for a name that no worker registered."""
         return self._readiness.body(name)
@@ -245,6 +260,8 @@ class ModelDirectory:
         elif (served := self._served.get(key)) is None:
             self._readiness.forget(key)
             self._rules.forget(key)
+        elif served.lora_name is not None and self._cluster.instances.has_any(served.member_ids):
+            self._served.drop(key)  # it was unloaded: its workers are there, and none of them will bring it back
         else:
             served.set_members(())  # it is forgotten once no request may wait for a worker of it
         self._reports.forget_conflicts(self._cluster.cards)

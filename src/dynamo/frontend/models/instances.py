@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -44,6 +44,10 @@ class InstanceBook:
     def has(self, entry: CardEntry) -> bool:
         """Return whether the worker of a card is there."""
         return _key(entry) in self._records
+
+    def has_any(self, instance_ids: Container[int]) -> bool:
+        """Return whether one of these instances is there, at whatever endpoint."""
+        return any(record.get("instance_id") in instance_ids for record in self._records.values())
 
     def count(self, entries: Iterable[CardEntry]) -> int:
         """Return how many of the cards' workers are there."""

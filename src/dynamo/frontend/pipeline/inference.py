@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from dynamo.errors import DynamoException, Overloaded, ResponseTimeout, RouterQueueLimitExceeded
+from dynamo.errors import DynamoException, Overloaded, ResponseTimeout, RouterQueueLimitExceeded, WorkerUnavailable
 from dynamo.frontend.access.identity import Identity
 from dynamo.frontend.access.key_store import KeyStore
 from dynamo.frontend.access.metering import UsageMeter
@@ -331,6 +331,10 @@ class Call:
         if exchange.reason is not None:
             error = exchange.reason
         rejected = self._rejection(error)
+        if isinstance(error, WorkerUnavailable) and error.is_reported:
+            name = exchange.model or ""
+            if not self._pipeline.models.is_registered(name):  # an adapter that was unloaded meanwhile
+                rejected = self.dialect.unknown_model(name)
         if (
             isinstance(error, Overloaded | RouterQueueLimitExceeded)
             and rejected.retry_after_seconds is not None

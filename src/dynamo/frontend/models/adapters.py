@@ -1,0 +1,214 @@
+"""The adapters of a cluster: loaded at every worker of their base model, unloaded everywhere, and brought to workers that come later.
+
+What should be loaded is remembered here and written on the cards (`lora.source`), so that other frontends, and this one after a
+restart, find it there. A worker that had an adapter and lost it is left alone: somebody unloaded it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final
+
+from msgspec import Struct
+
+from dynamo.errors import DynamoException
+from dynamo.frontend.models.cards import CardEntry
+from dynamo.frontend.models.directory import ModelDirectory
+from dynamo.runtime.tasks import Background
+
+__all__ = ["AdapterKeeper", "AskWorker", "WorkerAnswer"]
+
+logger = logging.getLogger(__name__)
+
+MAX_ADAPTERS: Final = 1000  # that are remembered
+AT_ONCE: Final = 8  # workers that are asked at a time
+ANSWER_SECONDS: Final = 600.0  # a source may have to be fetched
+RETRY_SECONDS: Final = 5.0
+
+AskWorker = Callable[[CardEntry, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+"""Sends one request for adapters to a worker; returns its answer, or raises `DynamoException`."""
+
+
+class WorkerAnswer(Struct, frozen=True, omit_defaults=True):
+    """What one worker answered."""
+
+    instance_id: int
+    endpoint: str
+    status: str  # "success" or "error"
+    message: str | None = None
+
+
+class _Wanted(Struct, frozen=True):
+    base: str
+    source: str
+
+
+class AdapterKeeper:
+    """Open it with `start`, leave it with `aclose`."""
+
+    def __init__(self, models: ModelDirectory, ask: AskWorker) -> None:
+        self._models, self._ask = models, ask
+        self._wanted: dict[str, _Wanted] = {}  # by the adapter's name
+        self._had: set[tuple[int, str]] = (
+            set()
+        )  # (instance, adapter) that were seen together; of instances that are there
+        self._failed: dict[tuple[int, str], float] = {}  # loop time of the last failure
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._background = Background()
+
+    def start(self) -> None:
+        """Begin to bring adapters to workers that come later."""
+        self._background.start(self._keep(), "frontend: adapters")
+
+    async def aclose(self) -> None:
+        """Leave the workers as they are. Idempotent."""
+        await self._background.close()
+
+    # -- what an operator asks for -----------------------------------------------------------------------------------
+
+    def bases(self, name: str) -> frozenset[str]:
+        """Return the models whose workers have an adapter of this name."""
+        names = self._models.base_names()
+        return frozenset(names[entry.instance_id] for entry in self._holders(name) if entry.instance_id in names)
+
+    def is_base(self, name: str) -> bool:
+        """Return whether workers serve this model, and it is not an adapter itself."""
+        return any(entry.card.lora is None for entry in self._models.workers_of(name))
+
+    def is_taken(self, name: str) -> bool:
+        """Return whether a name is that of a model that is not an adapter."""
+        return self._models.is_registered(name) and not self._holders(name)
+
+    async def load(self, base: str, name: str, source: str) -> Sequence[WorkerAnswer]:
+        """Load an adapter at every worker of a model, and at those that come later. Loaded already: nothing changes there."""
+        if name not in self._wanted and len(self._wanted) >= MAX_ADAPTERS:
+            raise ValueError(f"more than {MAX_ADAPTERS} adapters are remembered; unload some")
+        self._wanted[name] = _Wanted(base, source)
+        return await asyncio.gather(*[self._load_at(entry, name, source) for entry in self._base_workers(base)])
+
+    async def unload(self, name: str) -> Sequence[WorkerAnswer]:
+        """Take an adapter away from every worker that has it, and forget it; return the answers of those that had it.
+
+        The workers are asked: what was loaded a moment ago may not be seen in discovery yet.
+        """
+        wanted = self._wanted.pop(name, None)
+        bases = self.bases(name) | ({wanted.base} if wanted is not None else set())
+        workers = {entry.instance_id: entry for base in bases for entry in self._base_workers(base)}
+        answers = await asyncio.gather(*[self._unload_at(entry, name) for entry in workers.values()])
+        return [answer for answer in answers if answer is not None]
+
+    async def _unload_at(self, entry: CardEntry, name: str) -> WorkerAnswer | None:
+        """Return None where the worker does not have the adapter."""
+        listed, failure = await self._answer(entry, {"operation": "list_loras"})
+        if failure is not None:
+            return failure
+        loaded = listed.get("loras")
+        if isinstance(loaded, list) and not any(
+            isinstance(each, Mapping) and each.get("lora_name") == name for each in loaded
+        ):
+            return None
+        _, failure = await self._answer(entry, {"operation": "unload_lora", "lora_name": name})
+        return failure or WorkerAnswer(entry.instance_id, entry.endpoint, "success")
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Return every adapter with its base model and its workers, and what is wanted and not loaded anywhere yet."""
+        names, found = self._models.base_names(), dict[str, dict[str, Any]]()
+        for entry in self._models.adapters():
+            assert entry.card.lora is not None
+            adapter = found.setdefault(
+                entry.card.display_name,
+                {
+                    "lora_name": entry.card.display_name,
+                    "base_model": names.get(entry.instance_id),
+                    "source": entry.card.lora.source,
+                    "workers": [],
+                },
+            )
+            adapter["workers"].append({"instance_id": entry.instance_id, "endpoint": entry.endpoint})
+        for name, wanted in self._wanted.items():
+            found.setdefault(
+                name, {"lora_name": name, "base_model": wanted.base, "source": wanted.source, "workers": []}
+            )
+        return [found[name] for name in sorted(found)]
+
+    # -- workers that come later -------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                missing = self._missing()
+                for entry, name, wanted in missing:
+                    await self._bring(entry, name, wanted)
+            except Exception:  # the boundary: one fault of ours must not end this for ever
+                logger.exception("the adapters could not be looked through")
+            try:
+                async with asyncio.timeout(RETRY_SECONDS if self._failed else None):
+                    await self._models.change()
+            except TimeoutError:
+                continue
+
+    def _missing(self) -> list[tuple[CardEntry, str, _Wanted]]:
+        """Return (worker, adapter) pairs where a worker should load an adapter that it has not had so far."""
+        held, wanted = self._held(), dict(self._wanted)
+        names = self._models.base_names()
+        for entry in self._models.adapters():
+            lora = entry.card.lora
+            if lora is not None and lora.source is not None and entry.instance_id in names:
+                wanted.setdefault(entry.card.display_name, _Wanted(names[entry.instance_id], lora.source))
+        self._had = {pair for pair in self._had if pair[0] in names} | held
+        self._failed = {pair: at for pair, at in self._failed.items() if pair[0] in names and pair[1] in wanted}
+        now = asyncio.get_running_loop().time()
+        return [
+            (entry, name, what)
+            for name, what in wanted.items()
+            for entry in self._base_workers(what.base)
+            if (pair := (entry.instance_id, name)) not in self._had
+            and now - self._failed.get(pair, -RETRY_SECONDS) >= RETRY_SECONDS
+        ]
+
+    def _held(self) -> set[tuple[int, str]]:
+        return {(entry.instance_id, entry.card.display_name) for entry in self._models.adapters()}
+
+    async def _bring(self, entry: CardEntry, name: str, wanted: _Wanted) -> None:
+        answer = await self._load_at(entry, name, wanted.source)
+        pair = (entry.instance_id, name)
+        if answer.status == "success":
+            self._failed.pop(pair, None)
+            self._had.add(pair)
+            logger.info("adapter %s was loaded at worker %x, which came later", name, entry.instance_id)
+        else:
+            self._failed[pair] = asyncio.get_running_loop().time()
+            logger.warning("adapter %s is not loaded at worker %x: %s", name, entry.instance_id, answer.message)
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    def _base_workers(self, base: str) -> list[CardEntry]:
+        return [entry for entry in self._models.workers_of(base) if entry.card.lora is None]
+
+    def _holders(self, name: str) -> list[CardEntry]:
+        return [entry for entry in self._models.workers_of(name) if entry.card.lora is not None]
+
+    async def _load_at(self, entry: CardEntry, name: str, source: str) -> WorkerAnswer:
+        _, failure = await self._answer(entry, _loading(name, source))
+        return failure or WorkerAnswer(entry.instance_id, entry.endpoint, "success")
+
+    async def _answer(self, entry: CardEntry, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], WorkerAnswer | None]:
+        """Return what a worker answers, and how it failed if it did."""
+        try:
+            async with self._slots, asyncio.timeout(ANSWER_SECONDS):
+                answer = await self._ask(entry, body)
+        except TimeoutError:
+            message = f"no answer in {ANSWER_SECONDS:g} s"
+        except DynamoException as error:
+            message = str(error)
+        else:
+            if answer.get("status") != "error":
+                return answer, None
+            message = str(answer.get("message") or "refused")
+        return {}, WorkerAnswer(entry.instance_id, entry.endpoint, "error", message)
+
+
+def _loading(name: str, source: str) -> dict[str, Any]:
+    return {"operation": "load_lora", "lora_name": name, "source": {"uri": source, "managed": True}}
