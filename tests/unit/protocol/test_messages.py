@@ -353,15 +353,6 @@ def test_a_refusal_names_the_place(messages: list[Any], fields: dict[str, Any], 
     assert found.param == text.partition(":")[0]
 
 
-@pytest.mark.parametrize("where", ["message", "result"])
-def test_an_image_is_not_built_and_names_its_block(where: str) -> None:
-    image = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
-    block = image if where == "message" else {"type": "tool_result", "tool_use_id": "t", "content": [TEXT, image]}
-    found = refusal(user(TEXT, block))
-    assert (found.status, found.code) == (422, "not_built")
-    assert found.param == ("messages[0].content[1]" if where == "message" else "messages[0].content[1].content[1]")
-
-
 def test_bad_json_and_what_nests_too_deep_are_refused() -> None:
     for body in (b"{", b"[]", b'{"model":"m","max_tokens":1,"messages":[{"role":"user","content":%b' % (b"[" * 2000)):
         with pytest.raises(RequestRejected) as found:
