@@ -39,6 +39,25 @@ def test_every_shell_block_says_whether_it_is_run(path: Path) -> None:
     assert unmarked == [], "write a mark above the block: <!-- run -->, <!-- start: TEXT -->, or <!-- not run: WHY -->"
 
 
+# -- lines ---------------------------------------------------------------------------------------------------------------
+
+# Pages that are not yet written with a sentence to a line, and lines of 100 columns; nothing may be added here.
+LONG_LINES = frozenset(
+    """
+    adapters.md batches.md deployment.md embeddings.md engines.md errors.md faults.md keys.md media.md messages.md
+    metrics.md performance.md responses.md routing.md security.md settings.md tools-and-reasoning.md
+    writing-a-backend-in-rust.md
+    """.split()  # noqa: SIM905 - as a list it would take a line for each
+)
+
+
+@each_case("path", [path for path in PAGES if path.parent.name == "docs"], ids=lambda path: path.name)
+def test_the_lines_of_a_page_are_short(path: Path) -> None:
+    prose = re.sub(r"(?ms)^[ ]*```.*?^[ ]*```$", "", path.read_text())
+    long = [line for line in prose.splitlines() if len(line) > 100 and not line.lstrip().startswith("|")]
+    assert path.name in LONG_LINES or long == []
+
+
 # -- links ---------------------------------------------------------------------------------------------------------------
 
 
