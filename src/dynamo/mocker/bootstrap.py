@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from dynamo.errors import CannotConnect, Disconnected, InvalidArgument, Overloaded, ResponseTimeout
 from dynamo.runtime.addresses import bound_socket
+from dynamo.runtime.listening import start_listening
 from dynamo.runtime.tasks import first_of
 
 __all__ = ["HandoffDesk", "fetch_prompt", "room_of"]
@@ -64,7 +65,10 @@ class HandoffDesk:
     async def start(self, host: str, port: int) -> int:
         """Listen; return the port. Raises CannotConnect when it is taken."""
         try:
-            self._server = await asyncio.start_server(self._serve, sock=bound_socket(host, port), limit=LINE_BYTES)
+            sock = bound_socket(host, port)
+            self._server = await start_listening(
+                asyncio.start_server(self._serve, sock=sock, limit=LINE_BYTES, start_serving=False)
+            )
         except OSError as error:
             raise CannotConnect(f"the bootstrap port {port} cannot be bound: {error}") from error
         return int(self._server.sockets[0].getsockname()[1])

@@ -32,6 +32,7 @@ from dynamo.reference.kv_transfer.frames import (
 )
 from dynamo.reference.kv_transfer.offers import Offer, Offers
 from dynamo.runtime.addresses import WILDCARDS, detect_host
+from dynamo.runtime.listening import start_listening
 
 __all__ = ["Peer", "TcpReceiver", "TcpSender"]
 
@@ -58,7 +59,9 @@ class TcpSender:
     async def start(self) -> None:
         host = self._options.host or detect_host()
         try:
-            self._server = await asyncio.start_server(self._accept, host, self._options.port)
+            self._server = await start_listening(
+                asyncio.start_server(self._accept, host, self._options.port, start_serving=False)
+            )
         except OSError as error:
             raise CannotConnect(
                 f"cannot listen for KV transfers on {host}:{self._options.port} "

@@ -12,6 +12,7 @@ from dynamo.runtime.http.connection import HttpConnection
 from dynamo.runtime.http.cycle import Application, Cycle
 from dynamo.runtime.http.limits import RenderRejection
 from dynamo.runtime.http_limits import HttpLimits
+from dynamo.runtime.listening import start_listening
 from dynamo.runtime.tasks import Background
 
 __all__ = ["HttpService"]
@@ -64,11 +65,14 @@ class HttpService:
     async def listen(self, listener: socket.socket, backlog: int) -> None:
         """Accept the connections of a bound socket, which belongs to the service from now on."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self.connection, sock=listener, backlog=backlog)
+        self._server = await start_listening(
+            loop.create_server(self.connection, sock=listener, backlog=backlog, start_serving=False)
+        )
 
     async def listen_at(self, host: str, port: int) -> None:
         """Listen at an address. Raises OSError."""
-        self._server = await asyncio.get_running_loop().create_server(self.connection, host, port)
+        loop = asyncio.get_running_loop()
+        self._server = await start_listening(loop.create_server(self.connection, host, port, start_serving=False))
 
     @property
     def sockets(self) -> tuple[socket.socket, ...]:

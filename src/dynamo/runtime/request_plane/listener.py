@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 from dynamo.errors import CannotConnect
 from dynamo.runtime.addresses import WILDCARDS, detect_host
 from dynamo.runtime.limits import PendingBytes, Refused, uncounted, within_descriptors
+from dynamo.runtime.listening import start_listening
 from dynamo.runtime.log_rate import LogRate
 from dynamo.runtime.request_plane.base import Handler
 from dynamo.runtime.request_plane.core import ServerCore
@@ -130,8 +131,9 @@ class Listener:
     async def _listen(self, tls: ServerTls | None) -> asyncio.Server | TlsGate:
         settings = self.settings
         if tls is None:
-            return await asyncio.get_running_loop().create_server(
-                lambda: _Sniffer(self), self._host, self._port, backlog=settings.listen_backlog
+            loop, backlog = asyncio.get_running_loop(), settings.listen_backlog
+            return await start_listening(
+                loop.create_server(lambda: _Sniffer(self), self._host, self._port, backlog=backlog, start_serving=False)
             )
         gate = TlsGate(
             tls,

@@ -12,6 +12,7 @@ from typing import Final, cast
 
 from dynamo.errors import CannotConnect, Disconnected
 from dynamo.runtime.addresses import WILDCARDS, detect_host
+from dynamo.runtime.listening import start_listening
 from dynamo.runtime.request_plane.native.frames import Codec, MalformedFrame, TwoPartDecoder, decode_handshake
 from dynamo.runtime.request_plane.native.stream import NativeStream
 from dynamo.runtime.settings import RequestPlaneSettings
@@ -86,8 +87,9 @@ class CallHomeListener:
     async def _listen(self, port: int) -> asyncio.Server | TlsGate:
         settings = self._settings
         if self._tls is None:
-            return await asyncio.get_running_loop().create_server(
-                lambda: _Caller(self), self._host, port, backlog=settings.listen_backlog
+            loop, backlog = asyncio.get_running_loop(), settings.listen_backlog
+            return await start_listening(
+                loop.create_server(lambda: _Caller(self), self._host, port, backlog=backlog, start_serving=False)
             )
         timeout, limit = settings.tls_handshake_timeout_seconds, settings.max_unauthenticated
         gate = TlsGate(self._tls, lambda: _Caller(self), timeout_seconds=timeout, limit=limit)
