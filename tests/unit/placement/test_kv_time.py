@@ -126,6 +126,17 @@ def test_longer_contexts_make_steps_longer() -> None:
     assert choice.rank == WorkerRank(1)
 
 
+def test_the_steps_of_a_request_cost_as_much_at_an_idle_rank_where_contexts_cost_nothing() -> None:
+    found = choose(rank(1), rank(2, streams=3, requests=3))  # every step takes 10 ms
+    assert parts(found, 0)["decode"] == parts(found, 1)["decode"] > 0
+
+
+def test_every_request_beside_it_pays_for_its_context() -> None:
+    timing = RankTiming(TIMING.prefill, TimeCurve(0.0, 50.0), 100)  # steps cost what contexts cost
+    found = choose(*(rank(at, timing=timing, streams=at, requests=at) for at in (1, 3)))
+    assert parts(found, 1)["decode"] == pytest.approx(2 * parts(found, 0)["decode"])
+
+
 def test_overrides_and_parameters() -> None:
     held = {0: RankMatch(Overlap(50))}
     assert parts(choose(rank(1), held=held, overrides=KvOverrides(overlap_score_credit=0.0)))["prefill"] == 36

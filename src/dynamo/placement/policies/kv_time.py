@@ -10,8 +10,9 @@ full; the weights of the others are the parameters.
   that has been given work and begins only after the step that runs takes this prompt in as well.
 - `stall`: every stream that runs there, and every prompt that waits there, is held up by this prompt's tokens.
 - `future`: so are prompts that come while they are computed.
-- `decode`: the longer contexts make every step longer, for this request and for the streams beside it. It weighs little,
-  because the next placements even the loads out again.
+- `decode`: the request's own steps, and how much longer its context makes those of the requests beside it. A rank without
+  streams has steps as well, as soon as it has this request. It weighs little, because the next placements even the loads out
+  again.
 - `eviction`: the rank must give up blocks to hold the new ones. A block is worth what it costs to compute it again, less if
   the rank's oldest blocks were not used for longer than those of other ranks. So a prompt that nobody holds goes where the
   least is lost, and a prefix is not copied to a second rank unless the first one is much slower.
@@ -60,7 +61,7 @@ class TimeParameters(msgspec.Struct, frozen=True, gc=False):
 
     stall_weight: Weight = 0.17
     future_weight: Weight = 0.33
-    decode_weight: Weight = 0.6
+    decode_weight: Weight = 1.2
     eviction_weight: Weight = 1.0
     host_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.75
     disk_cache_hit_weight: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
@@ -197,7 +198,8 @@ class TimeCost:
         capacity = total * block_size or DEFAULT_CAPACITY_TOKENS
         budget = rank.max_num_batched_tokens or DEFAULT_PASS_BUDGET
         fill = min(1.0, rank.context_tokens / capacity)
-        step = timing.decode.at(fill) if rank.streams else 0.0
+        decode = timing.decode.at(fill)  # also where there are no streams: the request's own steps
+        step = decode if rank.streams else 0.0
         growth = 0.0  # a step over a full cache gets no longer: what is shared is counted in every context
         if fill < 1.0:
             growth = max(0.0, timing.decode.linear + 2 * timing.decode.square * fill) / capacity
@@ -230,10 +232,10 @@ class TimeCost:
             pass_ms(timing.prefill, rank.waiting_tokens, budget),
             step,
             weights.future_weight + weights.stall_weight * (rank.streams + rank.waiting_requests),
-            step,
-            growth * (1 + rank.requests / 2),
+            decode,
+            growth * (1 + rank.requests),
             total - rank.decode_blocks - output_blocks if total else math.inf,
-            (timing.decode.at(fill)) / total if total else 0.0,
+            decode / total if total else 0.0,
             free,
             timing.prefill.linear * block_size,
             rank.oldest_use_at or 0.0,
