@@ -21,6 +21,7 @@ from dynamo.protocol.openai import (
     token_logprobs,
     usage_json,
 )
+from dynamo.protocol.openai.escaping import json_text
 from support.cases import each_case
 
 TEXTS = st.text() | st.text(
@@ -141,6 +142,16 @@ def test_a_text_with_log_probabilities_has_a_shorter_way_to_the_same_bytes(texts
         for text in texts:
             logprobs = b'{"content":[%d]}' % index
             assert one.scored(index, text, logprobs) == other.delta(index, text, logprobs=logprobs)
+
+
+@given(texts=st.lists(TEXTS, min_size=1, max_size=3))
+def test_a_text_of_another_member_has_a_shorter_way_to_the_same_bytes(texts: list[str]) -> None:
+    one, other = chat_stream(2), chat_stream(2)
+    for index in (1, 0):
+        for text in texts:
+            written = one.plain_member(index, b'"reasoning":', text)
+            assert written == other.members(index, b'"reasoning":' + json_text(text))
+            assert event(written)["choices"][0]["delta"]["reasoning"] == readable(text)
 
 
 def test_other_members_of_a_delta() -> None:

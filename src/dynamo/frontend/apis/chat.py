@@ -86,7 +86,7 @@ class _ChatRenderer(Renderer):
             if isinstance(event, Content):
                 return self._opened().delta(output.choice, event.text)
             if isinstance(event, Reasoning):
-                return self._opened().members(output.choice, self._reasoning_head + json_text(event.text))
+                return self._opened().plain_member(output.choice, self._reasoning_head, event.text)
         elif self._is_plain and len(events) == 2:
             text, scored = events
             if isinstance(text, Content) and text.text and isinstance(scored, Logprobs):

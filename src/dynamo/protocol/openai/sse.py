@@ -46,12 +46,13 @@ class ChatStream:
     first delta.
     """
 
-    __slots__ = ("_first", "_head", "_plain", "_scored_end", "_tail", "_usage_head")
+    __slots__ = ("_bare_head", "_first", "_head", "_plain", "_scored_end", "_tail", "_usage_head")
 
     def __init__(self, id: str, created: int, model: str, *, n: int = 1) -> None:
         opening = b'data: {"id":%b,"choices":[' % json_text(id)
         closing = b'],"created":%d,"model":%b,"object":"chat.completion.chunk"' % (created, json_text(model))
-        self._head = [opening + b'{"index":%d,"delta":{"content":' % index for index in range(n)]
+        self._bare_head = [opening + b'{"index":%d,"delta":{' % index for index in range(n)]
+        self._head = [head + b'"content":' for head in self._bare_head]
         self._tail = closing
         self._plain = _UNFINISHED + b"null}" + closing + b"}\n\n"
         self._scored_end = b"}" + closing + b"}\n\n"
@@ -106,6 +107,13 @@ class ChatStream:
             return self.delta(index, text, logprobs=logprobs)
         return b"".join((self._head[index], json_text(text), _UNFINISHED, logprobs, self._scored_end))
 
+    def plain_member(self, index: int, name: bytes, text: str) -> bytes:
+        """Return a delta of one other member, a text; `name` is `"reasoning_content":` or the like."""
+        member = name + json_text(text)
+        if self._first[index] is not self._plain:
+            return self.members(index, member)
+        return b"".join((self._bare_head[index], member, self._plain))
+
     def members(
         self,
         index: int,
@@ -121,10 +129,9 @@ class ChatStream:
         if not self.has_role(index):
             members = members + b',"role":"assistant"' if members else b'"role":"assistant"'
             self._first[index] = self._plain
-        head = self._head[index]
         return b"".join(
             (
-                head[: -len(b'"content":')],
+                self._bare_head[index],
                 members,
                 b'},"finish_reason":',
                 _reason(finish_reason),
